@@ -1,0 +1,1 @@
+"""kvprobe: a microscope for the KV cache of a language model."""

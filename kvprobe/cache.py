@@ -1,0 +1,196 @@
+"""The KV cache of a model as plain tensors with a ledger.
+
+Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation
+has to write. Keys are stored as attended: after q/k-norm and rotary embedding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values per layer, and the ledger of their slots.
+
+    Attributes:
+        keys: one tensor per layer, after any norm and rotary embedding.
+        values: one tensor per layer.
+        ledger: tokens, positions, segments, provenance and liveness of the slots.
+    """
+
+    keys: tuple[Float[Tensor, "batch kv_heads slots d_head"], ...]
+    values: tuple[Float[Tensor, "batch kv_heads slots d_value"], ...]
+    ledger: Ledger
+
+    def __post_init__(self) -> None:
+        if not self.keys or len(self.keys) != len(self.values):
+            raise ValueError(
+                f"A cache needs as many key as value tensors and at least one of each; "
+                f"got {len(self.keys)} and {len(self.values)}."
+            )
+        expected = (self.ledger.batch, self.ledger.slots)
+        for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
+            for name, tensor in zip(("keys", "values"), pair, strict=True):
+                if (tensor.shape[0], tensor.shape[2]) != expected:
+                    raise ValueError(
+                        f"The {name} of layer {layer} have (batch, slots) = "
+                        f"{(tensor.shape[0], tensor.shape[2])}, but the ledger has {expected}."
+                    )
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.keys[0].shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.ledger.batch
+
+    @property
+    def slots(self) -> int:
+        return self.ledger.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of key and value storage held, storage shared between rows or layers counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in self.keys + self.values
+        }
+        return sum(storages.values())
+
+    def mask(
+        self,
+        *segments: str,
+        slots: Bool[Tensor, "batch slots"] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> "KVCache":
+        """Make slots invisible to later queries; nothing moves and no position changes.
+
+        Args:
+            segments: names of segments to mask.
+            slots: or, the slots to mask, as a boolean per row and slot.
+            layers: only in these layers (all by default).
+            heads: only in these KV heads (all by default).
+        """
+        hidden = self._chosen(segments, slots)[None, :, None, :]
+        if layers is not None or heads is not None:
+            where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
+            chosen_layers = _indices("layer", layers, self.n_layers)
+            chosen_heads = _indices("KV head", heads, self.n_kv_heads)
+            where[torch.tensor(chosen_layers)[:, None], :, torch.tensor(chosen_heads)] = True
+            hidden = hidden & where
+        return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
+
+    def evict(self, *segments: str, slots: Bool[Tensor, "batch slots"] | None = None) -> "KVCache":
+        """Remove slots and free their memory; the rest keep their positions.
+
+        Rows that lose different numbers of slots are padded on the right with slots that are not live.
+        """
+        return self._keep(~self._chosen(segments, slots))
+
+    def select(self, *segments: str, slots: Bool[Tensor, "batch slots"] | None = None) -> "KVCache":
+        """Keep only these slots; the opposite of `evict`."""
+        return self._keep(self._chosen(segments, slots))
+
+    def fork(self, rows: int = 1) -> "KVCache":
+        """A cache with `rows` copies of each row; a single row is shared by all its copies, not copied."""
+        if rows < 1:
+            raise ValueError(f"A cache cannot be forked into {rows} rows; ask for at least 1.")
+
+        def spread(tensor: Tensor) -> Tensor:
+            if self.batch == 1:
+                return tensor.expand(rows, *tensor.shape[1:])
+            return tensor.repeat_interleave(rows, 0)
+
+        index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
+        return KVCache(
+            tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index)
+        )
+
+    def rows(self, index: Sequence[int] | Int[Tensor, "rows"]) -> "KVCache":
+        """The cache of these rows of the batch."""
+        chosen = torch.as_tensor(index, device=self.ledger.tokens.device)
+        return KVCache(
+            tuple(tensor[chosen] for tensor in self.keys),
+            tuple(tensor[chosen] for tensor in self.values),
+            self.ledger.rows(chosen),
+        )
+
+    def to(self, device: torch.device | str) -> "KVCache":
+        """The same cache on another device."""
+        return KVCache(
+            tuple(tensor.to(device) for tensor in self.keys),
+            tuple(tensor.to(device) for tensor in self.values),
+            self.ledger.to(device),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one safetensors file, bit for bit."""
+        from kvprobe.cache_file import save_cache
+
+        save_cache(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> "KVCache":
+        """Read a cache written by `save`.
+
+        Raises:
+            ValueError: the file is truncated, foreign, inconsistent, or holds a NaN.
+        """
+        from kvprobe.cache_file import load_cache
+
+        return load_cache(Path(path))
+
+    def _chosen(
+        self, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
+    ) -> Bool[Tensor, "batch slots"]:
+        if bool(segments) == (slots is not None):
+            raise ValueError("Name one or more segments, or give `slots`, but not both.")
+        if slots is None:
+            return self.ledger.in_segments(segments)
+        if slots.shape != self.ledger.tokens.shape:
+            raise ValueError(
+                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows "
+                f"of {self.slots} slots."
+            )
+        return slots
+
+    def _keep(self, keep: Bool[Tensor, "batch slots"]) -> "KVCache":
+        keep = keep & ~self.ledger.padding
+        lengths = keep.sum(1)
+        kept = int(lengths.max())
+        # A stable sort brings each row's kept slots to the front, in order.
+        slots = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :kept]
+        padding = torch.arange(kept, device=keep.device) >= lengths[:, None]
+        same_in_all_rows = self.batch == 1 or bool((slots == slots[:1]).all())
+
+        def take(tensor: Tensor) -> Tensor:
+            if same_in_all_rows:
+                return tensor.index_select(2, slots[0])
+            index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+            return tensor.gather(2, index)
+
+        return KVCache(
+            tuple(map(take, self.keys)), tuple(map(take, self.values)), self.ledger.take(slots, padding)
+        )
+
+
+def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:
+    if chosen is None:
+        return list(range(count))
+    for index in chosen:
+        if not 0 <= index < count:
+            raise ValueError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
+    return list(chosen)

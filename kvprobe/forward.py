@@ -1,0 +1,140 @@
+"""Reading tokens into a cache: the one place where a forward pass meets a ledger."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from kvprobe.cache import KVCache
+from kvprobe.lanes import Lane, Lanes, past_key_values
+from kvprobe.ledger import PADDING, Ledger
+from kvprobe.transcript import Tokens
+
+Logits = Literal["last", "all"]
+
+
+def extend(
+    lanes: Lanes,
+    past: KVCache | None,
+    tokens: Sequence[Tokens],
+    lane: Lane = "plain",
+    logits: Logits = "last",
+) -> tuple[KVCache, Float[Tensor, "batch *queries vocab"]]:
+    """Read one run of tokens per row after `past`, at the tokens' own positions.
+
+    Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
+    by all rows. Returns the longer cache and the logits after each row's last token (or after all).
+    """
+    past = one_row_each(past, len(tokens))
+    layers = [TapLayer(past, layer) for layer in range(lanes.geometry.n_layers)]
+    ledger, scores = read(lanes, past, tokens, layers, lane, logits)
+    cache = KVCache(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers), ledger)
+    return cache, scores
+
+
+def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:
+    """The cache of these tokens, one row each, read from nothing."""
+    return extend(lanes, None, tokens, lane)[0]
+
+
+class TapLayer(DynamicLayer):
+    """One layer of a Hugging Face cache that starts from a kvprobe cache, which it never alters.
+
+    Attributes:
+        pick: which of the new slots to remember in `picked_keys` and `picked_values`.
+        store: whether to keep the grown keys and values; without it only what was picked stays in memory.
+    """
+
+    def __init__(
+        self,
+        past: KVCache | None,
+        layer: int,
+        pick: Int[Tensor, "batch picked"] | None = None,
+        store: bool = True,
+    ) -> None:
+        super().__init__()
+        self.pick, self.store = pick, store
+        self.picked_keys: Tensor | None = None
+        self.picked_values: Tensor | None = None
+        if past is not None:
+            self.lazy_initialization(past.keys[layer], past.values[layer])
+            self.keys, self.values = past.keys[layer], past.values[layer]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.pick is not None:
+            self.picked_keys = at_slots(key_states, self.pick)
+            self.picked_values = at_slots(value_states, self.pick)
+        before = (self.keys, self.values, self.is_initialized)
+        grown = super().update(key_states, value_states)
+        if not self.store:
+            self.keys, self.values, self.is_initialized = before
+        return grown
+
+
+def at_slots(
+    tensor: Float[Tensor, "batch kv_heads slots d_head"], pick: Int[Tensor, "batch picked"]
+) -> Float[Tensor, "batch kv_heads picked d_head"]:
+    """The vectors at these slots, row by row."""
+    return tensor.gather(2, pick[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def read(
+    lanes: Lanes,
+    past: KVCache | None,
+    tokens: Sequence[Tokens],
+    layers: Sequence[DynamicLayer],
+    lane: Lane,
+    logits: Logits,
+) -> tuple[Ledger, Float[Tensor, "batch *queries vocab"]]:
+    """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the logits."""
+    new = new_slots(tokens, lanes.device)
+    if past is not None and len(past.keys) != lanes.geometry.n_layers:
+        raise ValueError(
+            f"The cache has {past.n_layers} layers, but the model has {lanes.geometry.n_layers}; "
+            f"a cache can only be read by the model that made it."
+        )
+    ledger = new if past is None else past.ledger.append(new)
+    last = (~new.padding).sum(1) - 1
+    ends, where = last.unique(return_inverse=True)
+    with torch.no_grad():
+        scores = lanes.forward(
+            new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=ends if logits == "last" else 0
+        )
+    if logits == "last":
+        scores = scores[torch.arange(len(tokens), device=scores.device), where]
+    return ledger, scores
+
+
+def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
+    """The ledger of runs of tokens about to be read, padded on the right to the longest."""
+    if not tokens or not all(len(row) for row in tokens):
+        raise ValueError("There is nothing to read: give at least one token for each row.")
+    length = max(len(row) for row in tokens)
+    names = tuple(dict.fromkeys(name for row in tokens for name in row.names))
+    number = {name: index for index, name in enumerate(names)}
+
+    def column(rows: list[list[Any]], padding: Any, dtype: torch.dtype) -> Tensor:
+        padded = [row + [padding] * (length - len(row)) for row in rows]
+        return torch.tensor(padded, dtype=dtype, device=device)
+
+    segments = column([[number[name] for name in row.segments] for row in tokens], PADDING, torch.long)
+    live: Bool[Tensor, "batch slots"] = segments != PADDING
+    return Ledger(
+        tokens=column([list(row.ids) for row in tokens], 0, torch.long),
+        positions=column([list(row.positions) for row in tokens], 0, torch.long),
+        segments=segments,
+        recomputed=column([list(row.recomputed) for row in tokens], False, torch.bool),
+        live=live[None, :, None, :],
+        names=names,
+    )
+
+
+def one_row_each(past: KVCache | None, rows: int) -> KVCache | None:
+    if past is None or past.batch == rows:
+        return past
+    if past.batch == 1:
+        return past.fork(rows)
+    raise ValueError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")

@@ -1,0 +1,213 @@
+"""Two lanes over one set of weights: plain (fused attention, fast) and hooked (TransformerLens, open).
+
+Both lanes take explicit positions and, when the cache was edited, attention masks made from its ledger. The
+masks go to each attention module itself, because transformers builds one mask for all layers, and places
+sliding windows by slot index instead of position.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvprobe.ledger import Ledger
+from kvprobe.lens import Hooked
+from kvprobe.positions import additive, visible
+
+Lane = Literal["plain", "hooked"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a model's cache.
+
+    Attributes:
+        windows: sliding window per layer in positions, None where attention is full.
+        max_position: positions that the model has embeddings for; None with rotary positions, which have no end.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_model: int
+    windows: tuple[int | None, ...]
+    max_position: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> "Geometry":
+        """Read a Hugging Face config.
+
+        Raises:
+            ValueError: the model has layers without a KV cache of this kind (recurrent, chunked, latent).
+        """
+        config = config.get_text_config()
+        n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
+        sliding = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or [
+            "sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"
+        ] * n_layers
+        foreign = set(kinds) - {"full_attention", "sliding_attention"}
+        if foreign or hasattr(config, "kv_lora_rank"):
+            raise ValueError(
+                f"{config.model_type} has layers of kind {', '.join(sorted(foreign)) or 'latent attention'}; "
+                f"kvprobe reads full and sliding-window attention."
+            )
+        rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        return cls(
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
+            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
+            d_model=config.hidden_size,
+            windows=tuple(sliding if kind == "sliding_attention" else None for kind in kinds),
+            max_position=None if rotary else config.max_position_embeddings,
+        )
+
+
+class Lanes:
+    """A model that can be run plain or hooked.
+
+    Attributes:
+        plain: the Hugging Face model.
+        tokenizer: its tokenizer, or None.
+        geometry: the shape of its cache.
+    """
+
+    def __init__(self, plain: Any, tokenizer: Any = None) -> None:
+        self.plain = plain
+        self.tokenizer = tokenizer
+        self.geometry = Geometry.of(plain.config)
+
+    @cached_property
+    def hooked(self) -> Hooked:
+        """The hooked lane, built when first needed."""
+        return Hooked(self.plain)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.plain.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.plain.parameters()).dtype
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all weights, the same wherever they were loaded from."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, tensor in sorted(self.plain.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch queries"],
+        ledger: Ledger,
+        past: DynamicCache,
+        lane: Lane = "plain",
+        logits_to_keep: int | Int[Tensor, "kept"] = 0,
+    ) -> Float[Tensor, "batch kept_queries vocab"]:
+        """One forward pass over the last `queries` slots of `ledger`; `past` takes up their keys and values.
+
+        Args:
+            logits_to_keep: how many logits from the end (0 for all), or at which queries.
+        """
+        queries = ids.shape[1]
+        positions = ledger.positions[:, ledger.slots - queries :]
+        self._refuse_far_positions(positions)
+        arguments: dict[str, Any] = {
+            "position_ids": positions,
+            "past_key_values": past,
+            "use_cache": True,
+            "logits_to_keep": logits_to_keep,
+        }
+        modules = self._attention_modules if lane == "plain" else self.hooked.attention_modules
+        # In a cache that nobody edited, slot index and position agree, and the library's own (fused) path is right.
+        masks = None if ledger.untouched else self._masks(ledger, queries)
+        with _given(modules, masks):
+            if masks is not None:
+                arguments["attention_mask"] = masks[0]
+            if lane == "hooked":
+                return self.hooked(ids, **arguments)
+            return self.plain(input_ids=ids, **arguments).logits
+
+    @cached_property
+    def _attention_modules(self) -> list[nn.Module]:
+        found = {
+            module.layer_idx: module
+            for module in self.plain.modules()
+            if type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+        }
+        if sorted(found) != list(range(self.geometry.n_layers)):
+            raise ValueError(
+                f"Cannot find one attention module per layer in {type(self.plain).__name__}; "
+                f"masks could not be given to it."
+            )
+        return [found[layer] for layer in range(self.geometry.n_layers)]
+
+    def _masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
+        """One additive mask per layer, shared between layers that see the same."""
+        groups = self.geometry.n_heads // self.geometry.n_kv_heads
+        made: dict[tuple[int, int | None], Tensor] = {}
+        masks = []
+        seen_by_window = {
+            window: visible(ledger, queries, window) for window in dict.fromkeys(self.geometry.windows)
+        }
+        for layer, window in enumerate(self.geometry.windows):
+            seen = seen_by_window[window]
+            key = (layer if seen.shape[0] > 1 else 0, window)
+            if key not in made:
+                made[key] = additive(seen[key[0]], groups, self.dtype)
+            masks.append(made[key])
+        return masks
+
+    def _refuse_far_positions(self, positions: Tensor) -> None:
+        limit = self.geometry.max_position
+        if limit is not None and int(positions.max()) >= limit:
+            raise ValueError(
+                f"Position {int(positions.max())} is beyond the {limit} that this model has embeddings for; "
+                f"use a shorter conversation."
+            )
+
+
+def past_key_values(layers: Sequence[DynamicLayer]) -> DynamicCache:
+    """A Hugging Face cache made of these layers."""
+    past = DynamicCache()
+    past.layers = list(layers)
+    return past
+
+
+@contextmanager
+def _given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Iterator[None]:
+    """While this lasts, each attention module gets its own mask, whatever the model hands down."""
+    if masks is None or all(mask is masks[0] for mask in masks):
+        yield
+        return
+
+    def giver(mask: Tensor) -> Any:
+        def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if "attention_mask" not in kwargs:
+                raise RuntimeError(f"{type(module).__name__} takes no attention mask by name; it cannot be given one.")
+            return args, {**kwargs, "attention_mask": mask}
+
+        return give
+
+    handles = [
+        module.register_forward_pre_hook(giver(mask), with_kwargs=True)
+        for module, mask in zip(modules, masks, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

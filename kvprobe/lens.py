@@ -1,0 +1,135 @@
+"""The hooked lane: TransformerLens hook points over the same weights. Nothing else imports transformer_lens.
+
+TransformerLens replaces modules of the model that it wraps. It is therefore given a twin: a copy of the module
+tree whose parameters are the very tensors of the plain model, so that the two lanes cannot drift apart.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Family = Literal["k_pre", "k", "v", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
+"""What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored, the residual stream
+before, between and after attention and MLP, and what attention and MLP add to it (after Gemma's post-norms)."""
+
+HOOKS: dict[Family, str] = {
+    "k_pre": "attn.hook_k",
+    "k": "attn.hook_rot_k",
+    "v": "attn.hook_v",
+    "resid_pre": "hook_resid_pre",
+    "resid_mid": "hook_resid_mid",
+    "resid_post": "hook_resid_post",
+    "attn_out": "hook_attn_out",
+    "mlp_out": "hook_mlp_out",
+}
+PER_HEAD: tuple[Family, ...] = ("k_pre", "k", "v")
+
+
+class Hooked:
+    """A TransformerBridge over a twin of the plain model.
+
+    Attributes:
+        bridge: the TransformerBridge; use its hook points freely.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        shared = {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]}
+        twin = copy.deepcopy(plain, shared)
+        # Eager attention takes the masks that kvprobe builds as they are, in every architecture.
+        twin.set_attn_implementation("eager")
+        architecture = type(plain).__name__
+        try:
+            self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
+        except Exception as error:
+            raise ValueError(
+                f"TransformerLens cannot hook {architecture} ({error}); use lane='plain' for this model."
+            ) from error
+
+    def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
+        return self.bridge(ids, return_type="logits", **kwargs)
+
+    @property
+    def attention_modules(self) -> list[nn.Module]:
+        """The modules that receive the attention mask, by layer."""
+        return [block.attn for block in self.bridge.blocks]
+
+    def fires(self, family: Family) -> bool:
+        """Whether the hook of this family exists and carries what its name says in this architecture."""
+        attention = self.bridge.blocks[0].attn
+        if family == "k" and not _rotates(attention):
+            return False
+        return f"blocks.0.{HOOKS[family]}" in self.bridge.hook_dict
+
+    def plain_site(self, family: Family, layer: int) -> tuple[str, Literal["input", "output"]] | None:
+        """Where the plain model computes what this hook shows: a submodule's path, and which end of it.
+
+        Read off the bridge's own architecture adapter, so it holds wherever TransformerLens does. None where
+        the plain model has no such module (K inside a fused QKV projection).
+        """
+        block = self.bridge.blocks[layer]
+        aliases = block.attn.hook_aliases if family in PER_HEAD else block.hook_aliases
+        hook = aliases.get(HOOKS[family].removeprefix("attn."))
+        if hook is None:
+            return None
+        *components, end = hook.split(".")
+        path, component = f"{self.bridge.adapter.component_mapping['blocks'].name}.{layer}", block
+        if family in PER_HEAD:
+            component = component.attn
+            path = f"{path}.{component.name}"
+        for name in components:
+            component = getattr(component, name)
+            path = f"{path}.{component.name}"
+        return path, "input" if end == "hook_in" else "output"
+
+    @contextmanager
+    def listening(
+        self, families: Sequence[Family], layers: Sequence[int], hear: Callable[[Family, int, Tensor], None]
+    ) -> Iterator[None]:
+        """Call `hear(family, layer, tensor)` for each of these hooks as it fires; a hook that stays silent
+        is an error, not an empty result.
+
+        Raises:
+            RuntimeError: a hook does not exist, or did not fire.
+        """
+        expected = {(family, layer) for family in families for layer in layers}
+        heard: set[tuple[Family, int]] = set()
+
+        def listener(family: Family, layer: int) -> Callable[..., None]:
+            def listen(tensor: Tensor, hook: Any) -> None:
+                heard.add((family, layer))
+                hear(family, layer, tensor)
+
+            return listen
+
+        points = []
+        try:
+            for family, layer in sorted(expected):
+                name = f"blocks.{layer}.{HOOKS[family]}"
+                if name not in self.bridge.hook_dict:
+                    raise RuntimeError(f"TransformerLens has no hook {name} for this model.")
+                point = self.bridge.hook_dict[name]
+                # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
+                point.add_hook(listener(family, layer))
+                points.append(point)
+            yield
+        finally:
+            for point in points:
+                point.remove_hooks()
+        if silent := expected - heard:
+            names = ", ".join(sorted(f"blocks.{layer}.{HOOKS[family]}" for family, layer in silent))
+            raise RuntimeError(f"Hooks that never fired in TransformerLens: {names}.")
+
+
+def _rotates(attention: Any) -> bool:
+    """Whether this attention bridge fires `hook_rot_k` (GPT-2 has no rotary embedding; NeoX's is fused)."""
+    from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import (
+        PositionEmbeddingsAttentionBridge,
+    )
+
+    return isinstance(attention, PositionEmbeddingsAttentionBridge)
+

@@ -1,0 +1,199 @@
+"""From a name to weights: every source is first made a local folder of safetensors, then loaded one way."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from kvprobe.catalog import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
+from kvprobe.suggest import unknown
+
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve_folder(source: str | os.PathLike[str]) -> Path:
+    """The local folder with the safetensors weights of a named model, folder, `.gguf` file or hub id.
+
+    Raises:
+        ValueError: the name is unknown, or the folder has no safetensors.
+        ConnectionError: a download failed; the sentence says which file to put where.
+    """
+    if isinstance(source, str) and source in NAMED_MODELS:
+        return _named(source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no GGUF file at {path}.")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _kept(f"gguf-{digest[:16]}", lambda _: path)
+    if isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        return _from_hub(source)
+    raise ValueError(
+        unknown("model", str(source), NAMED_MODELS)
+        + " A local folder, a .gguf file or a hub id (owner/name) will do as well."
+    )
+
+
+def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model and tokenizer in a local folder (the tokenizer is None where there is none).
+
+    Raises:
+        MemoryError: the weights do not fit into the memory that is free.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _check_memory(folder, device, dtype)
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
+    return model.to(device).eval(), tokenizer
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """`auto` is the first GPU that torch sees, else the CPU."""
+    if str(device) != "auto":
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"Device {str(device)!r} was asked for, but torch sees no CUDA GPU; use 'cpu'.")
+        return chosen
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on the CPU, where probes and caches are compared to the last bit, and bfloat16 elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(unknown("dtype", dtype, [*known, "auto"]))
+    return known[dtype]
+
+
+def _named(name: str) -> Path:
+    return _kept(name, lambda scratch: gguf_of(name, scratch))
+
+
+def _kept(name: str, gguf: Callable[[Path], Path]) -> Path:
+    """The folder `name` among the kept models, made from the GGUF file that `gguf` gives if it is not there yet.
+
+    It is made under another name and renamed when whole: an interruption leaves nothing half done, and of two
+    processes that race the first wins.
+    """
+    folder = cache_folder() / "models" / name
+    if (folder / "model.safetensors").is_file():
+        return folder
+    with scratch_folder() as scratch:
+        made = _dequantise(gguf(Path(scratch)), Path(scratch) / "model")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / "model.safetensors").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+    return folder
+
+
+def _dequantise(gguf: Path, folder: Path) -> Path:
+    """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _quiet(bars=True):
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, local_files_only=True
+            )
+    except Exception as error:
+        raise ValueError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
+    # The weights are plain floats now; without this the model would still be saved as a quantised one.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    # Saved in one piece, so that the file's presence means that all is there.
+    model.save_pretrained(folder, max_shard_size="1TB")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(repository, allow_patterns=_WANTED)
+    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no folder
+        raise ConnectionError(
+            f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
+            f"repository's safetensors, config.json and tokenizer files elsewhere and give their folder instead."
+        ) from error
+    return _checked(Path(folder))
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"The folder {folder} has no *.safetensors; pickled weights are not read, convert them first."
+        )
+    return folder
+
+
+def _check_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    needed = _parameters(folder) * dtype.itemsize
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(
+            f"The weights in {folder} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
+            f"{free / 2**30:.1f} GiB are free on {device}; use a smaller dtype, a smaller model or another device."
+        )
+
+
+def _parameters(folder: Path) -> int:
+    """Number of weights, from the headers of the safetensors files."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 2 <= size <= path.stat().st_size:
+                raise ValueError(f"{path} is truncated or not a safetensors file; fetch it again.")
+            header = json.loads(file.read(size))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                count += torch.Size(tensor["shape"]).numel()
+    return count
+
+
+@contextmanager
+def _quiet(bars: bool = False) -> Iterator[None]:
+    """Silences transformers' remarks, and its progress bars unless `bars`; its settings are put back after."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    if not bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()

@@ -1,0 +1,161 @@
+"""A model as a person uses it: load, prefill, generate, capture."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.capture import Captured, capture
+from kvprobe.forward import Logits, extend
+from kvprobe.generate import Generation, generate
+from kvprobe.lanes import Geometry, Lane, Lanes
+from kvprobe.lens import Family
+from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
+from kvprobe.transcript import Tokens, Transcript
+
+Readable = str | Transcript | Tokens | Sequence[Transcript | Tokens]
+"""What a model reads: a text, a conversation, tokens, or a batch of either of the last two."""
+
+
+def load(
+    source: Any = "smollm2-135m",
+    *,
+    tokenizer: Any = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> "Model":
+    """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a model in hand.
+
+    Args:
+        source: see above; a Hugging Face model object is used as it is, where it is.
+        tokenizer: for a model in hand.
+        device: `auto` is a GPU if there is one.
+        dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
+
+    Raises:
+        ValueError: an unknown name, or files that are not a model.
+        ConnectionError: something had to be fetched and could not be; the sentence says what to put where.
+        MemoryError: the weights do not fit.
+    """
+    if isinstance(source, torch.nn.Module):
+        return Model(Lanes(source.eval(), tokenizer), type(source).__name__)
+    where = pick_device(device)
+    plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
+    return Model(Lanes(plain, tokenizer or own_tokenizer), os.fspath(source))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model.
+
+    Attributes:
+        lanes: the two lanes and the tokenizer; `lanes.hooked.bridge` is the TransformerBridge.
+        name: what it was loaded as.
+    """
+
+    lanes: Lanes
+    name: str
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.lanes.tokenizer
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.lanes.geometry
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all weights."""
+        return self.lanes.fingerprint
+
+    def tokens(self, text: Readable) -> list[Tokens]:
+        """The tokens of a text (as it is, without a template), a conversation, or a batch: one run per row."""
+        if isinstance(text, str):
+            return [Tokens.of(self._tokenizer()(text, add_special_tokens=False)["input_ids"])]
+        if isinstance(text, Tokens):
+            return [text]
+        if isinstance(text, Transcript):
+            return [text.tokens(self._tokenizer())]
+        return [row for piece in text for row in self.tokens(piece)]
+
+    def prefill(self, text: Readable, *, lane: Lane = "plain") -> KVCache:
+        """The cache of a conversation, text or batch."""
+        return extend(self.lanes, None, self.tokens(text), lane)[0]
+
+    def extend(
+        self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: Logits = "last"
+    ) -> tuple[KVCache, Float[Tensor, "batch *queries vocab"]]:
+        """Read on after `cache`, at the tokens' own positions; the longer cache and the logits."""
+        return extend(self.lanes, cache, self.tokens(text), lane, logits)
+
+    def generate(self, start: KVCache | Readable, ask: str | None = None, **settings: Any) -> Generation:
+        """Continue a cache, conversation or text.
+
+        Args:
+            start: a cache needs `ask`; a conversation is answered as the assistant; text is continued.
+            ask: a user's next message, in the model's chat template.
+            settings: see `kvprobe.generate.generate`.
+        """
+        if isinstance(start, KVCache):
+            if ask is None:
+                raise ValueError("A cache holds no logits; give `ask`, the user's next message.")
+            turn = self._user_turn(ask)
+            positions = start.ledger.next_position().tolist()
+            prompts = [turn.shifted(position) for position in positions]
+            return generate(self.lanes, prompts, start, **settings)
+        if isinstance(start, Transcript):
+            prompts = [start.tokens(self._tokenizer(), generation_prompt=True)]
+        else:
+            prompts = self.tokens(start)
+        if ask is not None:
+            turn = self._user_turn(ask)
+            prompts = [row + turn.shifted(row.positions[-1] + 1) for row in prompts]
+        return generate(self.lanes, prompts, **settings)
+
+    def capture(
+        self,
+        text: Readable,
+        families: Sequence[Family],
+        *,
+        layers: Sequence[int] | None = None,
+        segments: Sequence[str] | None = None,
+        slots: Sequence[int] | None = None,
+        past: KVCache | None = None,
+        lane: Lane | Literal["auto"] = "auto",
+        keep_cache: bool = False,
+    ) -> Captured:
+        """What chosen layers compute at chosen slots, from one pass; see `kvprobe.capture.capture`."""
+        return capture(
+            self.lanes,
+            self.tokens(text),
+            families,
+            layers=layers,
+            segments=segments,
+            slots=slots,
+            past=past,
+            lane=lane,
+            keep_cache=keep_cache,
+        )
+
+    def _user_turn(self, text: str) -> Tokens:
+        """The tokens of a user's message in mid-conversation and of the header of the answer to it."""
+        exchange = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": "-"},
+            {"role": "user", "content": text},
+        ]
+        chat = Transcript.from_messages(exchange, names=["before", "before", "question"])
+        tokens = chat.tokens(self._tokenizer(), generation_prompt=True)
+        return tokens[tokens.span("before").stop :]
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; give one to `load`, or pass Tokens.")
+        return self.tokenizer
