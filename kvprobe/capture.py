@@ -30,13 +30,13 @@ class Captured:
         tensors: by (family, layer); `[batch, kv_heads, picked, d_head]` for K and V, `[batch, picked, d_model]`
             for the rest.
         present: false where a row has fewer picked slots than the longest and its entry is padding.
-        logits: after each row's last token.
+        logits: after the last tokens of each row.
         cache: the longer cache, if it was to be kept.
     """
 
     tensors: dict[tuple[Family, int], Tensor]
     present: Bool[Tensor, "batch picked"]
-    logits: Float[Tensor, "batch vocab"]
+    logits: Float[Tensor, "batch kept vocab"]
     cache: KVCache | None
 
     def __getitem__(self, site: tuple[Family, int]) -> Tensor:
@@ -60,6 +60,7 @@ def capture(
     past: KVCache | None = None,
     lane: Lane | Literal["auto"] = "auto",
     keep_cache: bool = False,
+    logits: int = 1,
 ) -> Captured:
     """Read `tokens` (after `past`) and keep what these families compute at these layers and slots.
 
@@ -70,6 +71,7 @@ def capture(
         slots: or, these of the new tokens, by index (negative from the end of each row). All by default.
         lane: `auto` takes the plain lane if it can answer.
         keep_cache: also return the whole cache; otherwise only what was asked for stays in memory.
+        logits: return those after so many of each row's last tokens.
 
     Raises:
         ValueError: an unknown family, layer, segment or slot; or a family that the model does not have.
@@ -102,14 +104,14 @@ def capture(
     ]
     listening = lanes.hooked.listening(heard, layers, hear) if lane == "hooked" else _listening(lanes, sites, hear)
     with listening:
-        ledger, logits = read(lanes, past, tokens, taps, lane, "last")
+        ledger, scores = read(lanes, past, tokens, taps, lane, logits)
     for layer in layers if stored else ():
         picked: dict[Family, Any] = {"k": taps[layer].picked_keys, "v": taps[layer].picked_values}
         tensors |= {(family, layer): picked[family] for family in stored}
     cache = None
     if keep_cache:
         cache = KVCache(tuple(tap.keys for tap in taps), tuple(tap.values for tap in taps), ledger)
-    return Captured(tensors, present, logits, cache)
+    return Captured(tensors, present, scores, cache)
 
 
 Site = tuple[str, Literal["input", "output"]]

@@ -1,7 +1,7 @@
 """Reading tokens into a cache: the one place where a forward pass meets a ledger."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,20 +13,17 @@ from kvprobe.lanes import Lane, Lanes, past_key_values
 from kvprobe.ledger import PADDING, Ledger
 from kvprobe.transcript import Tokens
 
-Logits = Literal["last", "all"]
-
-
 def extend(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
     lane: Lane = "plain",
-    logits: Logits = "last",
-) -> tuple[KVCache, Float[Tensor, "batch *queries vocab"]]:
+    logits: int = 1,
+) -> tuple[KVCache, Float[Tensor, "batch kept vocab"]]:
     """Read one run of tokens per row after `past`, at the tokens' own positions.
 
     Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
-    by all rows. Returns the longer cache and the logits after each row's last token (or after all).
+    by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
     """
     past = one_row_each(past, len(tokens))
     layers = [TapLayer(past, layer) for layer in range(lanes.geometry.n_layers)]
@@ -87,9 +84,10 @@ def read(
     tokens: Sequence[Tokens],
     layers: Sequence[DynamicLayer],
     lane: Lane,
-    logits: Logits,
-) -> tuple[Ledger, Float[Tensor, "batch *queries vocab"]]:
-    """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the logits."""
+    logits: int,
+) -> tuple[Ledger, Float[Tensor, "batch kept vocab"]]:
+    """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
+    of each row."""
     new = new_slots(tokens, lanes.device)
     if past is not None and len(past.keys) != lanes.geometry.n_layers:
         raise ValueError(
@@ -97,14 +95,16 @@ def read(
             f"a cache can only be read by the model that made it."
         )
     ledger = new if past is None else past.ledger.append(new)
-    last = (~new.padding).sum(1) - 1
-    ends, where = last.unique(return_inverse=True)
+    shortest = min(map(len, tokens))
+    if not 1 <= logits <= shortest:
+        raise ValueError(f"{logits} logits were asked for, but the shortest row has {shortest} tokens.")
+    # Rows may end at different queries: compute the logits that any row needs, then pick each row's own.
+    lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
+    wanted = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)
+    queries, where = wanted.unique(return_inverse=True)
     with torch.no_grad():
-        scores = lanes.forward(
-            new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=ends if logits == "last" else 0
-        )
-    if logits == "last":
-        scores = scores[torch.arange(len(tokens), device=scores.device), where]
+        scores = lanes.forward(new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=queries)
+    scores = scores[torch.arange(len(tokens), device=scores.device)[:, None], where]
     return ledger, scores
 
 

@@ -82,8 +82,8 @@ def generate(
     for step in range(max_new_tokens):
         if on_step is not None:
             cache = on_step(step, cache) or cache
-        chosen = _choose(logits, temperature, top_p, generators)
-        scores = logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        chosen = _choose(logits[:, -1], temperature, top_p, generators)
+        scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for row, (token, score) in enumerate(zip(chosen.tolist(), scores.tolist(), strict=True)):
             if not stopped[row]:
                 tokens[row].append(token)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprobe.cache import KVCache
 from kvprobe.capture import Captured, capture
-from kvprobe.forward import Logits, extend
+from kvprobe.forward import extend
 from kvprobe.generate import Generation, generate
 from kvprobe.lanes import Geometry, Lane, Lanes
 from kvprobe.lens import Family
@@ -76,9 +76,9 @@ class Model:
         return self.lanes.fingerprint
 
     def tokens(self, text: Readable) -> list[Tokens]:
-        """The tokens of a text (as it is, without a template), a conversation, or a batch: one run per row."""
+        """The tokens of a text (as it is, with the tokenizer's own start token), a conversation, or a batch: one run per row."""
         if isinstance(text, str):
-            return [Tokens.of(self._tokenizer()(text, add_special_tokens=False)["input_ids"])]
+            return [Tokens.of(self._tokenizer()(text)["input_ids"])]
         if isinstance(text, Tokens):
             return [text]
         if isinstance(text, Transcript):
@@ -90,9 +90,9 @@ class Model:
         return extend(self.lanes, None, self.tokens(text), lane)[0]
 
     def extend(
-        self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: Logits = "last"
-    ) -> tuple[KVCache, Float[Tensor, "batch *queries vocab"]]:
-        """Read on after `cache`, at the tokens' own positions; the longer cache and the logits."""
+        self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
+    ) -> tuple[KVCache, Float[Tensor, "batch kept vocab"]]:
+        """Read on after `cache`, at the tokens' own positions; the longer cache and the last `logits` logits."""
         return extend(self.lanes, cache, self.tokens(text), lane, logits)
 
     def generate(self, start: KVCache | Readable, ask: str | None = None, **settings: Any) -> Generation:
@@ -130,6 +130,7 @@ class Model:
         past: KVCache | None = None,
         lane: Lane | Literal["auto"] = "auto",
         keep_cache: bool = False,
+        logits: int = 1,
     ) -> Captured:
         """What chosen layers compute at chosen slots, from one pass; see `kvprobe.capture.capture`."""
         return capture(
@@ -142,6 +143,7 @@ class Model:
             past=past,
             lane=lane,
             keep_cache=keep_cache,
+            logits=logits,
         )
 
     def _user_turn(self, text: str) -> Tokens:

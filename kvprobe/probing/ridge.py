@@ -1,0 +1,159 @@
+"""Thousands of multi-class ridge probes in one batched solve.
+
+One-hot labels are regressed on standardised features; the largest score wins. All probes (layers, K or V,
+read-outs) and all targets (digits) are solved together. Each fold's Gram matrix is computed once and training
+sets are sums of folds, so cross-validation costs no further pass over the features. The penalty is chosen on an
+inner fold; the test fold is touched once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Ridge penalties per training sample, on features of unit variance."""
+
+VARIANCE_FLOOR = 1e-5
+"""Features that vary less than this, relative to the size of what the probe reads, are constant but for round-off."""
+
+
+@dataclass(frozen=True)
+class RidgeResult:
+    """Out-of-fold predictions of a batch of probes.
+
+    Attributes:
+        predicted: class of each sample, by probes that were not trained on it.
+        inner_accuracy: accuracy on the inner fold at the chosen penalty, by outer fold. It is all that may be
+            used to choose between probes.
+        penalty: the chosen penalty, by outer fold.
+    """
+
+    predicted: Int[Tensor, "probes targets samples"]
+    inner_accuracy: Float[Tensor, "probes folds"]
+    penalty: Float[Tensor, "probes folds"]
+
+
+def ridge_probes(
+    features: Float[Tensor, "probes samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    penalties: Sequence[float] = PENALTIES,
+    size: Float[Tensor, "probes"] | None = None,
+) -> RidgeResult:
+    """Cross-validated ridge classification of every target from every probe's features.
+
+    Args:
+        labels: class number of each sample, per target.
+        folds: outer test fold of each sample; fold f takes fold f + 1 as its inner fold.
+        size: root mean square of what the probes read before any centring, against which `VARIANCE_FLOOR` is
+            measured; that of `features` by default.
+
+    Raises:
+        ValueError: fewer than three folds, labels out of range, or features that are not finite.
+    """
+    count = int(folds.max()) + 1
+    if count < 3:
+        raise ValueError(f"Ridge probes need at least 3 folds (train, inner, test); got {count}.")
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+    if not bool(torch.isfinite(features).all()):
+        raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
+
+    # Ridge with an intercept does not feel a shift, but float32 does: without it, a large mean cancels in the Gram.
+    if size is None:
+        size = features.square().mean((1, 2)).sqrt()
+    features = features - features.mean(1, keepdim=True)
+    floor = (VARIANCE_FLOOR * size)[:, None]
+    onehot = torch.nn.functional.one_hot(labels, classes).to(features.dtype)
+    answers = onehot.permute(1, 0, 2).reshape(labels.shape[1], -1)
+
+    members = [torch.nonzero(folds == fold)[:, 0] for fold in range(count)]
+    parts = [_Sums.of(features[:, rows], answers[rows]) for rows in members]
+
+    predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
+    inner_accuracy = torch.empty(len(features), count, device=features.device)
+    chosen_penalty = torch.empty(len(features), count, device=features.device)
+    grid = torch.tensor(list(penalties), dtype=features.dtype, device=features.device)
+    for fold in range(count):
+        inner = (fold + 1) % count
+        training = _Sums.total([part for other, part in enumerate(parts) if other not in (fold, inner)])
+        trained = _Ridge(training, floor)
+        accuracy = torch.stack(
+            [
+                trained.classify(penalty.expand(len(features)), features[:, members[inner]], classes)
+                .eq(labels[:, members[inner]])
+                .float()
+                .mean((1, 2))
+                for penalty in grid
+            ]
+        )
+        # Of equally good penalties the largest: argmax of the reversed grid finds the last maximum.
+        best = len(grid) - 1 - accuracy.flip(0).argmax(0)
+        inner_accuracy[:, fold] = accuracy.gather(0, best[None])[0]
+        chosen_penalty[:, fold] = grid[best]
+        training = _Sums.total([part for other, part in enumerate(parts) if other != fold])
+        trained = _Ridge(training, floor)
+        predicted[:, :, members[fold]] = trained.classify(grid[best], features[:, members[fold]], classes)
+    return RidgeResult(predicted, inner_accuracy, chosen_penalty)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What ridge regression needs to know of a set of samples; sets are joined by adding."""
+
+    count: int
+    features: Float[Tensor, "probes dim"]
+    answers: Float[Tensor, "outputs"]
+    gram: Float[Tensor, "probes dim dim"]
+    cross: Float[Tensor, "probes dim outputs"]
+
+    @classmethod
+    def of(cls, features: Float[Tensor, "probes samples dim"], answers: Float[Tensor, "samples outputs"]) -> "_Sums":
+        turned = features.transpose(1, 2)
+        return cls(features.shape[1], features.sum(1), answers.sum(0), turned @ features, turned @ answers)
+
+    @classmethod
+    def total(cls, parts: Sequence["_Sums"]) -> "_Sums":
+        first, *others = parts
+        gram, cross = first.gram.clone(), first.cross.clone()
+        features, answers, count = first.features.clone(), first.answers.clone(), first.count
+        for part in others:
+            gram += part.gram
+            cross += part.cross
+            features += part.features
+            answers += part.answers
+            count += part.count
+        return cls(count, features, answers, gram, cross)
+
+
+class _Ridge:
+    """Ridge regression on standardised features, ready for any penalty."""
+
+    def __init__(self, training: _Sums, floor: Float[Tensor, "probes 1"]) -> None:
+        """Centre and scale the sums of `training`, which are used up."""
+        self.count = training.count
+        self.mean = training.features / self.count
+        self.intercept = training.answers / self.count
+        gram = training.gram.baddbmm_(self.mean[:, :, None], self.mean[:, None, :], alpha=-self.count)
+        cross = training.cross.sub_(self.mean[:, :, None] * training.answers)
+        deviation = (gram.diagonal(dim1=1, dim2=2).clamp(min=0) / self.count).sqrt()
+        self.scale = torch.where(deviation > floor, 1 / deviation, 0.0)
+        self.gram = gram.mul_(self.scale[:, :, None]).mul_(self.scale[:, None, :])
+        self.cross = cross.mul_(self.scale[:, :, None])
+
+    def classify(
+        self, penalty: Float[Tensor, "probes"], test: Float[Tensor, "probes samples dim"], classes: int
+    ) -> Int[Tensor, "probes targets samples"]:
+        """The class with the largest score, for each target and test sample."""
+        gram = self.gram.clone()
+        gram.diagonal(dim1=1, dim2=2).add_((penalty * self.count)[:, None])
+        factor = torch.linalg.cholesky(gram)
+        half = torch.linalg.solve_triangular(factor, self.cross, upper=False)
+        weights = torch.linalg.solve_triangular(factor.mT, half, upper=True).mul_(self.scale[:, :, None])
+        offset = self.intercept - (self.mean[:, None] @ weights)
+        scores = torch.baddbmm(offset, test, weights)
+        return scores.unflatten(-1, (-1, classes)).argmax(-1).transpose(1, 2)

@@ -1,0 +1,46 @@
+"""The three ways to hold samples out, reported together because they answer different questions.
+
+`random` asks whether a probe that has seen the same conversation with other codes can read this one. It is the
+easiest and the least general. `leave-context-out` asks it of conversations that the probe never saw.
+`paired` does so after each feature was centred within its conversation: it needs several codes of the very
+conversation that is read, so it says that the information is linearly there, not that a stranger could read it.
+"""
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Split = Literal["random", "leave-context-out", "paired"]
+SPLITS: tuple[Split, ...] = ("random", "leave-context-out", "paired")
+
+
+def fold_numbers(
+    split: Split, contexts: Int[np.ndarray, "samples"], folds: int, rng: np.random.Generator
+) -> Int[np.ndarray, "samples"]:
+    """The test fold of each sample; but for `random`, all samples of a context share one.
+
+    Raises:
+        ValueError: there are fewer contexts (or samples) than folds.
+    """
+    if split == "random":
+        units, index = len(contexts), np.arange(len(contexts))
+    else:
+        found, index = np.unique(contexts, return_inverse=True)
+        units = len(found)
+    if units < folds:
+        kind = "samples" if split == "random" else "contexts"
+        raise ValueError(f"The {split} split needs at least {folds} {kind} for {folds} folds; there are {units}.")
+    return rng.permutation(np.arange(units) % folds)[index]
+
+
+def centred_within(
+    features: Float[Tensor, "samples *sites dim"], contexts: Int[np.ndarray, "samples"]
+) -> Float[Tensor, "samples *sites dim"]:
+    """The features less their mean over the samples of the same context."""
+    centred = features.clone()
+    for context in np.unique(contexts):
+        rows = np.flatnonzero(contexts == context)
+        centred[rows] -= features[rows].mean(0)
+    return centred

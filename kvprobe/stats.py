@@ -1,0 +1,58 @@
+"""Intervals: bootstraps that resample whole clusters (contexts), because samples of one context are not independent."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def cluster_weights(
+    clusters: int, rng: np.random.Generator, resamples: int = RESAMPLES
+) -> Int[np.ndarray, "resamples clusters"]:
+    """How often each cluster is drawn in each resample. Use the same weights for quantities to be compared."""
+    return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=resamples)
+
+
+def cluster_bootstrap(
+    values: Float[np.ndarray, "*quantities samples"],
+    clusters: Int[np.ndarray, "samples"],
+    weights: Int[np.ndarray, "resamples clusters"],
+) -> tuple[
+    Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]
+]:
+    """Mean over samples of each quantity, with the 2.5 and 97.5 percentiles over resampled clusters.
+
+    Args:
+        clusters: which cluster each sample belongs to, numbered from 0.
+        weights: see `cluster_weights`.
+    """
+    count = weights.shape[1]
+    member = np.zeros((len(clusters), count))
+    member[np.arange(len(clusters)), clusters] = 1
+    sums, sizes = values @ member, member.sum(0)
+    resampled = (sums @ weights.T) / (sizes @ weights.T)
+    low, high = np.percentile(resampled, [2.5, 97.5], axis=-1)
+    return values.mean(-1), low, high
+
+
+def estimate(
+    values: Float[np.ndarray, "samples"],
+    clusters: Int[np.ndarray, "samples"],
+    weights: Int[np.ndarray, "resamples clusters"],
+) -> Estimate:
+    """`cluster_bootstrap` of one quantity."""
+    return Estimate(*(float(number) for number in cluster_bootstrap(values, clusters, weights)))

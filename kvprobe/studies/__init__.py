@@ -1,0 +1,47 @@
+"""Studies: one folder, one question. Listing them imports nothing heavy."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvprobe.suggest import unknown
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvprobe.runs import Run
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study by name; its code is imported when it is run."""
+
+    name: str
+    question: str
+
+    @property
+    def config(self) -> type[Any]:
+        """The dataclass of its settings."""
+        return import_module(f"kvprobe.studies.{self.name}.config").Config
+
+    def run(self, config: Any, root: "Path", name: str | None = None) -> "Run":
+        """Run it with these settings (or resume) in a directory below `root`."""
+        return import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
+
+
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(
+            "leakage",
+            "How much of a hidden number survives in the KV cache after the turn that held it was masked?",
+        ),
+    )
+}
+
+
+def find(name: str) -> Study:
+    """The study of this name; an unknown one is refused with the near match."""
+    if name not in STUDIES:
+        raise ValueError(unknown("study", name, STUDIES))
+    return STUDIES[name]

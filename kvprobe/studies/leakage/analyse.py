@@ -1,0 +1,269 @@
+"""From features to numbers: probes for every arm, layer, family, read-out and split, and the use measurements."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.probing.ridge import RidgeResult, ridge_probes
+from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
+from kvprobe.stats import Estimate, cluster_bootstrap, cluster_weights, estimate
+from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, READS, USE_ARMS
+from kvprobe.studies.leakage.config import Config
+
+ARMS = ("before", "hidden", "direct", "masked", "restart")
+CHANCE = 0.1
+_CHUNK_BYTES = 30_000_000  # of Gram matrices at once: more would not stay in the processor's cache, and be half as fast
+
+
+@dataclass(frozen=True)
+class Collected:
+    """All contexts together.
+
+    Attributes:
+        features: by (arm, family); one row per sample, or one per context for the arms that no code can reach.
+        digits: of each sample's code.
+        contexts: number of the context of each sample.
+        use: `logprob`, `correct` (per use arm and code token) and `kl` (per use arm), samples first.
+    """
+
+    features: dict[tuple[str, str], Float[Tensor, "rows layers reads dim"]]
+    digits: Int[np.ndarray, "samples digits"]
+    contexts: Int[np.ndarray, "samples"]
+    use: dict[str, np.ndarray]
+
+    @classmethod
+    def load(cls, paths: Sequence[Path]) -> "Collected":
+        """Join the files that `collect` wrote, one tensor at a time so that nothing is held twice."""
+
+        def joined(name: str) -> Tensor:
+            pieces = []
+            for path in paths:
+                with safe_open(path, framework="pt") as file:
+                    pieces.append(file.get_tensor(name))
+            return torch.cat(pieces)
+
+        features = {
+            (arm, family): joined(f"{arm}.{family}") for arm in PER_CODE + PER_CONTEXT for family in FAMILIES
+        }
+        digits = joined("digits").numpy()
+        use = {name: joined(name).numpy() for name in ("logprob", "correct", "kl")}
+        return cls(features, digits, np.repeat(np.arange(len(paths)), len(digits) // len(paths)), use)
+
+    def sites(self, arm: str, family: str) -> list[tuple[int, int]]:
+        """(layer, read-out) of every probe of this arm and family."""
+        _, layers, reads, _ = self.features[arm, family].shape
+        return [(layer, read) for layer in range(layers) for read in range(reads)]
+
+    def at(
+        self, arm: str, family: str, sites: Sequence[tuple[int, int]]
+    ) -> Float[Tensor, "samples sites dim"]:
+        """What the probes at these sites read, for every sample."""
+        layers, reads = (torch.tensor(index) for index in zip(*sites, strict=True))
+        features = self.features[arm, family][:, layers, reads]
+        return features[torch.from_numpy(self.contexts)] if arm in PER_CONTEXT else features
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The numbers of a run.
+
+    Attributes:
+        probes: one row per arm, split, family, read-out and layer: accuracy per digit with its interval.
+        samples: one row per sample and condition: what the model made of the code, and what the probe read.
+        metrics: the headline numbers.
+    """
+
+    probes: pd.DataFrame
+    samples: pd.DataFrame
+    metrics: dict[str, Any]
+
+
+def analyse(collected: Collected, config: Config) -> Analysis:
+    """Fit all probes and bootstrap all intervals."""
+    rng = np.random.default_rng([config.seed, 2])
+    single = config.contexts == 1
+    splits: tuple[Split, ...] = ("random",) if single else SPLITS
+    # With one context there is nothing to resample but its samples, and no claim beyond it.
+    clusters = np.arange(len(collected.contexts)) if single else collected.contexts
+    weights = cluster_weights(int(clusters.max()) + 1, rng)
+    labels = torch.from_numpy(collected.digits.T.copy())
+
+    tables, chosen_hits, metrics = [], {}, {"chance": CHANCE, "accuracy": {}, "leak": {}, "chosen": {}}
+    with tqdm(total=len(splits) * len(ARMS) * len(FAMILIES), desc="Fitting probes", unit="sweep") as bar:
+        for split in splits:
+            folds = fold_numbers(split, collected.contexts, config.folds, rng)
+            for arm in ARMS:
+                candidates = []
+                for family in FAMILIES:
+                    result = _sweep(collected, arm, family, split, folds, labels)
+                    sites = collected.sites(arm, family)
+                    hits = result.predicted.eq(labels).double().mean(1).numpy()
+                    accuracy, low, high = cluster_bootstrap(hits, clusters, weights)
+                    tables.append(
+                        pd.DataFrame(
+                            {
+                                "arm": arm,
+                                "split": split,
+                                "family": family,
+                                "read": [READS[read] for _, read in sites],
+                                "layer": [layer for layer, _ in sites],
+                                "accuracy": accuracy,
+                                "low": low,
+                                "high": high,
+                            }
+                        )
+                    )
+                    candidates += [(family, site, result, index) for index, site in enumerate(sites)]
+                    bar.update()
+                predicted, picks = _best_by_inner_fold(candidates, folds)
+                chosen_hits[split, arm] = (predicted == collected.digits).astype(float)
+                metrics["chosen"].setdefault(split, {})[arm] = picks
+                metrics["accuracy"].setdefault(split, {})[arm] = asdict(
+                    estimate(chosen_hits[split, arm].mean(1), clusters, weights)
+                )
+            for arm in ("direct", "masked"):
+                leak = (chosen_hits[split, arm] - chosen_hits[split, "restart"]).mean(1)
+                metrics["leak"].setdefault(split, {})[arm] = asdict(estimate(leak, clusters, weights))
+
+    headline: Split = "random" if single else "leave-context-out"
+    metrics["headline_split"] = headline
+    metrics["by_digit"] = [
+        asdict(estimate(chosen_hits[headline, "masked"][:, digit], clusters, weights))
+        for digit in range(collected.digits.shape[1])
+    ]
+    metrics["use"] = _use(collected.use, clusters, weights)
+    metrics["light_cone"] = _light_cone(collected)
+    metrics["samples"], metrics["contexts"] = len(clusters), config.contexts
+    samples = _sample_table(collected, {arm: chosen_hits[headline, arm] for arm in ARMS})
+    return Analysis(pd.concat(tables, ignore_index=True), samples, metrics)
+
+
+def _sweep(
+    collected: Collected,
+    arm: str,
+    family: str,
+    split: Split,
+    folds: Int[np.ndarray, "samples"],
+    labels: Int[Tensor, "digits samples"],
+) -> RidgeResult:
+    """Probes of one arm and family at every layer and read-out, in the order of `Collected.sites`."""
+    sites = collected.sites(arm, family)
+    dim = collected.features[arm, family].shape[-1]
+    chunk = max(1, _CHUNK_BYTES // (4 * dim * dim * (int(folds.max()) + 1)))
+    results = []
+    for first in range(0, len(sites), chunk):
+        features = collected.at(arm, family, sites[first : first + chunk])
+        size = features.square().mean((0, 2)).sqrt()
+        if split == "paired":
+            features = centred_within(features, collected.contexts)
+        probes = features.transpose(0, 1).contiguous()
+        results.append(ridge_probes(probes, labels, torch.from_numpy(folds), classes=10, size=size))
+    return RidgeResult(
+        torch.cat([result.predicted for result in results]),
+        torch.cat([result.inner_accuracy for result in results]),
+        torch.cat([result.penalty for result in results]),
+    )
+
+
+def _best_by_inner_fold(
+    candidates: Sequence[tuple[str, tuple[int, int], RidgeResult, int]], folds: Int[np.ndarray, "samples"]
+) -> tuple[Int[np.ndarray, "samples digits"], list[dict[str, Any]]]:
+    """For each test fold, the predictions of the one probe that did best on that fold's inner fold.
+
+    The choice never sees the test fold, so the accuracy of these predictions is not flattered by the search over
+    layers, families and read-outs.
+    """
+    inner = torch.stack([result.inner_accuracy[index] for *_, result, index in candidates])
+    targets = candidates[0][2].predicted.shape[1]
+    predicted = np.empty((len(folds), targets), dtype=np.int64)
+    picks = []
+    for fold in range(inner.shape[1]):
+        family, (layer, read), result, index = candidates[int(inner[:, fold].argmax())]
+        rows = np.flatnonzero(folds == fold)
+        predicted[rows] = result.predicted[index][:, rows].T.numpy()
+        picks.append({"fold": fold, "family": family, "layer": layer, "read": READS[read]})
+    return predicted, picks
+
+
+def _use(
+    use: Mapping[str, np.ndarray], clusters: Int[np.ndarray, "samples"], weights: Int[np.ndarray, "_ _"]
+) -> dict[str, Any]:
+    def of(values: np.ndarray) -> dict[str, float]:
+        return asdict(estimate(values.astype(float), clusters, weights))
+
+    logprob = use["logprob"].sum(2)
+    measured: dict[str, Any] = {
+        arm: {
+            "logprob": of(logprob[:, index]),
+            "token_accuracy": of(use["correct"][:, index].mean(1)),
+            "kl_from_full": of(use["kl"][:, index]),
+        }
+        for index, arm in enumerate(USE_ARMS)
+    }
+    retained, restart = USE_ARMS.index("retained"), USE_ARMS.index("restart")
+    measured["delta_u"] = of(logprob[:, retained] - logprob[:, restart])
+    measured["delta_kl"] = of(use["kl"][:, retained] - use["kl"][:, restart])
+    return measured
+
+
+def _light_cone(collected: Collected) -> dict[str, float]:
+    """How far K and V of the masked arm vary with the code, relative to their size, at layers 0 and 1 (which it
+    cannot reach) and at the last."""
+    furthest = {}
+    for name, layers in (("layers_0_1", slice(0, 2)), ("last_layer", slice(-1, None))):
+        worst = 0.0
+        for family in ("k", "v"):
+            features = collected.features["masked", family][:, layers]
+            varying = centred_within(features, collected.contexts)
+            worst = max(worst, float(varying.abs().max() / features.abs().max()))
+        furthest[name] = worst
+    return furthest
+
+
+def _sample_table(collected: Collected, hits: Mapping[str, np.ndarray]) -> pd.DataFrame:
+    """One row per sample and condition."""
+    codes = ["".join(map(str, row)) for row in collected.digits]
+    tables = []
+    for index, arm in enumerate(USE_ARMS):
+        tables.append(
+            pd.DataFrame(
+                {
+                    "sample": np.arange(len(codes)),
+                    "context": collected.contexts,
+                    "code": codes,
+                    "measure": "use",
+                    "condition": arm,
+                    "logprob": collected.use["logprob"][:, index].sum(1),
+                    "kl_from_full": collected.use["kl"][:, index],
+                    "token_accuracy": collected.use["correct"][:, index].mean(1),
+                }
+            )
+        )
+    for arm, hit in hits.items():
+        tables.append(
+            pd.DataFrame(
+                {
+                    "sample": np.arange(len(codes)),
+                    "context": collected.contexts,
+                    "code": codes,
+                    "measure": "probe",
+                    "condition": arm,
+                    "digits_read": hit.sum(1),
+                }
+            )
+        )
+    return pd.concat(tables, ignore_index=True)
+
+
+def interval(values: Mapping[str, float]) -> Estimate:
+    """The estimate that `metrics.json` holds as a mapping."""
+    return Estimate(**values)

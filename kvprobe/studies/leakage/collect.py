@@ -1,0 +1,150 @@
+"""Reading the conversations: features of every arm, and what the model itself makes of the hidden code.
+
+Each context is read once up to the code. The codes are rows of one batch from there on, and each row's T3 is read
+twice: with T1 and T2 masked, and with everything in view. The restart arm never sees a code before T3, so it is
+computed once per context. One file per context is kept, so an interrupted run resumes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.capture import Captured
+from kvprobe.lens import Family
+from kvprobe.model import Model
+from kvprobe.runs import Run
+from kvprobe.studies.leakage.config import Config
+from kvprobe.tasks.passcode import CODE_LENGTH, Context, contexts, conversation, draw_codes
+from kvprobe.transcript import Tokens
+
+FAMILIES: tuple[Family, ...] = ("k", "v", "resid_post")
+READS = ("mean", "last")
+"""How a segment's slots become one vector: their mean, or the last one."""
+
+PER_CONTEXT = ("before", "restart")
+"""Arms that the code cannot reach: one vector per context."""
+PER_CODE = ("hidden", "direct", "masked")
+USE_ARMS = ("full", "retained", "restart")
+HIDDEN_SEGMENTS = ("T1", "T2")
+
+
+def collect(model: Model, config: Config, run: Run) -> list[Path]:
+    """One file of tensors per context (see `read_context`), in order."""
+    chosen = contexts()[: config.contexts]
+    per_context = config.samples // config.contexts
+    codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
+    paths = []
+    with tqdm(total=config.samples, desc="Reading conversations", unit="conversation") as bar:
+        for index, context in enumerate(chosen):
+            path = run.part(f"context-{index:03d}.safetensors")
+            if not path.is_file():
+                own = codes[index * per_context : (index + 1) * per_context]
+                partial = path.with_suffix(".partial")
+                save_file(read_context(model, context, own, config.batch), partial)
+                partial.replace(path)
+            paths.append(path)
+            bar.update(per_context)
+    return paths
+
+
+def read_context(model: Model, context: Context, codes: Sequence[str], batch: int) -> dict[str, Tensor]:
+    """Features and use measurements for one context and its codes.
+
+    Returns:
+        `arm.family` of shape `[rows, layers, reads, dim]` with one row per code, or one in all for the arms that
+        the code cannot reach; `digits` `[codes, 5]`; and per use arm and code `logprob` and `correct`
+        `[codes, arms, code_tokens]` (of the true code, token by token, the true tokens before it given) and
+        `kl` `[codes, arms]` (from the full context's distribution of the first code token to the arm's).
+    """
+    whole = [conversation(context, code).tokens(model.tokenizer) for code in codes]
+    start, third = whole[0].part("code").start, whole[0].span("T3").start
+    answer = whole[0].part("answer")
+    code_tokens = answer.stop - answer.start
+
+    prefix = model.capture(whole[0][:start], FAMILIES, segments=["summary1"], keep_cache=True)
+    restart_tokens = conversation(context, codes[0]).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
+    restart_answer = restart_tokens.part("answer").start
+    restart = model.capture(restart_tokens[:restart_answer], FAMILIES, segments=["T3"], keep_cache=True)
+    features = {
+        f"{arm}.{family}": read_outs(captured, family, slice(None))
+        for arm, captured in (("before", prefix), ("restart", restart))
+        for family in FAMILIES
+    }
+
+    pieces: list[dict[str, Tensor]] = []
+    for first in range(0, len(codes), batch):
+        rows = whole[first : first + batch]
+        turn = model.capture(
+            [row[start:third] for row in rows], FAMILIES, past=prefix.cache, keep_cache=True
+        )
+        assert turn.cache is not None
+        # The last code token is never fed: its probability is read off the token before it.
+        asked = [row[third : answer.stop - 1] for row in rows]
+        masked = model.capture(
+            asked,
+            FAMILIES,
+            slots=range(answer.start - third),
+            past=turn.cache.mask(*HIDDEN_SEGMENTS),
+            logits=code_tokens,
+        )
+        _, full_logits = model.extend(turn.cache, asked, logits=code_tokens)
+        restart_logits = _restart_logits(model, restart, rows, answer)
+
+        summary = whole[0].span("summary2").start - start
+        piece = {}
+        for family in FAMILIES:
+            piece[f"hidden.{family}"] = read_outs(turn, family, slice(code_tokens, summary))
+            piece[f"direct.{family}"] = read_outs(turn, family, slice(summary, third - start))
+            piece[f"masked.{family}"] = read_outs(masked, family, slice(None))
+        truth = torch.tensor([row.ids[answer] for row in rows], device=full_logits.device)
+        piece |= use_measurements([full_logits, masked.logits, restart_logits], truth)
+        pieces.append(piece)
+
+    digits = torch.tensor([[int(digit) for digit in code] for code in codes])
+    assert digits.shape[1] == CODE_LENGTH
+    joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    return {name: tensor.contiguous().cpu() for name, tensor in (features | joined | {"digits": digits}).items()}
+
+
+def read_outs(
+    captured: Captured, family: Family, slots: slice
+) -> Float[Tensor, "rows layers reads dim"]:
+    """The chosen captured slots of a family as one vector per read-out, KV heads side by side."""
+    tensor = captured.stack(family).float()
+    if tensor.dim() == 5:
+        tensor = tensor.permute(0, 1, 3, 2, 4).flatten(3)
+    tensor = tensor[:, :, slots]
+    return torch.stack([tensor.mean(2), tensor[:, :, -1]], 2).transpose(0, 1)
+
+
+def use_measurements(
+    logits: Sequence[Float[Tensor, "rows code_tokens vocab"]], truth: Tensor
+) -> dict[str, Tensor]:
+    """What each use arm says of the true code, rows first; the first arm is the full context."""
+    scores = torch.stack([arm.float().log_softmax(-1) for arm in logits], 1)
+    picked = truth[:, None, :, None].expand(-1, len(logits), -1, 1)
+    first = scores[:, :, 0]
+    full = first[:, :1]
+    return {
+        "logprob": scores.gather(3, picked)[..., 0],
+        "correct": scores.argmax(3) == truth[:, None],
+        "kl": (full.exp() * (full - first)).sum(-1),
+    }
+
+
+def _restart_logits(
+    model: Model, restart: Captured, rows: Sequence[Tokens], answer: slice
+) -> Float[Tensor, "rows code_tokens vocab"]:
+    """The restart arm's distributions of each code token, the true ones before it given."""
+    first = restart.logits.expand(len(rows), -1, -1)
+    if answer.stop - answer.start == 1:
+        return first
+    given = [row[answer.start : answer.stop - 1] for row in rows]
+    _, following = model.extend(restart.cache, given, logits=len(given[0]))
+    return torch.cat([first, following], 1)

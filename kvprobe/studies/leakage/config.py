@@ -1,0 +1,49 @@
+"""Settings of the leakage study. Imports nothing heavy, so that the command line can show them at once."""
+
+from dataclasses import dataclass
+
+from kvprobe.studyconfig import require
+
+AVAILABLE_CONTEXTS = 48
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the leakage study.
+
+    Attributes:
+        model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
+        contexts: different conversations; with 1, every sample shares one template.
+        samples: conversations in all; each context gets samples / contexts codes of its own.
+        folds: test folds; probes are trained on the others.
+        batch: conversations that are read side by side.
+        seed: of codes, folds and bootstrap.
+        device: auto, cpu, cuda, cuda:1 …
+        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
+    """
+
+    model: str = "smollm2-135m"
+    contexts: int = AVAILABLE_CONTEXTS
+    samples: int = 768
+    folds: int = 5
+    batch: int = 32
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        require("contexts", self.contexts, 1, AVAILABLE_CONTEXTS)
+        require("folds", self.folds, 3, 20)
+        require("batch", self.batch, 1)
+        require("seed", self.seed, 0)
+        if 1 < self.contexts < self.folds:
+            raise ValueError(
+                f"Setting 'contexts' is {self.contexts}; expected 1, or at least as many as folds ({self.folds})."
+            )
+        require("samples", self.samples, max(self.contexts * 2, 10 * self.folds), 40_000)
+        if self.samples % self.contexts:
+            below = self.samples - self.samples % self.contexts
+            raise ValueError(
+                f"Setting 'samples' is {self.samples}, not a multiple of the {self.contexts} contexts; "
+                f"expected {below} or {below + self.contexts}."
+            )

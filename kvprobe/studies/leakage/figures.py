@@ -1,0 +1,139 @@
+"""The figures of the leakage study."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+
+from kvprobe.plots import ARM_COLOURS, save, styled
+from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS
+
+FAMILY_NAMES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
+ARM_NAMES = {
+    "hidden": "T2 itself, after the code",
+    "direct": "direct: summary 2, saw T2",
+    "masked": "masked: T3, cannot see T2",
+    "restart": "restart: T3 recomputed (floor)",
+    "before": "before: summary 1",
+}
+
+
+def draw_all(probes: pd.DataFrame, metrics: dict[str, Any], folder: Path) -> list[str]:
+    """Draw every figure into `folder` as PNG and SVG; their names without suffix."""
+    matplotlib.use("Agg")
+    names = []
+    for read in probes["read"].unique():
+        names.append(f"accuracy_by_layer_{read}")
+        save(accuracy_by_layer(probes[probes["read"] == read], metrics["chance"]), folder / names[-1])
+    save(heatmap(probes[probes["read"] == "mean"], metrics), folder / "layer_by_segment")
+    save(use(metrics["use"]), folder / "use")
+    return [*names, "layer_by_segment", "use"]
+
+
+def accuracy_by_layer(probes: pd.DataFrame, chance: float) -> Any:
+    """Accuracy per digit by layer, one line per arm, families down, splits across; bands are 95 % intervals."""
+    import matplotlib.pyplot as plt
+
+    splits = list(probes["split"].unique())
+    with styled():
+        figure, grid = plt.subplots(
+            len(FAMILIES),
+            len(splits),
+            figsize=(3.1 * len(splits) + 1.2, 2.3 * len(FAMILIES) + 0.9),
+            sharex=True,
+            sharey="col",
+            squeeze=False,
+        )
+        for axes, family in zip(grid, FAMILIES, strict=True):
+            for axis, split in zip(axes, splits, strict=True):
+                panel = probes[(probes["family"] == family) & (probes["split"] == split)]
+                for arm, name in ARM_NAMES.items():
+                    line = panel[panel["arm"] == arm].sort_values("layer")
+                    axis.fill_between(
+                        line["layer"], line["low"], line["high"], color=ARM_COLOURS[arm], alpha=0.18, lw=0
+                    )
+                    axis.plot(line["layer"], line["accuracy"], color=ARM_COLOURS[arm], label=name)
+                axis.axhline(chance, color="0.35", ls="--", lw=0.9)
+                axis.annotate(
+                    "chance", (1, chance), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                    fontsize=7, color="0.35",
+                )  # fmt: skip
+                axis.set_ylim(0, None)
+        for axis, split in zip(grid[0], splits, strict=True):
+            axis.set_title(split if split != "paired" else "paired (centred in context)")
+        for axes, family in zip(grid, FAMILIES, strict=True):
+            axes[0].set_ylabel(f"{FAMILY_NAMES[family]}\naccuracy per digit")
+        for axis in grid[-1]:
+            axis.set_xlabel("layer")
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False)
+        figure.tight_layout(rect=(0, 0.085, 1, 1))
+    return figure
+
+
+def heatmap(probes: pd.DataFrame, metrics: dict[str, Any]) -> Any:
+    """Accuracy per digit by layer and segment, on the headline split."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    probes = probes[probes["split"] == metrics["headline_split"]]
+    columns = {
+        "before": "summary 1",
+        "hidden": "T2 after code",
+        "direct": "summary 2",
+        "masked": "T3 masked",
+        "restart": "T3 restart",
+    }
+    top = max(0.2, float(probes["accuracy"].max()))
+    with styled():
+        figure, axes = plt.subplots(1, len(FAMILIES), figsize=(10.5, 5.6), sharey=True)
+        for axis, family in zip(axes, FAMILIES, strict=True):
+            table = probes[probes["family"] == family].pivot_table(
+                index="layer", columns="arm", values="accuracy"
+            )
+            sns.heatmap(
+                table[list(columns)].rename(columns=columns),
+                ax=axis,
+                vmin=metrics["chance"],
+                vmax=top,
+                cmap="rocket_r",
+                cbar=family == FAMILIES[-1],
+                cbar_kws={"label": f"accuracy per digit (pale = chance, {metrics['chance']:.0%})"},
+            )
+            axis.invert_yaxis()
+            axis.set_title(FAMILY_NAMES[family])
+            axis.set_xlabel("")
+            axis.set_ylabel("layer" if family == FAMILIES[0] else "")
+            axis.tick_params(axis="x", rotation=35)
+            axis.tick_params(axis="y", rotation=0)
+            plt.setp(axis.get_xticklabels(), ha="right")
+        figure.tight_layout()
+    return figure
+
+
+def use(measured: dict[str, Any]) -> Any:
+    """What the model says of the true code, and how far its answer is from the full context's, per arm."""
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "logprob": "log-probability of the true code (nats)",
+        "token_accuracy": "share of code tokens the model gets right",
+        "kl_from_full": "KL from full context, first code token (nats)",
+    }
+    colours = [ARM_COLOURS[{"full": "direct", "retained": "masked", "restart": "restart"}[arm]] for arm in USE_ARMS]
+    with styled():
+        figure, axes = plt.subplots(1, len(panels), figsize=(10.5, 2.4))
+        for axis, (key, label) in zip(axes, panels.items(), strict=True):
+            for place, (arm, colour) in enumerate(zip(USE_ARMS, colours, strict=True)):
+                value = measured[arm][key]
+                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
+                axis.errorbar(
+                    [value["mean"]], [place], xerr=error, fmt="o", color=colour, capsize=3, markersize=6
+                )
+            axis.set_yticks(range(len(USE_ARMS)), USE_ARMS)
+            axis.set_ylim(len(USE_ARMS) - 0.5, -0.5)
+            axis.set_xlabel(label)
+        figure.tight_layout()
+    return figure

@@ -1,0 +1,1 @@
+"""What models are given to read and do."""

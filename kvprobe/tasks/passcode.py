@@ -1,0 +1,94 @@
+"""Conversations that hold a random code in one turn, never in the summary of it, and are asked for it later.
+
+Forty-eight hand-written contexts differ in topic, people, phrasing and length, so that no template repeats. Each
+becomes a conversation of six segments: system, T1 (small talk), summary1, T2 (holds the code), summary2 (its text
+is the same whatever the code), T3 (asks for the code). Protocol of seed 003 and arXiv 2604.09852.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Protocol
+
+import numpy as np
+import yaml
+
+from kvprobe.transcript import Transcript
+
+SEGMENTS = ("system", "T1", "summary1", "T2", "summary2", "T3")
+CODE_LENGTH = 5
+
+
+@dataclass(frozen=True)
+class Context:
+    """One hand-written conversation; `secret_user` holds `{code}` once, nothing else knows the code."""
+
+    id: str
+    system: str
+    chat_user: str
+    chat_assistant: str
+    ask_summary_1: str
+    summary_1: str
+    secret_user: str
+    secret_assistant: str
+    ask_summary_2: str
+    summary_2: str
+    question: str
+    answer: str
+
+
+@cache
+def contexts() -> tuple[Context, ...]:
+    """All contexts that ship with kvprobe."""
+    text = resources.files("kvprobe.tasks").joinpath("passcode.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)
+    return tuple(Context(**{field.name: entry[field.name] for field in fields(Context)}) for entry in entries)
+
+
+def conversation(context: Context, code: str) -> Transcript:
+    """The conversation of this context with this code: `code` is a part of T2, `answer` the same code in T3."""
+    before, after = context.secret_user.split("{code}")
+    messages = [
+        {"role": "system", "content": context.system},
+        {"role": "user", "content": context.chat_user},
+        {"role": "assistant", "content": context.chat_assistant},
+        {"role": "user", "content": context.ask_summary_1},
+        {"role": "assistant", "content": context.summary_1},
+        {"role": "user", "content": [before, {"text": code, "name": "code"}, after]},
+        {"role": "assistant", "content": context.secret_assistant},
+        {"role": "user", "content": context.ask_summary_2},
+        {"role": "assistant", "content": context.summary_2},
+        {"role": "user", "content": context.question},
+        {"role": "assistant", "content": [context.answer + " ", {"text": code, "name": "answer"}]},
+    ]
+    names = ["system", "T1", "T1", "summary1", "summary1", "T2", "T2", "summary2", "summary2", "T3", "T3"]
+    return Transcript.from_messages(messages, names)
+
+
+class Encoder(Protocol):
+    def __call__(self, text: str, /, *, add_special_tokens: bool) -> dict[str, list[int]]: ...
+
+
+def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[str]:
+    """`count` different random codes, all of the same number of tokens, so that positions agree between them.
+
+    Digits are independent and uniform, not balanced within a context: balanced labels would push a probe that
+    knows only the context below chance. With a tokenizer that joins digits, codes of the commonest token count
+    are kept.
+
+    Raises:
+        ValueError: more codes were asked for than can be told apart.
+    """
+    limit = 10**CODE_LENGTH // 2
+    if count > limit:
+        raise ValueError(f"{count} codes were asked for; at most {limit} different ones are drawn.")
+    drawn = [f"{number:0{CODE_LENGTH}d}" for number in rng.permutation(10**CODE_LENGTH)]
+    lengths = [len(encode(" " + code, add_special_tokens=False)["input_ids"]) for code in drawn[:200]]
+    common = max(set(lengths), key=lengths.count)
+    codes = []
+    for code in drawn:
+        if len(encode(" " + code, add_special_tokens=False)["input_ids"]) == common:
+            codes.append(code)
+        if len(codes) == count:
+            return codes
+    raise ValueError(f"Only {len(codes)} of {count} codes take {common} tokens with this tokenizer; ask for fewer.")

@@ -1,0 +1,48 @@
+"""Annotations are checked while the tests run, nothing reaches for the hub, and torch keeps to two threads."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+install_import_hook("kvprobe", "beartype.beartype")
+
+from kvprobe.model import Model, load
+from tests.models import ARCHITECTURES, tiny_tokenizer
+
+torch.set_num_threads(2)
+# The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
+hypothesis.settings.register_profile("kvprobe", deadline=None, database=None, derandomize=True)
+hypothesis.settings.load_profile("kvprobe")
+
+
+@pytest.fixture(scope="session")
+def smol() -> Model:
+    """SmolLM2-135M, the way a user gets it."""
+    return load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> dict[str, Model]:
+    """All tiny models by architecture, with the tiny tokenizer."""
+    return {name: build(tokenizer=tiny_tokenizer()) for name, build in ARCHITECTURES.items()}
+
+
+@pytest.fixture(scope="session", params=list(ARCHITECTURES))
+def tiny(request: pytest.FixtureRequest, tiny_models: dict[str, Model]) -> Model:
+    """Each tiny model in turn."""
+    return tiny_models[request.param]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_models: dict[str, Model]) -> Model:
+    return tiny_models["llama"]
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma(tiny_models: dict[str, Model]) -> Model:
+    return tiny_models["gemma3"]

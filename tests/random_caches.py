@@ -1,0 +1,108 @@
+"""Ledgers and caches of random numbers, for tests that need no model."""
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from kvprobe.cache import KVCache
+from kvprobe.ledger import PADDING, Ledger
+
+NAMES = ("system", "T1", "summary", "T2")
+
+
+def random_ledger(
+    seed: int,
+    batch: int = 2,
+    slots: int = 8,
+    layers: int = 1,
+    kv_heads: int = 1,
+    *,
+    gaps: bool = False,
+    padded: bool = False,
+    some_masked: bool = False,
+) -> Ledger:
+    """A ledger with `NAMES` as segments, in order; all live and contiguous unless asked otherwise."""
+    rng = torch.Generator().manual_seed(seed)
+    steps = torch.randint(1, 6, (batch, slots), generator=rng) if gaps else torch.ones(batch, slots).long()
+    segments = (torch.arange(slots) * len(NAMES) // max(slots, 1)).repeat(batch, 1)
+    if padded:
+        lengths = torch.randint(1, slots + 1, (batch, 1), generator=rng)
+        segments = segments.masked_fill(torch.arange(slots) >= lengths, PADDING)
+    live = torch.ones(layers, batch, kv_heads, slots, dtype=torch.bool)
+    if some_masked:
+        live = torch.rand(live.shape, generator=rng) < 0.6
+    return Ledger(
+        tokens=torch.randint(0, 64, (batch, slots), generator=rng),
+        positions=steps.cumsum(1) - steps[:, :1],
+        segments=segments,
+        recomputed=torch.rand(batch, slots, generator=rng) < 0.5,
+        live=live & (segments != PADDING)[None, :, None, :],
+        names=NAMES,
+    )
+
+
+def random_cache(
+    seed: int,
+    batch: int = 2,
+    slots: int = 8,
+    n_layers: int = 3,
+    kv_heads: int = 2,
+    d_head: int = 4,
+    dtype: torch.dtype = torch.float32,
+    **ledger: Any,
+) -> KVCache:
+    """A cache of normal noise over a `random_ledger`; the values are wider than the keys."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def noise(width: int) -> torch.Tensor:
+        return torch.randn(batch, kv_heads, slots, width, generator=rng).to(dtype)
+
+    return KVCache(
+        keys=tuple(noise(d_head) for _ in range(n_layers)),
+        values=tuple(noise(d_head + 1) for _ in range(n_layers)),
+        ledger=random_ledger(seed, batch, slots, **ledger),
+    )
+
+
+@st.composite
+def ledgers(draw: st.DrawFn, min_slots: int = 1) -> Ledger:
+    """Ledgers of one to three rows with gaps, padding and slots that are not live, per layer and head or not."""
+    return random_ledger(
+        seed=draw(st.integers(0, 2**31)),
+        batch=draw(st.integers(1, 3)),
+        slots=draw(st.integers(min_slots, 9)),
+        layers=draw(st.sampled_from([1, 3])),
+        kv_heads=draw(st.sampled_from([1, 2])),
+        gaps=draw(st.booleans()),
+        padded=draw(st.booleans()),
+        some_masked=draw(st.booleans()),
+    )
+
+
+def copy_of(cache: KVCache) -> KVCache:
+    """The same cache in storage of its own."""
+    ledger = Ledger(
+        cache.ledger.tokens.clone(),
+        cache.ledger.positions.clone(),
+        cache.ledger.segments.clone(),
+        cache.ledger.recomputed.clone(),
+        cache.ledger.live.clone(),
+        cache.ledger.names,
+    )
+    return KVCache(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
+
+
+def assert_same_ledger(found: Ledger, expected: Ledger) -> None:
+    for name in ("tokens", "positions", "segments", "recomputed", "live"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.names == expected.names
+
+
+def assert_bit_identical(found: KVCache, expected: KVCache) -> None:
+    for layer, pairs in enumerate(
+        zip(found.keys + found.values, expected.keys + expected.values, strict=True)
+    ):
+        assert pairs[0].dtype == pairs[1].dtype
+        assert torch.equal(*pairs), f"tensor {layer} differs"
+    assert_same_ledger(found.ledger, expected.ledger)
