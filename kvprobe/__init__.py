@@ -1,1 +1,74 @@
-"""kvprobe: a microscope for the KV cache of a language model."""
+"""kvprobe: a microscope for the KV cache of a language model.
+
+    import kvprobe as kv
+    model = kv.load("smollm2-135m")
+
+Names are imported when first used, so that `import kvprobe` and `kvprobe --help` cost nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvprobe.cache import KVCache
+    from kvprobe.capture import Captured
+    from kvprobe.doctor import examine
+    from kvprobe.generate import Generation, row_generators
+    from kvprobe.ledger import Ledger
+    from kvprobe.model import Model, load
+    from kvprobe.probing.probe import Probing, Sample, probe
+    from kvprobe.runs import Run
+    from kvprobe.transcript import Message, Part, Tokens, Transcript
+
+_HOMES = {
+    "Captured": "kvprobe.capture",
+    "Generation": "kvprobe.generate",
+    "KVCache": "kvprobe.cache",
+    "Ledger": "kvprobe.ledger",
+    "Message": "kvprobe.transcript",
+    "Model": "kvprobe.model",
+    "Part": "kvprobe.transcript",
+    "Probing": "kvprobe.probing.probe",
+    "Run": "kvprobe.runs",
+    "Sample": "kvprobe.probing.probe",
+    "Tokens": "kvprobe.transcript",
+    "Transcript": "kvprobe.transcript",
+    "examine": "kvprobe.doctor",
+    "load": "kvprobe.model",
+    "plots": "kvprobe.plots",
+    "probe": "kvprobe.probing.probe",
+    "row_generators": "kvprobe.generate",
+}
+
+__all__ = [
+    "Captured",
+    "Generation",
+    "KVCache",
+    "Ledger",
+    "Message",
+    "Model",
+    "Part",
+    "Probing",
+    "Run",
+    "Sample",
+    "Tokens",
+    "Transcript",
+    "examine",
+    "load",
+    "plots",
+    "probe",
+    "row_generators",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        from kvprobe.suggest import unknown
+
+        raise AttributeError(unknown("name in kvprobe", name, __all__))
+    home = import_module(_HOMES[name])
+    return home if name == "plots" else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -46,7 +46,7 @@ class Run:
         Raises:
             ValueError: the directory holds another run, or one begun with other versions or weights.
         """
-        settings = {"study": study, **dataclasses.asdict(config)}
+        settings = {"study": study, "settings": dataclasses.asdict(config)}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         run = cls(root / (name or f"{study}-{digest}"))
         environment = _environment(model, settings)
@@ -124,8 +124,7 @@ class Run:
 
     def _refuse_mismatch(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         if self.config != settings:
-            differing = [key for key in settings if self.config.get(key) != settings[key]]
-            raise ValueError(f"{self.path} holds a run with other settings ({', '.join(differing)}); choose another --out.")
+            raise ValueError(f"{self.path} holds a run with other settings; choose another --out.")
         for key in _MUST_AGREE:
             if not self.finished and self.environment.get(key) != environment[key]:
                 raise ValueError(
@@ -156,7 +155,7 @@ def _environment(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": _commit(),
         "model": model,
-        "seed": settings.get("seed"),
+        "seed": settings["settings"].get("seed"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }

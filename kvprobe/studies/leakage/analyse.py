@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from kvprobe.probing.ridge import RidgeResult, ridge_probes
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
-from kvprobe.stats import Estimate, cluster_bootstrap, cluster_weights, estimate
+from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
 from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, READS, USE_ARMS
 from kvprobe.studies.leakage.config import Config
 
@@ -263,7 +263,3 @@ def _sample_table(collected: Collected, hits: Mapping[str, np.ndarray]) -> pd.Da
         )
     return pd.concat(tables, ignore_index=True)
 
-
-def interval(values: Mapping[str, float]) -> Estimate:
-    """The estimate that `metrics.json` holds as a mapping."""
-    return Estimate(**values)

@@ -1,0 +1,132 @@
+"""The command line. Heavy imports happen inside commands, so that `kvprobe --help` answers at once."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from kvprobe.presets import Preset, presets, read_preset
+from kvprobe.studies import STUDIES, find
+from kvprobe.studyconfig import from_mapping
+
+app = App(
+    name="kvprobe",
+    help="A microscope for the KV cache: what survives when context is masked, evicted, compacted or damaged.",
+    version_flags=["--version"],
+)
+runs_app = App(name="run", help="Run a study, a preset, or a YAML file of settings; flags change its settings.")
+app.command(runs_app)
+
+
+def main() -> None:
+    """Entry point. An expected error is one sentence and exit code 2; an interruption, 130."""
+    try:
+        _add_run_commands(sys.argv[1:])
+        app()
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        print(f"kvprobe: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nkvprobe: interrupted; the same command goes on from here.", file=sys.stderr)
+        sys.exit(130)
+
+
+@app.command(name="ls")
+def list_everything() -> None:
+    """Studies, presets and models that kvprobe knows."""
+    from kvprobe.catalog import NAMED_MODELS
+
+    print("studies")
+    for study in STUDIES.values():
+        print(f"  {study.name:24}{study.question}")
+    print("\npresets (kvprobe run NAME)")
+    for preset in presets().values():
+        minutes = f"about {preset.minutes:g} min" if preset.minutes else ""
+        settings = ", ".join(f"{key}={value}" for key, value in preset.settings.items()) or "defaults"
+        print(f"  {preset.name:24}{preset.study}: {settings}; {minutes}")
+    print("\nmodels (or any hub id, local folder or .gguf file)")
+    for name, model in NAMED_MODELS.items():
+        print(f"  {name:24}{model.title}; {model.licence}; {model.size} MB")
+
+
+@app.command
+def report(run: Path) -> None:
+    """Write a run's report.html again from its files, and say where it is."""
+    from kvprobe.report import write_report
+    from kvprobe.runs import Run
+
+    print(write_report(Run.load(run)))
+
+
+@app.command
+def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
+    """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
+    _set_threads()
+    from kvprobe.doctor import examine
+    from kvprobe.model import load
+
+    loaded = load(model, device=device, dtype=dtype)
+    print(f"{loaded.name} on {loaded.lanes.device}, {str(loaded.lanes.dtype).removeprefix('torch.')}\n")
+    print(f"{'check':48}{'found':>10}{'allowed':>10}")
+    failed = 0
+    for check in examine(loaded):
+        failed += not check.passed
+        print(f"{check.name:48}{check.found:10.1e}{check.allowed:10.1e}  {'ok' if check.passed else 'FAILED'}")
+    if failed:
+        print(f"\n{failed} of these do not hold; results on this model cannot be trusted.", file=sys.stderr)
+        sys.exit(1)
+
+
+def _add_run_commands(arguments: list[str]) -> None:
+    """One `run` command per study, per preset (which may bear its study's name), and for a YAML file if named."""
+    runnable = {name: Preset(name, name, {}, study.question) for name, study in STUDIES.items()}
+    runnable |= presets()
+    if len(arguments) > 1 and arguments[0] == "run" and arguments[1].endswith((".yaml", ".yml")):
+        runnable[arguments[1]] = read_preset(Path(arguments[1]))
+    for name, preset in runnable.items():
+        _add_run_command(name, preset)
+
+
+def _add_run_command(command: str, preset: Preset) -> None:
+    study = find(preset.study)
+    flags = _with_defaults(from_mapping(study.config, preset.settings))
+
+    def run(
+        *,
+        config: Any = None,
+        out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
+        name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
+    ) -> None:
+        _set_threads()
+        from kvprobe.report import write_report
+
+        chosen = study.config(**dataclasses.asdict(config or flags()))
+        directory = study.run(chosen, out, name)
+        page = write_report(directory)
+        print(f"\n{directory.report['answer']}\n\nReport: {page}")
+
+    run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
+    run.__doc__ = preset.question or study.question
+    runs_app.command(run, name=command)
+
+
+def _with_defaults(config: Any) -> type[Any]:
+    """The config's dataclass with its values as the defaults, for the command line to show and fill."""
+    kind = type(config)
+    fields = [
+        (field.name, field.type, dataclasses.field(default=getattr(config, field.name)))
+        for field in dataclasses.fields(config)
+    ]
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    made.__doc__, made.__module__ = kind.__doc__, kind.__module__
+    return made
+
+
+def _set_threads() -> None:
+    """One thread per core that this process may use: torch would otherwise count the machine's."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -1,0 +1,54 @@
+"""The report page of a run: one self-contained HTML file, everything escaped, nothing fetched."""
+
+import base64
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kvprobe.narrative import Figure, Passage, Report
+from kvprobe.runs import Run
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    marked: bool
+
+
+def write_report(run: Run) -> Path:
+    """Render `report.html` from what the run holds on disk; nothing is computed again.
+
+    Raises:
+        ValueError: the run is unfinished.
+    """
+    report = Report.from_dict(run.report)
+    environment = Environment(
+        loader=PackageLoader("kvprobe"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+
+    def picture(figure: Figure) -> str:
+        data = (run.path / "figures" / f"{figure.file}.png").read_bytes()
+        return "data:image/png;base64," + base64.b64encode(data).decode()
+
+    page = environment.get_template("report.html.j2").render(
+        report=report, pieces=_pieces, picture=picture, version=version("kvprobe")
+    )
+    path = run.path / "report.html"
+    partial = path.with_suffix(".html.partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def _pieces(passage: Passage) -> list[_Piece]:
+    """The text of a passage, split at what is to be marked."""
+    if not passage.marked:
+        return [_Piece(passage.text, False)]
+    pieces = []
+    for index, text in enumerate(passage.text.split(passage.marked)):
+        if index:
+            pieces.append(_Piece(passage.marked, True))
+        pieces.append(_Piece(text, False))
+    return pieces

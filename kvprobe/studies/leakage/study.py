@@ -1,0 +1,32 @@
+"""The leakage study from start to report data."""
+
+from pathlib import Path
+
+from kvprobe.model import load
+from kvprobe.runs import Run
+from kvprobe.studies.leakage.analyse import Collected, analyse
+from kvprobe.studies.leakage.collect import collect
+from kvprobe.studies.leakage.config import Config
+from kvprobe.studies.leakage.figures import draw_all
+from kvprobe.studies.leakage.narrative import narrate
+
+NAME = "leakage"
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
+    """Run the study (or resume, or find it finished) and return its directory.
+
+    Raises:
+        ValueError: a setting that does not fit the model, or a directory that holds another run.
+    """
+    model = load(config.model, device=config.device, dtype=config.dtype)
+    directory = Run.open(NAME, config, model.fingerprint, root, name)
+    if directory.finished:
+        return directory
+    analysis = analyse(Collected.load(collect(model, config, directory)), config)
+    directory.save_table("samples", analysis.samples)
+    directory.save_table("probes", analysis.probes)
+    draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
+    report = narrate(analysis.metrics, config, model, directory.environment)
+    directory.finish(analysis.metrics, report.to_dict())
+    return directory
