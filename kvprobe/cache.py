@@ -35,13 +35,13 @@ class KVCache:
                 f"A cache needs as many key as value tensors and at least one of each; "
                 f"got {len(self.keys)} and {len(self.values)}."
             )
-        expected = (self.ledger.batch, self.ledger.slots)
+        expected = (self.ledger.batch, self.keys[0].shape[1], self.ledger.slots)
         for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
             for name, tensor in zip(("keys", "values"), pair, strict=True):
-                if (tensor.shape[0], tensor.shape[2]) != expected:
+                if tensor.dim() != 4 or tuple(tensor.shape[:3]) != expected or not tensor.is_floating_point():
                     raise ValueError(
-                        f"The {name} of layer {layer} have (batch, slots) = "
-                        f"{(tensor.shape[0], tensor.shape[2])}, but the ledger has {expected}."
+                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
+                        f"floats with (batch, KV heads, slots) = {expected}."
                     )
 
     @property
@@ -64,8 +64,7 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of key and value storage held, storage shared between rows or layers counted once."""
         storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in self.keys + self.values
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self.keys + self.values
         }
         return sum(storages.values())
 
@@ -115,9 +114,7 @@ class KVCache:
             return tensor.repeat_interleave(rows, 0)
 
         index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
-        return KVCache(
-            tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index)
-        )
+        return KVCache(tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index))
 
     def rows(self, index: Sequence[int] | Int[Tensor, "rows"]) -> "KVCache":
         """The cache of these rows of the batch."""
@@ -162,8 +159,7 @@ class KVCache:
             return self.ledger.in_segments(segments)
         if slots.shape != self.ledger.tokens.shape:
             raise ValueError(
-                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows "
-                f"of {self.slots} slots."
+                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots."
             )
         return slots
 
@@ -182,9 +178,7 @@ class KVCache:
             index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return tensor.gather(2, index)
 
-        return KVCache(
-            tuple(map(take, self.keys)), tuple(map(take, self.values)), self.ledger.take(slots, padding)
-        )
+        return KVCache(tuple(map(take, self.keys)), tuple(map(take, self.values)), self.ledger.take(slots, padding))
 
 
 def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvprobe.cache import KVCache
-from kvprobe.ledger import Ledger
+from kvprobe.ledger import PADDING, Ledger
 
 FORMAT = "kvprobe-cache-1"
 _LEDGER_FIELDS = ("tokens", "positions", "segments", "recomputed", "live")
@@ -54,20 +54,24 @@ def load_cache(path: Path) -> KVCache:
         raise ValueError(f"{path} lacks a part of the cache ({error}); save it again.") from error
     if tensors:
         raise ValueError(f"{path} holds tensors that no cache has: {', '.join(sorted(tensors))}.")
-    _check_ledger(ledger, keys, path)
+    if not keys or any(tensor.dim() != 4 for tensor in keys):
+        raise ValueError(f"{path} holds no keys of a cache; the file was altered, save it again.")
+    _check_ledger(ledger, layers, keys[0].shape[1], path)
+    cache = KVCache(keys, values, ledger)
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         if any(bool(torch.isnan(tensor).any()) for tensor in pair):
             raise ValueError(f"{path} holds NaN in layer {layer}; a cache must be finite to be attended to.")
-    return KVCache(keys, values, ledger)
+    return cache
 
 
-def _check_ledger(ledger: Ledger, keys: tuple[torch.Tensor, ...], path: Path) -> None:
-    shape = ledger.tokens.shape
-    same = all(t.shape == shape for t in (ledger.positions, ledger.segments, ledger.recomputed))
-    layers, batch, heads, slots = ledger.live.shape if ledger.live.dim() == 4 else (0, 0, 0, 0)
-    live_fits = (batch, slots) == tuple(shape) and layers in (1, len(keys)) and heads in (1, keys[0].shape[1])
-    names_fit = shape.numel() == 0 or -1 <= int(ledger.segments.min()) <= int(ledger.segments.max()) < len(
-        ledger.names
-    )
-    if not (len(shape) == 2 and same and live_fits and names_fit):
+def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) -> None:
+    shape = tuple(ledger.tokens.shape)
+    whole = (ledger.tokens, ledger.positions, ledger.segments)
+    same = all(tuple(t.shape) == shape and t.dtype == torch.long for t in whole)
+    same = same and tuple(ledger.recomputed.shape) == shape and ledger.recomputed.dtype == torch.bool
+    live = ledger.live
+    live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
+    live_fits = live_fits and live.shape[0] in (1, cache_layers) and live.shape[2] in (1, kv_heads)
+    named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
+    if not (len(shape) == 2 and same and live_fits and bool(named.all())):
         raise ValueError(f"The ledger in {path} does not fit its slots; the file was altered, save it again.")

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache import KVCache
-from kvprobe.forward import TapLayer, one_row_each, at_slots, read
+from kvprobe.forward import TapLayer, at_slots, cache_of, one_row_each, read
 from kvprobe.lanes import Lane, Lanes
 from kvprobe.lens import PER_HEAD, Family
 from kvprobe.suggest import unknown
@@ -99,8 +99,7 @@ def capture(
     if lane == "auto":
         lane = "hooked" if None in sites.values() else "plain"
     taps = [
-        TapLayer(past, layer, pick if stored and layer in layers else None, keep_cache)
-        for layer in range(n_layers)
+        TapLayer(past, layer, pick if stored and layer in layers else None, keep_cache) for layer in range(n_layers)
     ]
     listening = lanes.hooked.listening(heard, layers, hear) if lane == "hooked" else _listening(lanes, sites, hear)
     with listening:
@@ -108,10 +107,7 @@ def capture(
     for layer in layers if stored else ():
         picked: dict[Family, Any] = {"k": taps[layer].picked_keys, "v": taps[layer].picked_values}
         tensors |= {(family, layer): picked[family] for family in stored}
-    cache = None
-    if keep_cache:
-        cache = KVCache(tuple(tap.keys for tap in taps), tuple(tap.values for tap in taps), ledger)
-    return Captured(tensors, present, scores, cache)
+    return Captured(tensors, present, scores, cache_of(taps, ledger) if keep_cache else None)
 
 
 Site = tuple[str, Literal["input", "output"]]

@@ -13,6 +13,7 @@ from kvprobe.lanes import Lane, Lanes, past_key_values
 from kvprobe.ledger import PADDING, Ledger
 from kvprobe.transcript import Tokens
 
+
 def extend(
     lanes: Lanes,
     past: KVCache | None,
@@ -28,8 +29,7 @@ def extend(
     past = one_row_each(past, len(tokens))
     layers = [TapLayer(past, layer) for layer in range(lanes.geometry.n_layers)]
     ledger, scores = read(lanes, past, tokens, layers, lane, logits)
-    cache = KVCache(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers), ledger)
-    return cache, scores
+    return cache_of(layers, ledger), scores
 
 
 def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:
@@ -69,6 +69,12 @@ class TapLayer(DynamicLayer):
         if not self.store:
             self.keys, self.values, self.is_initialized = before
         return grown
+
+
+def cache_of(layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
+    """The kvprobe cache that these layers have grown into."""
+    grown = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+    return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger)
 
 
 def at_slots(

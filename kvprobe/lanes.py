@@ -52,9 +52,11 @@ class Geometry:
         config = config.get_text_config()
         n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
         sliding = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or [
-            "sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"
-        ] * n_layers
+        kinds = (
+            getattr(config, "layer_types", None)
+            or ["sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"]
+            * n_layers
+        )
         foreign = set(kinds) - {"full_attention", "sliding_attention"}
         if foreign or hasattr(config, "kv_lora_rank"):
             raise ValueError(
@@ -160,9 +162,7 @@ class Lanes:
         groups = self.geometry.n_heads // self.geometry.n_kv_heads
         made: dict[tuple[int, int | None], Tensor] = {}
         masks = []
-        seen_by_window = {
-            window: visible(ledger, queries, window) for window in dict.fromkeys(self.geometry.windows)
-        }
+        seen_by_window = {window: visible(ledger, queries, window) for window in dict.fromkeys(self.geometry.windows)}
         for layer, window in enumerate(self.geometry.windows):
             seen = seen_by_window[window]
             key = (layer if seen.shape[0] > 1 else 0, window)
@@ -183,7 +183,7 @@ class Lanes:
 def past_key_values(layers: Sequence[DynamicLayer]) -> DynamicCache:
     """A Hugging Face cache made of these layers."""
     past = DynamicCache()
-    past.layers = list(layers)
+    past.layers = list(layers)  # pyright: ignore[reportAttributeAccessIssue] - it is a plain list
     return past
 
 

@@ -104,9 +104,7 @@ class Ledger:
         """This ledger followed by another of the same batch, segment names merged."""
         names = self.names + tuple(name for name in other.names if name not in self.names)
         # One entry more than there are names: the last is where PADDING (-1) lands.
-        renumber = torch.tensor(
-            [names.index(name) for name in other.names] + [PADDING], device=other.segments.device
-        )
+        renumber = torch.tensor([names.index(name) for name in other.names] + [PADDING], device=other.segments.device)
         layers = max(self.live.shape[0], other.live.shape[0])
         heads = max(self.live.shape[2], other.live.shape[2])
 

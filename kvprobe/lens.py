@@ -54,6 +54,12 @@ class Hooked:
         return self.bridge(ids, return_type="logits", **kwargs)
 
     @property
+    def _blocks_path(self) -> str:
+        """Where the plain model keeps its layers."""
+        mapping: Any = self.bridge.adapter.component_mapping
+        return mapping["blocks"].name
+
+    @property
     def attention_modules(self) -> list[nn.Module]:
         """The modules that receive the attention mask, by layer."""
         return [block.attn for block in self.bridge.blocks]
@@ -77,7 +83,7 @@ class Hooked:
         if hook is None:
             return None
         *components, end = hook.split(".")
-        path, component = f"{self.bridge.adapter.component_mapping['blocks'].name}.{layer}", block
+        path, component = f"{self._blocks_path}.{layer}", block
         if family in PER_HEAD:
             component = component.attn
             path = f"{path}.{component.name}"
@@ -96,7 +102,7 @@ class Hooked:
         Raises:
             RuntimeError: a hook does not exist, or did not fire.
         """
-        expected = {(family, layer) for family in families for layer in layers}
+        expected: set[tuple[Family, int]] = {(family, layer) for family in families for layer in layers}
         heard: set[tuple[Family, int]] = set()
 
         def listener(family: Family, layer: int) -> Callable[..., None]:
@@ -108,7 +114,7 @@ class Hooked:
 
         points = []
         try:
-            for family, layer in sorted(expected):
+            for family, layer in expected:
                 name = f"blocks.{layer}.{HOOKS[family]}"
                 if name not in self.bridge.hook_dict:
                     raise RuntimeError(f"TransformerLens has no hook {name} for this model.")
@@ -132,4 +138,3 @@ def _rotates(attention: Any) -> bool:
     )
 
     return isinstance(attention, PositionEmbeddingsAttentionBridge)
-

@@ -54,7 +54,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
 
     _check_memory(folder, device, dtype)
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
     return model.to(device).eval(), tokenizer
@@ -118,14 +118,12 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, local_files_only=True
-            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:
         raise ValueError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
     # The weights are plain floats now; without this the model would still be saved as a quantised one.
-    model.hf_quantizer = None
-    del model.config.quantization_config
+    model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
+    delattr(model.config, "quantization_config")
     # Saved in one piece, so that the file's presence means that all is there.
     model.save_pretrained(folder, max_shard_size="1TB")
     tokenizer.save_pretrained(folder)
@@ -149,18 +147,13 @@ def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"The folder {folder} has no *.safetensors; pickled weights are not read, convert them first."
-        )
+        raise ValueError(f"The folder {folder} has no *.safetensors; pickled weights are not read, convert them first.")
     return folder
 
 
 def _check_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
     needed = _parameters(folder) * dtype.itemsize
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise MemoryError(
             f"The weights in {folder} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "

@@ -76,7 +76,7 @@ class Model:
         return self.lanes.fingerprint
 
     def tokens(self, text: Readable) -> list[Tokens]:
-        """The tokens of a text (as it is, with the tokenizer's own start token), a conversation, or a batch: one run per row."""
+        """One run of tokens per row: of a text (as it is, after the tokenizer's own start token) or conversations."""
         if isinstance(text, str):
             return [Tokens.of(self._tokenizer()(text)["input_ids"])]
         if isinstance(text, Tokens):

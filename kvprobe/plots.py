@@ -21,7 +21,7 @@ def styled() -> Iterator[None]:
     import matplotlib.pyplot as plt
     import seaborn as sns
 
-    settings = {"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8.5, "lines.linewidth": 1.5}
+    settings: Any = {"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8.5, "lines.linewidth": 1.5}
     with sns.axes_style("ticks"), plt.rc_context({**settings, "svg.hashsalt": "kvprobe"}):
         yield
 
@@ -35,3 +35,26 @@ def save(figure: Any, path: Path) -> None:
     figure.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     plt.close(figure)
+
+
+def leak(probing: Any) -> Any:
+    """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split, with intervals."""
+    import matplotlib.pyplot as plt
+
+    table = probing.df()
+    table = table[table["read"] == "mean"]
+    families = list(table["family"].unique())
+    with styled():
+        figure, axes = plt.subplots(1, len(families), figsize=(3.2 * len(families), 2.8), sharey=True, squeeze=False)
+        for axis, family in zip(axes[0], families, strict=True):
+            for split, line in table[table["family"] == family].groupby("split", sort=False):
+                drawn = axis.plot(line["layer"], line["accuracy"], label=split)[0]
+                axis.fill_between(line["layer"], line["low"], line["high"], color=drawn.get_color(), alpha=0.18, lw=0)
+            axis.axhline(probing.chance, color="0.35", ls="--", lw=0.9, label="chance")
+            axis.set_title(family)
+            axis.set_xlabel("layer")
+            axis.set_ylim(0, None)
+        axes[0, 0].set_ylabel("accuracy")
+        axes[0, -1].legend(frameon=False)
+        figure.tight_layout()
+    return figure

@@ -36,6 +36,4 @@ def additive(
     """
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(groups, 1)
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, torch.finfo(dtype).min
-    )
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

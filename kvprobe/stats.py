@@ -31,9 +31,7 @@ def cluster_bootstrap(
     values: Float[np.ndarray, "*quantities samples"],
     clusters: Int[np.ndarray, "samples"],
     weights: Int[np.ndarray, "resamples clusters"],
-) -> tuple[
-    Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]
-]:
+) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
     """Mean over samples of each quantity, with the 2.5 and 97.5 percentiles over resampled clusters.
 
     Args:
@@ -46,7 +44,7 @@ def cluster_bootstrap(
     sums, sizes = values @ member, member.sum(0)
     resampled = (sums @ weights.T) / (sizes @ weights.T)
     low, high = np.percentile(resampled, [2.5, 97.5], axis=-1)
-    return values.mean(-1), low, high
+    return np.asarray(values.mean(-1)), np.asarray(low), np.asarray(high)
 
 
 def estimate(

@@ -32,7 +32,7 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
     return kind(**settings)
 
 
-def require(name: str, value: float, low: float, high: float | None = None) -> None:
+def require(name: str, value: int | float, low: int | float, high: int | float | None = None) -> None:
     """Refuse a number that is not between `low` and `high`."""
     if value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"

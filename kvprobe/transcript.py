@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvprobe.suggest import unknown
 
@@ -25,6 +25,7 @@ PLAIN_CHAT_TEMPLATE = (
 _PLACEHOLDER = "\ue000{}\ue001"  # private-use characters: no template contains or alters them
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What a transcript needs of a (fast) Hugging Face tokenizer."""
 
@@ -148,9 +149,7 @@ class Transcript:
     law: PositionLaw = "gapped"
 
     @classmethod
-    def from_messages(
-        cls, messages: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
-    ) -> "Transcript":
+    def from_messages(cls, messages: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None) -> "Transcript":
         """A transcript of `{"role": …, "content": …}` messages.
 
         `content` is a text, or a list of texts and `{"text": …, "name": …}` parts. `names` gives the segment
@@ -171,17 +170,14 @@ class Transcript:
             content = message["content"]
             pieces = [content] if isinstance(content, str) else content
             parts = tuple(
-                Part(piece) if isinstance(piece, str) else Part(piece["text"], piece.get("name"))
-                for piece in pieces
+                Part(piece) if isinstance(piece, str) else Part(piece["text"], piece.get("name")) for piece in pieces
             )
             built.append(Message(str(message["role"]), parts, name))
             if not built[-1].text.strip():
                 raise ValueError(f"Message {index} ({name!r}) is empty; a segment needs at least one token.")
         runs = [name for name, before in zip(names, [None, *names], strict=False) if name != before]
         if len(set(runs)) != len(runs):
-            raise ValueError(
-                f"Segment names must not come back after another segment: {', '.join(map(repr, runs))}."
-            )
+            raise ValueError(f"Segment names must not come back after another segment: {', '.join(map(repr, runs))}.")
         return cls(tuple(built))
 
     @cached_property
@@ -221,9 +217,7 @@ class Transcript:
                 piece += 1
             segments.append(pieces[piece].segment)
             parts.append(pieces[piece].part)
-        every = Tokens(
-            tuple(ids), tuple(range(len(ids))), tuple(segments), tuple(parts), (False,) * len(ids)
-        )
+        every = Tokens(tuple(ids), tuple(range(len(ids))), tuple(segments), tuple(parts), (False,) * len(ids))
         return self._drop_hidden(every)
 
     def _drop_hidden(self, every: Tokens) -> Tokens:
@@ -255,8 +249,7 @@ class Transcript:
 
         self._refuse_control_tokens(tokenizer)
         skeleton = [
-            {"role": message.role, "content": _PLACEHOLDER.format(index)}
-            for index, message in enumerate(self.messages)
+            {"role": message.role, "content": _PLACEHOLDER.format(index)} for index, message in enumerate(self.messages)
         ]
         literals = _split_at_placeholders(render(skeleton), len(skeleton))
         with_header = _split_at_placeholders(render(skeleton, generation_prompt), len(skeleton))

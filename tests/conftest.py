@@ -1,20 +1,21 @@
-"""Annotations are checked while the tests run, nothing reaches for the hub, and torch keeps to two threads."""
+"""Annotations are checked while the tests run, nothing reaches for the hub, and torch keeps to the cores that it may use."""
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 import pytest
 import torch
-from jaxtyping import install_import_hook
+from jaxtyping import config, install_import_hook
 
 install_import_hook("kvprobe", "beartype.beartype")
 
-from kvprobe.model import Model, load
-from tests.models import ARCHITECTURES, tiny_tokenizer
+from kvprobe.model import Model, load  # noqa: E402 - only now are its annotations checked
+from tests.models import ARCHITECTURES, tiny_tokenizer  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(len(os.sched_getaffinity(0)))
 # The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("kvprobe", deadline=None, database=None, derandomize=True)
 hypothesis.settings.load_profile("kvprobe")
@@ -46,3 +47,11 @@ def tiny_llama(tiny_models: dict[str, Model]) -> Model:
 @pytest.fixture(scope="session")
 def tiny_gemma(tiny_models: dict[str, Model]) -> Model:
     return tiny_models["gemma3"]
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No checking of annotations, so that the library's own refusal is seen, as a user sees it."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""Ledgers and caches of random numbers, for tests that need no model."""
+"""Ledgers, caches and tokens of random numbers, for tests that need no model."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvprobe.cache import KVCache
 from kvprobe.ledger import PADDING, Ledger
+from kvprobe.transcript import Tokens
 
 NAMES = ("system", "T1", "summary", "T2")
 
@@ -100,9 +101,22 @@ def assert_same_ledger(found: Ledger, expected: Ledger) -> None:
 
 
 def assert_bit_identical(found: KVCache, expected: KVCache) -> None:
-    for layer, pairs in enumerate(
-        zip(found.keys + found.values, expected.keys + expected.values, strict=True)
-    ):
+    for layer, pairs in enumerate(zip(found.keys + found.values, expected.keys + expected.values, strict=True)):
         assert pairs[0].dtype == pairs[1].dtype
         assert torch.equal(*pairs), f"tensor {layer} differs"
     assert_same_ledger(found.ledger, expected.ledger)
+
+
+def random_tokens(seed: int, segments: dict[str, int], start: int = 0) -> Tokens:
+    """Random ids in these segments of these lengths, at consecutive positions from `start`."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = Tokens.of([])
+    for name, count in segments.items():
+        ids = torch.randint(0, 64, (count,), generator=rng).tolist()
+        tokens += Tokens.of(ids, name, start + len(tokens))
+    return tokens
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest expected number."""
+    return float((found - expected).abs().max() / expected.abs().max())

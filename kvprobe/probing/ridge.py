@@ -1,9 +1,10 @@
 """Thousands of multi-class ridge probes in one batched solve.
 
 One-hot labels are regressed on standardised features; the largest score wins. All probes (layers, K or V,
-read-outs) and all targets (digits) are solved together. Each fold's Gram matrix is computed once and training
-sets are sums of folds, so cross-validation costs no further pass over the features. The penalty is chosen on an
-inner fold; the test fold is touched once.
+read-outs) and all targets (digits) are solved together. Each fold's moments are computed once, about its own mean,
+and training sets are merged from folds (Chan, Golub and LeVeque 1979), so cross-validation costs no further pass
+over the features and large means do not cancel. The penalty is chosen on an inner fold; the test fold is touched
+once.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
-"""Ridge penalties per training sample, on features of unit variance."""
+PENALTIES = (1e-2, 1e-1, 1.0, 10.0)
+"""Ridge penalties per training sample, on features of unit variance. Smaller ones drown in float32 round-off when
+features outnumber samples."""
 
 VARIANCE_FLOOR = 1e-5
 """Features that vary less than this, relative to the size of what the probe reads, are constant but for round-off."""
@@ -63,16 +65,14 @@ def ridge_probes(
     if not bool(torch.isfinite(features).all()):
         raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
 
-    # Ridge with an intercept does not feel a shift, but float32 does: without it, a large mean cancels in the Gram.
     if size is None:
         size = features.square().mean((1, 2)).sqrt()
-    features = features - features.mean(1, keepdim=True)
     floor = (VARIANCE_FLOOR * size)[:, None]
     onehot = torch.nn.functional.one_hot(labels, classes).to(features.dtype)
     answers = onehot.permute(1, 0, 2).reshape(labels.shape[1], -1)
 
     members = [torch.nonzero(folds == fold)[:, 0] for fold in range(count)]
-    parts = [_Sums.of(features[:, rows], answers[rows]) for rows in members]
+    parts = [_Moments.of(features[:, rows], answers[rows]) for rows in members]
 
     predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
     inner_accuracy = torch.empty(len(features), count, device=features.device)
@@ -80,7 +80,7 @@ def ridge_probes(
     grid = torch.tensor(list(penalties), dtype=features.dtype, device=features.device)
     for fold in range(count):
         inner = (fold + 1) % count
-        training = _Sums.total([part for other, part in enumerate(parts) if other not in (fold, inner)])
+        training = _Moments.merged([part for other, part in enumerate(parts) if other not in (fold, inner)])
         trained = _Ridge(training, floor)
         accuracy = torch.stack(
             [
@@ -95,15 +95,15 @@ def ridge_probes(
         best = len(grid) - 1 - accuracy.flip(0).argmax(0)
         inner_accuracy[:, fold] = accuracy.gather(0, best[None])[0]
         chosen_penalty[:, fold] = grid[best]
-        training = _Sums.total([part for other, part in enumerate(parts) if other != fold])
+        training = _Moments.merged([part for other, part in enumerate(parts) if other != fold])
         trained = _Ridge(training, floor)
         predicted[:, :, members[fold]] = trained.classify(grid[best], features[:, members[fold]], classes)
     return RidgeResult(predicted, inner_accuracy, chosen_penalty)
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """What ridge regression needs to know of a set of samples; sets are joined by adding."""
+class _Moments:
+    """What ridge regression needs to know of a set of samples; disjoint sets can be merged."""
 
     count: int
     features: Float[Tensor, "probes dim"]
@@ -112,38 +112,38 @@ class _Sums:
     cross: Float[Tensor, "probes dim outputs"]
 
     @classmethod
-    def of(cls, features: Float[Tensor, "probes samples dim"], answers: Float[Tensor, "samples outputs"]) -> "_Sums":
-        turned = features.transpose(1, 2)
-        return cls(features.shape[1], features.sum(1), answers.sum(0), turned @ features, turned @ answers)
+    def of(cls, features: Float[Tensor, "probes samples dim"], answers: Float[Tensor, "samples outputs"]) -> "_Moments":
+        mean, answer_mean = features.mean(1), answers.mean(0)
+        turned = (features - mean[:, None]).transpose(1, 2)
+        return cls(len(answers), mean, answer_mean, turned @ turned.mT, turned @ (answers - answer_mean))
 
     @classmethod
-    def total(cls, parts: Sequence["_Sums"]) -> "_Sums":
-        first, *others = parts
-        gram, cross = first.gram.clone(), first.cross.clone()
-        features, answers, count = first.features.clone(), first.answers.clone(), first.count
-        for part in others:
+    def merged(cls, parts: Sequence["_Moments"]) -> "_Moments":
+        share = torch.tensor([part.count for part in parts], dtype=parts[0].features.dtype)
+        share = share.to(parts[0].features.device)
+        features = torch.stack([part.features for part in parts], 1)
+        answers = torch.stack([part.answers for part in parts])
+        mean, answer_mean = (share @ features) / share.sum(), (share @ answers) / share.sum()
+        # Between-set scatter: as many rank-one terms as there are sets.
+        away = (features - mean[:, None]).transpose(1, 2)
+        gram = torch.baddbmm(parts[0].gram, away * share, away.mT)
+        cross = parts[0].cross + (away * share) @ (answers - answer_mean)
+        for part in parts[1:]:
             gram += part.gram
             cross += part.cross
-            features += part.features
-            answers += part.answers
-            count += part.count
-        return cls(count, features, answers, gram, cross)
+        return cls(sum(part.count for part in parts), mean, answer_mean, gram, cross)
 
 
 class _Ridge:
     """Ridge regression on standardised features, ready for any penalty."""
 
-    def __init__(self, training: _Sums, floor: Float[Tensor, "probes 1"]) -> None:
-        """Centre and scale the sums of `training`, which are used up."""
-        self.count = training.count
-        self.mean = training.features / self.count
-        self.intercept = training.answers / self.count
-        gram = training.gram.baddbmm_(self.mean[:, :, None], self.mean[:, None, :], alpha=-self.count)
-        cross = training.cross.sub_(self.mean[:, :, None] * training.answers)
-        deviation = (gram.diagonal(dim1=1, dim2=2).clamp(min=0) / self.count).sqrt()
+    def __init__(self, training: _Moments, floor: Float[Tensor, "probes 1"]) -> None:
+        """Scale the moments of `training`, which are used up."""
+        self.count, self.mean, self.intercept = training.count, training.features, training.answers
+        deviation = (training.gram.diagonal(dim1=1, dim2=2) / self.count).sqrt()
         self.scale = torch.where(deviation > floor, 1 / deviation, 0.0)
-        self.gram = gram.mul_(self.scale[:, :, None]).mul_(self.scale[:, None, :])
-        self.cross = cross.mul_(self.scale[:, :, None])
+        self.gram = training.gram.mul_(self.scale[:, :, None]).mul_(self.scale[:, None, :])
+        self.cross = training.cross.mul_(self.scale[:, :, None])
 
     def classify(
         self, penalty: Float[Tensor, "probes"], test: Float[Tensor, "probes samples dim"], classes: int
@@ -154,6 +154,5 @@ class _Ridge:
         factor = torch.linalg.cholesky(gram)
         half = torch.linalg.solve_triangular(factor, self.cross, upper=False)
         weights = torch.linalg.solve_triangular(factor.mT, half, upper=True).mul_(self.scale[:, :, None])
-        offset = self.intercept - (self.mean[:, None] @ weights)
-        scores = torch.baddbmm(offset, test, weights)
+        scores = torch.baddbmm(self.intercept.expand(1, -1), test - self.mean[:, None], weights)
         return scores.unflatten(-1, (-1, classes)).argmax(-1).transpose(1, 2)

@@ -8,7 +8,7 @@ is the same whatever the code), T3 (asks for the code). Protocol of seed 003 and
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import yaml
@@ -65,6 +65,7 @@ def conversation(context: Context, code: str) -> Transcript:
     return Transcript.from_messages(messages, names)
 
 
+@runtime_checkable
 class Encoder(Protocol):
     def __call__(self, text: str, /, *, add_special_tokens: bool) -> dict[str, list[int]]: ...
 

@@ -89,7 +89,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEHIMSTUW .,:?-\n"
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABDEHIMSTUW .,:?-\n"
 _MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "a"), ("u", "s"), ("Ġ", "1"), (".", "Ċ"), ("e", "r")]
 
 

@@ -51,9 +51,7 @@ class Collected:
                     pieces.append(file.get_tensor(name))
             return torch.cat(pieces)
 
-        features = {
-            (arm, family): joined(f"{arm}.{family}") for arm in PER_CODE + PER_CONTEXT for family in FAMILIES
-        }
+        features = {(arm, family): joined(f"{arm}.{family}") for arm in PER_CODE + PER_CONTEXT for family in FAMILIES}
         digits = joined("digits").numpy()
         use = {name: joined(name).numpy() for name in ("logprob", "correct", "kl")}
         return cls(features, digits, np.repeat(np.arange(len(paths)), len(digits) // len(paths)), use)
@@ -63,9 +61,7 @@ class Collected:
         _, layers, reads, _ = self.features[arm, family].shape
         return [(layer, read) for layer in range(layers) for read in range(reads)]
 
-    def at(
-        self, arm: str, family: str, sites: Sequence[tuple[int, int]]
-    ) -> Float[Tensor, "samples sites dim"]:
+    def at(self, arm: str, family: str, sites: Sequence[tuple[int, int]]) -> Float[Tensor, "samples sites dim"]:
         """What the probes at these sites read, for every sample."""
         layers, reads = (torch.tensor(index) for index in zip(*sites, strict=True))
         features = self.features[arm, family][:, layers, reads]
@@ -262,4 +258,3 @@ def _sample_table(collected: Collected, hits: Mapping[str, np.ndarray]) -> pd.Da
             )
         )
     return pd.concat(tables, ignore_index=True)
-

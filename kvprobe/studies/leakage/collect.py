@@ -18,6 +18,7 @@ from tqdm import tqdm
 from kvprobe.capture import Captured
 from kvprobe.lens import Family
 from kvprobe.model import Model
+from kvprobe.probing.probe import read_outs
 from kvprobe.runs import Run
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, contexts, conversation, draw_codes
@@ -72,7 +73,7 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     restart_answer = restart_tokens.part("answer").start
     restart = model.capture(restart_tokens[:restart_answer], FAMILIES, segments=["T3"], keep_cache=True)
     features = {
-        f"{arm}.{family}": read_outs(captured, family, slice(None))
+        f"{arm}.{family}": read_outs(captured.stack(family))
         for arm, captured in (("before", prefix), ("restart", restart))
         for family in FAMILIES
     }
@@ -80,9 +81,7 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     pieces: list[dict[str, Tensor]] = []
     for first in range(0, len(codes), batch):
         rows = whole[first : first + batch]
-        turn = model.capture(
-            [row[start:third] for row in rows], FAMILIES, past=prefix.cache, keep_cache=True
-        )
+        turn = model.capture([row[start:third] for row in rows], FAMILIES, past=prefix.cache, keep_cache=True)
         assert turn.cache is not None
         # The last code token is never fed: its probability is read off the token before it.
         asked = [row[third : answer.stop - 1] for row in rows]
@@ -99,9 +98,10 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
         summary = whole[0].span("summary2").start - start
         piece = {}
         for family in FAMILIES:
-            piece[f"hidden.{family}"] = read_outs(turn, family, slice(code_tokens, summary))
-            piece[f"direct.{family}"] = read_outs(turn, family, slice(summary, third - start))
-            piece[f"masked.{family}"] = read_outs(masked, family, slice(None))
+            turned = turn.stack(family)
+            piece[f"hidden.{family}"] = read_outs(turned[..., code_tokens:summary, :])
+            piece[f"direct.{family}"] = read_outs(turned[..., summary:, :])
+            piece[f"masked.{family}"] = read_outs(masked.stack(family))
         truth = torch.tensor([row.ids[answer] for row in rows], device=full_logits.device)
         piece |= use_measurements([full_logits, masked.logits, restart_logits], truth)
         pieces.append(piece)
@@ -112,20 +112,7 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     return {name: tensor.contiguous().cpu() for name, tensor in (features | joined | {"digits": digits}).items()}
 
 
-def read_outs(
-    captured: Captured, family: Family, slots: slice
-) -> Float[Tensor, "rows layers reads dim"]:
-    """The chosen captured slots of a family as one vector per read-out, KV heads side by side."""
-    tensor = captured.stack(family).float()
-    if tensor.dim() == 5:
-        tensor = tensor.permute(0, 1, 3, 2, 4).flatten(3)
-    tensor = tensor[:, :, slots]
-    return torch.stack([tensor.mean(2), tensor[:, :, -1]], 2).transpose(0, 1)
-
-
-def use_measurements(
-    logits: Sequence[Float[Tensor, "rows code_tokens vocab"]], truth: Tensor
-) -> dict[str, Tensor]:
+def use_measurements(logits: Sequence[Float[Tensor, "rows code_tokens vocab"]], truth: Tensor) -> dict[str, Tensor]:
     """What each use arm says of the true code, rows first; the first arm is the full context."""
     scores = torch.stack([arm.float().log_softmax(-1) for arm in logits], 1)
     picked = truth[:, None, :, None].expand(-1, len(logits), -1, 1)

@@ -5,7 +5,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import pandas as pd
 
 from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS
@@ -20,7 +19,7 @@ ARM_NAMES = {
 }
 
 
-def draw_all(probes: pd.DataFrame, metrics: dict[str, Any], folder: Path) -> list[str]:
+def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> list[str]:
     """Draw every figure into `folder` as PNG and SVG; their names without suffix."""
     matplotlib.use("Agg")
     names = []
@@ -32,7 +31,7 @@ def draw_all(probes: pd.DataFrame, metrics: dict[str, Any], folder: Path) -> lis
     return [*names, "layer_by_segment", "use"]
 
 
-def accuracy_by_layer(probes: pd.DataFrame, chance: float) -> Any:
+def accuracy_by_layer(probes: Any, chance: float) -> Any:
     """Accuracy per digit by layer, one line per arm, families down, splits across; bands are 95 % intervals."""
     import matplotlib.pyplot as plt
 
@@ -55,12 +54,9 @@ def accuracy_by_layer(probes: pd.DataFrame, chance: float) -> Any:
                         line["layer"], line["low"], line["high"], color=ARM_COLOURS[arm], alpha=0.18, lw=0
                     )
                     axis.plot(line["layer"], line["accuracy"], color=ARM_COLOURS[arm], label=name)
-                axis.axhline(chance, color="0.35", ls="--", lw=0.9)
-                axis.annotate(
-                    "chance", (1, chance), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                    fontsize=7, color="0.35",
-                )  # fmt: skip
-                axis.set_ylim(0, None)
+                axis.axhline(chance, color="0.35", ls="--", lw=0.9, label="chance")
+        for axis in grid[0]:
+            axis.set_ylim(0, None)
         for axis, split in zip(grid[0], splits, strict=True):
             axis.set_title(split if split != "paired" else "paired (centred in context)")
         for axes, family in zip(grid, FAMILIES, strict=True):
@@ -73,7 +69,7 @@ def accuracy_by_layer(probes: pd.DataFrame, chance: float) -> Any:
     return figure
 
 
-def heatmap(probes: pd.DataFrame, metrics: dict[str, Any]) -> Any:
+def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
     """Accuracy per digit by layer and segment, on the headline split."""
     import matplotlib.pyplot as plt
     import seaborn as sns
@@ -90,9 +86,7 @@ def heatmap(probes: pd.DataFrame, metrics: dict[str, Any]) -> Any:
     with styled():
         figure, axes = plt.subplots(1, len(FAMILIES), figsize=(10.5, 5.6), sharey=True)
         for axis, family in zip(axes, FAMILIES, strict=True):
-            table = probes[probes["family"] == family].pivot_table(
-                index="layer", columns="arm", values="accuracy"
-            )
+            table = probes[probes["family"] == family].pivot_table(index="layer", columns="arm", values="accuracy")
             sns.heatmap(
                 table[list(columns)].rename(columns=columns),
                 ax=axis,
@@ -129,9 +123,7 @@ def use(measured: dict[str, Any]) -> Any:
             for place, (arm, colour) in enumerate(zip(USE_ARMS, colours, strict=True)):
                 value = measured[arm][key]
                 error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
-                axis.errorbar(
-                    [value["mean"]], [place], xerr=error, fmt="o", color=colour, capsize=3, markersize=6
-                )
+                axis.errorbar([value["mean"]], [place], xerr=error, fmt="o", color=colour, capsize=3, markersize=6)
             axis.set_yticks(range(len(USE_ARMS)), USE_ARMS)
             axis.set_ylim(len(USE_ARMS) - 0.5, -0.5)
             axis.set_xlabel(label)

@@ -24,9 +24,7 @@ SPLIT_MEANING = {
 }
 
 
-def narrate(
-    metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]
-) -> Report:
+def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
     """The report of a run."""
     single = config.contexts == 1
     return Report(
@@ -158,7 +156,10 @@ def _accuracy_section(metrics: Mapping[str, Any]) -> Section:
             )
         ],
         figures=[
-            Figure("accuracy_by_layer_mean", "Accuracy per digit by layer, slots averaged; bands are 95 % intervals."),
+            Figure(
+                "accuracy_by_layer_mean",
+                "Accuracy per digit by layer, slots averaged; bands are 95 % intervals.",
+            ),
             Figure("accuracy_by_layer_last", "The same, from the last slot of each segment."),
             Figure(
                 "layer_by_segment",
@@ -193,7 +194,12 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
         ],
         tables=[
             Table(
-                columns=["cache", "log p(true code), nats", "code tokens right", "KL from full context, nats"],
+                columns=[
+                    "cache",
+                    "log p(true code), nats",
+                    "code tokens right",
+                    "KL from full context, nats",
+                ],
                 rows=rows,
                 caption="KL is of the next-token distribution where the code should begin. Intervals are 95 %.",
             )

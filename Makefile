@@ -1,0 +1,52 @@
+# make demo   a fresh machine to a leakage report on real weights
+# make test   lint and tests, in an environment of its own making
+#
+# A GPU user chooses another build of torch:  make demo TORCH=torch
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: demo test lint format figures benchmark clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/kvprobe run leakage
+
+test: $(VENV)/.developed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	$(PY) -m pytest
+
+lint: $(VENV)/.developed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/pyright
+
+figures: $(VENV)/.installed
+	$(PY) figures/draw.py
+
+benchmark: $(VENV)/.installed
+	$(PY) benchmarks/lanes.py
+
+clean:
+	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis
+
+# torch goes in first: without it, its dependents would fetch gigabytes of CUDA packages.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvprobe needs Python 3.11 or newer; choose one with PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet --editable .
+	touch $@
+
+$(VENV)/.developed: $(VENV)/.installed
+	$(PIP) install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,191 @@
+"""The leakage study on real weights, small: what is shared must equal what is read one by one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kvprobe.studies.leakage.study as study
+from kvprobe.model import Model
+from kvprobe.probing.probe import read_outs
+from kvprobe.runs import Run
+from kvprobe.stats import Estimate
+from kvprobe.studies.leakage import collect as collecting
+from kvprobe.studies.leakage.analyse import ARMS, _best_by_inner_fold
+from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
+from kvprobe.studies.leakage.config import Config
+from kvprobe.studies.leakage.narrative import answer_probe, answer_use
+from kvprobe.tasks.passcode import contexts, conversation
+
+SMALL = Config(contexts=6, samples=60, folds=3, batch=7)
+CODES = ("48213", "90577", "13662")
+
+
+@pytest.fixture(scope="module")
+def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "load", lambda *_, **__: smol)
+        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def read(smol: Model) -> dict[str, torch.Tensor]:
+    return read_context(smol, contexts()[0], CODES, batch=2)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("row", range(len(CODES)))
+def test_shared_prefixes_change_nothing(smol: Model, read: dict[str, torch.Tensor], row: int):
+    tokens = conversation(contexts()[0], CODES[row]).tokens(smol.tokenizer)
+    third, answer = tokens.span("T3"), tokens.part("answer")
+    first = smol.capture(tokens[: third.start], FAMILIES, segments=["summary2"], keep_cache=True)
+    assert first.cache is not None
+    asked = tokens[third.start : answer.start]
+    masked = smol.capture(asked, FAMILIES, past=first.cache.mask("T1", "T2"))
+    for family in FAMILIES:
+        close(read[f"direct.{family}"][row], read_outs(first.stack(family))[0])
+        close(read[f"masked.{family}"][row], read_outs(masked.stack(family))[0])
+
+
+@pytest.mark.parametrize("arm", USE_ARMS)
+def test_the_log_probability_of_the_code_is_that_of_reading_it_token_by_token(
+    smol: Model, read: dict[str, torch.Tensor], arm: str
+):
+    chat = conversation(contexts()[0], CODES[1])
+    tokens = (chat.without("T1", "T2") if arm == "restart" else chat).tokens(smol.tokenizer)
+    start = tokens.span("T3").start
+    cache = smol.prefill(tokens[:start])
+    if arm == "retained":
+        cache = cache.mask("T1", "T2")
+    answer = tokens.part("answer")
+    cache, logits = smol.extend(cache, tokens[start : answer.start])
+    for index, place in enumerate(range(answer.start, answer.stop)):
+        expected = logits[0, -1].log_softmax(-1)[tokens.ids[place]]
+        found = read["logprob"][1, USE_ARMS.index(arm), index]
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        cache, logits = smol.extend(cache, tokens[place : place + 1])
+
+
+def test_the_full_arm_is_no_distance_from_itself_and_the_others_are(read: dict[str, torch.Tensor]):
+    torch.testing.assert_close(read["kl"][:, 0], torch.zeros(3), atol=1e-5, rtol=0)
+    assert (read["kl"][:, 1:] > 0.1).all()
+
+
+def test_a_run_holds_every_table_number_and_figure(finished: Run):
+    assert finished.finished
+    probes = finished.df("probes")
+    sites = 30 * 2 * len(FAMILIES)
+    assert len(probes) == sites * len(ARMS) * 3
+    assert ((probes["low"] <= probes["accuracy"]) & (probes["accuracy"] <= probes["high"])).all()
+    samples = finished.df()
+    assert len(samples) == 60 * (len(USE_ARMS) + len(ARMS))
+    assert samples.groupby(["measure", "condition"]).size().eq(60).all()
+    for name in ("accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use"):
+        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
+        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert finished.metrics["light_cone"]["layers_0_1"] < 1e-5
+    assert finished.metrics["light_cone"]["last_layer"] > 1e-4
+
+
+def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):
+    random = finished.metrics["accuracy"]["random"]
+    assert random["hidden"]["low"] > 0.2
+    for arm in ("restart", "before"):
+        assert random[arm]["mean"] < 0.2
+
+
+def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
+    use = finished.metrics["use"]
+    assert use["full"]["token_accuracy"]["mean"] > 0.9
+    assert use["restart"]["token_accuracy"]["mean"] < 0.3
+
+
+def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(study, "collect", None)
+    assert study.run(SMALL, finished.path.parent).path == finished.path
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
+    finished: Run, smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    calls = []
+
+    def read_and_stop(*arguments: object) -> dict[str, torch.Tensor]:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return read_context(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collecting, "read_context", read_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        study.run(SMALL, tmp_path)
+    resumed = study.run(SMALL, tmp_path)
+    assert len(calls) == 4 + 3
+    assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
+
+
+def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    run = study.run(dataclasses.replace(SMALL, contexts=1, samples=40), tmp_path)
+    assert list(run.metrics["accuracy"]) == ["random"]
+    assert "does not say" in run.report["warnings"][0]
+    assert "in this one conversation" in run.report["answer"]
+
+
+def test_the_choice_between_probes_looks_at_the_inner_fold_alone():
+    from kvprobe.probing.ridge import RidgeResult
+
+    folds = np.array([0, 0, 1, 1, 2, 2])
+    inner = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.8, 0.1]])
+    predicted = torch.stack([torch.zeros(1, 6, dtype=torch.long), torch.ones(1, 6, dtype=torch.long)])
+    result = RidgeResult(predicted, inner, inner)
+    chosen, picks = _best_by_inner_fold([("k", (4, 0), result, 0), ("k", (7, 1), result, 1)], folds)
+    assert chosen[:, 0].tolist() == [0, 0, 1, 1, 0, 0]
+    assert [pick["layer"] for pick in picks] == [4, 7, 4]
+
+
+def metrics_with(leak: tuple[float, float, float], gain: tuple[float, float, float]) -> dict[str, object]:
+    def of(*numbers: float) -> dict[str, float]:
+        return dataclasses.asdict(Estimate(*numbers))
+
+    accuracy = {"masked": of(0.3, 0.2, 0.4), "restart": of(0.1, 0.05, 0.15)}
+    arm = {"token_accuracy": of(0.5, 0.4, 0.6)}
+    return {
+        "chance": 0.1,
+        "headline_split": "leave-context-out",
+        "accuracy": {"leave-context-out": accuracy, "paired": accuracy},
+        "leak": {split: {"masked": of(*leak)} for split in ("leave-context-out", "paired")},
+        "use": {"full": arm, "retained": arm, "restart": arm, "delta_u": of(*gain)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("leak", "start"),
+    [
+        ((0.2, 0.1, 0.3), "Information leaks"),
+        ((0.0, -0.1, 0.1), "No leak that a stranger"),
+        ((-0.2, -0.3, -0.1), "No leak, and an odd one"),
+    ],
+)
+def test_the_sentence_on_leakage_follows_the_interval(leak: tuple[float, float, float], start: str):
+    assert answer_probe(metrics_with(leak, (0.0, 0.0, 0.0))).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("gain", "start"),
+    [
+        ((0.5, 0.2, 0.8), "The model uses some"),
+        ((0.0, -0.1, 0.1), "No use by the model"),
+        ((-0.5, -0.8, -0.2), "The model does not profit"),
+    ],
+)
+def test_the_sentence_on_use_follows_the_interval(gain: tuple[float, float, float], start: str):
+    assert answer_use(metrics_with((0.0, 0.0, 0.0), gain)).startswith(start)

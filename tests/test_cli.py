@@ -1,0 +1,67 @@
+"""The command line as a person meets it, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["run", "leakage", "--help"], ["ls"]])
+def test_help_imports_nothing_heavy(arguments: list[str]):
+    check = (
+        "import sys\n"
+        "from kvprobe.cli import main\n"
+        "try:\n"
+        f"    sys.argv = ['kvprobe', *{arguments!r}]\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'transformers', 'transformer_lens', 'sae_lens', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ls_shows_studies_presets_and_models():
+    shown = kvprobe("ls").stdout
+    for name in ("leakage", "leakage-one-template", "smollm2-135m", "gemma3-270m"):
+        assert name in shown
+
+
+def test_flags_show_the_presets_own_defaults():
+    assert "[default: 1]" in kvprobe("run", "leakage-one-template", "--help").stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["run", "leakge"], "leakage"),
+        (["run", "leakage", "--sampels", "100"], "--samples"),
+        (["run", "leakage", "--model", "smollm2-135"], "smollm2-135m"),
+        (["run", "leakage", "--dtype", "float23"], "float32"),
+        (["run", "leakage", "--samples", "7"], "expected 96"),
+        (["doctor", "smollm2-135"], "smollm2-135m"),
+        (["run", "absent.yaml"], "no file"),
+        (["report", "absent"], "not a run directory"),
+    ],
+)
+def test_a_mistake_is_answered_with_the_near_match(arguments: list[str], near: str):
+    done = kvprobe(*arguments)
+    assert done.returncode != 0
+    assert near in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_yaml_file_gives_its_settings_as_defaults(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("study: leakage\nsettings: {contexts: 12, samples: 120}\n")
+    assert "[default: 12]" in kvprobe("run", str(path), "--help").stdout.replace("\n", " ")
+    path.write_text("study: leakage\nsettings: {contxts: 12}\n")
+    assert "contexts" in kvprobe("run", str(path)).stderr
