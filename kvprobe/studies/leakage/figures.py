@@ -1,5 +1,6 @@
 """The figures of the leakage study."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,21 @@ def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> list[str]:
     return [*names, "layer_by_segment", "use"]
 
 
-def accuracy_by_layer(probes: Any, chance: float) -> Any:
+def accuracy_by_layer(probes: Any, chance: float, families: Sequence[str] = FAMILIES) -> Any:
     """Accuracy per digit by layer, one line per arm, families down, splits across; bands are 95 % intervals."""
     import matplotlib.pyplot as plt
 
     splits = list(probes["split"].unique())
     with styled():
         figure, grid = plt.subplots(
-            len(FAMILIES),
+            len(families),
             len(splits),
-            figsize=(3.1 * len(splits) + 1.2, 2.3 * len(FAMILIES) + 0.9),
+            figsize=(3.1 * len(splits) + 1.2, 2.3 * len(families) + 0.9),
             sharex=True,
             sharey="col",
             squeeze=False,
         )
-        for axes, family in zip(grid, FAMILIES, strict=True):
+        for axes, family in zip(grid, families, strict=True):
             for axis, split in zip(axes, splits, strict=True):
                 panel = probes[(probes["family"] == family) & (probes["split"] == split)]
                 for arm, name in ARM_NAMES.items():
@@ -59,13 +60,13 @@ def accuracy_by_layer(probes: Any, chance: float) -> Any:
             axis.set_ylim(0, None)
         for axis, split in zip(grid[0], splits, strict=True):
             axis.set_title(split if split != "paired" else "paired (centred in context)")
-        for axes, family in zip(grid, FAMILIES, strict=True):
+        for axes, family in zip(grid, families, strict=True):
             axes[0].set_ylabel(f"{FAMILY_NAMES[family]}\naccuracy per digit")
         for axis in grid[-1]:
             axis.set_xlabel("layer")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False)
-        figure.tight_layout(rect=(0, 0.085, 1, 1))
+        figure.tight_layout(rect=(0, 0.65 / figure.get_figheight(), 1, 1))
     return figure
 
 

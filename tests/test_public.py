@@ -1,0 +1,56 @@
+"""What kvprobe promises: the names of `__all__`, and that the README's code runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvprobe
+from kvprobe.model import Model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_promised_name_is_there_and_documented():
+    for name in kvprobe.__all__:
+        assert getattr(kvprobe, name).__doc__
+    assert set(dir(kvprobe)) == set(kvprobe.__all__)
+
+
+def test_an_unknown_name_is_answered_with_the_near_one():
+    with pytest.raises(AttributeError, match="'Transcript'"):
+        _ = kvprobe.Transcipt
+
+
+def test_importing_kvprobe_imports_nothing_heavy():
+    check = "import sys, kvprobe; assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_the_readmes_python_runs_and_the_mask_takes_the_code_away(smol: Model, capsys: pytest.CaptureFixture[str]):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    full, kept, fresh = eval(capsys.readouterr().out)
+    assert "48213" in full
+    assert "48213" not in kept
+    assert "48213" not in fresh
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_sound_model_and_much_with_a_broken_one(tiny_llama: Model):
+    from kvprobe.doctor import examine
+
+    checks = list(examine(tiny_llama))
+    assert len(checks) == 8
+    assert all(check.passed for check in checks)
+
+
+def test_the_doctor_notices_lanes_that_drift_apart(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):
+    from kvprobe.doctor import examine
+
+    norm = tiny_llama.lanes.hooked.bridge.original_model.model.norm
+    handle = norm.register_forward_hook(lambda module, args, output: output * 1.01)
+    failed = {check.name for check in examine(tiny_llama) if not check.passed}
+    handle.remove()
+    assert failed == {"both lanes agree on logits"}
