@@ -35,12 +35,19 @@ benchmark: $(VENV)/.installed
 clean:
 	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis
 
+# Remembers which torch was asked for by name; a plain `make` keeps what there is.
+$(VENV)/.choice: FORCE
+	@mkdir -p $(VENV)
+	@if [ ! -e $@ ] || { [ "$(origin TORCH)" != file ] && [ "$$(cat $@)" != "$(TORCH)" ]; }; then echo "$(TORCH)" > $@; fi
+
+FORCE:
+
 # torch goes in first: without it, its dependents would fetch gigabytes of CUDA packages.
-$(VENV)/.torch:
+$(VENV)/.torch: $(VENV)/.choice
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvprobe needs Python 3.11 or newer; choose one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "$(TORCH)"
+	$(PIP) install --quiet "$$(cat $(VENV)/.choice)"
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml

@@ -30,9 +30,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = kv.load(arguments.model)
-    ids = torch.randint(5, 20_000, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, 20_000, (1, LENGTH), generator=torch.Generator().manual_seed(0)).to(model.lanes.device)
     print(f"{model.name}, {LENGTH} tokens, {torch.get_num_threads()} threads, median of {arguments.repeats} pairs\n")
-    print(f"{'what':44}{'kvprobe':>10}{'beside':>10}{'ratio':>8}  limit")
+    print(f"{'what':46}{'kvprobe':>10}{'beside':>10}{'ratio':>8}  limit")
     prefill(model, ids, arguments.repeats)
     decode(model, ids, arguments.repeats)
     capture(model, ids, arguments.repeats)
@@ -113,7 +113,7 @@ def capture(model: kv.Model, ids: torch.Tensor, repeats: int) -> None:
     report("K and V of all layers, beside a bare forward", *paired(ours, bare, repeats), "1.05")
     report("K and V, beside run_with_cache filtered", *paired(ours, filtered, repeats), "")
     report("K and V, beside run_with_cache unfiltered", *paired(ours, unfiltered, max(3, repeats // 3)), "")
-    print(f"{'bytes held, beside run_with_cache unfiltered':44}{'':20}{share:8.3f}  0.1")
+    print(f"{'bytes held, beside run_with_cache unfiltered':46}{'':20}{share:8.3f}  0.1")
 
 
 def held(tensors) -> int:
@@ -131,6 +131,8 @@ def paired(one: Callable[[], object], other: Callable[[], object], repeats: int)
         for run in order:
             start = time.perf_counter()
             run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             taken[run] = time.perf_counter() - start
         if turn:  # the first pair warms up
             times.append((taken[one], taken[other]))
@@ -143,7 +145,7 @@ def paired(one: Callable[[], object], other: Callable[[], object], repeats: int)
 
 
 def report(what: str, ours: float, theirs: float, ratio: float, limit: str) -> None:
-    print(f"{what:44}{ours:9.3f}s{theirs:9.3f}s{ratio:8.3f}  {limit}", flush=True)
+    print(f"{what:46}{ours:9.3f}s{theirs:9.3f}s{ratio:8.3f}  {limit}", flush=True)
 
 
 if __name__ == "__main__":

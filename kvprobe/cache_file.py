@@ -11,7 +11,7 @@ from kvprobe.cache import KVCache
 from kvprobe.ledger import PADDING, Ledger
 
 FORMAT = "kvprobe-cache-1"
-_LEDGER_FIELDS = ("tokens", "positions", "segments", "recomputed", "live")
+_LEDGER_FIELDS = ("tokens", "positions", "segments", "recomputed", "live", "following")
 
 
 def save_cache(cache: KVCache, path: Path) -> None:
@@ -69,6 +69,7 @@ def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) 
     whole = (ledger.tokens, ledger.positions, ledger.segments)
     same = all(tuple(t.shape) == shape and t.dtype == torch.long for t in whole)
     same = same and tuple(ledger.recomputed.shape) == shape and ledger.recomputed.dtype == torch.bool
+    same = same and tuple(ledger.following.shape) == shape[:1] and ledger.following.dtype == torch.long
     live = ledger.live
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
     live_fits = live_fits and live.shape[0] in (1, cache_layers) and live.shape[2] in (1, kv_heads)

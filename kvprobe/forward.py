@@ -95,11 +95,8 @@ def read(
     """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
     of each row."""
     new = new_slots(tokens, lanes.device)
-    if past is not None and len(past.keys) != lanes.geometry.n_layers:
-        raise ValueError(
-            f"The cache has {past.n_layers} layers, but the model has {lanes.geometry.n_layers}; "
-            f"a cache can only be read by the model that made it."
-        )
+    if past is not None:
+        _refuse_foreign(lanes, past)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
     if not 1 <= logits <= shortest:
@@ -134,6 +131,7 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
         segments=segments,
         recomputed=column([list(row.recomputed) for row in tokens], False, torch.bool),
         live=live[None, :, None, :],
+        following=torch.tensor([row.positions[-1] + 1 for row in tokens], device=device),
         names=names,
     )
 
@@ -144,3 +142,20 @@ def one_row_each(past: KVCache | None, rows: int) -> KVCache | None:
     if past.batch == 1:
         return past.fork(rows)
     raise ValueError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")
+
+
+def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
+    """Refuse a cache that this model cannot have made, or that lies elsewhere."""
+    shape = lanes.geometry
+    facts = [
+        ("layers", cache.n_layers, shape.n_layers),
+        ("KV heads", cache.n_kv_heads, shape.n_kv_heads),
+        ("device", cache.keys[0].device, lanes.device),
+        ("dtype", cache.keys[0].dtype, lanes.dtype),
+    ]
+    for name, found, expected in facts:
+        if found != expected:
+            raise ValueError(
+                f"The cache has {name} {found}, but the model {expected}; a cache can only be read by the model that "
+                f"made it (move it with KVCache.to)."
+            )

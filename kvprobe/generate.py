@@ -91,7 +91,7 @@ def generate(
                 stopped[row] = token in ends
         if all(stopped) or step + 1 == max_new_tokens:
             break
-        positions = cache.ledger.next_position().tolist()
+        positions = cache.ledger.following.tolist()
         following = [
             Tokens.of([token], "generated", position)
             for token, position in zip(chosen.tolist(), positions, strict=True)
@@ -151,7 +151,8 @@ def _blank_last_slot(cache: KVCache, rows: Sequence[bool]) -> KVCache:
     segments, live = cache.ledger.segments.clone(), cache.ledger.live.clone()
     segments[ended, -1] = PADDING
     live[:, ended, :, -1] = False
-    return replace(cache, ledger=replace(cache.ledger, segments=segments, live=live))
+    following = cache.ledger.following - ended.long()
+    return replace(cache, ledger=replace(cache.ledger, segments=segments, live=live, following=following))
 
 
 def _check(

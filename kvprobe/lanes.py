@@ -50,7 +50,13 @@ class Geometry:
             ValueError: the model has layers without a KV cache of this kind (recurrent, chunked, latent).
         """
         config = config.get_text_config()
-        n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
+        n_layers, n_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+        if not n_layers or not n_heads or not getattr(config, "hidden_size", None):
+            raise ValueError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
+        if getattr(config, "alibi", False) or getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(
+                f"{config.model_type} has ALiBi positions or layers that share a cache; kvprobe reads neither yet."
+            )
         sliding = getattr(config, "sliding_window", None)
         kinds = (
             getattr(config, "layer_types", None)
@@ -71,7 +77,7 @@ class Geometry:
             d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
             d_model=config.hidden_size,
             windows=tuple(sliding if kind == "sliding_attention" else None for kind in kinds),
-            max_position=None if rotary else config.max_position_embeddings,
+            max_position=None if rotary else getattr(config, "max_position_embeddings", None),
         )
 
 
@@ -85,6 +91,11 @@ class Lanes:
     """
 
     def __init__(self, plain: Any, tokenizer: Any = None) -> None:
+        if plain.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"The model runs {plain.config._attn_implementation} attention, which takes no masks of our making; "
+                f"load it with attn_implementation='sdpa'."
+            )
         self.plain = plain
         self.tokenizer = tokenizer
         self.geometry = Geometry.of(plain.config)

@@ -28,6 +28,7 @@ class Ledger:
         recomputed: provenance; true where the slot was computed without text that once stood before it.
         live: whether later queries may attend to the slot, per layer and KV head. The layer and head axes are
             1 where all layers or heads agree.
+        following: the position after the last token that was read, which an eviction of that token does not change.
         names: segment names, in order of first appearance.
     """
 
@@ -36,6 +37,7 @@ class Ledger:
     segments: Int[Tensor, "batch slots"]
     recomputed: Bool[Tensor, "batch slots"]
     live: Bool[Tensor, "layers batch kv_heads slots"]
+    following: Int[Tensor, "batch"]
     names: tuple[str, ...]
 
     @property
@@ -60,12 +62,6 @@ class Ledger:
         """Whether every slot is live and its position is its index, as in a cache that nobody edited."""
         index = torch.arange(self.slots, device=self.positions.device)
         return bool(self.live.all()) and bool((self.positions == index).all())
-
-    def next_position(self) -> Int[Tensor, "batch"]:
-        """The position after the last token of each row (0 for an empty row)."""
-        if self.slots == 0:
-            return torch.zeros(self.batch, dtype=torch.long, device=self.tokens.device)
-        return self.positions.masked_fill(self.padding, -1).amax(1) + 1
 
     def in_segments(self, names: Sequence[str]) -> Bool[Tensor, "batch slots"]:
         """Slots that belong to any of the named segments; an unknown name is refused."""
@@ -98,6 +94,7 @@ class Ledger:
             segments=self.segments[index],
             recomputed=self.recomputed[index],
             live=self.live[:, index],
+            following=self.following[index],
         )
 
     def append(self, other: "Ledger") -> "Ledger":
@@ -117,6 +114,7 @@ class Ledger:
             segments=torch.cat([self.segments, renumber[other.segments]], 1),
             recomputed=torch.cat([self.recomputed, other.recomputed], 1),
             live=torch.cat([wide(self.live), wide(other.live)], 3),
+            following=other.following,
             names=names,
         )
 
@@ -128,4 +126,5 @@ class Ledger:
             segments=self.segments.to(device),
             recomputed=self.recomputed.to(device),
             live=self.live.to(device),
+            following=self.following.to(device),
         )

@@ -47,7 +47,7 @@ class Hooked:
             self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
         except Exception as error:
             raise ValueError(
-                f"TransformerLens cannot hook {architecture} ({error}); use lane='plain' for this model."
+                f"TransformerLens cannot hook {architecture} ({error}); only K and V as stored can be captured."
             ) from error
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:

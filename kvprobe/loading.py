@@ -111,8 +111,14 @@ def _kept(name: str, gguf: Callable[[Path], Path]) -> Path:
 
 def _dequantise(gguf: Path, folder: Path) -> Path:
     """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    try:
+        weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    except Exception as error:
+        raise ValueError(f"{gguf.name} is not a GGUF file ({error}).") from error
+    _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
     try:
         with _quiet(bars=True):
             model = AutoModelForCausalLM.from_pretrained(
@@ -152,19 +158,27 @@ def _checked(folder: Path) -> Path:
 
 
 def _check_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    needed = _parameters(folder) * dtype.itemsize
+    _check_bytes(folder.name, _parameters(folder) * dtype.itemsize, device, dtype)
+
+
+def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise MemoryError(
-            f"The weights in {folder} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
+            f"The weights of {name} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / 2**30:.1f} GiB are free on {device}; use a smaller dtype, a smaller model or another device."
         )
 
 
 def _parameters(folder: Path) -> int:
-    """Number of weights, from the headers of the safetensors files."""
+    """Number of weights, from the headers of the safetensors files (those of the index, if there is one)."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        paths = [folder / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
+    else:
+        paths = list(folder.glob("*.safetensors"))
     count = 0
-    for path in folder.glob("*.safetensors"):
+    for path in paths:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= path.stat().st_size:
@@ -178,7 +192,7 @@ def _parameters(folder: Path) -> int:
 
 @contextmanager
 def _quiet(bars: bool = False) -> Iterator[None]:
-    """Silences transformers' remarks, and its progress bars unless `bars`; its settings are put back after."""
+    """Silences transformers' remarks, and its progress bars unless `bars`; both are back on after."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -107,7 +107,7 @@ class Model:
             if ask is None:
                 raise ValueError("A cache holds no logits; give `ask`, the user's next message.")
             turn = self._user_turn(ask)
-            positions = start.ledger.next_position().tolist()
+            positions = start.ledger.following.tolist()
             prompts = [turn.shifted(position) for position in positions]
             return generate(self.lanes, prompts, start, **settings)
         if isinstance(start, Transcript):

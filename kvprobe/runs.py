@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,6 @@ import yaml
 from kvprobe.studyconfig import read_yaml
 
 PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "numpy")
-_MUST_AGREE = ("versions", "model")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,9 @@ class Run:
     path: Path
 
     @classmethod
-    def open(cls, study: str, config: Any, model: str, root: Path = Path("runs"), name: str | None = None) -> "Run":
+    def open(
+        cls, study: str, config: Any, model: str, device: str, root: Path = Path("runs"), name: str | None = None
+    ) -> "Run":
         """The directory for this study and config, new or to be resumed.
 
         Its default name is made from the config, so the same command finds its own unfinished run.
@@ -42,6 +43,7 @@ class Run:
         Args:
             config: a dataclass instance.
             model: fingerprint of the weights.
+            device: where, and in which dtype, it runs.
 
         Raises:
             ValueError: the directory holds another run, or one begun with other versions or weights.
@@ -49,7 +51,7 @@ class Run:
         settings = {"study": study, "settings": dataclasses.asdict(config)}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         run = cls(root / (name or f"{study}-{digest}"))
-        environment = _environment(model, settings)
+        environment = _environment(model, device, settings)
         if (run.path / "config.yaml").is_file():
             run._refuse_mismatch(settings, environment)
             return run
@@ -125,11 +127,12 @@ class Run:
     def _refuse_mismatch(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         if self.config != settings:
             raise ValueError(f"{self.path} holds a run with other settings; choose another --out.")
-        for key in _MUST_AGREE:
-            if not self.finished and self.environment.get(key) != environment[key]:
+        # A finished run of another version is still that version's answer; one of other weights is none at all.
+        for key in ("model", "device") if self.finished else ("model", "device", "versions"):
+            if self.environment.get(key) != environment[key]:
                 raise ValueError(
-                    f"{self.path} was begun with other {key} ({self.environment.get(key)}, now {environment[key]}); "
-                    f"delete it to start afresh."
+                    f"{self.path} was begun with another {key} ({self.environment.get(key)}, now {environment[key]}); "
+                    f"delete it to start afresh, or choose another --name."
                 )
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -144,17 +147,13 @@ class Run:
         partial.replace(self.path / name)
 
 
-def list_runs(root: Path) -> Sequence[Run]:
-    """The runs below `root`, by name."""
-    return [Run(file.parent) for file in sorted(root.glob("*/config.yaml"))]
-
-
-def _environment(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _environment(model: str, device: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "versions": {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "commit": _commit(),
         "model": model,
+        "device": device,
         "seed": settings["settings"].get("seed"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",

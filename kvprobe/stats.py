@@ -39,9 +39,10 @@ def cluster_bootstrap(
         weights: see `cluster_weights`.
     """
     count = weights.shape[1]
-    member = np.zeros((len(clusters), count))
-    member[np.arange(len(clusters)), clusters] = 1
-    sums, sizes = values @ member, member.sum(0)
+    summed = np.zeros((count, *values.shape[:-1]))
+    np.add.at(summed, clusters, np.moveaxis(values, -1, 0))
+    sums = np.moveaxis(summed, 0, -1)
+    sizes = np.bincount(clusters, minlength=count)
     resampled = (sums @ weights.T) / (sizes @ weights.T)
     low, high = np.percentile(resampled, [2.5, 97.5], axis=-1)
     return np.asarray(values.mean(-1)), np.asarray(low), np.asarray(high)

@@ -5,11 +5,13 @@ template is rendered once with a placeholder in place of each message, which tel
 the text, so the place of every character is known before anything is tokenised. No text is ever searched.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
+
+from jinja2 import TemplateError
 
 from kvprobe.suggest import unknown
 
@@ -21,6 +23,9 @@ PLAIN_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 """For base models, whose tokenizer has no chat template of its own."""
+
+Render = Callable[..., str]
+"""Messages, and whether to add a generation prompt, to text."""
 
 _PLACEHOLDER = "\ue000{}\ue001"  # private-use characters: no template contains or alters them
 
@@ -169,6 +174,8 @@ class Transcript:
                 raise ValueError(f"Message {index} has no {' and no '.join(sorted(missing))}.")
             content = message["content"]
             pieces = [content] if isinstance(content, str) else content
+            if not all(isinstance(piece, str) or "text" in piece for piece in pieces):
+                raise ValueError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
             parts = tuple(
                 Part(piece) if isinstance(piece, str) else Part(piece["text"], piece.get("name")) for piece in pieces
             )
@@ -237,6 +244,7 @@ class Transcript:
         """The rendered text and the pieces that it consists of, in order."""
         if not getattr(tokenizer, "is_fast", True):
             raise ValueError("Segments need a fast tokenizer, which knows the place of each token in the text.")
+        self._refuse_control_tokens(tokenizer)
         template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
 
         def render(messages: list[dict[str, str]], generation_prompt: bool = False) -> str:
@@ -247,7 +255,16 @@ class Transcript:
                 chat_template=template,
             )
 
-        self._refuse_control_tokens(tokenizer)
+        try:
+            return self._place(render, generation_prompt)
+        except TemplateError as error:
+            raise ValueError(
+                f"The chat template refuses the conversation ({error}); use roles that it knows, in the order that it "
+                f"expects (often user and assistant in turn, no system)."
+            ) from error
+
+    def _place(self, render: Render, generation_prompt: bool) -> "tuple[str, list[_Piece]]":
+
         skeleton = [
             {"role": message.role, "content": _PLACEHOLDER.format(index)} for index, message in enumerate(self.messages)
         ]
@@ -317,11 +334,9 @@ def _split_at_placeholders(rendered: str, count: int) -> list[str]:
     return [*literals, rest]
 
 
-def _trailer(render: Any, so_far: list[dict[str, str]], between: str) -> str:
+def _trailer(render: Render, so_far: list[dict[str, str]], between: str) -> str:
     """The part of the text `between` two messages that still belongs to the first: what the template writes
     after it when it is the last message. A template that cannot end there gives all of it to the first."""
-    from jinja2 import TemplateError
-
     try:
         *_, after = _split_at_placeholders(render(so_far), len(so_far))
     except (TemplateError, ValueError):

@@ -33,12 +33,14 @@ def random_ledger(
     live = torch.ones(layers, batch, kv_heads, slots, dtype=torch.bool)
     if some_masked:
         live = torch.rand(live.shape, generator=rng) < 0.6
+    positions = steps.cumsum(1) - steps[:, :1]
     return Ledger(
         tokens=torch.randint(0, 64, (batch, slots), generator=rng),
-        positions=steps.cumsum(1) - steps[:, :1],
+        positions=positions,
         segments=segments,
         recomputed=torch.rand(batch, slots, generator=rng) < 0.5,
         live=live & (segments != PADDING)[None, :, None, :],
+        following=positions.masked_fill(segments == PADDING, -1).amax(1) + 1,
         names=NAMES,
     )
 
@@ -89,13 +91,14 @@ def copy_of(cache: KVCache) -> KVCache:
         cache.ledger.segments.clone(),
         cache.ledger.recomputed.clone(),
         cache.ledger.live.clone(),
+        cache.ledger.following.clone(),
         cache.ledger.names,
     )
     return KVCache(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
 
 
 def assert_same_ledger(found: Ledger, expected: Ledger) -> None:
-    for name in ("tokens", "positions", "segments", "recomputed", "live"):
+    for name in ("tokens", "positions", "segments", "recomputed", "live", "following"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.names == expected.names
 

@@ -139,7 +139,7 @@ def test_rows_that_lose_different_numbers_of_slots_are_padded_and_not_live():
         assert evicted.ledger.live[:, row, :, :count].all()
         assert not evicted.ledger.live[:, row, :, count:].any()
         assert (evicted.ledger.segments[row, count:] == PADDING).all()
-    assert torch.equal(evicted.ledger.next_position(), cache.ledger.positions[:, -1] + 1)
+    assert torch.equal(evicted.ledger.following, cache.ledger.positions[:, -1] + 1)
 
 
 def test_eviction_drops_padding_that_no_row_needs():
@@ -153,11 +153,12 @@ def test_select_keeps_what_evicting_the_others_keeps():
     assert_bit_identical(cache.select("system", "summary"), cache.evict("T1", "T2"))
 
 
-def test_evicting_everything_leaves_an_empty_cache_that_starts_over():
-    empty = random_cache(12).evict(*NAMES)
+def test_evicting_everything_leaves_an_empty_cache_that_goes_on_where_it_was():
+    cache = random_cache(12)
+    empty = cache.evict(*NAMES)
     assert empty.slots == 0
     assert empty.nbytes == 0
-    assert empty.ledger.next_position().tolist() == [0, 0]
+    assert empty.ledger.following.equal(cache.ledger.following)
 
 
 def test_a_fork_of_one_row_shares_storage():

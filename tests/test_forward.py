@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -202,7 +203,7 @@ def test_padding_inside_a_cache_changes_nothing_that_follows(
 
 def test_a_padded_batch_keeps_the_next_position_of_each_row(tiny: Model):
     cache = prefill(tiny.lanes, [random_tokens(row, {"T1": count}) for row, count in enumerate([5, 2, 9])])
-    assert cache.ledger.next_position().tolist() == [5, 2, 9]
+    assert cache.ledger.following.tolist() == [5, 2, 9]
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -357,3 +358,25 @@ def test_provenance_is_kept_through_reading(tiny_llama: Model):
     cache, _ = extend(tiny_llama.lanes, prefill(tiny_llama.lanes, [kept]), [again])
     assert cache.ledger.recomputed[0].tolist() == [False, False, False, True, True]
     assert cache.ledger.positions[0].tolist() == [0, 1, 2, 7, 8]
+
+
+def test_what_is_read_after_evicting_the_newest_segment_stands_where_it_would_after_masking_it(tiny: Model):
+    tokens = Tokens.of(list(range(10)), "old") + Tokens.of(list(range(20, 26)), "new", start=10)
+    cache, _ = extend(tiny.lanes, None, [tokens])
+    masked, evicted = cache.mask("new"), cache.evict("new")
+    assert masked.ledger.following.tolist() == evicted.ledger.following.tolist() == [16]
+    asked = [Tokens.of([7, 8, 9], "asked", 16)]
+    _, one = extend(tiny.lanes, masked, asked, logits=3)
+    _, other = extend(tiny.lanes, evicted, asked, logits=3)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(one.abs().max()))
+
+
+def test_a_cache_of_another_dtype_is_refused(tiny: Model):
+    cache, _ = extend(tiny.lanes, None, [Tokens.of([1, 2, 3])])
+    half = dataclasses.replace(
+        cache,
+        keys=tuple(keys.bfloat16() for keys in cache.keys),
+        values=tuple(values.bfloat16() for values in cache.values),
+    )
+    with pytest.raises(ValueError, match="dtype"):
+        extend(tiny.lanes, half, [Tokens.of([4], start=3)])

@@ -21,6 +21,8 @@ MESSAGES = [
     {"role": "assistant", "content": "a summary"},
 ]
 NAMES = ["system", "T1", "summary"]
+TERSE = {"role": "system", "content": "Answer in one word."}
+YES_OR_NO = "Is water wet? Answer yes or no."
 
 
 def greedy_by_transformers(model: Model, prompt: Tokens, count: int) -> list[int]:
@@ -176,7 +178,7 @@ def test_a_row_that_ended_holds_nothing_after_its_end(tiny: Model):
     assert found.cache.ledger.tokens[row, held].tolist() == [*PROMPTS[row].ids, *found.tokens[row][:-1]]
     assert not found.cache.ledger.live[:, row, :, ~held].any()
     lengths = [len(prompt) + len(tokens) - 1 for prompt, tokens in zip(PROMPTS, found.tokens, strict=True)]
-    assert found.cache.ledger.next_position().tolist() == lengths
+    assert found.cache.ledger.following.tolist() == lengths
 
 
 def test_generation_ends_when_all_rows_have_ended(tiny_llama: Model):
@@ -188,8 +190,8 @@ def test_generation_ends_when_all_rows_have_ended(tiny_llama: Model):
 
 
 def test_the_models_own_end_token_stops_by_default(smol: Model):
-    chat = Transcript.from_messages([{"role": "user", "content": "Say: yes"}])
-    found = smol.generate(chat, max_new_tokens=40)
+    chat = Transcript.from_messages([TERSE, {"role": "user", "content": YES_OR_NO}])
+    found = smol.generate(chat, max_new_tokens=20)
     assert found.stopped == (True,)
     assert smol.tokenizer.decode(found.tokens[0][-1]) == "<|im_end|>"
     assert "<|im_end|>" not in found.text
@@ -263,7 +265,7 @@ BAD_SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("bad", BAD_SETTINGS, ids=lambda bad: ", ".join(f"{k}={v}" for k, v in bad.items())[:40])
 def test_a_setting_out_of_range_is_refused(tiny_llama: Model, bad: dict[str, Any]):
-    with pytest.raises(ValueError, match="max_new_tokens|temperature|top_p|one torch.Generator per row"):
+    with pytest.raises(ValueError, match=r"max_new_tokens|temperature|top_p|one torch\.Generator per row"):
         generate(tiny_llama.lanes, PROMPTS, **{"max_new_tokens": 2} | bad)
 
 
@@ -323,16 +325,18 @@ def test_a_question_after_a_gapped_restart_stands_where_it_stands_after_a_mask(t
 
 
 def test_a_second_question_equals_the_conversation_with_both(smol: Model):
-    first = smol.generate(smol.prefill(chat()), ask="Hello?", max_new_tokens=30)
+    start = smol.prefill(Transcript.from_messages([TERSE]))
+    first = smol.generate(start, ask=YES_OR_NO, max_new_tokens=20)
     assert first.stopped == (True,)
-    second = smol.generate(first.cache, ask="And then?", max_new_tokens=4)
+    second = smol.generate(first.cache, ask="Why?", max_new_tokens=1)
     exchange = [
-        {"role": "user", "content": "Hello?"},
+        TERSE,
+        {"role": "user", "content": YES_OR_NO},
         {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "And then?"},
+        {"role": "user", "content": "Why?"},
     ]
-    expected = chat(exchange, ["q1", "a1", "q2"]).tokens(smol.tokenizer, generation_prompt=True)
-    assert second.cache.ledger.tokens[0, : len(expected)].tolist() == list(expected.ids)
+    expected = Transcript.from_messages(exchange).tokens(smol.tokenizer, generation_prompt=True)
+    assert second.cache.ledger.tokens[0].tolist() == list(expected.ids)
 
 
 def test_a_cache_without_a_question_is_refused(tiny_llama: Model):
@@ -348,6 +352,6 @@ def test_a_text_is_continued_as_it_is(tiny_llama: Model):
 
 def test_reading_a_generated_token_gives_the_next_one(tiny: Model):
     found = generate(tiny.lanes, PROMPTS[:1], max_new_tokens=4)
-    last = Tokens.of(found.tokens[0][-1:], "generated", int(found.cache.ledger.next_position()))
+    last = Tokens.of(found.tokens[0][-1:], "generated", int(found.cache.ledger.following))
     _, logits = extend(tiny.lanes, found.cache, [last])
     assert int(logits[0, -1].argmax()) == generate(tiny.lanes, PROMPTS[:1], max_new_tokens=5).tokens[0][-1]

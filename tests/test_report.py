@@ -28,7 +28,7 @@ def page(tmp_path: Path) -> Path:
 
     from kvprobe.plots import save
 
-    run = Run.open("study", Settings(), "weights", tmp_path)
+    run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
     figure, axes = plt.subplots()
     axes.plot([0, 1])
     save(figure, run.path / "figures" / "line")
@@ -90,7 +90,7 @@ def test_rendering_again_gives_the_same_page(page: Path):
 
 
 def test_an_unfinished_run_has_no_report(tmp_path: Path):
-    run = Run.open("study", Settings(), "weights", tmp_path)
+    run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
     with pytest.raises(ValueError, match="unfinished"):
         write_report(run)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,8 @@ from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
 from kvprobe.stats import cluster_bootstrap, cluster_weights
 from kvprobe.transcript import Tokens, Transcript
 
-Read = Literal["mean", "last"]
+READS = ("mean", "last")
+"""How a segment's slots become one vector: their mean, or the last one."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def probe(
                         "split": split,
                         "family": family,
                         "layer": np.repeat(np.arange(layers), reads),
-                        "read": ["mean", "last"] * layers,
+                        "read": list(READS) * layers,
                         "accuracy": accuracy,
                         "low": low,
                         "high": high,
@@ -125,6 +125,9 @@ def _features(
     """What the probes read of one conversation."""
     tokens = transcript.tokens(model.tokenizer)
     span = tokens.span(at)
+    for name in hide:
+        if tokens.span(name).start >= span.start:
+            raise ValueError(f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it.")
     past: KVCache | None = None
     if span.start:
         past = model.prefill(tokens[: span.start])

@@ -15,7 +15,7 @@ from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting
 from kvprobe.studies.leakage.analyse import ARMS, _best_by_inner_fold
-from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
+from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context, use_measurements
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.narrative import answer_probe, answer_use
 from kvprobe.tasks.passcode import contexts, conversation
@@ -152,40 +152,71 @@ def test_the_choice_between_probes_looks_at_the_inner_fold_alone():
     assert [pick["layer"] for pick in picks] == [4, 7, 4]
 
 
-def metrics_with(leak: tuple[float, float, float], gain: tuple[float, float, float]) -> dict[str, object]:
-    def of(*numbers: float) -> dict[str, float]:
-        return dataclasses.asdict(Estimate(*numbers))
+def metrics_with(leak: float, paired: float = 0.0, gain: float = 0.0, split: str = "leave-context-out") -> dict:
+    """Metrics whose differences are these, each give or take 0.1."""
 
-    accuracy = {"masked": of(0.3, 0.2, 0.4), "restart": of(0.1, 0.05, 0.15)}
-    arm = {"token_accuracy": of(0.5, 0.4, 0.6)}
+    def of(mean: float) -> dict[str, float]:
+        return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
+
+    accuracy = {"masked": of(0.3), "restart": of(0.1)}
+    arm = {"token_accuracy": of(0.5)}
     return {
         "chance": 0.1,
-        "headline_split": "leave-context-out",
-        "accuracy": {"leave-context-out": accuracy, "paired": accuracy},
-        "leak": {split: {"masked": of(*leak)} for split in ("leave-context-out", "paired")},
-        "use": {"full": arm, "retained": arm, "restart": arm, "delta_u": of(*gain)},
+        "headline_split": split,
+        "accuracy": {split: accuracy, "paired": accuracy},
+        "leak": {split: {"masked": of(leak)}, "paired": {"masked": of(paired)}},
+        "use": {"full": arm, "retained": arm, "restart": arm, "delta_margin": of(gain)},
     }
 
 
 @pytest.mark.parametrize(
-    ("leak", "start"),
+    ("leak", "paired", "start", "end"),
     [
-        ((0.2, 0.1, 0.3), "Information leaks"),
-        ((0.0, -0.1, 0.1), "No leak that a stranger"),
-        ((-0.2, -0.3, -0.1), "No leak, and an odd one"),
+        (0.2, 0.2, "Information leaks: ", "centred on other codes of the same conversation, a probe reads"),
+        (0.2, 0.0, "Information leaks: ", "no more than the floor."),
+        (0.0, 0.2, "No leak that a probe can read in new", "Something of the number is there all the same"),
+        (0.0, 0.0, "No leak that a probe can read in new", "no more than the floor."),
+        (-0.2, 0.0, "No leak that a probe can read in new", "doubt the run"),
     ],
 )
-def test_the_sentence_on_leakage_follows_the_interval(leak: tuple[float, float, float], start: str):
-    assert answer_probe(metrics_with(leak, (0.0, 0.0, 0.0))).startswith(start)
+def test_the_sentence_on_leakage_follows_the_intervals(leak: float, paired: float, start: str, end: str):
+    sentence = answer_probe(metrics_with(leak, paired))
+    assert sentence.startswith(start)
+    assert end.lower() in sentence.lower()
+    assert ("all the same" in sentence) == (leak <= 0.1 < paired)
+
+
+@pytest.mark.parametrize(("leak", "start"), [(0.2, "Information leaks within"), (0.0, "No leak was found in this")])
+def test_with_one_conversation_nothing_is_said_of_others(leak: float, start: str):
+    sentence = answer_probe(metrics_with(leak, split="random"))
+    assert sentence.startswith(start)
+    assert "not trained on" not in sentence
+    assert "stranger" not in sentence
 
 
 @pytest.mark.parametrize(
     ("gain", "start"),
-    [
-        ((0.5, 0.2, 0.8), "The model uses some"),
-        ((0.0, -0.1, 0.1), "No use by the model"),
-        ((-0.5, -0.8, -0.2), "The model does not profit"),
-    ],
+    [(0.5, "The model uses some"), (0.0, "No use by the model"), (-0.5, "The retained cache turns the model away")],
 )
-def test_the_sentence_on_use_follows_the_interval(gain: tuple[float, float, float], start: str):
-    assert answer_use(metrics_with((0.0, 0.0, 0.0), gain)).startswith(start)
+def test_the_sentence_on_use_follows_the_interval(gain: float, start: str):
+    assert answer_use(metrics_with(0.0, gain=gain)).startswith(start)
+
+
+def test_a_preference_for_some_digits_is_no_knowledge_of_the_code():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 10, (40, 5), generator=generator)
+    blind, liking = torch.zeros(40, 5, 50), torch.zeros(40, 5, 50)
+    liking[:, :, :10] = 3.0 + torch.randn(10, generator=generator)
+    telling = liking.clone()
+    telling.scatter_add_(2, codes[:, :, None], torch.full((40, 5, 1), 2.0))
+    found = use_measurements([telling, liking, blind], codes, range(40))
+    logprob, margin = found["logprob"].sum(2).mean(0), found["margin"].sum(2).mean(0)
+    assert logprob[1] > logprob[2] + 1
+    assert margin[0] > 7
+    assert margin[1].abs() < 1e-4
+    assert margin[2].abs() < 1e-4
+
+
+def test_codes_that_shift_the_tokens_around_them_are_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="digits"):
+        read_context(smol, contexts()[0], ["48213", "482135"], batch=2)

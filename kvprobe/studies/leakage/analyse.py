@@ -13,10 +13,11 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.probing.probe import READS
 from kvprobe.probing.ridge import RidgeResult, ridge_probes
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
-from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, READS, USE_ARMS
+from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, USE_ARMS
 from kvprobe.studies.leakage.config import Config
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")
@@ -32,7 +33,7 @@ class Collected:
         features: by (arm, family); one row per sample, or one per context for the arms that no code can reach.
         digits: of each sample's code.
         contexts: number of the context of each sample.
-        use: `logprob`, `correct` (per use arm and code token) and `kl` (per use arm), samples first.
+        use: `logprob`, `margin`, `correct` (per use arm and code token) and `kl` (per use arm), samples first.
     """
 
     features: dict[tuple[str, str], Float[Tensor, "rows layers reads dim"]]
@@ -53,7 +54,7 @@ class Collected:
 
         features = {(arm, family): joined(f"{arm}.{family}") for arm in PER_CODE + PER_CONTEXT for family in FAMILIES}
         digits = joined("digits").numpy()
-        use = {name: joined(name).numpy() for name in ("logprob", "correct", "kl")}
+        use = {name: joined(name).numpy() for name in ("logprob", "margin", "correct", "kl")}
         return cls(features, digits, np.repeat(np.arange(len(paths)), len(digits) // len(paths)), use)
 
     def sites(self, arm: str, family: str) -> list[tuple[int, int]]:
@@ -196,10 +197,11 @@ def _use(
     def of(values: np.ndarray) -> dict[str, float]:
         return asdict(estimate(values.astype(float), clusters, weights))
 
-    logprob = use["logprob"].sum(2)
+    logprob, margin = use["logprob"].sum(2), use["margin"].sum(2)
     measured: dict[str, Any] = {
         arm: {
             "logprob": of(logprob[:, index]),
+            "margin": of(margin[:, index]),
             "token_accuracy": of(use["correct"][:, index].mean(1)),
             "kl_from_full": of(use["kl"][:, index]),
         }
@@ -207,22 +209,25 @@ def _use(
     }
     retained, restart = USE_ARMS.index("retained"), USE_ARMS.index("restart")
     measured["delta_u"] = of(logprob[:, retained] - logprob[:, restart])
+    measured["delta_margin"] = of(margin[:, retained] - margin[:, restart])
     measured["delta_kl"] = of(use["kl"][:, retained] - use["kl"][:, restart])
     return measured
 
 
 def _light_cone(collected: Collected) -> dict[str, float]:
     """How far K and V of the masked arm vary with the code, relative to their size, at layers 0 and 1 (which it
-    cannot reach) and at the last."""
-    furthest = {}
-    for name, layers in (("layers_0_1", slice(0, 2)), ("last_layer", slice(-1, None))):
-        worst = 0.0
+    cannot reach) and at the last; of what the probes read, the largest over layers and families."""
+
+    def variation(layer: int) -> float:
+        relative = []
         for family in ("k", "v"):
-            features = collected.features["masked", family][:, layers]
+            features = collected.features["masked", family][:, layer]
             varying = centred_within(features, collected.contexts)
-            worst = max(worst, float(varying.abs().max() / features.abs().max()))
-        furthest[name] = worst
-    return furthest
+            relative.append(varying.abs().max() / features.abs().max())
+        return float(torch.stack(relative).max())
+
+    last = collected.features["masked", "k"].shape[1] - 1
+    return {"layers_0_1": max(variation(0), variation(1)), "last_layer": variation(last)}
 
 
 def _sample_table(collected: Collected, hits: Mapping[str, np.ndarray]) -> pd.DataFrame:
@@ -239,6 +244,7 @@ def _sample_table(collected: Collected, hits: Mapping[str, np.ndarray]) -> pd.Da
                     "measure": "use",
                     "condition": arm,
                     "logprob": collected.use["logprob"][:, index].sum(1),
+                    "margin": collected.use["margin"][:, index].sum(1),
                     "kl_from_full": collected.use["kl"][:, index],
                     "token_accuracy": collected.use["correct"][:, index].mean(1),
                 }

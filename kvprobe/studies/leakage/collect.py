@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -25,9 +25,6 @@ from kvprobe.tasks.passcode import CODE_LENGTH, Context, contexts, conversation,
 from kvprobe.transcript import Tokens
 
 FAMILIES: tuple[Family, ...] = ("k", "v", "resid_post")
-READS = ("mean", "last")
-"""How a segment's slots become one vector: their mean, or the last one."""
-
 PER_CONTEXT = ("before", "restart")
 """Arms that the code cannot reach: one vector per context."""
 PER_CODE = ("hidden", "direct", "masked")
@@ -60,7 +57,8 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     Returns:
         `arm.family` of shape `[rows, layers, reads, dim]` with one row per code, or one in all for the arms that
         the code cannot reach; `digits` `[codes, 5]`; and per use arm and code `logprob` and `correct`
-        `[codes, arms, code_tokens]` (of the true code, token by token, the true tokens before it given) and
+        `[codes, arms, code_tokens]` (of the true code, token by token, the true tokens before it given), `margin`
+        of the same shape (that log-probability less the mean over the conversation's other codes' tokens) and
         `kl` `[codes, arms]` (from the full context's distribution of the first code token to the arm's).
     """
     whole = [conversation(context, code).tokens(model.tokenizer) for code in codes]
@@ -68,6 +66,7 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     answer = whole[0].part("answer")
     code_tokens = answer.stop - answer.start
 
+    _refuse_shifted(whole)
     prefix = model.capture(whole[0][:start], FAMILIES, segments=["summary1"], keep_cache=True)
     restart_tokens = conversation(context, codes[0]).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
     restart_answer = restart_tokens.part("answer").start
@@ -78,6 +77,7 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
         for family in FAMILIES
     }
 
+    every_code = torch.tensor([row.ids[answer] for row in whole])
     pieces: list[dict[str, Tensor]] = []
     for first in range(0, len(codes), batch):
         rows = whole[first : first + batch]
@@ -102,8 +102,8 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
             piece[f"hidden.{family}"] = read_outs(turned[..., code_tokens:summary, :])
             piece[f"direct.{family}"] = read_outs(turned[..., summary:, :])
             piece[f"masked.{family}"] = read_outs(masked.stack(family))
-        truth = torch.tensor([row.ids[answer] for row in rows], device=full_logits.device)
-        piece |= use_measurements([full_logits, masked.logits, restart_logits], truth)
+        mine = list(range(first, first + len(rows)))
+        piece |= use_measurements([full_logits, masked.logits, restart_logits], every_code.to(model.lanes.device), mine)
         pieces.append(piece)
 
     digits = torch.tensor([[int(digit) for digit in code] for code in codes])
@@ -112,15 +112,32 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     return {name: tensor.contiguous().cpu() for name, tensor in (features | joined | {"digits": digits}).items()}
 
 
-def use_measurements(logits: Sequence[Float[Tensor, "rows code_tokens vocab"]], truth: Tensor) -> dict[str, Tensor]:
-    """What each use arm says of the true code, rows first; the first arm is the full context."""
+def use_measurements(
+    logits: Sequence[Float[Tensor, "rows code_tokens vocab"]],
+    codes: Int[Tensor, "codes code_tokens"],
+    mine: Sequence[int],
+) -> dict[str, Tensor]:
+    """What each use arm says of the true code, rows first; the first arm is the full context.
+
+    A cache may make some digits likelier whatever the code, and so raise the log-probability of the true one too. The
+    margin over the other codes does not feel that: without knowledge of the code its mean is zero.
+
+    Args:
+        codes: of all samples of the context.
+        mine: which of them each row's is.
+    """
     scores = torch.stack([arm.float().log_softmax(-1) for arm in logits], 1)
-    picked = truth[:, None, :, None].expand(-1, len(logits), -1, 1)
+    rows, arms, length, _ = scores.shape
+    of_codes = scores.gather(3, codes.T.expand(rows, arms, length, len(codes)))
+    own = torch.tensor(mine, device=codes.device)[:, None, None, None].expand(-1, arms, length, 1)
+    logprob = of_codes.gather(3, own)[..., 0]
+    others = (of_codes.sum(3) - logprob) / (len(codes) - 1)
     first = scores[:, :, 0]
     full = first[:, :1]
     return {
-        "logprob": scores.gather(3, picked)[..., 0],
-        "correct": scores.argmax(3) == truth[:, None],
+        "logprob": logprob,
+        "margin": logprob - others,
+        "correct": scores.argmax(3) == codes[mine][:, None],
         "kl": (full.exp() * (full - first)).sum(-1),
     }
 
@@ -135,3 +152,17 @@ def _restart_logits(
     given = [row[answer.start : answer.stop - 1] for row in rows]
     _, following = model.extend(restart.cache, given, logits=len(given[0]))
     return torch.cat([first, following], 1)
+
+
+def _refuse_shifted(rows: Sequence[Tokens]) -> None:
+    """All codes of a context must stand at the same slots, with the same tokens around them."""
+
+    def around(row: Tokens) -> tuple:
+        known = tuple(token for token, part in zip(row.ids, row.parts, strict=True) if part is None)
+        return known, row.parts, row.segments
+
+    if any(around(row) != around(rows[0]) for row in rows):
+        raise ValueError(
+            "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens "
+            "after them; use a model that tokenises digits apart."
+        )

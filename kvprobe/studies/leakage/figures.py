@@ -20,16 +20,14 @@ ARM_NAMES = {
 }
 
 
-def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> list[str]:
-    """Draw every figure into `folder` as PNG and SVG; their names without suffix."""
+def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> None:
+    """Draw every figure into `folder` as PNG and SVG."""
     matplotlib.use("Agg")
-    names = []
     for read in probes["read"].unique():
-        names.append(f"accuracy_by_layer_{read}")
-        save(accuracy_by_layer(probes[probes["read"] == read], metrics["chance"]), folder / names[-1])
+        figure = accuracy_by_layer(probes[probes["read"] == read], metrics["chance"])
+        save(figure, folder / f"accuracy_by_layer_{read}")
     save(heatmap(probes[probes["read"] == "mean"], metrics), folder / "layer_by_segment")
     save(use(metrics["use"]), folder / "use")
-    return [*names, "layer_by_segment", "use"]
 
 
 def accuracy_by_layer(probes: Any, chance: float, families: Sequence[str] = FAMILIES) -> Any:
@@ -113,7 +111,7 @@ def use(measured: dict[str, Any]) -> Any:
     import matplotlib.pyplot as plt
 
     panels = {
-        "logprob": "log-probability of the true code (nats)",
+        "margin": "margin of the true code over others (nats)",
         "token_accuracy": "share of code tokens the model gets right",
         "kl_from_full": "KL from full context, first code token (nats)",
     }

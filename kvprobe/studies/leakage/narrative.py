@@ -5,7 +5,9 @@ from typing import Any
 
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.stats import Estimate
+from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES
 from kvprobe.tasks.passcode import contexts, conversation, draw_codes
@@ -15,6 +17,9 @@ QUESTION = (
     "then masked. How much of the number can still be read from the KV cache of the turns that stay, and does the "
     "model use it?"
 )
+
+_ROUND_OFF = 100
+"""Steps of the dtype's precision that a control may vary by."""
 
 SPLIT_MEANING = {
     "random": "the probe has seen the same conversation with other codes",
@@ -55,43 +60,48 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
     split = metrics["headline_split"]
     masked, floor = (_estimate(metrics["accuracy"][split][arm]) for arm in ("masked", "restart"))
     leak = _estimate(metrics["leak"][split]["masked"])
-    where = "in this one conversation" if split == "random" else "in conversations it was not trained on"
-    reading = (
-        f"a linear probe on the cache after the masked turn reads {_percent(masked)} of the digits {where} "
-        f"(chance {metrics['chance']:.0%}, restart floor {_percent(floor)})"
-    )
-    if leak.low > 0:
-        sentence = f"Information leaks: {reading}, {_points(leak)} above the floor."
-    elif leak.high < 0:
-        sentence = f"No leak, and an odd one out: {reading}, {_points(leak)} below the floor; doubt the run."
+    if split == "random":
+        found = {True: "Information leaks within this conversation", False: "No leak was found in this conversation"}
+        where = "in this one conversation, having seen it with other codes"
     else:
-        sentence = f"No leak that a stranger could read was found: {reading}; the difference is {_points(leak)}."
+        found = {True: "Information leaks", False: "No leak that a probe can read in new conversations was found"}
+        where = "in conversations it was not trained on"
+    sentence = (
+        f"{found[leak.low > 0]}: a linear probe on the slots after the masked turn reads {_percent(masked)} of the digits "
+        f"{where} (chance {metrics['chance']:.0%}, restart floor {_percent(floor)}), a difference of {_points(leak)}."
+    )
+    if leak.high < 0:
+        sentence += " A difference below zero cannot be information; doubt the run."
     if split == "random":
         return sentence
     paired, paired_floor = (_estimate(metrics["accuracy"]["paired"][arm]) for arm in ("masked", "restart"))
-    if _estimate(metrics["leak"]["paired"]["masked"]).low > 0:
-        return (
-            f"{sentence} The number is in there all the same: given several codes of the same conversation to "
-            f"centre on, the probe reads {_percent(paired)} (floor {_percent(paired_floor)})."
-        )
-    return f"{sentence} Centring within each conversation does not bring it out either ({_percent(paired)})."
+    inside = f"reads {_percent(paired)} (floor {_percent(paired_floor)})"
+    if _estimate(metrics["leak"]["paired"]["masked"]).low <= 0:
+        return f"{sentence} Centred on other codes of the same conversation, a probe {inside}, no more than the floor."
+    if leak.low > 0:
+        return f"{sentence} Centred on other codes of the same conversation, a probe {inside}."
+    return (
+        f"{sentence} Something of the number is there all the same, in a place that differs between conversations: "
+        f"centred on other codes of the same conversation, a probe {inside}."
+    )
 
 
 def answer_use(metrics: Mapping[str, Any]) -> str:
-    """Whether the model uses what is left, in a sentence."""
+    """Whether the model uses what is left, in a sentence. It is decided by the margin of the true code over other
+    codes, because a cache can make all codes likelier."""
     use = metrics["use"]
-    gain = _estimate(use["delta_u"])
+    gain = _estimate(use["delta_margin"])
     right = {arm: _estimate(use[arm]["token_accuracy"]) for arm in ("full", "retained", "restart")}
     told = (
         f"asked for the code, it gets {_percent(right['full'])} of its tokens right with everything in view, "
         f"{_percent(right['retained'])} after masking and {_percent(right['restart'])} after a restart; masking instead of "
-        f"restarting changes the log-probability of the true code by {gain.mean:+.2f} nats "
+        f"restarting changes the log-probability of the true code, over that of other codes, by {gain.mean:+.2f} nats "
         f"(95 % interval {gain.low:+.2f} to {gain.high:+.2f})"
     )
     if gain.low > 0:
-        return f"The model uses some of it: {told}."
+        return f"The model uses some of what is left: {told}."
     if gain.high < 0:
-        return f"The model does not profit from it: {told}, so the retained cache points away from the true code."
+        return f"The retained cache turns the model away from the true code: {told}."
     return f"No use by the model was found: {told}."
 
 
@@ -105,7 +115,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
             segment=message.segment,
             role=message.role,
             text=message.text,
-            struck=message.segment in ("T1", "T2"),
+            struck=message.segment in HIDDEN_SEGMENTS,
             marked=code if message.segment in ("T2", "T3") else None,
         )
         for message in conversation(context, code).messages
@@ -175,6 +185,7 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
         [
             name,
             _plain(_estimate(use[arm]["logprob"])),
+            _plain(_estimate(use[arm]["margin"])),
             _percent(_estimate(use[arm]["token_accuracy"])),
             _plain(_estimate(use[arm]["kl_from_full"])),
         ]
@@ -184,24 +195,36 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
             ("restart", "restart (recomputed)"),
         )
     ]
-    rows.append(["retained − restart", _plain(_estimate(use["delta_u"])), "", _plain(_estimate(use["delta_kl"]))])
+    rows.append(
+        [
+            "retained − restart",
+            _plain(_estimate(use["delta_u"])),
+            _plain(_estimate(use["delta_margin"])),
+            "",
+            _plain(_estimate(use["delta_kl"])),
+        ]
+    )
     return Section(
         title="What the model makes of it",
         paragraphs=[
             "That a probe can read something does not mean that the model uses it. Here the model itself is asked for "
             "the code at the end of T3, under the same text and positions, with three caches. The log-probability is of "
-            "the whole true code, each digit given the true ones before it.",
+            "the whole true code, each token given the true ones before it. It may rise because a cache makes all codes "
+            "likelier; only the margin over other codes tells use.",
         ],
         tables=[
             Table(
                 columns=[
                     "cache",
-                    "log p(true code), nats",
+                    "log p(true code)",
+                    "margin over other codes",
                     "code tokens right",
-                    "KL from full context, nats",
+                    "KL from full context",
                 ],
                 rows=rows,
-                caption="KL is of the next-token distribution where the code should begin. Intervals are 95 %.",
+                caption="In nats, with 95 % intervals. Margin: log p(true code) less the mean over the other codes of the conversation, "
+                "token by token; its mean is zero for a cache that does not know the code, whatever digits it prefers. KL is of "
+                "the next-token distribution where the code should begin.",
             )
         ],
         figures=[Figure("use", "The same three measures; bars are 95 % intervals, often smaller than the dot.")],
@@ -213,14 +236,19 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
     split = metrics["headline_split"]
     before = _estimate(metrics["accuracy"][split]["before"])
     ceiling = _estimate(metrics["accuracy"][split]["hidden"])
+    slack = _ROUND_OFF * metrics["precision"]
+    holds = "holds" if cone["layers_0_1"] <= slack else "DOES NOT HOLD: doubt this run"
     points = [
         f"Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
-        f"{cone['layers_0_1']:.1e} of their size (round-off is about 1e-7); at the last layer by {cone['last_layer']:.1e}.",
+        f"{cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
+        f"{cone['last_layer']:.1e}. The control {holds}.",
         f"Before: slots that stand before the code are read at {_percent(before)}; chance is {metrics['chance']:.0%}.",
-        f"Ceiling: slots of T2 right after the code are read at {_percent(ceiling)} under the same split.",
+        f"Ceiling: the slots of T2 after the code are read at {_percent(ceiling)} under the same split.",
         "Codes are drawn uniformly, not balanced within a conversation: balanced labels would push the floor below chance.",
         "Penalty, layer, family and read-out are chosen on an inner fold; each test fold is touched once.",
-        "Features that vary by less than 1e-5 of their size are treated as constant, so round-off cannot be read.",
+        "The restart floor is computed once per conversation and shared by its codes, which cannot reach it. In the paired "
+        "split nothing of it is left to read, and the probe guesses the commonest digit.",
+        f"Features that vary by less than {VARIANCE_FLOOR:.0e} of their size are treated as constant.",
     ]
     return Section(title="Controls", points=points)
 
@@ -230,10 +258,11 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         title="Limits",
         points=[
             f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-            "It was not trained to summarise and mask. A retained cache is out of distribution for it.",
+            "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. This run has "
+            "no arm with an irrelevant masked block to calibrate that.",
             "A linear probe that fails does not prove absence; one that succeeds does not prove use.",
-            f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} codes; intervals cover these "
-            "conversations as a sample of their like, not all conversations.",
+            f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} codes; intervals resample these "
+            "conversations with the fitted probes held fixed, so they leave out what other training conversations would do.",
             "The paired split and the random split need other codes of the same conversation. An attacker who sees one cache "
             "once has neither.",
         ],
@@ -251,11 +280,11 @@ def _reproduce_section(config: Config, model: Model, environment: Mapping[str, A
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return Section(
         title="Reproduce",
-        paragraphs=["The same command with the same seed on the same machine gives the same numbers."],
+        paragraphs=["On a CPU, the same command with the same seed on the same machine gives the same numbers."],
         points=[
             f"kvprobe run leakage {flags}".strip(),
             f"Seed {config.seed}; weights {environment['model']}; {versions}; Python {environment['python']}.",
-            f"{environment['machine']}; device {model.lanes.device}, {str(model.lanes.dtype).removeprefix('torch.')}"
+            f"{environment['machine']}; {environment['device']}"
             + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
             f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet and metrics.json beside "
             "this page.",

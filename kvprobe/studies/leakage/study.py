@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from kvprobe.model import load
 from kvprobe.runs import Run
 from kvprobe.studies.leakage.analyse import Collected, analyse
@@ -20,13 +22,15 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
         ValueError: a setting that does not fit the model, or a directory that holds another run.
     """
     model = load(config.model, device=config.device, dtype=config.dtype)
-    directory = Run.open(NAME, config, model.fingerprint, root, name)
+    device = f"{model.lanes.device}, {str(model.lanes.dtype).removeprefix('torch.')}"
+    directory = Run.open(NAME, config, model.fingerprint, device, root, name)
     if directory.finished:
         return directory
     analysis = analyse(Collected.load(collect(model, config, directory)), config)
     directory.save_table("samples", analysis.samples)
     directory.save_table("probes", analysis.probes)
     draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
+    analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
     report = narrate(analysis.metrics, config, model, directory.environment)
     directory.finish(analysis.metrics, report.to_dict())
     return directory
