@@ -59,8 +59,10 @@ def load_cache(path: Path) -> KVCache:
     _check_ledger(ledger, layers, keys[0].shape[1], path)
     cache = KVCache(keys, values, ledger)
     for layer, pair in enumerate(zip(keys, values, strict=True)):
-        if any(bool(torch.isnan(tensor).any()) for tensor in pair):
-            raise ValueError(f"{path} holds NaN in layer {layer}; a cache must be finite to be attended to.")
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in pair):
+            raise ValueError(
+                f"{path} holds NaN or infinity in layer {layer}; a cache must be finite to be attended to."
+            )
     return cache
 
 

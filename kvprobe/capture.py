@@ -81,7 +81,7 @@ def capture(
             raise ValueError(unknown("family", family, get_args(Family)))
     n_layers = lanes.geometry.n_layers
     layers = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
-    past = one_row_each(past, len(tokens))
+    past = one_row_each(lanes, past, len(tokens))
     pick, present = _picked(tokens, segments, slots, lanes.device)
     stored: list[Family] = [family for family in families if family in ("k", "v")]
     heard: list[Family] = [family for family in families if family not in ("k", "v")]

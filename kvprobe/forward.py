@@ -26,7 +26,7 @@ def extend(
     Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
     by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
     """
-    past = one_row_each(past, len(tokens))
+    past = one_row_each(lanes, past, len(tokens))
     layers = [TapLayer(past, layer) for layer in range(lanes.geometry.n_layers)]
     ledger, scores = read(lanes, past, tokens, layers, lane, logits)
     return cache_of(layers, ledger), scores
@@ -95,8 +95,6 @@ def read(
     """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
     of each row."""
     new = new_slots(tokens, lanes.device)
-    if past is not None:
-        _refuse_foreign(lanes, past)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
     if not 1 <= logits <= shortest:
@@ -131,13 +129,17 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
         segments=segments,
         recomputed=column([list(row.recomputed) for row in tokens], False, torch.bool),
         live=live[None, :, None, :],
-        following=torch.tensor([row.positions[-1] + 1 for row in tokens], device=device),
+        following=torch.tensor([row.following for row in tokens], device=device),
         names=names,
     )
 
 
-def one_row_each(past: KVCache | None, rows: int) -> KVCache | None:
-    if past is None or past.batch == rows:
+def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | None:
+    """`past` with one row for each of `rows`; a cache that this model cannot read on from is refused."""
+    if past is None:
+        return None
+    _refuse_foreign(lanes, past)
+    if past.batch == rows:
         return past
     if past.batch == 1:
         return past.fork(rows)
@@ -147,15 +149,19 @@ def one_row_each(past: KVCache | None, rows: int) -> KVCache | None:
 def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
     """Refuse a cache that this model cannot have made, or that lies elsewhere."""
     shape = lanes.geometry
-    facts = [
+    counts = [
         ("layers", cache.n_layers, shape.n_layers),
         ("KV heads", cache.n_kv_heads, shape.n_kv_heads),
-        ("device", cache.keys[0].device, lanes.device),
-        ("dtype", cache.keys[0].dtype, lanes.dtype),
+        ("numbers to a key", cache.keys[0].shape[3], shape.d_head),
     ]
-    for name, found, expected in facts:
+    for name, found, expected in counts:
         if found != expected:
             raise ValueError(
-                f"The cache has {name} {found}, but the model {expected}; a cache can only be read by the model that "
-                f"made it (move it with KVCache.to)."
+                f"The cache has {found} {name}, but the model has {expected}; "
+                f"a cache can only be read by the model that made it."
             )
+    if cache.keys[0].device != lanes.device or cache.keys[0].dtype != lanes.dtype:
+        raise ValueError(
+            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on {lanes.device}; "
+            f"load the model in the dtype that made the cache, and move the cache with KVCache.to."
+        )

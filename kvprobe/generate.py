@@ -164,7 +164,7 @@ def _check(
 ) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
-    if temperature < 0:
+    if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")

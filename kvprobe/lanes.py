@@ -99,11 +99,18 @@ class Lanes:
         self.plain = plain
         self.tokenizer = tokenizer
         self.geometry = Geometry.of(plain.config)
+        self._hooked: tuple[tuple[int, ...], Hooked] | None = None
 
-    @cached_property
+    @property
     def hooked(self) -> Hooked:
-        """The hooked lane, built when first needed."""
-        return Hooked(self.plain)
+        """The hooked lane, built when first needed.
+
+        It is built anew when the weights were written since: TransformerLens copies those of fused QKV projections.
+        """
+        written = tuple(parameter._version for parameter in self.plain.parameters())
+        if self._hooked is None or self._hooked[0] != written:
+            self._hooked = (written, Hooked(self.plain))
+        return self._hooked[1]
 
     @property
     def device(self) -> torch.device:

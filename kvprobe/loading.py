@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
 
 from kvprobe.catalog import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
 from kvprobe.suggest import unknown
@@ -53,17 +54,38 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _check_memory(folder, device, dtype)
-    with _quiet():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
+    # No code of a stranger's runs, not even after a question on the terminal.
+    settings: Any = {"local_files_only": True, "trust_remote_code": False}
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    try:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, **settings
+            )
+            model, found = loaded
+            tokenizer = AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {folder} are truncated or damaged ({error}); fetch them again.") from error
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} cannot be loaded: its config and weights do not agree ({_line(error)}).") from error
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise ValueError(f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …).")
     return model.to(device).eval(), tokenizer
+
+
+def _line(error: Exception) -> str:
+    """An error of a library as part of a sentence."""
+    return " ".join(str(error).split())[:300]
 
 
 def pick_device(device: str | torch.device) -> torch.device:
     """`auto` is the first GPU that torch sees, else the CPU."""
     if str(device) != "auto":
-        chosen = torch.device(device)
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"There is no device {str(device)!r}; use 'auto', 'cpu' or 'cuda'.") from error
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"Device {str(device)!r} was asked for, but torch sees no CUDA GPU; use 'cpu'.")
         return chosen

@@ -15,6 +15,7 @@ from kvprobe.capture import Captured, capture
 from kvprobe.forward import extend
 from kvprobe.generate import Generation, generate
 from kvprobe.lanes import Geometry, Lane, Lanes
+from kvprobe.ledger import PADDING
 from kvprobe.lens import Family
 from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
 from kvprobe.transcript import Tokens, Transcript
@@ -44,6 +45,8 @@ def load(
         MemoryError: the weights do not fit.
     """
     if isinstance(source, torch.nn.Module):
+        if not hasattr(source, "config"):
+            raise ValueError(f"{type(source).__name__} is no Hugging Face model; give a causal language model.")
         return Model(Lanes(source.eval(), tokenizer), type(source).__name__)
     where = pick_device(device)
     plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
@@ -92,8 +95,11 @@ class Model:
     def extend(
         self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
     ) -> tuple[KVCache, Float[Tensor, "batch kept vocab"]]:
-        """Read on after `cache`, at the tokens' own positions; the longer cache and the last `logits` logits."""
-        return extend(self.lanes, cache, self.tokens(text), lane, logits)
+        """Read on after `cache`: a text where the cache ends, tokens at their own positions.
+
+        Returns the longer cache and the logits after the last `logits` tokens of each row.
+        """
+        return extend(self.lanes, cache, self._after(cache, text), lane, logits)
 
     def generate(self, start: KVCache | Readable, ask: str | None = None, **settings: Any) -> Generation:
         """Continue a cache, conversation or text.
@@ -106,17 +112,16 @@ class Model:
         if isinstance(start, KVCache):
             if ask is None:
                 raise ValueError("A cache holds no logits; give `ask`, the user's next message.")
-            turn = self._user_turn(ask)
-            positions = start.ledger.following.tolist()
-            prompts = [turn.shifted(position) for position in positions]
+            closing, turn = self._user_turn(ask)
+            prompts = [
+                (closing + turn if unfinished else turn).shifted(position)
+                for unfinished, position in zip(_unfinished(start), start.ledger.following.tolist(), strict=True)
+            ]
             return generate(self.lanes, prompts, start, **settings)
-        if isinstance(start, Transcript):
-            prompts = [start.tokens(self._tokenizer(), generation_prompt=True)]
-        else:
-            prompts = self.tokens(start)
-        if ask is not None:
-            turn = self._user_turn(ask)
-            prompts = [row + turn.shifted(row.positions[-1] + 1) for row in prompts]
+        if ask is None:
+            return generate(self.lanes, self._answerable(start), **settings)
+        _, turn = self._user_turn(ask)
+        prompts = [row + turn.shifted(row.following) for row in self.tokens(start)]
         return generate(self.lanes, prompts, **settings)
 
     def capture(
@@ -135,7 +140,7 @@ class Model:
         """What chosen layers compute at chosen slots, from one pass; see `kvprobe.capture.capture`."""
         return capture(
             self.lanes,
-            self.tokens(text),
+            self._after(past, text),
             families,
             layers=layers,
             segments=segments,
@@ -146,18 +151,45 @@ class Model:
             logits=logits,
         )
 
-    def _user_turn(self, text: str) -> Tokens:
-        """The tokens of a user's message in mid-conversation and of the header of the answer to it."""
+    def _after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
+        """The tokens of `text`; a bare text takes the positions that follow the cache, row by row."""
+        if cache is None or not isinstance(text, str):
+            return self.tokens(text)
+        ids = self._tokenizer()(text, add_special_tokens=False)["input_ids"]
+        return [Tokens.of(ids, "text", position) for position in cache.ledger.following.tolist()]
+
+    def _answerable(self, start: Readable) -> list[Tokens]:
+        """Conversations with the header of the assistant's answer; texts and tokens as they are."""
+        if isinstance(start, Transcript):
+            return [start.tokens(self._tokenizer(), generation_prompt=True)]
+        if isinstance(start, str | Tokens):
+            return self.tokens(start)
+        return [row for piece in start for row in self._answerable(piece)]
+
+    def _user_turn(self, text: str) -> tuple[Tokens, Tokens]:
+        """What closes an assistant's message in mid-conversation, and what follows it: a user's message and the
+        header of the answer to it."""
         exchange = [
             {"role": "user", "content": "-"},
-            {"role": "assistant", "content": "-"},
+            {"role": "assistant", "content": [{"text": "-", "name": "answer"}]},
             {"role": "user", "content": text},
         ]
         chat = Transcript.from_messages(exchange, names=["before", "before", "question"])
         tokens = chat.tokens(self._tokenizer(), generation_prompt=True)
-        return tokens[tokens.span("before").stop :]
+        start = tokens.span("before").stop
+        return tokens[tokens.part("answer").stop : start], tokens[start:]
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; give one to `load`, or pass Tokens.")
         return self.tokenizer
+
+
+def _unfinished(cache: KVCache) -> list[bool]:
+    """Whether each row ends in an answer that was generated: its end was predicted but never read."""
+    ledger = cache.ledger
+    ends = []
+    for row in ledger.segments.tolist():
+        read = [ledger.names[segment] for segment in row if segment != PADDING]
+        ends.append(bool(read) and read[-1] in ("generated", "generation"))
+    return ends

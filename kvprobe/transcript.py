@@ -78,6 +78,7 @@ class Tokens:
         segments: segment name of each token.
         parts: name of the message part that the token belongs to, or None.
         recomputed: true from the first token that stands after text that was left out.
+        end: the position of what comes next, where hidden text at the end keeps its place; None for right after.
     """
 
     ids: tuple[int, ...]
@@ -85,6 +86,7 @@ class Tokens:
     segments: tuple[str, ...]
     parts: tuple[str | None, ...] = field(repr=False)
     recomputed: tuple[bool, ...] = field(repr=False)
+    end: int | None = None
 
     @classmethod
     def of(cls, ids: Sequence[int], segment: str = "prompt", start: int = 0) -> "Tokens":
@@ -108,6 +110,7 @@ class Tokens:
             self.segments[where],
             self.parts[where],
             self.recomputed[where],
+            self.end if where.indices(len(self))[1] == len(self) else None,
         )
 
     def __add__(self, other: "Tokens") -> "Tokens":
@@ -117,12 +120,18 @@ class Tokens:
             self.segments + other.segments,
             self.parts + other.parts,
             self.recomputed + other.recomputed,
+            other.end,
         )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Segment names in order of first appearance."""
         return tuple(dict.fromkeys(self.segments))
+
+    @property
+    def following(self) -> int:
+        """The position of the token that comes next."""
+        return self.positions[-1] + 1 if self.end is None else self.end
 
     def span(self, segment: str) -> slice:
         """Where a segment stands; an unknown or interrupted segment is refused."""
@@ -135,7 +144,8 @@ class Tokens:
     def shifted(self, start: int) -> "Tokens":
         """The same tokens with the first one at position `start`."""
         shift = start - self.positions[0] if self.positions else 0
-        return replace(self, positions=tuple(position + shift for position in self.positions))
+        end = None if self.end is None else self.end + shift
+        return replace(self, positions=tuple(position + shift for position in self.positions), end=end)
 
 
 @dataclass(frozen=True)
@@ -238,6 +248,7 @@ class Transcript:
             segments=tuple(every.segments[index] for index in kept),
             parts=tuple(every.parts[index] for index in kept),
             recomputed=tuple(index > first_hidden for index in kept),
+            end=len(every) if self.law == "gapped" else None,
         )
 
     def _layout(self, tokenizer: Tokenizer, generation_prompt: bool) -> "tuple[str, list[_Piece]]":
@@ -245,6 +256,8 @@ class Transcript:
         if not getattr(tokenizer, "is_fast", True):
             raise ValueError("Segments need a fast tokenizer, which knows the place of each token in the text.")
         self._refuse_control_tokens(tokenizer)
+        if generation_prompt and "generation" in self.segments:
+            raise ValueError("A segment is called 'generation', as the header of the answer is; give it another name.")
         template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
 
         def render(messages: list[dict[str, str]], generation_prompt: bool = False) -> str:
@@ -301,8 +314,10 @@ class Transcript:
         return text, pieces
 
     def _refuse_control_tokens(self, tokenizer: Tokenizer) -> None:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        control = dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)])
         for index, message in enumerate(self.messages):
-            for token in tokenizer.all_special_tokens:
+            for token in control:
                 if token in message.text:
                     raise ValueError(
                         f"Message {index} ({message.segment!r}) contains the control token {token!r}, which would "
