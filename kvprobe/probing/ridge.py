@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-PENALTIES = (1e-2, 1e-1, 1.0, 10.0)
-"""Ridge penalties per training sample, on features of unit variance. Smaller ones drown in float32 round-off when
-features outnumber samples."""
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Ridge penalties per training sample, on features of unit variance."""
 
 VARIANCE_FLOOR = 1e-5
 """Features that vary less than this, relative to the size of what the probe reads, are constant but for round-off."""
@@ -78,6 +77,9 @@ def ridge_probes(
     inner_accuracy = torch.empty(len(features), count, device=features.device)
     chosen_penalty = torch.empty(len(features), count, device=features.device)
     grid = torch.tensor(list(penalties), dtype=features.dtype, device=features.device)
+    # The eigenvalues of a Gram matrix of unit-variance features reach up to its dimension, and so does their round-off:
+    # a smaller penalty could not make it positive definite.
+    grid = grid.clamp(min=4 * torch.finfo(features.dtype).eps * features.shape[2])
     for fold in range(count):
         inner = (fold + 1) % count
         training = _Moments.merged([part for other, part in enumerate(parts) if other not in (fold, inner)])

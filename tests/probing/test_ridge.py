@@ -114,3 +114,15 @@ def test_bad_input_is_refused():
     features[0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="finite"):
         ridge_probes(features, labels, folds, CLASSES)
+
+
+def test_features_of_far_lower_rank_than_dimension_are_solved():
+    """What the restart floor looks like: a few contexts, each repeated for all of its codes."""
+    generator = torch.Generator().manual_seed(0)
+    contexts = torch.randn(2, 6, 800, generator=generator) * torch.logspace(-2, 3, 800) + 1000
+    labels = torch.randint(0, CLASSES, (2, 120), generator=generator)
+    folds = torch.arange(6).repeat_interleave(20) % 3
+    result = ridge_probes(contexts.repeat_interleave(20, 1), labels, folds, CLASSES)
+    for fold in range(3):
+        for row in result.predicted[0, 0][folds == fold].reshape(-1, 20):
+            assert len(row.unique()) == 1

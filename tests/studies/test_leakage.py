@@ -159,7 +159,7 @@ def metrics_with(leak: float, paired: float = 0.0, gain: float = 0.0, split: str
         return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
 
     accuracy = {"masked": of(0.3), "restart": of(0.1)}
-    arm = {"token_accuracy": of(0.5)}
+    arm = {"token_accuracy": of(0.5), "margin": of(5.0)}
     return {
         "chance": 0.1,
         "headline_split": split,

@@ -91,12 +91,13 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
     codes, because a cache can make all codes likelier."""
     use = metrics["use"]
     gain = _estimate(use["delta_margin"])
+    share = gain.mean / use["full"]["margin"]["mean"]
     right = {arm: _estimate(use[arm]["token_accuracy"]) for arm in ("full", "retained", "restart")}
     told = (
         f"asked for the code, it gets {_percent(right['full'])} of its tokens right with everything in view, "
         f"{_percent(right['retained'])} after masking and {_percent(right['restart'])} after a restart; masking instead of "
-        f"restarting changes the log-probability of the true code, over that of other codes, by {gain.mean:+.2f} nats "
-        f"(95 % interval {gain.low:+.2f} to {gain.high:+.2f})"
+        f"restarting changes the log-probability of the true code, over that of other codes, by {gain.mean:+.3f} nats "
+        f"(95 % interval {gain.low:+.3f} to {gain.high:+.3f}), which is {share:.1%} of what the full context gives"
     )
     if gain.low > 0:
         return f"The model uses some of what is left: {told}."
