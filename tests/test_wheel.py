@@ -1,0 +1,51 @@
+"""The wheel holds everything that `kvprobe run leakage` needs, and works from wherever it is unpacked."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(out / "site")
+    return out / "site"
+
+
+def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
+    for file in (
+        "_shipped/analyses/leakage.yaml",
+        "_shipped/probes/README.md",
+        "tasks/passcode.yaml",
+        "templates/report.html.j2",
+        "py.typed",
+    ):
+        assert (unpacked / "kvprobe" / file).is_file()
+
+
+def test_nothing_but_kvprobe_is_importable(unpacked: Path):
+    assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"kvprobe"}
+
+
+def test_the_command_finds_its_presets_there(unpacked: Path, tmp_path: Path):
+    check = "import kvprobe, sys; from kvprobe.cli import main; print(kvprobe.__file__); sys.argv = ['kvprobe', 'ls']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", check],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(unpacked) in done.stdout
+    assert "leakage-one-template" in done.stdout
