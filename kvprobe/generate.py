@@ -1,9 +1,10 @@
 """The decode loop: greedy or sampled, batched, always at explicit positions, the cache in the open at each step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvprobe.cache import KVCache
 from kvprobe.forward import extend
 from kvprobe.lanes import Lane, Lanes
+from kvprobe.ledger import PADDING
 from kvprobe.transcript import Tokens
 
 OnStep = Callable[[int, KVCache], KVCache | None]
@@ -106,8 +108,6 @@ def generate(
 
 def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
     """One generator per row, each seeded from `seed` and the row's number."""
-    import numpy as np
-
     seeds = [int(np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)[0] >> 1) for row in range(rows)]
     return [torch.Generator(device).manual_seed(row_seed) for row_seed in seeds]
 
@@ -143,10 +143,6 @@ def _choose(
 
 def _blank_last_slot(cache: KVCache, rows: Sequence[bool]) -> KVCache:
     """Rows that have ended keep step with the batch, but what they read is padding."""
-    from dataclasses import replace
-
-    from kvprobe.ledger import PADDING
-
     ended = torch.tensor(rows, device=cache.ledger.tokens.device)
     segments, live = cache.ledger.segments.clone(), cache.ledger.live.clone()
     segments[ended, -1] = PADDING

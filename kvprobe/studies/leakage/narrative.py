@@ -1,7 +1,10 @@
 """What the leakage report says. Every claim is decided by the numbers; none is written beforehand."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Passage, Report, Section, Table
@@ -107,8 +110,6 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
 
 
 def _conversation_section(model: Model, config: Config) -> Section:
-    import numpy as np
-
     context = contexts()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     passages = [
@@ -271,8 +272,6 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
 
 
 def _reproduce_section(config: Config, model: Model, environment: Mapping[str, Any]) -> Section:
-    import dataclasses
-
     flags = " ".join(
         f"--{field.name} {getattr(config, field.name)}"
         for field in dataclasses.fields(config)
