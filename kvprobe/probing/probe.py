@@ -13,13 +13,10 @@ from tqdm import tqdm
 from kvprobe.cache import KVCache
 from kvprobe.lens import Family
 from kvprobe.model import Model
-from kvprobe.probing.ridge import ridge_probes
-from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
-from kvprobe.stats import cluster_bootstrap, cluster_weights
+from kvprobe.probing.splits import SPLITS, fold_numbers
+from kvprobe.probing.sweep import accuracy_table, read_outs, sites, sweep
+from kvprobe.stats import cluster_weights
 from kvprobe.transcript import Tokens, Transcript
-
-READS = ("mean", "last")
-"""How a segment's slots become one vector: their mean, or the last one."""
 
 
 @dataclass(frozen=True)
@@ -92,30 +89,12 @@ def probe(
     ]
     tables = []
     for split in SPLITS:
-        fold = torch.from_numpy(fold_numbers(split, contexts, folds, rng))
+        fold = fold_numbers(split, contexts, folds, rng)
         for family in families:
             features = torch.stack([row[family] for row in read])
-            layers, reads = features.shape[1:3]
-            size = features.square().mean((0, 3)).sqrt().flatten()
-            if split == "paired":
-                features = centred_within(features, contexts)
-            probes = features.flatten(1, 2).transpose(0, 1).contiguous()
-            result = ridge_probes(probes, labels, fold, classes, size=size)
-            hits = result.predicted.eq(labels).double().mean(1).numpy()
-            accuracy, low, high = cluster_bootstrap(hits, contexts, weights)
-            tables.append(
-                pd.DataFrame(
-                    {
-                        "split": split,
-                        "family": family,
-                        "layer": np.repeat(np.arange(layers), reads),
-                        "read": list(READS) * layers,
-                        "accuracy": accuracy,
-                        "low": low,
-                        "high": high,
-                    }
-                )
-            )
+            result = sweep(features, np.arange(len(samples)), labels, contexts, split, fold, classes)
+            table = accuracy_table(result, sites(features), labels, contexts, weights, split=split, family=family)
+            tables.append(table)
     return Probing(pd.concat(tables, ignore_index=True), 1 / classes)
 
 
@@ -135,16 +114,3 @@ def _features(
     segment: Tokens = tokens[span]
     captured = model.capture(segment, families, past=past)
     return {family: read_outs(captured.stack(family))[0].cpu() for family in families}
-
-
-def read_outs(stacked: Tensor) -> Float[Tensor, "rows layers reads dim"]:
-    """Captured layers of a family as one vector per row and layer, KV heads side by side: the mean over the slots,
-    and the last slot.
-
-    Args:
-        stacked: `[layers, rows, kv_heads, slots, d_head]` or `[layers, rows, slots, d_model]`.
-    """
-    vectors = stacked.float()
-    if vectors.dim() == 5:
-        vectors = vectors.permute(0, 1, 3, 2, 4).flatten(3)
-    return torch.stack([vectors.mean(2), vectors[:, :, -1]], 2).transpose(0, 1)

@@ -6,7 +6,8 @@ import torch
 
 import kvprobe as kv
 from kvprobe.model import Model
-from kvprobe.probing.probe import Sample, probe, read_outs
+from kvprobe.probing.probe import Sample, probe
+from kvprobe.probing.sweep import read_outs
 from kvprobe.transcript import Transcript
 
 PLACES = ["shed", "mill", "barn", "inn", "tower", "east desk"]

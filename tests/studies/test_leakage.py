@@ -10,7 +10,7 @@ import torch
 
 import kvprobe.studies.leakage.study as study
 from kvprobe.model import Model
-from kvprobe.probing.probe import read_outs
+from kvprobe.probing.sweep import read_outs
 from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting

@@ -13,16 +13,15 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.probing.probe import READS
-from kvprobe.probing.ridge import RidgeResult, ridge_probes
+from kvprobe.probing.ridge import RidgeResult
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
-from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
+from kvprobe.probing.sweep import READS, accuracy_table, sites, sweep
+from kvprobe.stats import cluster_weights, estimate
 from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, USE_ARMS
 from kvprobe.studies.leakage.config import Config
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")
 CHANCE = 0.1
-_CHUNK_BYTES = 30_000_000  # of Gram matrices at once: more would not stay in the processor's cache, and be half as fast
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,6 @@ class Collected:
         use = {name: joined(name).numpy() for name in ("logprob", "margin", "correct", "kl")}
         return cls(features, digits, np.repeat(np.arange(len(paths)), len(digits) // len(paths)), use)
 
-    def sites(self, arm: str, family: str) -> list[tuple[int, int]]:
-        """(layer, read-out) of every probe of this arm and family."""
-        _, layers, reads, _ = self.features[arm, family].shape
-        return [(layer, read) for layer in range(layers) for read in range(reads)]
-
-    def at(self, arm: str, family: str, sites: Sequence[tuple[int, int]]) -> Float[Tensor, "samples sites dim"]:
-        """What the probes at these sites read, for every sample."""
-        layers, reads = (torch.tensor(index) for index in zip(*sites, strict=True))
-        features = self.features[arm, family][:, layers, reads]
-        return features[torch.from_numpy(self.contexts)] if arm in PER_CONTEXT else features
-
 
 @dataclass(frozen=True)
 class Analysis:
@@ -101,25 +89,14 @@ def analyse(collected: Collected, config: Config) -> Analysis:
             for arm in ARMS:
                 candidates = []
                 for family in FAMILIES:
-                    result = _sweep(collected, arm, family, split, folds, labels)
-                    sites = collected.sites(arm, family)
-                    hits = result.predicted.eq(labels).double().mean(1).numpy()
-                    accuracy, low, high = cluster_bootstrap(hits, clusters, weights)
+                    features = collected.features[arm, family]
+                    rows = collected.contexts if arm in PER_CONTEXT else np.arange(len(collected.contexts))
+                    result = sweep(features, rows, labels, collected.contexts, split, folds, classes=10)
+                    places = sites(features)
                     tables.append(
-                        pd.DataFrame(
-                            {
-                                "arm": arm,
-                                "split": split,
-                                "family": family,
-                                "read": [READS[read] for _, read in sites],
-                                "layer": [layer for layer, _ in sites],
-                                "accuracy": accuracy,
-                                "low": low,
-                                "high": high,
-                            }
-                        )
+                        accuracy_table(result, places, labels, clusters, weights, arm=arm, split=split, family=family)
                     )
-                    candidates += [(family, site, result, index) for index, site in enumerate(sites)]
+                    candidates += [(family, site, result, index) for index, site in enumerate(places)]
                     bar.update()
                 predicted, picks = _best_by_inner_fold(candidates, folds)
                 chosen_hits[split, arm] = (predicted == collected.digits).astype(float)
@@ -142,33 +119,6 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     metrics["samples"], metrics["contexts"] = len(clusters), config.contexts
     samples = _sample_table(collected, {arm: chosen_hits[headline, arm] for arm in ARMS})
     return Analysis(pd.concat(tables, ignore_index=True), samples, metrics)
-
-
-def _sweep(
-    collected: Collected,
-    arm: str,
-    family: str,
-    split: Split,
-    folds: Int[np.ndarray, "samples"],
-    labels: Int[Tensor, "digits samples"],
-) -> RidgeResult:
-    """Probes of one arm and family at every layer and read-out, in the order of `Collected.sites`."""
-    sites = collected.sites(arm, family)
-    dim = collected.features[arm, family].shape[-1]
-    chunk = max(1, _CHUNK_BYTES // (4 * dim * dim * (int(folds.max()) + 1)))
-    results = []
-    for first in range(0, len(sites), chunk):
-        features = collected.at(arm, family, sites[first : first + chunk])
-        size = features.square().mean((0, 2)).sqrt()
-        if split == "paired":
-            features = centred_within(features, collected.contexts)
-        probes = features.transpose(0, 1).contiguous()
-        results.append(ridge_probes(probes, labels, torch.from_numpy(folds), classes=10, size=size))
-    return RidgeResult(
-        torch.cat([result.predicted for result in results]),
-        torch.cat([result.inner_accuracy for result in results]),
-        torch.cat([result.penalty for result in results]),
-    )
 
 
 def _best_by_inner_fold(

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kvprobe.capture import Captured
 from kvprobe.lens import Family
 from kvprobe.model import Model
-from kvprobe.probing.probe import read_outs
+from kvprobe.probing.sweep import read_outs
 from kvprobe.runs import Run
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, contexts, conversation, draw_codes
