@@ -1,18 +1,24 @@
 """The KV cache of a model as plain tensors with a ledger.
 
 Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation
-has to write. Keys are stored as attended: after q/k-norm and rotary embedding.
+has to write. Keys are stored as they were computed, after q/k-norm and rotary embedding; one that was given another
+position since (`reindex`) is turned to it when it is read.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.ledger import Ledger
+from kvprobe.suggest import unknown
+
+PositionLaw = Literal["gapped", "contiguous", "naive"]
+"""Where slots stand after others went: where they stood, closed up, or closed up in name only."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class KVCache:
     """Keys and values per layer, and the ledger of their slots.
 
     Attributes:
-        keys: one tensor per layer, after any norm and rotary embedding.
+        keys: one tensor per layer, after any norm and rotary embedding, rotated to `ledger.origins`.
         values: one tensor per layer.
         ledger: tokens, positions, segments, provenance and liveness of the slots.
     """
@@ -68,6 +74,19 @@ class KVCache:
         }
         return sum(storages.values())
 
+    @property
+    def footprint(self) -> int:
+        """Bytes that the live slots take where each head stores its own and each at its precision; see
+        `kvprobe.footprint`. For a cache that is uniform and not quantised, `nbytes`."""
+        from kvprobe.footprint import footprint
+
+        return footprint(self.ledger, self.shape, self.keys[0].element_size())
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, KV heads, and numbers in a key and in a value."""
+        return self.n_layers, self.n_kv_heads, self.keys[0].shape[3], self.values[0].shape[3]
+
     def mask(
         self,
         *segments: str,
@@ -103,6 +122,22 @@ class KVCache:
         """Keep only these slots; the opposite of `evict`."""
         return self._keep(self._chosen(segments, slots))
 
+    def reindex(self, law: PositionLaw = "contiguous") -> "KVCache":
+        """Give the slots that are live other positions, and what comes next the one after them.
+
+        `contiguous` counts them from 0 and turns each key, once, from where it was computed. `naive` counts them but
+        leaves the keys as they are, so that the model reads them at distances that they were never computed for: the
+        classic bug of home-made eviction (llama.cpp #3825). `gapped` changes nothing.
+
+        Values and deeper layers keep what they learnt of the old positions: that is provenance, not position.
+        """
+        if law not in get_args(PositionLaw):
+            raise ValueError(unknown("position law", law, get_args(PositionLaw)))
+        if law == "gapped":
+            return self
+        closed = self.ledger.closed()
+        return replace(self, ledger=closed if law == "contiguous" else replace(closed, origins=closed.positions))
+
     def fork(self, rows: int = 1) -> "KVCache":
         """A cache with `rows` copies of each row; a single row is shared by all its copies, not copied."""
         if rows < 1:
@@ -123,6 +158,25 @@ class KVCache:
             tuple(tensor[chosen] for tensor in self.keys),
             tuple(tensor[chosen] for tensor in self.values),
             self.ledger.rows(chosen),
+        )
+
+    @staticmethod
+    def join(caches: "Sequence[KVCache]") -> "KVCache":
+        """The rows of several caches of one model as one batch; shorter ones are padded with slots that are not live."""
+        if not caches:
+            raise ValueError("There are no caches to join; give at least one.")
+        slots = max(cache.slots for cache in caches)
+        ledgers = [cache.ledger.padded(slots) for cache in caches]
+        if any(cache.shape != caches[0].shape for cache in caches):
+            raise ValueError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
+
+        def joined(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.cat([torch.nn.functional.pad(each, (0, 0, 0, slots - each.shape[2])) for each in tensors])
+
+        return KVCache(
+            tuple(map(joined, zip(*(cache.keys for cache in caches), strict=True))),
+            tuple(map(joined, zip(*(cache.values for cache in caches), strict=True))),
+            Ledger.join(ledgers),
         )
 
     def to(self, device: torch.device | str) -> "KVCache":
@@ -164,21 +218,19 @@ class KVCache:
         return slots
 
     def _keep(self, keep: Bool[Tensor, "batch slots"]) -> "KVCache":
-        keep = keep & ~self.ledger.padding
-        lengths = keep.sum(1)
-        kept = int(lengths.max())
-        # A stable sort brings each row's kept slots to the front, in order.
-        slots = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :kept]
-        padding = torch.arange(kept, device=keep.device) >= lengths[:, None]
+        return self.take(*self.ledger.order(keep))
+
+    def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "KVCache":
+        """The cache of the slots at these indices, row by row and in this order; `padding` marks those that hold nothing."""
         same_in_all_rows = self.batch == 1 or bool((slots == slots[:1]).all())
 
-        def take(tensor: Tensor) -> Tensor:
+        def taken(tensor: Tensor) -> Tensor:
             if same_in_all_rows:
                 return tensor.index_select(2, slots[0])
             index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return tensor.gather(2, index)
 
-        return KVCache(tuple(map(take, self.keys)), tuple(map(take, self.values)), self.ledger.take(slots, padding))
+        return KVCache(tuple(map(taken, self.keys)), tuple(map(taken, self.values)), self.ledger.take(slots, padding))
 
 
 def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:

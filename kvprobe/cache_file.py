@@ -8,21 +8,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvprobe.cache import KVCache
-from kvprobe.ledger import PADDING, Ledger
+from kvprobe.ledger import COLUMNS, PADDING, Grain, Ledger
 
-FORMAT = "kvprobe-cache-1"
-_LEDGER_FIELDS = ("tokens", "positions", "segments", "recomputed", "live", "following")
+FORMAT = "kvprobe-cache-2"
+_LEDGER_FIELDS = (*COLUMNS, "live", "following")
 
 
 def save_cache(cache: KVCache, path: Path) -> None:
     """Write `cache` to `path`; a half-written file never takes the place of an older one."""
     tensors = {f"keys.{layer}": tensor.contiguous() for layer, tensor in enumerate(cache.keys)}
     tensors |= {f"values.{layer}": tensor.contiguous() for layer, tensor in enumerate(cache.values)}
-    tensors |= {name: getattr(cache.ledger, name).contiguous() for name in _LEDGER_FIELDS}
+    # Cloned, because columns may share storage, which safetensors refuses.
+    tensors |= {name: getattr(cache.ledger, name).clone().contiguous() for name in _LEDGER_FIELDS}
     metadata = {
         "format": FORMAT,
         "layers": str(cache.n_layers),
         "names": json.dumps(cache.ledger.names),
+        "grain": json.dumps(cache.ledger.grain and [cache.ledger.grain.bits, cache.ledger.grain.group]),
     }
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata=metadata)
@@ -47,7 +49,12 @@ def load_cache(path: Path) -> KVCache:
     try:
         layers = int(metadata["layers"])
         names = json.loads(metadata["names"])
-        ledger = Ledger(**{name: tensors.pop(name) for name in _LEDGER_FIELDS}, names=tuple(map(str, names)))
+        grain = json.loads(metadata["grain"])
+        ledger = Ledger(
+            **{name: tensors.pop(name) for name in _LEDGER_FIELDS},
+            names=tuple(map(str, names)),
+            grain=None if grain is None else Grain(*map(int, grain)),
+        )
         keys = tuple(tensors.pop(f"keys.{layer}") for layer in range(layers))
         values = tuple(tensors.pop(f"values.{layer}") for layer in range(layers))
     except (KeyError, ValueError, TypeError) as error:
@@ -68,13 +75,17 @@ def load_cache(path: Path) -> KVCache:
 
 def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) -> None:
     shape = tuple(ledger.tokens.shape)
-    whole = (ledger.tokens, ledger.positions, ledger.segments)
-    same = all(tuple(t.shape) == shape and t.dtype == torch.long for t in whole)
-    same = same and tuple(ledger.recomputed.shape) == shape and ledger.recomputed.dtype == torch.bool
+    flags = ("recomputed", "delimiters")
+    columns = {name: getattr(ledger, name) for name in COLUMNS}
+    same = all(
+        tuple(column.shape) == shape and column.dtype == (torch.bool if name in flags else torch.long)
+        for name, column in columns.items()
+    )
     same = same and tuple(ledger.following.shape) == shape[:1] and ledger.following.dtype == torch.long
     live = ledger.live
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
     live_fits = live_fits and live.shape[0] in (1, cache_layers) and live.shape[2] in (1, kv_heads)
     named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
-    if not (len(shape) == 2 and same and live_fits and bool(named.all())):
+    quantised = ledger.grain is not None or bool((ledger.quantised == -1).all())
+    if not (len(shape) == 2 and same and live_fits and bool(named.all()) and quantised):
         raise ValueError(f"The ledger in {path} does not fit its slots; the file was altered, save it again.")

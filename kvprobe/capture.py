@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache import KVCache
-from kvprobe.forward import TapLayer, at_slots, cache_of, one_row_each, read
+from kvprobe.forward import at_slots, cache_of, one_row_each, read, taps
 from kvprobe.lanes import Lane, Lanes
 from kvprobe.lens import PER_HEAD, Family
 from kvprobe.suggest import unknown
@@ -98,16 +98,14 @@ def capture(
     sites = _plain_sites(lanes, heard, layers) if heard else {}
     if lane == "auto":
         lane = "hooked" if None in sites.values() else "plain"
-    taps = [
-        TapLayer(past, layer, pick if stored and layer in layers else None, keep_cache) for layer in range(n_layers)
-    ]
+    tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
     listening = lanes.hooked.listening(heard, layers, hear) if lane == "hooked" else _listening(lanes, sites, hear)
     with listening:
-        ledger, scores = read(lanes, past, tokens, taps, lane, logits)
+        ledger, scores = read(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():
-        picked: dict[Family, Any] = {"k": taps[layer].picked_keys, "v": taps[layer].picked_values}
+        picked: dict[Family, Any] = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
         tensors |= {(family, layer): picked[family] for family in stored}
-    return Captured(tensors, present, scores, cache_of(taps, ledger) if keep_cache else None)
+    return Captured(tensors, present, scores, cache_of(tapped, ledger) if keep_cache else None)
 
 
 Site = tuple[str, Literal["input", "output"]]

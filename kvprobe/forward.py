@@ -1,6 +1,7 @@
 """Reading tokens into a cache: the one place where a forward pass meets a ledger."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from kvprobe.cache import KVCache
 from kvprobe.lanes import Lane, Lanes, past_key_values
 from kvprobe.ledger import PADDING, Ledger
+from kvprobe.rotary import Turn
 from kvprobe.transcript import Tokens
 
 
@@ -27,7 +29,7 @@ def extend(
     by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
     """
     past = one_row_each(lanes, past, len(tokens))
-    layers = [TapLayer(past, layer) for layer in range(lanes.geometry.n_layers)]
+    layers = taps(lanes, past)
     ledger, scores = read(lanes, past, tokens, layers, lane, logits)
     return cache_of(layers, ledger), scores
 
@@ -43,12 +45,13 @@ class TapLayer(DynamicLayer):
     Attributes:
         pick: which of the new slots to remember in `picked_keys` and `picked_values`.
         store: whether to keep the grown keys and values; without it only what was picked stays in memory.
+        stored_keys: the grown keys as they were computed; `keys` are those that queries see, turned to their positions.
     """
 
     def __init__(
         self,
-        past: KVCache | None,
-        layer: int,
+        past: tuple[Tensor, Tensor] | None = None,
+        turn: Turn | None = None,
         pick: Int[Tensor, "batch picked"] | None = None,
         store: bool = True,
     ) -> None:
@@ -56,9 +59,14 @@ class TapLayer(DynamicLayer):
         self.pick, self.store = pick, store
         self.picked_keys: Tensor | None = None
         self.picked_values: Tensor | None = None
+        self.stored_keys: Tensor | None = None
+        self._unturned: Tensor | None = None
         if past is not None:
-            self.lazy_initialization(past.keys[layer], past.values[layer])
-            self.keys, self.values = past.keys[layer], past.values[layer]
+            keys, values = past
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
+            if turn is not None:
+                self.keys, self._unturned = turn.of(keys), keys
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.pick is not None:
@@ -68,12 +76,48 @@ class TapLayer(DynamicLayer):
         grown = super().update(key_states, value_states)
         if not self.store:
             self.keys, self.values, self.is_initialized = before
+        else:
+            turned = self._unturned is not None
+            self.stored_keys = torch.cat([self._unturned, key_states], 2) if turned else self.keys
         return grown
+
+
+def taps(
+    lanes: Lanes,
+    past: KVCache | None,
+    pick: Mapping[int, Int[Tensor, "batch picked"]] | None = None,
+    store: bool = True,
+) -> list[TapLayer]:
+    """One layer of cache for each of the model's, starting from `past` as its ledger says it is seen.
+
+    Args:
+        pick: for some layers, which of the new slots to remember.
+    """
+    pick = pick or {}
+    if past is None:
+        return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
+    turns = _turns(lanes, past) if past.ledger.turned else [None] * past.n_layers
+    pairs = zip(past.keys, past.values, turns, strict=True)
+    return [
+        TapLayer((keys, values), turn, pick.get(layer), store) for layer, (keys, values, turn) in enumerate(pairs)
+    ]
+
+
+def _turns(lanes: Lanes, past: KVCache) -> list[Turn | None]:
+    """The turn of each layer's keys to their positions, shared between layers of the same frequencies."""
+    made: dict[int, Turn] = {}
+    turns: list[Turn | None] = []
+    for rotary in lanes.rotaries:
+        if rotary is not None and id(rotary) not in made:
+            made[id(rotary)] = Turn.between(rotary, past.ledger.origins, past.ledger.positions)
+        turns.append(None if rotary is None else made[id(rotary)])
+    return turns
 
 
 def cache_of(layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
     """The kvprobe cache that these layers have grown into."""
-    grown = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+    pairs = [(layer.stored_keys, layer.values) for layer in layers]
+    grown = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
     return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger)
 
 
@@ -95,6 +139,7 @@ def read(
     """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
     of each row."""
     new = new_slots(tokens, lanes.device)
+    _warn_of_taken_positions(past, new)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
     if not 1 <= logits <= shortest:
@@ -123,11 +168,15 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
 
     segments = column([[number[name] for name in row.segments] for row in tokens], PADDING, torch.long)
     live: Bool[Tensor, "batch slots"] = segments != PADDING
+    positions = column([list(row.positions) for row in tokens], 0, torch.long)
     return Ledger(
         tokens=column([list(row.ids) for row in tokens], 0, torch.long),
-        positions=column([list(row.positions) for row in tokens], 0, torch.long),
+        positions=positions,
+        origins=positions,
         segments=segments,
         recomputed=column([list(row.recomputed) for row in tokens], False, torch.bool),
+        delimiters=column([list(row.delimiters) for row in tokens], False, torch.bool),
+        quantised=torch.full_like(positions, -1),
         live=live[None, :, None, :],
         following=torch.tensor([row.following for row in tokens], device=device),
         names=names,
@@ -144,6 +193,22 @@ def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | Non
     if past.batch == 1:
         return past.fork(rows)
     raise ValueError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")
+
+
+def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
+    """Positions counted from a cache's length after an eviction collide with those of slots that are still there."""
+    if past is None or not past.slots:
+        return
+    last = past.ledger.positions.masked_fill(~past.ledger.kept, -1).amax(1)
+    taken = new.positions[:, 0] <= last
+    if bool(taken.any()):
+        row = int(taken.int().argmax())
+        warnings.warn(
+            f"The new tokens start at position {int(new.positions[row, 0])}, but the cache holds live slots up to "
+            f"{int(last[row])}: the naive position law. Start them at `ledger.following`; or ask for it by name, with "
+            f"KVCache.reindex('naive').",
+            stacklevel=4,
+        )
 
 
 def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:

@@ -21,8 +21,11 @@ from transformers.cache_utils import DynamicLayer
 from kvprobe.ledger import Ledger
 from kvprobe.lens import Hooked
 from kvprobe.positions import additive, visible
+from kvprobe.rotary import Layout, Rotary, Turn
 
 Lane = Literal["plain", "hooked"]
+
+_PROBED_POSITION = 37
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,61 @@ class Lanes:
             return self.plain(input_ids=ids, **arguments).logits
 
     @cached_property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """How each layer's keys turn with position; None where they do not (layers without position encoding).
+
+        Found among the model's own frequencies and proved on the model: a single token attends only to itself, so
+        its keys at two positions differ by that rotation and nothing else, at every layer.
+
+        Raises:
+            ValueError: keys do not turn, because positions are learned, or frequencies change with the length.
+        """
+        at = torch.tensor([[0], [_PROBED_POSITION]], device=self.device)
+        if self.geometry.max_position is not None:
+            raise ValueError(
+                f"{type(self.plain).__name__} has learned positions, which sit in K and V of every layer and cannot be "
+                f"re-indexed; use law='gapped', or recompute the slots."
+            )
+        past = past_key_values([DynamicLayer() for _ in range(self.geometry.n_layers)])
+        with torch.no_grad():
+            self.plain(input_ids=torch.zeros_like(at), position_ids=at, past_key_values=past, use_cache=True)
+        candidates = self._rotary_candidates()
+        found = []
+        for layer, stored in enumerate(past.layers):
+            assert stored.keys is not None
+            start, moved = stored.keys[:1], stored.keys[1:]
+            errors = {None: _relative(start, moved)} | {
+                number: _relative(Turn.between(rotary, at[:1], at[1:]).of(start), moved)
+                for number, rotary in enumerate(candidates)
+            }
+            best = min(errors, key=errors.__getitem__)
+            if errors[best] > max(1e-4, 8 * torch.finfo(self.dtype).eps):
+                raise ValueError(
+                    f"The keys of layer {layer} of {type(self.plain).__name__} do not turn with position by any of the "
+                    f"model's frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
+                    f"use law='gapped', or recompute the slots."
+                )
+            found.append(None if best is None else candidates[best])
+        return tuple(found)
+
+    def _rotary_candidates(self) -> list[Rotary]:
+        found = []
+        for module in self.plain.modules():
+            kinds = getattr(module, "rope_type", None)
+            if kinds is None:
+                continue
+            if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+                raise ValueError(
+                    f"{type(self.plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
+                    f"cannot be turned to another position; use law='gapped', or recompute the slots."
+                )
+            layouts: tuple[Layout, ...] = ("half", "interleaved")
+            for name, frequencies in module.named_buffers(recurse=False):
+                if name.endswith("inv_freq") and "original" not in name:
+                    found += [Rotary(frequencies.float(), layout) for layout in layouts]
+        return found
+
+    @cached_property
     def _attention_modules(self) -> list[nn.Module]:
         found = {
             module.layer_idx: module
@@ -203,6 +261,10 @@ def past_key_values(layers: Sequence[DynamicLayer]) -> DynamicCache:
     past = DynamicCache()
     past.layers = list(layers)  # pyright: ignore[reportAttributeAccessIssue] - it is a plain list
     return past
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).float().abs().max() / expected.float().abs().max())
 
 
 @contextmanager

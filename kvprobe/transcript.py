@@ -78,6 +78,7 @@ class Tokens:
         segments: segment name of each token.
         parts: name of the message part that the token belongs to, or None.
         recomputed: true from the first token that stands after text that was left out.
+        delimiters: true for tokens of the chat template that are not a message's text.
         end: the position of what comes next, where hidden text at the end keeps its place; None for right after.
     """
 
@@ -86,6 +87,7 @@ class Tokens:
     segments: tuple[str, ...]
     parts: tuple[str | None, ...] = field(repr=False)
     recomputed: tuple[bool, ...] = field(repr=False)
+    delimiters: tuple[bool, ...] = field(repr=False)
     end: int | None = None
 
     @classmethod
@@ -97,6 +99,7 @@ class Tokens:
             tuple(range(start, start + count)),
             (segment,) * count,
             (None,) * count,
+            (False,) * count,
             (False,) * count,
         )
 
@@ -110,6 +113,7 @@ class Tokens:
             self.segments[where],
             self.parts[where],
             self.recomputed[where],
+            self.delimiters[where],
             self.end if where.indices(len(self))[1] == len(self) else None,
         )
 
@@ -120,6 +124,7 @@ class Tokens:
             self.segments + other.segments,
             self.parts + other.parts,
             self.recomputed + other.recomputed,
+            self.delimiters + other.delimiters,
             other.end,
         )
 
@@ -226,7 +231,7 @@ class Transcript:
         text, pieces = self._layout(tokenizer, generation_prompt)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        segments, parts = [], []
+        segments, parts, delimiters = [], [], []
         piece = 0
         for _, end in offsets:
             # A token belongs to the piece that holds its last character: " 4" at a border is part of "4".
@@ -234,7 +239,11 @@ class Transcript:
                 piece += 1
             segments.append(pieces[piece].segment)
             parts.append(pieces[piece].part)
-        every = Tokens(tuple(ids), tuple(range(len(ids))), tuple(segments), tuple(parts), (False,) * len(ids))
+            delimiters.append(pieces[piece].delimiter)
+        count = len(ids)
+        every = Tokens(
+            tuple(ids), tuple(range(count)), tuple(segments), tuple(parts), (False,) * count, tuple(delimiters)
+        )
         return self._drop_hidden(every)
 
     def _drop_hidden(self, every: Tokens) -> Tokens:
@@ -248,6 +257,7 @@ class Transcript:
             segments=tuple(every.segments[index] for index in kept),
             parts=tuple(every.parts[index] for index in kept),
             recomputed=tuple(index > first_hidden for index in kept),
+            delimiters=tuple(every.delimiters[index] for index in kept),
             end=len(every) if self.law == "gapped" else None,
         )
 
@@ -293,7 +303,7 @@ class Transcript:
             last = index + 1 == len(self.messages)
             trailer = between if last else _trailer(render, skeleton[: index + 1], between)
             pieces.append(_Piece(header, message.segment, None))
-            pieces += [_Piece(part.text, message.segment, part.name) for part in message.parts]
+            pieces += [_Piece(part.text, message.segment, part.name, delimiter=False) for part in message.parts]
             pieces.append(_Piece(trailer, message.segment, None))
             header = between[len(trailer) :]
         pieces.append(_Piece(with_header[-1][len(literals[-1]) :], "generation", None))
@@ -333,6 +343,7 @@ class _Piece:
     segment: str
     part: str | None
     end: int = 0
+    delimiter: bool = True
 
 
 def _split_at_placeholders(rendered: str, count: int) -> list[str]:

@@ -1,12 +1,13 @@
 """Ledgers, caches and tokens of random numbers, for tests that need no model."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from kvprobe.cache import KVCache
-from kvprobe.ledger import PADDING, Ledger
+from kvprobe.ledger import COLUMNS, PADDING, Ledger
 from kvprobe.transcript import Tokens
 
 NAMES = ("system", "T1", "summary", "T2")
@@ -37,8 +38,11 @@ def random_ledger(
     return Ledger(
         tokens=torch.randint(0, 64, (batch, slots), generator=rng),
         positions=positions,
+        origins=positions,
         segments=segments,
         recomputed=torch.rand(batch, slots, generator=rng) < 0.5,
+        delimiters=torch.rand(batch, slots, generator=rng) < 0.3,
+        quantised=torch.full_like(positions, -1),
         live=live & (segments != PADDING)[None, :, None, :],
         following=positions.masked_fill(segments == PADDING, -1).amax(1) + 1,
         names=NAMES,
@@ -85,22 +89,15 @@ def ledgers(draw: st.DrawFn, min_slots: int = 1) -> Ledger:
 
 def copy_of(cache: KVCache) -> KVCache:
     """The same cache in storage of its own."""
-    ledger = Ledger(
-        cache.ledger.tokens.clone(),
-        cache.ledger.positions.clone(),
-        cache.ledger.segments.clone(),
-        cache.ledger.recomputed.clone(),
-        cache.ledger.live.clone(),
-        cache.ledger.following.clone(),
-        cache.ledger.names,
-    )
+    columns = (*COLUMNS, "live", "following")
+    ledger = replace(cache.ledger, **{name: getattr(cache.ledger, name).clone() for name in columns})
     return KVCache(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
 
 
 def assert_same_ledger(found: Ledger, expected: Ledger) -> None:
-    for name in ("tokens", "positions", "segments", "recomputed", "live", "following"):
+    for name in (*COLUMNS, "live", "following"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert found.names == expected.names
+    assert (found.names, found.grain) == (expected.names, expected.grain)
 
 
 def assert_bit_identical(found: KVCache, expected: KVCache) -> None:

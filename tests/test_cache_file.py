@@ -125,7 +125,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path):
 
 def test_a_cache_of_an_unknown_format_version_is_refused(saved: Path):
     rewrite(saved, format="kvprobe-cache-0")
-    with pytest.raises(ValueError, match="'kvprobe-cache-0', expected 'kvprobe-cache-1'"):
+    with pytest.raises(ValueError, match="'kvprobe-cache-0', expected 'kvprobe-cache-2'"):
         KVCache.load(saved)
 
 

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "stats", "runs", "tasks", "narrative",
-        "studyconfig", "presets",
+        "studyconfig", "presets", "rotary", "footprint", "policies",
     },
     {"catalog", "loading", "lens", "lanes"},
     {"forward", "capture", "generate", "model"},

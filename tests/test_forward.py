@@ -341,7 +341,7 @@ def test_a_cache_of_another_number_of_rows_is_refused(tiny_llama: Model):
 
 
 def test_the_ledger_of_new_slots_is_that_of_the_tokens():
-    tokens = Tokens((5, 6, 7), (3, 9, 10), ("a", "a", "b"), (None, "code", None), (False, True, True))
+    tokens = Tokens((5, 6, 7), (3, 9, 10), ("a", "a", "b"), (None, "code", None), (False, True, True), (False,) * 3)
     ledger = new_slots([tokens, Tokens.of([8], "b", start=4)], torch.device("cpu"))
     assert ledger.names == ("a", "b")
     assert ledger.tokens[0].tolist() == [5, 6, 7]
@@ -354,7 +354,7 @@ def test_the_ledger_of_new_slots_is_that_of_the_tokens():
 def test_provenance_is_kept_through_reading(tiny_llama: Model):
     kept = random_tokens(0, {"system": 3})
     again = Tokens(*(getattr(random_tokens(1, {"T2": 2}, start=7), name) for name in ("ids", "positions")),
-                   ("T2", "T2"), (None, None), (True, True))  # fmt: skip
+                   ("T2", "T2"), (None, None), (True, True), (False, False))  # fmt: skip
     cache, _ = extend(tiny_llama.lanes, prefill(tiny_llama.lanes, [kept]), [again])
     assert cache.ledger.recomputed[0].tolist() == [False, False, False, True, True]
     assert cache.ledger.positions[0].tolist() == [0, 1, 2, 7, 8]

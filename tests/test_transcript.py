@@ -311,7 +311,7 @@ def test_a_slow_tokenizer_is_refused(chat: Transcript):
 
 
 def test_tokens_slices_and_sums_keep_every_column():
-    tokens = Tokens((5, 6, 7), (3, 9, 10), ("a", "a", "b"), (None, "code", None), (False, True, True))
+    tokens = Tokens((5, 6, 7), (3, 9, 10), ("a", "a", "b"), (None, "code", None), (False, True, True), (False,) * 3)
     assert tokens[:1] + tokens[1:] == tokens
     assert len(tokens[1:]) == 2
     assert tokens.names == ("a", "b")
@@ -320,7 +320,7 @@ def test_tokens_slices_and_sums_keep_every_column():
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True).map(sorted), st.integers(0, 99))
 def test_shifting_moves_the_first_token_and_keeps_the_gaps(positions: list[int], start: int):
     tokens = Tokens.of(range(len(positions)))
-    gapped = Tokens(tokens.ids, tuple(positions), tokens.segments, tokens.parts, tokens.recomputed)
+    gapped = Tokens(tokens.ids, tuple(positions), tokens.segments, tokens.parts, tokens.recomputed, tokens.delimiters)
     shifted = gapped.shifted(start)
     assert shifted.positions[0] == start
     assert [b - a for a, b in pairwise(shifted.positions)] == [b - a for a, b in pairwise(positions)]

@@ -1,0 +1,61 @@
+"""What a ledger costs: the bytes that its live slots take, each head storing its own, each slot at its precision.
+
+kvprobe itself holds every number in the model's dtype, in tensors of one length for all layers and heads, so that it
+can be captured and patched. An engine that stores less is priced here from the ledger; `kvprobe.policies.quantise.pack`
+makes the bytes of a quantised cache, and a test holds the price equal to them.
+"""
+
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvprobe.ledger import Grain, Ledger
+
+SCALE_BYTES = 4
+"""Of a quantisation group: a scale and a minimum in float16."""
+
+
+def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: int) -> int:
+    """Bytes of K and V of all live slots.
+
+    Args:
+        shape: layers, KV heads, and numbers in a key and in a value.
+        number_bytes: of a number at full precision.
+    """
+    layers, kv_heads, d_key, d_value = shape
+    live = ledger.live.expand(layers, -1, kv_heads, -1)
+    coarse = ledger.quantised >= 0
+    fine_slots = int((live & ~coarse[None, :, None, :]).sum())
+    total = fine_slots * (d_key + d_value) * number_bytes
+    if ledger.grain is not None:
+        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.grain, d_key, d_value)
+    return total
+
+
+def _quantised(
+    live: Bool[Tensor, "layers batch kv_heads slots"],
+    groups: Int[Tensor, "batch slots"],
+    grain: Grain,
+    d_key: int,
+    d_value: int,
+) -> int:
+    slot = code_bytes(d_key, grain.bits) + code_bytes(d_value, grain.bits) + -(-d_value // grain.group) * SCALE_BYTES
+    return int(live.sum()) * slot + _groups_held(live, groups) * d_key * SCALE_BYTES
+
+
+def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[Tensor, "batch slots"]) -> int:
+    """Groups of key slots that have a live slot left, over layers, rows and heads."""
+    layers, batch, kv_heads, _ = live.shape
+    if not bool(live.any()):
+        return 0
+    held = torch.zeros(layers, batch, kv_heads, int(groups.max()) + 1, dtype=torch.long, device=live.device)
+    index = groups.clamp(min=0)[None, :, None, :].expand_as(live)
+    held.scatter_add_(3, index, live.long())
+    return int(cast(Tensor, held > 0).sum())
+
+
+def code_bytes(numbers: int, bits: int) -> int:
+    """Whole bytes that the codes of these numbers take."""
+    return -(-numbers * bits // 8)
