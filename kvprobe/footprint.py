@@ -1,8 +1,8 @@
 """What a ledger costs: the bytes that its live slots take, each head storing its own, each slot at its precision.
 
 kvprobe itself holds every number in the model's dtype, in tensors of one length for all layers and heads, so that it
-can be captured and patched. An engine that stores less is priced here from the ledger; `kvprobe.policies.quantise.pack`
-makes the bytes of a quantised cache, and a test holds the price equal to them.
+can be captured and patched. An engine that stores less is priced here from the ledger; `Codes.pack` of
+`kvprobe.policies.quantise` makes the bytes of quantised slots, and a test holds the price equal to them.
 """
 
 from typing import cast
@@ -41,7 +41,11 @@ def _quantised(
     d_key: int,
     d_value: int,
 ) -> int:
-    slot = code_bytes(d_key, grain.bits) + code_bytes(d_value, grain.bits) + -(-d_value // grain.group) * SCALE_BYTES
+    slot = (
+        code_bytes(d_key, grain.bits)
+        + code_bytes(d_value, grain.bits)
+        + d_value // min(grain.group, d_value) * SCALE_BYTES
+    )
     return int(live.sum()) * slot + _groups_held(live, groups) * d_key * SCALE_BYTES
 
 

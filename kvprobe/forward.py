@@ -77,8 +77,8 @@ class TapLayer(DynamicLayer):
         if not self.store:
             self.keys, self.values, self.is_initialized = before
         else:
-            turned = self._unturned is not None
-            self.stored_keys = torch.cat([self._unturned, key_states], 2) if turned else self.keys
+            before_turn = self._unturned
+            self.stored_keys = self.keys if before_turn is None else torch.cat([before_turn, key_states], 2)
         return grown
 
 
@@ -98,9 +98,7 @@ def taps(
         return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
     turns = _turns(lanes, past) if past.ledger.turned else [None] * past.n_layers
     pairs = zip(past.keys, past.values, turns, strict=True)
-    return [
-        TapLayer((keys, values), turn, pick.get(layer), store) for layer, (keys, values, turn) in enumerate(pairs)
-    ]
+    return [TapLayer((keys, values), turn, pick.get(layer), store) for layer, (keys, values, turn) in enumerate(pairs)]
 
 
 def _turns(lanes: Lanes, past: KVCache) -> list[Turn | None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -10,9 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache import KVCache
-from kvprobe.forward import extend
 from kvprobe.lanes import Lane, Lanes
 from kvprobe.ledger import PADDING
+from kvprobe.live import Kept, apply, read
+from kvprobe.policies.policy import Policy, Scene
 from kvprobe.transcript import Tokens
 
 OnStep = Callable[[int, KVCache], KVCache | None]
@@ -27,7 +28,8 @@ class Generation:
         logprobs: log-probability of each generated token under the model (before temperature and top-p).
         stopped: whether a stop token ended the row (else it reached `max_new_tokens`).
         texts: decoded text without control tokens; empty without a tokenizer.
-        cache: every slot that was read; the last generated token of a row is not among them.
+        cache: every slot that was read and kept; the last generated token of a row is not among them.
+        trace: what was kept after each act of the policy; empty without one.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -35,6 +37,7 @@ class Generation:
     stopped: tuple[bool, ...]
     texts: tuple[str, ...]
     cache: KVCache
+    trace: tuple[Kept, ...] = ()
 
     @property
     def text(self) -> str:
@@ -58,8 +61,10 @@ def generate(
     top_p: float = 1.0,
     stop: Sequence[int] | None = None,
     generators: Sequence[torch.Generator] | None = None,
+    policy: Policy | None = None,
+    samples: Sequence[int] | None = None,
     on_step: OnStep | None = None,
-    lane: Lane = "plain",
+    lane: Lane | Literal["auto"] = "auto",
 ) -> Generation:
     """Read one prompt per row after `past` and continue each, until a stop token or `max_new_tokens`.
 
@@ -68,8 +73,11 @@ def generate(
         top_p: sample only from the most probable tokens that together reach this probability.
         stop: ids that end a row; the model's own end tokens by default.
         generators: for sampling, one per row, so that a row does not depend on the rows beside it.
+        policy: acts on the cache after the prompt, then after every so many tokens as it says.
+        samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
         on_step: called after each pass with the number of tokens generated so far and the cache; may return
             an edited cache to go on with.
+        lane: `auto` is plain, unless the policy needs attention scores.
 
     Raises:
         ValueError: a setting out of range, or sampling without one generator per row.
@@ -80,10 +88,16 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
 
-    cache, logits = extend(lanes, past, prompts, lane)
+    start = None if past is None else Scene(past, samples=None if samples is None else tuple(samples))
+    scene, logits = read(lanes, start, prompts, policy, lane)
+    scene = replace(scene, samples=None if samples is None else tuple(samples))
+    trace: list[Kept] = []
     for step in range(max_new_tokens):
-        if on_step is not None:
-            cache = on_step(step, cache) or cache
+        if policy is not None:
+            scene = apply(lanes, policy, scene, step, lane)
+            trace.append(Kept.of(step, scene.cache))
+        if on_step is not None and (edited := on_step(step, scene.cache)) is not None:
+            scene = scene.with_cache(edited)
         chosen = _choose(logits[:, -1], temperature, top_p, generators)
         scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for row, (token, score) in enumerate(zip(chosen.tolist(), scores.tolist(), strict=True)):
@@ -93,17 +107,19 @@ def generate(
                 stopped[row] = token in ends
         if all(stopped) or step + 1 == max_new_tokens:
             break
-        positions = cache.ledger.following.tolist()
+        positions = scene.cache.ledger.following.tolist()
         following = [
             Tokens.of([token], "generated", position)
             for token, position in zip(chosen.tolist(), positions, strict=True)
         ]
-        cache, logits = extend(lanes, cache, following, lane)
+        scene, logits = read(lanes, scene, following, policy, lane)
         if any(stopped):
-            cache = _blank_last_slot(cache, stopped)
+            scene = scene.with_cache(_blank_last_slot(scene.cache, stopped))
 
     texts = tuple(_decode(lanes.tokenizer, row, ends) for row in tokens)
-    return Generation(tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(stopped), texts, cache)
+    return Generation(
+        tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(stopped), texts, scene.cache, tuple(trace)
+    )
 
 
 def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> list[torch.Generator]:

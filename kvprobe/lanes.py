@@ -180,12 +180,13 @@ class Lanes:
                 f"{type(self.plain).__name__} has learned positions, which sit in K and V of every layer and cannot be "
                 f"re-indexed; use law='gapped', or recompute the slots."
             )
-        past = past_key_values([DynamicLayer() for _ in range(self.geometry.n_layers)])
+        layers = [DynamicLayer() for _ in range(self.geometry.n_layers)]
+        past = past_key_values(layers)
         with torch.no_grad():
             self.plain(input_ids=torch.zeros_like(at), position_ids=at, past_key_values=past, use_cache=True)
         candidates = self._rotary_candidates()
         found = []
-        for layer, stored in enumerate(past.layers):
+        for layer, stored in enumerate(layers):
             assert stored.keys is not None
             start, moved = stored.keys[:1], stored.keys[1:]
             errors = {None: _relative(start, moved)} | {

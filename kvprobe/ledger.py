@@ -107,9 +107,7 @@ class Ledger:
             found |= self.segments == self.names.index(name)
         return found
 
-    def order(
-        self, keep: Bool[Tensor, "batch slots"]
-    ) -> tuple[Int[Tensor, "batch kept"], Bool[Tensor, "batch kept"]]:
+    def order(self, keep: Bool[Tensor, "batch slots"]) -> tuple[Int[Tensor, "batch kept"], Bool[Tensor, "batch kept"]]:
         """Indices of the slots to keep, in order, and which of them are padding: rows may keep different numbers."""
         keep = keep & ~self.padding
         lengths = keep.sum(1)

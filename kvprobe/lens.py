@@ -5,7 +5,7 @@ tree whose parameters are the very tensors of the plain model, so that the two l
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -102,33 +102,57 @@ class Hooked:
         Raises:
             RuntimeError: a hook does not exist, or did not fire.
         """
-        expected: set[tuple[Family, int]] = {(family, layer) for family in families for layer in layers}
-        heard: set[tuple[Family, int]] = set()
 
-        def listener(family: Family, layer: int) -> Callable[..., None]:
+        def listener(family: Family, layer: int) -> Callable[[Tensor], None]:
+            return lambda tensor: hear(family, layer, tensor)
+
+        with self._hooked(
+            {f"blocks.{layer}.{HOOKS[family]}": listener(family, layer) for family in families for layer in layers}
+        ):
+            yield
+
+    @contextmanager
+    def attending(self, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Call `hear(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
+
+        Raises:
+            RuntimeError: a hook does not exist, or did not fire.
+        """
+
+        def listener(layer: int) -> Callable[[Tensor], None]:
+            return lambda pattern: hear(layer, pattern)
+
+        layers = range(len(self.bridge.blocks))
+        with self._hooked({f"blocks.{layer}.attn.hook_pattern": listener(layer) for layer in layers}):
+            yield
+
+    @contextmanager
+    def _hooked(self, listeners: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+        """While this lasts, these hook points tell their listeners; one that does not exist or stays silent is an error."""
+        heard: set[str] = set()
+
+        def listening(name: str) -> Callable[..., None]:
             def listen(tensor: Tensor, hook: Any) -> None:
-                heard.add((family, layer))
-                hear(family, layer, tensor)
+                heard.add(name)
+                listeners[name](tensor)
 
             return listen
 
         points = []
         try:
-            for family, layer in expected:
-                name = f"blocks.{layer}.{HOOKS[family]}"
+            for name in listeners:
                 if name not in self.bridge.hook_dict:
                     raise RuntimeError(f"TransformerLens has no hook {name} for this model.")
                 point = self.bridge.hook_dict[name]
                 # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
-                point.add_hook(listener(family, layer))
+                point.add_hook(listening(name))
                 points.append(point)
             yield
         finally:
             for point in points:
                 point.remove_hooks()
-        if silent := expected - heard:
-            names = ", ".join(sorted(f"blocks.{layer}.{HOOKS[family]}" for family, layer in silent))
-            raise RuntimeError(f"Hooks that never fired in TransformerLens: {names}.")
+        if silent := set(listeners) - heard:
+            raise RuntimeError(f"Hooks that never fired in TransformerLens: {', '.join(sorted(silent))}.")
 
 
 def _rotates(attention: Any) -> bool:

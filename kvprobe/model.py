@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,7 +17,9 @@ from kvprobe.generate import Generation, generate
 from kvprobe.lanes import Geometry, Lane, Lanes
 from kvprobe.ledger import PADDING
 from kvprobe.lens import Family
+from kvprobe.live import apply, read, read_in_chunks, watch
 from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
+from kvprobe.policies.policy import Policy, Scene
 from kvprobe.transcript import Tokens, Transcript
 
 Readable = str | Transcript | Tokens | Sequence[Transcript | Tokens]
@@ -88,9 +90,48 @@ class Model:
             return [text.tokens(self._tokenizer())]
         return [row for piece in text for row in self.tokens(piece)]
 
-    def prefill(self, text: Readable, *, lane: Lane = "plain") -> KVCache:
-        """The cache of a conversation, text or batch."""
-        return extend(self.lanes, None, self.tokens(text), lane)[0]
+    def prefill(
+        self,
+        text: Readable,
+        *,
+        policy: Policy | None = None,
+        chunk: int | None = None,
+        samples: Sequence[int] | None = None,
+        lane: Lane | Literal["auto"] = "auto",
+    ) -> KVCache:
+        """The cache of a conversation, text or batch.
+
+        Args:
+            policy: acts once everything was read, or after every `chunk` tokens.
+            samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
+            lane: `auto` is plain, unless the policy needs attention scores.
+        """
+        tokens = self.tokens(text)
+        if policy is None:
+            if chunk is not None:
+                raise ValueError("`chunk` says how often a policy acts; give a policy, or leave it out.")
+            return read(self.lanes, None, tokens, None, lane)[0].cache
+        numbers = None if samples is None else tuple(samples)
+        if chunk is not None:
+            return read_in_chunks(self.lanes, tokens, policy, chunk, lane, numbers)[0].cache
+        scene, _ = read(self.lanes, None, tokens, policy, lane)
+        return apply(self.lanes, policy, replace(scene, samples=numbers), lane=lane).cache
+
+    def watch(self, text: Readable, past: Scene | None = None, *, queries: int = 32) -> Scene:
+        """Read on the hooked lane and record what attention each slot draws, for policies that decide by it.
+
+        Args:
+            queries: how many of the last queries to remember one by one (SnapKV needs its window, TOVA one).
+        """
+        return watch(self.lanes, past, self._after(past and past.cache, text), queries)[0]
+
+    def apply(self, policy: Policy, start: KVCache | Scene) -> KVCache:
+        """The cache after a policy acted at a cut, here and now.
+
+        Args:
+            start: a cache, or what `watch` gave for policies that need attention scores.
+        """
+        return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
 
     def extend(
         self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1

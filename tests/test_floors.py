@@ -12,7 +12,7 @@ FLOORS = [
         "studyconfig", "presets", "rotary", "footprint", "policies",
     },
     {"catalog", "loading", "lens", "lanes"},
-    {"forward", "capture", "generate", "model"},
+    {"forward", "capture", "live", "generate", "model"},
     {"probing", "doctor", "plots"},
     {"studies"},
     {"cli", "report", "__init__"},

@@ -1,0 +1,92 @@
+"""Unequal budgets: more slots for some layers (PyramidKV), or for some heads (Ada-KV), at the same total."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.policies.policy import Live, Scene, Scored, highest
+
+
+@dataclass(frozen=True)
+class LayerBudgets(Scored):
+    """Another policy's scores, with budgets that fall linearly from the first layer to the last.
+
+    Cai et al. 2024, "PyramidKV" (arXiv 2406.02069). Layer 0 keeps 1 + `slope` times the policy's budget, the last layer
+    1 − `slope` times; the mean over layers is the policy's own. `LayerBudgets(SnapKV(64))` is PyramidKV.
+    """
+
+    policy: Scored
+    slope: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.slope < 1:
+            raise ValueError(f"LayerBudgets has slope={self.slope}; it must be at least 0 and below 1.")
+
+    @property
+    def observes(self) -> int | None:
+        return self.policy.observes
+
+    @property
+    def slots(self) -> int:
+        return self.policy.slots
+
+    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
+        return self.policy.scores(scene)
+
+    def keep(self, scene: Scene) -> Live:
+        counts = self.counts(scene.cache.n_layers).to(scene.live.device)
+        return highest(self.scores(scene), scene.live, counts[:, None, None].expand(scene.live.shape[:3]))
+
+    def counts(self, layers: int) -> Int[Tensor, "layers"]:
+        """Slots per layer; they add up to `layers` times the budget."""
+        shares = torch.linspace(1 + self.slope, 1 - self.slope, layers) if layers > 1 else torch.ones(1)
+        ends = (shares.double().cumsum(0) * self.slots).round().long()
+        counts = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+        if int(counts.min()) < 1:
+            raise ValueError(
+                f"{self} would leave layer {int(counts.argmin())} without a single slot; raise its budget or lower its slope."
+            )
+        return counts
+
+
+@dataclass(frozen=True)
+class HeadBudgets(Scored):
+    """Another policy's scores, with each layer's budget shared out between its heads by score.
+
+    Feng et al. 2024, "Ada-KV" (arXiv 2407.11550). Every head keeps its best `floor` of the policy's budget (at least one
+    slot); the rest of the layer's budget goes to the best slots of all its heads together.
+    """
+
+    policy: Scored
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"HeadBudgets has floor={self.floor}; it must be 0 to 1.")
+
+    @property
+    def observes(self) -> int | None:
+        return self.policy.observes
+
+    @property
+    def slots(self) -> int:
+        return self.policy.slots
+
+    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
+        return self.policy.scores(scene)
+
+    def keep(self, scene: Scene) -> Live:
+        scores, live = self.scores(scene), scene.live
+        sure = highest(scores, live, max(1, int(self.floor * self.slots)))
+        layers, batch, heads, slots = scores.shape
+
+        def together(tensor: Tensor) -> Tensor:
+            # Slot by slot and head by head within a slot, so that of equals the newer stays, whichever head it is in.
+            return tensor.transpose(2, 3).reshape(layers, batch, 1, slots * heads)
+
+        chosen = highest(together(scores.masked_fill(sure, torch.inf)), together(live), self.slots * heads)
+        return chosen.view(layers, batch, slots, heads).transpose(2, 3)

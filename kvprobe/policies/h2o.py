@@ -1,0 +1,41 @@
+"""Heavy hitters (H2O): slots that have drawn much attention so far stay, and the newest."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.policies.policy import Scene, Scored, age
+
+
+@dataclass(frozen=True)
+class H2O(Scored):
+    """Keep `budget` slots per head: the newest `recent`, and of the rest those with most attention in all.
+
+    Zhang et al. 2023, "H2O: Heavy-Hitter Oracle" (arXiv 2306.14048). Attention is summed over all queries so far, the
+    prompt's included, and averaged over the query heads that share a KV head. Half the budget is recent by default, as
+    in the paper.
+    """
+
+    budget: int
+    recent: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("budget", self.budget, 1)
+        if self.recent is not None and not 0 <= self.recent <= self.budget:
+            raise ValueError(f"H2O has recent={self.recent}; it must be 0 to its budget, {self.budget}.")
+
+    @property
+    def observes(self) -> int:
+        return 0
+
+    @property
+    def slots(self) -> int:
+        return self.budget
+
+    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
+        assert scene.attention is not None
+        recent = self.budget // 2 if self.recent is None else self.recent
+        return scene.attention.total.masked_fill(age(scene.live) < recent, torch.inf)

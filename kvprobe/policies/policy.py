@@ -1,0 +1,219 @@
+"""What a cache policy is: which slots stay × where they stand afterwards × whether they are computed again.
+
+A policy is a frozen dataclass. It acts on a `Scene`, and always after a pass, on what the next pass will see: once
+after the prompt, then after every `every` generated tokens. Policies are written `A | B` to act one after the other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache import KVCache, PositionLaw
+from kvprobe.policies.attention import Attention
+from kvprobe.suggest import unknown
+
+Provenance = Literal["retained", "recomputed"]
+Live = Bool[Tensor, "layers batch kv_heads slots"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a policy looks at and changes.
+
+    Attributes:
+        cache: as it stands after the last pass.
+        attention: what queries have paid to its slots, if it was watched.
+        samples: number of each row's sample, for policies that draw: a row's draw does not depend on the rows
+            beside it. By default a row's own number.
+    """
+
+    cache: KVCache
+    attention: Attention | None = None
+    samples: tuple[int, ...] | None = None
+
+    @property
+    def live(self) -> Live:
+        """Liveness with every layer and KV head spelt out."""
+        return self.cache.ledger.live.expand(self.cache.n_layers, -1, self.cache.n_kv_heads, -1)
+
+    def with_cache(self, cache: KVCache) -> "Scene":
+        """The scene with an edited cache of the same slots.
+
+        Raises:
+            ValueError: there are other slots, which the record of attention does not fit.
+        """
+        if self.attention is not None and cache.slots != self.cache.slots:
+            raise ValueError(
+                f"The cache went from {self.cache.slots} to {cache.slots} slots by hand, and what attention was paid to "
+                f"which is lost; mask slots instead, or evict them by a policy."
+            )
+        return replace(self, cache=cache)
+
+    def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "Scene":
+        """The scene of these slots, row by row and in this order."""
+        attention = self.attention and self.attention.take(slots, padding)
+        return replace(self, cache=self.cache.take(slots, padding), attention=attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """A rule for spending less cache.
+
+    Attributes:
+        law: where the slots that stay stand afterwards.
+        provenance: whether they are retained as they are, or computed again from their tokens alone.
+        every: generated tokens between two acts; None to act after the prompt only.
+    """
+
+    law: PositionLaw = "gapped"
+    provenance: Provenance = "retained"
+    every: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.law not in get_args(PositionLaw):
+            raise ValueError(unknown("position law", self.law, get_args(PositionLaw)))
+        if self.provenance not in get_args(Provenance):
+            raise ValueError(unknown("provenance", self.provenance, get_args(Provenance)))
+        if self.every is not None:
+            self._at_least("every", self.every, 1)
+
+    @property
+    def observes(self) -> int | None:
+        """How many of the last queries' attention the policy needs row by row, beside the totals; None if it needs
+        no attention at all."""
+        return None
+
+    @property
+    def parts(self) -> tuple["Policy", ...]:
+        """The policies that act in turn."""
+        return (self,)
+
+    @abstractmethod
+    def keep(self, scene: Scene) -> Live:
+        """Which slots stay, of those that are live."""
+
+    def act(self, scene: Scene) -> Scene:
+        """The scene with what goes gone. Slots that no layer or head keeps leave memory; the rest stand where the
+        law says. Computing slots again needs a model: see `kvprobe.live.apply`.
+
+        Raises:
+            ValueError: the policy needs attention that was not watched, or leaves a layer or head without a slot.
+        """
+        if self.observes is not None and scene.attention is None:
+            raise ValueError(
+                f"{type(self).__name__} needs attention scores, but this cache was read without them; "
+                f"read it with Model.watch, or give the policy to Model.prefill or Model.generate."
+            )
+        live = scene.live & self.keep(scene)
+        self._refuse_empty(live, scene.cache.ledger.kept)
+        return settle(scene, live, self.law)
+
+    def __str__(self) -> str:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
+        shown = ", ".join(f"{name}={value}" for name, value in given.items() if value != defaults[name])
+        return f"{type(self).__name__}({shown})"
+
+    def __or__(self, other: "Policy") -> "Chain":
+        return Chain(self.parts + other.parts)
+
+    def _refuse_empty(self, live: Live, before: Bool[Tensor, "batch slots"]) -> None:
+        empty = ~live.any(3) & before.any(1)[None, :, None]
+        if bool(empty.any()):
+            layer, row, head = empty.nonzero()[0].tolist()
+            raise ValueError(
+                f"{self} would leave layer {layer}, KV head {head} of row {row} without a single slot; keep more."
+            )
+
+    def _at_least(self, name: str, value: int, low: int) -> None:
+        if value < low:
+            raise ValueError(f"{type(self).__name__} has {name}={value}; it must be at least {low}.")
+
+
+@dataclass(frozen=True)
+class Chain(Policy):
+    """Policies that act one after the other, each at its own pace: `SinkWindow(4, 256) | Quantise(4)`."""
+
+    members: tuple[Policy, ...]
+
+    @property
+    def observes(self) -> int | None:
+        return max((each.observes for each in self.members if each.observes is not None), default=None)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        return self.members
+
+    def keep(self, scene: Scene) -> Live:
+        raise TypeError("A chain keeps nothing itself; its parts do.")
+
+    def act(self, scene: Scene) -> Scene:
+        for part in self.members:
+            scene = part.act(scene)
+        return scene
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.members))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Policy):
+    """A policy that keeps, in each layer and head, the `budget` slots of highest score."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """How many slots each layer and head keeps."""
+
+    @abstractmethod
+    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
+        """The worth of each slot; infinite where it always stays."""
+
+    def keep(self, scene: Scene) -> Live:
+        return highest(self.scores(scene), scene.live, self.slots)
+
+
+def settle(scene: Scene, live: Live, law: PositionLaw) -> Scene:
+    """The scene with this liveness: slots that no layer or head keeps leave memory, the rest follow the law."""
+    narrow = live[:1] if bool((live == live[:1]).all()) else live
+    narrow = narrow[:, :, :1] if bool((narrow == narrow[:, :, :1]).all()) else narrow
+    cache = replace(scene.cache, ledger=replace(scene.cache.ledger, live=narrow))
+    scene = scene.with_cache(cache)
+    if not bool(cache.ledger.kept.all()):
+        scene = scene.take(*cache.ledger.order(cache.ledger.kept))
+    return scene.with_cache(scene.cache.reindex(law)) if law != "gapped" else scene
+
+
+def highest(
+    scores: Float[Tensor, "layers batch kv_heads slots"], live: Live, count: int | Int[Tensor, "layers batch kv_heads"]
+) -> Live:
+    """The `count` live slots of highest score in each layer, row and head; of equals, the newer."""
+    ranked = scores.masked_fill(~live, -torch.inf)
+    newest_first = ranked.flip(3).argsort(dim=3, descending=True, stable=True)
+    order = ranked.shape[3] - 1 - newest_first
+    places = torch.arange(order.shape[3], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(3, order, places)
+    limit = count if isinstance(count, int) else count[..., None]
+    return live & (rank < limit)
+
+
+def age(live: Bool[Tensor, "*axes slots"]) -> Int[Tensor, "*axes slots"]:
+    """How many live slots stand after each slot."""
+    return live.flip(-1).long().cumsum(-1).flip(-1) - live.long()
+
+
+def rank(live: Bool[Tensor, "*axes slots"]) -> Int[Tensor, "*axes slots"]:
+    """How many live slots stand before each slot."""
+    return live.long().cumsum(-1) - live.long()
+
+
+def acting(policy: Policy, step: int) -> Iterator[Policy]:
+    """The parts of a policy that act after `step` generated tokens."""
+    for part in policy.parts:
+        if step == 0 or (part.every is not None and step % part.every == 0):
+            yield part

@@ -1,0 +1,46 @@
+"""Random eviction: the baseline that flatters nobody."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.policies.policy import Scene, Scored
+
+
+@dataclass(frozen=True)
+class RandomEviction(Scored):
+    """Keep `budget` slots drawn uniformly, the same in all layers and heads, or others in each (`per_head`).
+
+    Each slot draws its lot once, from `seed`, its row's sample and its origin, and the highest lots stay: at every step
+    a uniform draw from all slots so far, whatever is beside the row in the batch.
+    """
+
+    budget: int
+    seed: int
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("budget", self.budget, 1)
+        self._at_least("seed", self.seed, 0)
+
+    @property
+    def slots(self) -> int:
+        return self.budget
+
+    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
+        ledger = scene.cache.ledger
+        layers, batch, heads, _ = scene.live.shape
+        across = (layers, heads) if self.per_head else (1, 1)
+        samples = scene.samples or tuple(range(batch))
+        origins = ledger.origins.cpu().numpy()
+        rows = []
+        for sample, row in zip(samples, origins, strict=True):
+            # Lots are drawn in the order of positions, so that those of old slots stay when new ones come.
+            lots = np.random.default_rng([self.seed, sample]).random((int(row.max(initial=0)) + 1, *across))
+            rows.append(torch.from_numpy(lots[row]))
+        drawn = torch.stack(rows).permute(2, 0, 3, 1).to(ledger.tokens.device)
+        return drawn.float().expand(layers, -1, heads, -1)

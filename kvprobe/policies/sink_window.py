@@ -1,0 +1,28 @@
+"""Attention sinks and a window (StreamingLLM)."""
+
+from dataclasses import dataclass, field
+
+from kvprobe.cache import PositionLaw
+from kvprobe.policies.policy import Live, Policy, Scene, age, rank
+
+
+@dataclass(frozen=True)
+class SinkWindow(Policy):
+    """Keep the first `sinks` live slots and the last `window`, and close the positions up.
+
+    Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453): positions are those
+    within the cache, so the law is contiguous unless another is named; keys are turned from where they were computed at
+    each reading, which is what the paper does by caching them before the rotary embedding.
+    """
+
+    sinks: int
+    window: int
+    law: PositionLaw = field(default="contiguous", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("sinks", self.sinks, 0)
+        self._at_least("window", self.window, 1)
+
+    def keep(self, scene: Scene) -> Live:
+        return (rank(scene.live) < self.sinks) | (age(scene.live) < self.window)

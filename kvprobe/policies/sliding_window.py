@@ -1,0 +1,24 @@
+"""Sliding window: the newest slots stay. The oldest trick, and what recency alone is worth."""
+
+from dataclasses import dataclass
+
+from kvprobe.policies.policy import Live, Policy, Scene, age
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Policy):
+    """Keep the last `window` live slots of each row, in all layers and heads alike.
+
+    The window counts slots, not positions: after other evictions it still holds `window` of them. With
+    `provenance="recomputed"` this is the sliding window with re-computation of Xiao et al. 2023 (arXiv 2309.17453,
+    figure 1c), which is exact and slow.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("window", self.window, 1)
+
+    def keep(self, scene: Scene) -> Live:
+        return age(scene.live) < self.window

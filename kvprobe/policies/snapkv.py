@@ -1,0 +1,48 @@
+"""Observation window (SnapKV): the slots that the prompt's last queries looked at stay."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.policies.policy import Scene, Scored, age
+
+
+@dataclass(frozen=True)
+class SnapKV(Scored):
+    """Keep `budget` slots per head: the last `window`, and of the rest those that these `window` queries paid most.
+
+    Li et al. 2024, "SnapKV" (arXiv 2404.14469). The queries' attention is summed, averaged over the query heads of a KV
+    head, and smoothed by a maximum over `kernel` neighbouring slots, so that a slot takes its neighbours with it. It acts
+    on the prompt only; what is generated stays.
+    """
+
+    budget: int
+    window: int = 16
+    kernel: int = 7
+    every: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("window", self.window, 1)
+        self._at_least("budget", self.budget, self.window)
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"SnapKV has kernel={self.kernel}; it must be odd and at least 1.")
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    @property
+    def slots(self) -> int:
+        return self.budget
+
+    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
+        assert scene.attention is not None
+        paid = scene.attention.recent[:, :, :, -self.window :].sum(3)
+        within = age(scene.live) < self.window
+        # The window's own slots stay anyway; they must not lend their weight to their neighbours.
+        paid = paid.masked_fill(within, 0.0)
+        smooth = torch.nn.functional.max_pool1d(paid.flatten(0, 2), self.kernel, 1, self.kernel // 2)
+        return smooth.view_as(paid).masked_fill(within, torch.inf)

@@ -1,0 +1,45 @@
+"""Zeroing values: slots that can be attended to and say nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvprobe.policies.policy import Live, Policy, Scene
+
+
+@dataclass(frozen=True)
+class ZeroValues(Policy):
+    """Set V of the named segments to zero and leave K: the slots still draw attention, and give nothing for it.
+
+    Against `MaskSpans`, which lets that attention go elsewhere, this tells what a slot's content does from what its
+    presence does. Memory is not saved.
+    """
+
+    segments: str | tuple[str, ...]
+    layers: Sequence[int] | None = None
+    every: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.segments:
+            raise ValueError("ZeroValues names no segment; give at least one.")
+        if self.provenance != "retained":
+            raise ValueError(
+                "ZeroValues writes values, which computing again would undo; its provenance is 'retained'."
+            )
+
+    def keep(self, scene: Scene) -> Live:
+        return torch.ones_like(scene.live)
+
+    def act(self, scene: Scene) -> Scene:
+        cache = scene.cache
+        names = (self.segments,) if isinstance(self.segments, str) else self.segments
+        gone = cache.ledger.in_segments(names)[:, None, :, None]
+        layers = range(cache.n_layers) if self.layers is None else self.layers
+        if any(not 0 <= layer < cache.n_layers for layer in layers):
+            raise ValueError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}.")
+        values = tuple(
+            tensor.masked_fill(gone, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)
+        )
+        return super().act(scene.with_cache(replace(cache, values=values)))
