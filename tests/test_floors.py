@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "stats", "runs", "tasks", "narrative",
-        "studyconfig", "presets", "rotary", "footprint", "policies",
+        "studyconfig", "presets", "rotary", "footprint", "policies", "outcomes", "wording",
     },
     {"catalog", "loading", "lens", "lanes"},
     {"forward", "capture", "live", "generate", "model"},

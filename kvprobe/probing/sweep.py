@@ -1,5 +1,8 @@
 """A sweep: the same probe at every layer and read-out, under one split, as predictions and as a table."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import torch
@@ -66,6 +69,26 @@ def sweep(
         torch.cat([result.inner_accuracy for result in results]),
         torch.cat([result.penalty for result in results]),
     )
+
+
+def best_by_inner_fold(
+    candidates: Sequence[tuple[str, tuple[int, int], RidgeResult, int]], folds: Int[np.ndarray, "samples"]
+) -> tuple[Int[np.ndarray, "samples digits"], list[dict[str, Any]]]:
+    """For each test fold, the predictions of the one probe that did best on that fold's inner fold.
+
+    The choice never sees the test fold, so the accuracy of these predictions is not flattered by the search over
+    layers, families and read-outs.
+    """
+    inner = torch.stack([result.inner_accuracy[index] for *_, result, index in candidates])
+    targets = candidates[0][2].predicted.shape[1]
+    predicted = np.empty((len(folds), targets), dtype=np.int64)
+    picks = []
+    for fold in range(inner.shape[1]):
+        family, (layer, read), result, index = candidates[int(inner[:, fold].argmax())]
+        rows = np.flatnonzero(folds == fold)
+        predicted[rows] = result.predicted[index][:, rows].T.numpy()
+        picks.append({"fold": fold, "family": family, "layer": layer, "read": READS[read]})
+    return predicted, picks
 
 
 def accuracy_table(

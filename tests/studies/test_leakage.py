@@ -10,12 +10,13 @@ import torch
 
 import kvprobe.studies.leakage.study as study
 from kvprobe.model import Model
-from kvprobe.probing.sweep import read_outs
+from kvprobe.outcomes import use_measurements
+from kvprobe.probing.sweep import best_by_inner_fold, read_outs
 from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting
-from kvprobe.studies.leakage.analyse import ARMS, _best_by_inner_fold
-from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context, use_measurements
+from kvprobe.studies.leakage.analyse import ARMS
+from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.narrative import answer_probe, answer_use
 from kvprobe.tasks.passcode import contexts, conversation
@@ -147,7 +148,7 @@ def test_the_choice_between_probes_looks_at_the_inner_fold_alone():
     inner = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.8, 0.1]])
     predicted = torch.stack([torch.zeros(1, 6, dtype=torch.long), torch.ones(1, 6, dtype=torch.long)])
     result = RidgeResult(predicted, inner, inner)
-    chosen, picks = _best_by_inner_fold([("k", (4, 0), result, 0), ("k", (7, 1), result, 1)], folds)
+    chosen, picks = best_by_inner_fold([("k", (4, 0), result, 0), ("k", (7, 1), result, 1)], folds)
     assert chosen[:, 0].tolist() == [0, 0, 1, 1, 0, 0]
     assert [pick["layer"] for pick in picks] == [4, 7, 4]
 

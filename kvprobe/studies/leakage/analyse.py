@@ -13,9 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.probing.ridge import RidgeResult
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
-from kvprobe.probing.sweep import READS, accuracy_table, sites, sweep
+from kvprobe.probing.sweep import accuracy_table, best_by_inner_fold, sites, sweep
 from kvprobe.stats import cluster_weights, estimate
 from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, USE_ARMS
 from kvprobe.studies.leakage.config import Config
@@ -98,7 +97,7 @@ def analyse(collected: Collected, config: Config) -> Analysis:
                     )
                     candidates += [(family, site, result, index) for index, site in enumerate(places)]
                     bar.update()
-                predicted, picks = _best_by_inner_fold(candidates, folds)
+                predicted, picks = best_by_inner_fold(candidates, folds)
                 chosen_hits[split, arm] = (predicted == collected.digits).astype(float)
                 metrics["chosen"].setdefault(split, {})[arm] = picks
                 metrics["accuracy"].setdefault(split, {})[arm] = asdict(
@@ -119,26 +118,6 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     metrics["samples"], metrics["contexts"] = len(clusters), config.contexts
     samples = _sample_table(collected, {arm: chosen_hits[headline, arm] for arm in ARMS})
     return Analysis(pd.concat(tables, ignore_index=True), samples, metrics)
-
-
-def _best_by_inner_fold(
-    candidates: Sequence[tuple[str, tuple[int, int], RidgeResult, int]], folds: Int[np.ndarray, "samples"]
-) -> tuple[Int[np.ndarray, "samples digits"], list[dict[str, Any]]]:
-    """For each test fold, the predictions of the one probe that did best on that fold's inner fold.
-
-    The choice never sees the test fold, so the accuracy of these predictions is not flattered by the search over
-    layers, families and read-outs.
-    """
-    inner = torch.stack([result.inner_accuracy[index] for *_, result, index in candidates])
-    targets = candidates[0][2].predicted.shape[1]
-    predicted = np.empty((len(folds), targets), dtype=np.int64)
-    picks = []
-    for fold in range(inner.shape[1]):
-        family, (layer, read), result, index = candidates[int(inner[:, fold].argmax())]
-        rows = np.flatnonzero(folds == fold)
-        predicted[rows] = result.predicted[index][:, rows].T.numpy()
-        picks.append({"fold": fold, "family": family, "layer": layer, "read": READS[read]})
-    return predicted, picks
 
 
 def _use(

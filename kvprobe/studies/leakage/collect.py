@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from kvprobe.capture import Captured
 from kvprobe.lens import Family
 from kvprobe.model import Model
+from kvprobe.outcomes import use_measurements
 from kvprobe.probing.sweep import read_outs
 from kvprobe.runs import Run
 from kvprobe.studies.leakage.config import Config
@@ -110,36 +111,6 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
     assert digits.shape[1] == CODE_LENGTH
     joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     return {name: tensor.contiguous().cpu() for name, tensor in (features | joined | {"digits": digits}).items()}
-
-
-def use_measurements(
-    logits: Sequence[Float[Tensor, "rows code_tokens vocab"]],
-    codes: Int[Tensor, "codes code_tokens"],
-    mine: Sequence[int],
-) -> dict[str, Tensor]:
-    """What each use arm says of the true code, rows first; the first arm is the full context.
-
-    A cache may make some digits likelier whatever the code, and so raise the log-probability of the true one too. The
-    margin over the other codes does not feel that: without knowledge of the code its mean is zero.
-
-    Args:
-        codes: of all samples of the context.
-        mine: which of them each row's is.
-    """
-    scores = torch.stack([arm.float().log_softmax(-1) for arm in logits], 1)
-    rows, arms, length, _ = scores.shape
-    of_codes = scores.gather(3, codes.T.expand(rows, arms, length, len(codes)))
-    own = torch.tensor(mine, device=codes.device)[:, None, None, None].expand(-1, arms, length, 1)
-    logprob = of_codes.gather(3, own)[..., 0]
-    others = (of_codes.sum(3) - logprob) / (len(codes) - 1)
-    first = scores[:, :, 0]
-    full = first[:, :1]
-    return {
-        "logprob": logprob,
-        "margin": logprob - others,
-        "correct": scores.argmax(3) == codes[mine][:, None],
-        "kl": (full.exp() * (full - first)).sum(-1),
-    }
 
 
 def _restart_logits(

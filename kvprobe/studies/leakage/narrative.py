@@ -1,6 +1,5 @@
 """What the leakage report says. Every claim is decided by the numbers; none is written beforehand."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +8,11 @@ import numpy as np
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Passage, Report, Section, Table
 from kvprobe.probing.ridge import VARIANCE_FLOOR
-from kvprobe.stats import Estimate
 from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES
 from kvprobe.tasks.passcode import contexts, conversation, draw_codes
+from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section
 
 QUESTION = (
     "A conversation holds a random 5-digit number in one turn (T2). The turn is summarised without the number and "
@@ -46,7 +45,17 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
             _use_section(metrics),
             _controls_section(metrics),
             _limits_section(metrics, model),
-            _reproduce_section(config, model, environment),
+            reproduce_section(
+                "leakage",
+                config,
+                environment,
+                also=[
+                    f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet and metrics.json "
+                    "beside this page.",
+                    "Protocol: arXiv 2604.09852 (random number in a masked block), with held-out contexts, a recomputed "
+                    "floor and a measure of use added.",
+                ],
+            ),
         ],
     )
 
@@ -61,8 +70,8 @@ SINGLE_CONTEXT_WARNING = (
 def answer_probe(metrics: Mapping[str, Any]) -> str:
     """What the probes found, in a sentence or two."""
     split = metrics["headline_split"]
-    masked, floor = (_estimate(metrics["accuracy"][split][arm]) for arm in ("masked", "restart"))
-    leak = _estimate(metrics["leak"][split]["masked"])
+    masked, floor = (estimate_of(metrics["accuracy"][split][arm]) for arm in ("masked", "restart"))
+    leak = estimate_of(metrics["leak"][split]["masked"])
     if split == "random":
         found = {True: "Information leaks within this conversation", False: "No leak was found in this conversation"}
         where = "in this one conversation, having seen it with other codes"
@@ -70,16 +79,16 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
         found = {True: "Information leaks", False: "No leak that a probe can read in new conversations was found"}
         where = "in conversations it was not trained on"
     sentence = (
-        f"{found[leak.low > 0]}: a linear probe on the slots after the masked turn reads {_percent(masked)} of the digits "
-        f"{where} (chance {metrics['chance']:.0%}, restart floor {_percent(floor)}), a difference of {_points(leak)}."
+        f"{found[leak.low > 0]}: a linear probe on the slots after the masked turn reads {percent(masked)} of the digits "
+        f"{where} (chance {metrics['chance']:.0%}, restart floor {percent(floor)}), a difference of {points(leak)}."
     )
     if leak.high < 0:
         sentence += " A difference below zero cannot be information; doubt the run."
     if split == "random":
         return sentence
-    paired, paired_floor = (_estimate(metrics["accuracy"]["paired"][arm]) for arm in ("masked", "restart"))
-    inside = f"reads {_percent(paired)} (floor {_percent(paired_floor)})"
-    if _estimate(metrics["leak"]["paired"]["masked"]).low <= 0:
+    paired, paired_floor = (estimate_of(metrics["accuracy"]["paired"][arm]) for arm in ("masked", "restart"))
+    inside = f"reads {percent(paired)} (floor {percent(paired_floor)})"
+    if estimate_of(metrics["leak"]["paired"]["masked"]).low <= 0:
         return f"{sentence} Centred on other codes of the same conversation, a probe {inside}, no more than the floor."
     if leak.low > 0:
         return f"{sentence} Centred on other codes of the same conversation, a probe {inside}."
@@ -93,12 +102,12 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
     """Whether the model uses what is left, in a sentence. It is decided by the margin of the true code over other
     codes, because a cache can make all codes likelier."""
     use = metrics["use"]
-    gain = _estimate(use["delta_margin"])
+    gain = estimate_of(use["delta_margin"])
     share = gain.mean / use["full"]["margin"]["mean"]
-    right = {arm: _estimate(use[arm]["token_accuracy"]) for arm in ("full", "retained", "restart")}
+    right = {arm: estimate_of(use[arm]["token_accuracy"]) for arm in ("full", "retained", "restart")}
     told = (
-        f"asked for the code, it gets {_percent(right['full'])} of its tokens right with everything in view, "
-        f"{_percent(right['retained'])} after masking and {_percent(right['restart'])} after a restart; masking instead of "
+        f"asked for the code, it gets {percent(right['full'])} of its tokens right with everything in view, "
+        f"{percent(right['retained'])} after masking and {percent(right['restart'])} after a restart; masking instead of "
         f"restarting changes the log-probability of the true code, over that of other codes, by {gain.mean:+.3f} nats "
         f"(95 % interval {gain.low:+.3f} to {gain.high:+.3f}), which is {share:.1%} of what the full context gives"
     )
@@ -146,11 +155,11 @@ def _conversation_section(model: Model, config: Config) -> Section:
 def _accuracy_section(metrics: Mapping[str, Any]) -> Section:
     splits = list(metrics["accuracy"])
     rows = [
-        [ARM_NAMES[arm], *(_percent(_estimate(metrics["accuracy"][split][arm])) for split in splits)]
+        [ARM_NAMES[arm], *(percent(estimate_of(metrics["accuracy"][split][arm])) for split in splits)]
         for arm in ARM_NAMES
     ]
-    rows.append(["leak: masked − restart", *(_points(_estimate(metrics["leak"][s]["masked"])) for s in splits)])
-    rows.append(["leak: direct − restart", *(_points(_estimate(metrics["leak"][s]["direct"])) for s in splits)])
+    rows.append(["leak: masked − restart", *(points(estimate_of(metrics["leak"][s]["masked"])) for s in splits)])
+    rows.append(["leak: direct − restart", *(points(estimate_of(metrics["leak"][s]["direct"])) for s in splits)])
     return Section(
         title="What a linear probe reads",
         paragraphs=[
@@ -186,10 +195,10 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
     rows = [
         [
             name,
-            _plain(_estimate(use[arm]["logprob"])),
-            _plain(_estimate(use[arm]["margin"])),
-            _percent(_estimate(use[arm]["token_accuracy"])),
-            _plain(_estimate(use[arm]["kl_from_full"])),
+            plain(estimate_of(use[arm]["logprob"])),
+            plain(estimate_of(use[arm]["margin"])),
+            percent(estimate_of(use[arm]["token_accuracy"])),
+            plain(estimate_of(use[arm]["kl_from_full"])),
         ]
         for arm, name in (
             ("full", "full context"),
@@ -200,10 +209,10 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
     rows.append(
         [
             "retained − restart",
-            _plain(_estimate(use["delta_u"])),
-            _plain(_estimate(use["delta_margin"])),
+            plain(estimate_of(use["delta_u"])),
+            plain(estimate_of(use["delta_margin"])),
             "",
-            _plain(_estimate(use["delta_kl"])),
+            plain(estimate_of(use["delta_kl"])),
         ]
     )
     return Section(
@@ -236,23 +245,23 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
 def _controls_section(metrics: Mapping[str, Any]) -> Section:
     cone = metrics["light_cone"]
     split = metrics["headline_split"]
-    before = _estimate(metrics["accuracy"][split]["before"])
-    ceiling = _estimate(metrics["accuracy"][split]["hidden"])
+    before = estimate_of(metrics["accuracy"][split]["before"])
+    ceiling = estimate_of(metrics["accuracy"][split]["hidden"])
     slack = _ROUND_OFF * metrics["precision"]
     holds = "holds" if cone["layers_0_1"] <= slack else "DOES NOT HOLD: doubt this run"
-    points = [
+    checks = [
         f"Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
         f"{cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
         f"{cone['last_layer']:.1e}. The control {holds}.",
-        f"Before: slots that stand before the code are read at {_percent(before)}; chance is {metrics['chance']:.0%}.",
-        f"Ceiling: the slots of T2 after the code are read at {_percent(ceiling)} under the same split.",
+        f"Before: slots that stand before the code are read at {percent(before)}; chance is {metrics['chance']:.0%}.",
+        f"Ceiling: the slots of T2 after the code are read at {percent(ceiling)} under the same split.",
         "Codes are drawn uniformly, not balanced within a conversation: balanced labels would push the floor below chance.",
         "Penalty, layer, family and read-out are chosen on an inner fold; each test fold is touched once.",
         "The restart floor is computed once per conversation and shared by its codes, which cannot reach it. In the paired "
         "split nothing of it is left to read, and the probe guesses the commonest digit.",
         f"Features that vary by less than {VARIANCE_FLOOR:.0e} of their size are treated as constant.",
     ]
-    return Section(title="Controls", points=points)
+    return Section(title="Controls", points=checks)
 
 
 def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
@@ -269,42 +278,3 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "once has neither.",
         ],
     )
-
-
-def _reproduce_section(config: Config, model: Model, environment: Mapping[str, Any]) -> Section:
-    flags = " ".join(
-        f"--{field.name} {getattr(config, field.name)}"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return Section(
-        title="Reproduce",
-        paragraphs=["On a CPU, the same command with the same seed on the same machine gives the same numbers."],
-        points=[
-            f"kvprobe run leakage {flags}".strip(),
-            f"Seed {config.seed}; weights {environment['model']}; {versions}; Python {environment['python']}.",
-            f"{environment['machine']}; {environment['device']}"
-            + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
-            f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet and metrics.json beside "
-            "this page.",
-            "Protocol: arXiv 2604.09852 (random number in a masked block), with held-out contexts, a recomputed floor and a "
-            "measure of use added.",
-        ],
-    )
-
-
-def _estimate(values: Mapping[str, float]) -> Estimate:
-    return Estimate(**values)
-
-
-def _percent(value: Estimate) -> str:
-    return f"{100 * value.mean:.1f} % ({100 * value.low:.1f} to {100 * value.high:.1f})"
-
-
-def _points(value: Estimate) -> str:
-    return f"{100 * value.mean:+.1f} points ({100 * value.low:+.1f} to {100 * value.high:+.1f})"
-
-
-def _plain(value: Estimate) -> str:
-    return f"{value.mean:.2f} ({value.low:.2f} to {value.high:.2f})"
