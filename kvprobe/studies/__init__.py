@@ -36,6 +36,10 @@ STUDIES = {
             "leakage",
             "How much of a hidden number survives in the KV cache after the turn that held it was masked?",
         ),
+        Study(
+            "compaction",
+            "Mask or restart? How much of the difference is provenance, how much position, how much delimiters?",
+        ),
     )
 }
 

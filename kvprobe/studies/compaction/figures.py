@@ -1,0 +1,93 @@
+"""The figures of the compaction study."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from kvprobe.plots import ARM_COLOURS, save, styled
+from kvprobe.studies.compaction.analyse import OUTCOMES
+from kvprobe.studies.compaction.arms import ARMS, CONTRASTS
+
+COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}
+SHOWN = ("kl", "agreement", "margin", "paired", "prefix_summary", "prefix_hidden")
+EFFECT_NAMES = {
+    "provenance": "provenance: retained − recomputed",
+    "law": "positions: gapped − contiguous",
+    "delimiters": "delimiters: kept − dropped",
+}
+
+
+def draw_all(metrics: dict[str, Any], folder: Path) -> None:
+    """Draw every figure into `folder` as PNG and SVG."""
+    matplotlib.use("Agg")
+    save(by_arm(metrics), folder / "arms")
+    save(effects(metrics), folder / "effects")
+
+
+def by_arm(metrics: dict[str, Any]) -> Any:
+    """Each outcome for each arm; dots with 95 % intervals, and where the full context or chance stands."""
+    import matplotlib.pyplot as plt
+
+    lines = {
+        "kl": (metrics["calibration"]["kl_masked"]["mean"], "irrelevant block, masked"),
+        "margin": (0.0, "no knowledge of the code"),
+        "paired": (metrics["chance"], "chance"),
+    }
+    with styled():
+        figure, grid = plt.subplots(2, 3, figsize=(11, 5.4), sharey=True)
+        for axis, outcome in zip(grid.flat, SHOWN, strict=True):
+            for place, arm in enumerate(ARMS):
+                value = metrics["arms"][arm.name][outcome]
+                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
+                axis.errorbar(
+                    [value["mean"]],
+                    [place],
+                    xerr=error,
+                    fmt="o" if arm.delimiters == "dropped" else "s",
+                    mfc=COLOURS[arm.provenance] if arm.law == "gapped" else "white",
+                    color=COLOURS[arm.provenance],
+                    capsize=2.5,
+                    markersize=5.5,
+                )
+            if outcome in lines:
+                axis.axvline(lines[outcome][0], color="0.35", ls="--", lw=0.9)
+                axis.set_title(f"dashed: {lines[outcome][1]}", fontsize=8, color="0.35")
+            axis.set_xlabel(OUTCOMES[outcome])
+            axis.set_yticks(range(len(ARMS)), [arm.name for arm in ARMS])
+            axis.set_ylim(len(ARMS) - 0.5, -0.5)
+        figure.tight_layout()
+    return figure
+
+
+def effects(metrics: dict[str, Any]) -> Any:
+    """Main effects and interactions on each outcome, with 95 % intervals; filled where zero is outside."""
+    import matplotlib.pyplot as plt
+
+    names = [" × ".join(factors) for factors in CONTRASTS]
+    labels = [EFFECT_NAMES.get(name, name) for name in names]
+    with styled():
+        figure, grid = plt.subplots(2, 3, figsize=(11, 5), sharey=True)
+        for axis, outcome in zip(grid.flat, SHOWN, strict=True):
+            for place, name in enumerate(names):
+                value = metrics["effects"][outcome][name]
+                apart = value["low"] > 0 or value["high"] < 0
+                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
+                axis.errorbar(
+                    [value["mean"]],
+                    [place],
+                    xerr=error,
+                    fmt="o",
+                    color="#0072b2",
+                    mfc="#0072b2" if apart else "white",
+                    capsize=2.5,
+                    markersize=5.5,
+                )
+            axis.axvline(0, color="0.35", lw=0.9)
+            axis.axhline(2.5, color="0.8", lw=0.8)
+            axis.set_xlabel(OUTCOMES[outcome])
+            axis.set_yticks(range(len(names)), labels)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+        figure.tight_layout()
+    return figure
