@@ -9,11 +9,9 @@ machine's speed touches both sides; the ratio is the median of the paired ratios
 import argparse
 import gc
 import os
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from timing import header, paired, report
 from transformers import DynamicCache
 
 import kvprobe as kv
@@ -31,8 +29,7 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = kv.load(arguments.model)
     ids = torch.randint(5, 20_000, (1, LENGTH), generator=torch.Generator().manual_seed(0)).to(model.lanes.device)
-    print(f"{model.name}, {LENGTH} tokens, {torch.get_num_threads()} threads, median of {arguments.repeats} pairs\n")
-    print(f"{'what':46}{'kvprobe':>10}{'beside':>10}{'ratio':>8}  limit")
+    header(model.name, LENGTH, arguments.repeats)
     prefill(model, ids, arguments.repeats)
     decode(model, ids, arguments.repeats)
     capture(model, ids, arguments.repeats)
@@ -113,39 +110,13 @@ def capture(model: kv.Model, ids: torch.Tensor, repeats: int) -> None:
     report("K and V of all layers, beside a bare forward", *paired(ours, bare, repeats), "1.05")
     report("K and V, beside run_with_cache filtered", *paired(ours, filtered, repeats), "")
     report("K and V, beside run_with_cache unfiltered", *paired(ours, unfiltered, max(3, repeats // 3)), "")
-    print(f"{'bytes held, beside run_with_cache unfiltered':46}{'':20}{share:8.3f}  0.1")
+    print(f"{'bytes held, beside run_with_cache unfiltered':50}{'':20}{share:8.3f}  0.1")
 
 
 def held(tensors) -> int:
     """Bytes of the distinct storages behind these tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-def paired(one: Callable[[], object], other: Callable[[], object], repeats: int) -> tuple[float, float, float]:
-    """Median seconds of each, and the median of their paired ratios; which goes first alternates."""
-    times: list[tuple[float, float]] = []
-    for turn in range(repeats + 1):
-        order = (one, other) if turn % 2 else (other, one)
-        taken = {}
-        for run in order:
-            start = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            taken[run] = time.perf_counter() - start
-        if turn:  # the first pair warms up
-            times.append((taken[one], taken[other]))
-    ours, theirs = zip(*times, strict=True)
-    return (
-        statistics.median(ours),
-        statistics.median(theirs),
-        statistics.median(mine / yours for mine, yours in times),
-    )
-
-
-def report(what: str, ours: float, theirs: float, ratio: float, limit: str) -> None:
-    print(f"{what:46}{ours:9.3f}s{theirs:9.3f}s{ratio:8.3f}  {limit}", flush=True)
 
 
 if __name__ == "__main__":

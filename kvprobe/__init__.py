@@ -10,13 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import plots
+    from kvprobe import plots, policies
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
     from kvprobe.doctor import examine
     from kvprobe.generate import Generation, row_generators
     from kvprobe.ledger import Ledger
+    from kvprobe.live import Kept
     from kvprobe.model import Model, load
+    from kvprobe.policies.policy import Scene
     from kvprobe.probing.probe import Probing, Sample, probe
     from kvprobe.runs import Run
     from kvprobe.transcript import Message, Part, Tokens, Transcript
@@ -25,6 +27,7 @@ _HOMES = {
     "Captured": "kvprobe.capture",
     "Generation": "kvprobe.generate",
     "KVCache": "kvprobe.cache",
+    "Kept": "kvprobe.live",
     "Ledger": "kvprobe.ledger",
     "Message": "kvprobe.transcript",
     "Model": "kvprobe.model",
@@ -32,11 +35,13 @@ _HOMES = {
     "Probing": "kvprobe.probing.probe",
     "Run": "kvprobe.runs",
     "Sample": "kvprobe.probing.probe",
+    "Scene": "kvprobe.policies.policy",
     "Tokens": "kvprobe.transcript",
     "Transcript": "kvprobe.transcript",
     "examine": "kvprobe.doctor",
     "load": "kvprobe.model",
     "plots": "kvprobe.plots",
+    "policies": "kvprobe.policies",
     "probe": "kvprobe.probing.probe",
     "row_generators": "kvprobe.generate",
 }
@@ -45,6 +50,7 @@ __all__ = [
     "Captured",
     "Generation",
     "KVCache",
+    "Kept",
     "Ledger",
     "Message",
     "Model",
@@ -52,11 +58,13 @@ __all__ = [
     "Probing",
     "Run",
     "Sample",
+    "Scene",
     "Tokens",
     "Transcript",
     "examine",
     "load",
     "plots",
+    "policies",
     "probe",
     "row_generators",
 ]
@@ -68,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
         raise AttributeError(unknown("name in kvprobe", name, __all__))
     home = import_module(_HOMES[name])
-    return home if name == "plots" else getattr(home, name)
+    return home if home.__name__ == f"kvprobe.{name}" else getattr(home, name)
 
 
 def __dir__() -> list[str]:

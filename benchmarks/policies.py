@@ -1,0 +1,52 @@
+"""What decoding costs under a policy that acts after every token, beside decoding with nothing evicted.
+
+A policy that never has anything to evict must first give the very tokens of unbounded decoding; and the memory held
+must be what the ledger says, byte for byte.
+
+    make benchmark          or          python benchmarks/policies.py --repeats 7
+"""
+
+import argparse
+import os
+
+import torch
+from timing import header, paired, report
+
+import kvprobe as kv
+from kvprobe.generate import Generation, generate
+from kvprobe.policies import Policy, Quantise, RandomEviction, SinkWindow, SlidingWindow
+from kvprobe.transcript import Tokens
+
+LENGTH, NEW_TOKENS, BUDGET = 2048, 16, 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--model", default="smollm2-135m")
+    arguments = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = kv.load(arguments.model)
+    ids = torch.randint(5, 20_000, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = model.prefill(Tokens.of(ids))
+    header(model.name, LENGTH, arguments.repeats)
+
+    def decode(policy: Policy | None) -> Generation:
+        prompt = [Tokens.of([7], "question", LENGTH)]
+        return generate(model.lanes, prompt, cache, max_new_tokens=NEW_TOKENS, stop=(), policy=policy)
+
+    for name, idle, tight, limit in (
+        ("sliding window", SlidingWindow(2 * LENGTH), SlidingWindow(BUDGET), "1.00"),
+        ("sinks and window, re-indexed", SinkWindow(4, 2 * LENGTH), SinkWindow(4, BUDGET - 4), "1.00"),
+        ("random eviction", RandomEviction(2 * LENGTH, seed=0), RandomEviction(BUDGET, seed=0), "1.00"),
+        ("quantised, 4 bits (simulated)", Quantise(4, tail=2 * LENGTH), Quantise(4), ""),
+    ):
+        assert decode(idle).tokens == decode(None).tokens, f"{name}: an idle policy changes what is decoded"
+        for kept in decode(tight).trace if limit else ():
+            assert kept.nbytes == kept.footprint, f"{name}: {kept.nbytes} bytes held, the ledger says {kept.footprint}"
+        ours, theirs, ratio = paired(lambda tight=tight: decode(tight), lambda: decode(None), arguments.repeats)
+        report(f"decode {NEW_TOKENS} tokens: {name}", ours, theirs, ratio, limit)
+
+
+if __name__ == "__main__":
+    main()
