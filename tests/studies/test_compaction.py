@@ -168,6 +168,16 @@ def test_every_full_context_is_no_distance_from_itself(read: tuple[dict[str, tor
     assert (read[0]["kl"][CONDITIONS.index(MASK.name)].nan_to_num().sum()) > 0.01
 
 
+def test_attention_is_shared_out_whole_and_none_of_it_goes_to_what_is_hidden(read: tuple[dict[str, torch.Tensor], Any]):
+    attention = read[0]["attention"]
+    torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]), rtol=0, atol=1e-5)
+    hidden = collecting.LOOKED_AT.index("hidden turns")
+    assert (attention[1:, ..., hidden] == 0).all()
+    assert attention[0, ..., hidden].mean() > 0.05
+    # At layer 0 nothing but positions and tokens counts, so masking and restarting look alike there.
+    torch.testing.assert_close(attention[1, 0], attention[2, 0], rtol=0, atol=1e-5)
+
+
 def test_the_irrelevant_block_changes_the_hidden_text_and_nothing_else(smol: Model):
     tokens = compacted_conversation(contexts()[0], compactions()[0], CODES[0]).tokens(smol.tokenizer)
     other = irrelevant(smol, tokens, contexts()[1:])
@@ -190,7 +200,7 @@ def test_a_run_holds_every_number_table_and_figure(finished: Run):
     for arm in ARMS:
         assert set(finished.metrics["arms"][arm.name]) == set(OUTCOMES)
     assert {len(effects) for effects in finished.metrics["effects"].values()} == {len(CONTRASTS)}
-    for name in ("arms", "effects"):
+    for name in ("arms", "effects", "dangling"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
     mean = finished.metrics["mask_minus_restart"]["kl"]["mean"]
     table = finished.df("conversations").groupby("condition")["kl"].mean()

@@ -18,7 +18,7 @@ from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
 from kvprobe.probing.sweep import accuracy_table, best_by_inner_fold, sites, sweep
 from kvprobe.stats import cluster_weights, estimate
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, MASK, RESTART, RETAINED, contrast
-from kvprobe.studies.compaction.collect import CALIBRATION, CONDITIONS, FAMILIES
+from kvprobe.studies.compaction.collect import CALIBRATION, CONDITIONS, FAMILIES, LOOKED_AT
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS
 
@@ -72,7 +72,7 @@ class Collected:
             with safe_open(path, framework="pt") as file:
                 texts.append(json.loads(file.metadata()["texts"]))
         per_code = {name: torch.cat(read(name)).numpy() for name in ("digits", "logprob", "margin", "correct")}
-        names = ("kl", "agree", "between", "same", "prefix", "right")
+        names = ("kl", "agree", "between", "same", "prefix", "right", "attention")
         per_context = {name: torch.stack(read(name)).numpy() for name in names}
         features = {(arm.name, family): torch.cat(read(f"{arm.name}.{family}")) for arm in ARMS for family in FAMILIES}
         contexts = np.repeat(np.arange(len(paths)), len(per_code["digits"]) // len(paths))
@@ -125,6 +125,7 @@ def analyse(collected: Collected, config: Config) -> Analysis:
         },
         "full": _full(collected, of),
         "calibration": _calibration(collected, of),
+        "dangling": _dangling(collected, of),
         "light_cone": _light_cone(collected),
     }
     return Analysis(_sample_table(collected, hits), _conversation_table(collected), probes, metrics)
@@ -224,6 +225,26 @@ def _calibration(collected: Collected, of: Any) -> dict[str, Any]:
         "between_beyond_calibration": of(between[:, 0] - between[:, 1]),
         "right_summary_masked": of(right[:, masked]),
         "right_summary_restarted": of(right[:, restarted]),
+    }
+
+
+def _dangling(collected: Collected, of: Any) -> dict[str, Any]:
+    """The attention that T3 spends on the hidden turns while they are in view, and where it goes when they are not."""
+    full, mask, restart = np.moveaxis(collected.measured["attention"].astype(float), 1, 0)
+    hidden = LOOKED_AT.index("hidden turns")
+    others = [place for place in range(len(LOOKED_AT)) if place != hidden]
+    mass = full[..., hidden]
+    went = {LOOKED_AT[place]: of((mask - full)[..., place].mean((1, 2))) for place in others}
+    return {
+        "mass": of(mass.mean((1, 2))),
+        "by_layer": mass.mean((0, 2)).tolist(),
+        "by_head": mass.mean(0).tolist(),
+        "most_by_head": float(mass.mean(0).max()),
+        "went": went,
+        "went_by_layer": {LOOKED_AT[place]: (mask - full)[..., place].mean((0, 2)).tolist() for place in others},
+        "mask_minus_restart": {
+            LOOKED_AT[place]: of(np.abs(mask - restart)[..., place].mean((1, 2))) for place in others
+        },
     }
 
 

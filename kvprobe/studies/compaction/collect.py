@@ -33,6 +33,8 @@ from kvprobe.transcript import Tokens, Transcript
 FAMILIES: tuple[Family, ...] = ("k", "v")
 CALIBRATION = ("irrelevant, full", "irrelevant, masked", "irrelevant, restarted")
 """Arms over a hidden block of equal length that has nothing to do with the conversation."""
+LOOKED_AT = ("first slot", "rest of the system turn", "hidden turns", "summaries", "T3 itself")
+"""Where T3's attention may go; the first slot is where heads send what they have no use for."""
 CONDITIONS = ("full", *(arm.name for arm in ARMS), *CALIBRATION)
 
 
@@ -74,7 +76,8 @@ def read_context(
         (the full context, then the arms); `kl` and `agree` `[conditions, continuation]`, NaN after the reply's end;
         `between` `[2, continuation]`, KL from the restarted to the masked arm, of the conversation and of the calibration; `same`
         and `prefix` `[conditions, kinds]` (the answer is that of the full context, and the share of its tokens before
-        the first that differs) and `right` (it holds the words of a right answer). And the answers, as text.
+        the first that differs) and `right` (it holds the words of a right answer); and `attention`
+        `[full / mask / restart, layers, heads, looked_at]`, how T3's queries share out theirs. And the answers, as text.
     """
     whole = [compacted_conversation(context, compaction, code).tokens(model.tokenizer) for code in codes]
     third = whole[0].span("T3").start
@@ -82,6 +85,8 @@ def read_context(
     rows = _conditions(model, cache, whole[0][:third], filler)
     chat = compacted_conversation(context, compaction, codes[0])
     tensors |= _continuation(model, rows, whole[0][third : whole[0].part("reply").start], config.continuation)
+    seen = rows.rows([CONDITIONS.index(name) for name in ("full", MASK.name, RESTART.name)])
+    tensors["attention"] = _attention(model, seen, whole[0][third : whole[0].span("ask").start])
     answers, texts = _answers(model, rows, chat, compaction, config.answer)
     tensors |= answers | {"digits": torch.tensor([[int(digit) for digit in code] for code in codes])}
     return {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, texts
@@ -181,6 +186,25 @@ def _continuation(model: Model, rows: KVCache, turn: Tokens, length: int) -> dic
         restarted, masked = (logits[CONDITIONS.index(name) - group.start] for name in pairs[number])
         between[number, : len(reply)] = divergence(restarted, masked)[0].cpu()
     return {"kl": kl, "agree": agree, "between": between}
+
+
+def _attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows layers heads looked_at"]:
+    """How the queries of `turn` share out their attention, on average, under each of these caches."""
+    cache, past = rows.ledger, rows.slots
+    first = torch.arange(past, device=model.lanes.device) == 0
+    system, hidden = cache.in_segments(["system"]), cache.in_segments(HIDDEN_SEGMENTS)
+    summaries = cache.in_segments([name for name in cache.names if name.startswith("summary")])
+    masks = torch.stack([first.expand_as(system), system & ~first, hidden, summaries])
+    shares: dict[int, Tensor] = {}
+
+    def hear(layer: int, pattern: Tensor) -> None:
+        before, own = pattern[..., :past].mean(2), pattern[..., past:].sum(-1).mean(2)
+        shared = torch.einsum("bhs,gbs->bhg", before.float(), masks.float())
+        shares[layer] = torch.cat([shared, own[..., None].float()], -1)
+
+    with model.lanes.hooked.attending(hear):
+        model.extend(rows, _onwards(rows, [turn] * rows.batch), lane="hooked")
+    return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)
 
 
 def _answers(

@@ -24,6 +24,7 @@ def draw_all(metrics: dict[str, Any], folder: Path) -> None:
     matplotlib.use("Agg")
     save(by_arm(metrics), folder / "arms")
     save(effects(metrics), folder / "effects")
+    save(dangling(metrics["dangling"]), folder / "dangling")
 
 
 def by_arm(metrics: dict[str, Any]) -> Any:
@@ -89,5 +90,33 @@ def effects(metrics: dict[str, Any]) -> Any:
             axis.set_xlabel(OUTCOMES[outcome])
             axis.set_yticks(range(len(names)), labels)
             axis.set_ylim(len(names) - 0.5, -0.5)
+        figure.tight_layout()
+    return figure
+
+
+def dangling(measured: dict[str, Any]) -> Any:
+    """Attention spent on the hidden turns while they are in view, by layer and head; and where it goes instead."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    heads = np.array(measured["by_head"])
+    layers = np.arange(len(heads))
+    colours = ("#7f7f7f", "#cc79a7", "#e69f00", "#0072b2")
+    with styled():
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2), width_ratios=(1, 1.4))
+        sns.heatmap(heads, ax=left, cmap="rocket_r", vmin=0, cbar_kws={"label": "share of attention"})
+        left.invert_yaxis()
+        left.set_xlabel("head")
+        left.set_ylabel("layer")
+        left.tick_params(axis="y", rotation=0)
+        left.set_title("T3's attention on the hidden turns, all in view")
+        right.plot(layers, measured["by_layer"], color="black", lw=2, label="spent on the hidden turns")
+        for (name, values), colour in zip(measured["went_by_layer"].items(), colours, strict=True):
+            right.plot(layers, values, color=colour, label=f"after masking: {name}")
+        right.axhline(0, color="0.35", lw=0.9)
+        right.set_xlabel("layer")
+        right.set_ylabel("share of attention (change)")
+        right.set_title("and where it goes when they are masked")
+        right.legend(frameon=False, fontsize=8)
         figure.tight_layout()
     return figure

@@ -44,6 +44,7 @@ def narrate(
             _arms_section(metrics),
             _effects_section(metrics),
             _answers_section(metrics, conversations),
+            _dangling_section(metrics["dangling"]),
             _controls_section(metrics),
             _limits_section(metrics, model),
             reproduce_section(
@@ -228,6 +229,35 @@ def _answers_section(metrics: Mapping[str, Any], conversations: pd.DataFrame) ->
                 caption="Answers on the conversation above.",
             ),
         ],
+    )
+
+
+def _dangling_section(dangling: Mapping[str, Any]) -> Section:
+    mass = estimate_of(dangling["mass"])
+    rows = [
+        [name, points(estimate_of(dangling["went"][name])), percent(estimate_of(dangling["mask_minus_restart"][name]))]
+        for name in dangling["went"]
+    ]
+    return Section(
+        title="Dangling attention",
+        paragraphs=[
+            f"With everything in view, T3's queries spend {percent(mass)} of their attention on the hidden turns (mean over "
+            f"layers, heads and queries; {dangling['most_by_head']:.0%} in the head that spends most). Attention has no pointers "
+            "to follow: when the slots are masked, the softmax shares the same mass out among the slots that are left, in "
+            "proportion to what they had; above layer 0 the queries change as well.",
+        ],
+        tables=[
+            Table(
+                columns=[
+                    "where",
+                    "more after masking, of all attention",
+                    "mask against restart, mean absolute difference",
+                ],
+                rows=rows,
+                caption="With 95 % intervals. The last column is what provenance alone does to where T3 looks.",
+            )
+        ],
+        figures=[Figure("dangling", "Left: who would have looked at what is gone. Right: where that attention goes.")],
     )
 
 
