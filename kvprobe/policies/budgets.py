@@ -1,29 +1,28 @@
 """Unequal budgets: more slots for some layers (PyramidKV), or for some heads (Ada-KV), at the same total."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.policies.policy import Live, Scene, Scored, highest
+from kvprobe.cache import PositionLaw
+from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
 
 
 @dataclass(frozen=True)
-class LayerBudgets(Scored):
-    """Another policy's scores, with budgets that fall linearly from the first layer to the last.
-
-    Cai et al. 2024, "PyramidKV" (arXiv 2406.02069). Layer 0 keeps 1 + `slope` times the policy's budget, the last layer
-    1 − `slope` times; the mean over layers is the policy's own. `LayerBudgets(SnapKV(64))` is PyramidKV.
-    """
+class Rebudgeted(Scored):
+    """Another policy's scores, total, law, provenance and pace; the total is to be shared out otherwise."""
 
     policy: Scored
-    slope: float = 0.5
+    law: PositionLaw = field(init=False, repr=False, default="gapped")
+    provenance: Provenance = field(init=False, repr=False, default="retained")
+    every: int | None = field(init=False, repr=False, default=1)
 
     def __post_init__(self) -> None:
+        for name in ("law", "provenance", "every"):
+            object.__setattr__(self, name, getattr(self.policy, name))
         super().__post_init__()
-        if not 0 <= self.slope < 1:
-            raise ValueError(f"LayerBudgets has slope={self.slope}; it must be at least 0 and below 1.")
 
     @property
     def observes(self) -> int | None:
@@ -35,6 +34,22 @@ class LayerBudgets(Scored):
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         return self.policy.scores(scene)
+
+
+@dataclass(frozen=True)
+class LayerBudgets(Rebudgeted):
+    """Another policy's scores, with budgets that fall linearly from the first layer to the last.
+
+    Cai et al. 2024, "PyramidKV" (arXiv 2406.02069). Layer 0 keeps 1 + `slope` times the policy's budget, the last layer
+    1 − `slope` times; the mean over layers is the policy's own. `LayerBudgets(SnapKV(64))` is PyramidKV.
+    """
+
+    slope: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.slope < 1:
+            raise ValueError(f"LayerBudgets has slope={self.slope}; it must be at least 0 and below 1.")
 
     def keep(self, scene: Scene) -> Live:
         counts = self.counts(scene.cache.n_layers).to(scene.live.device)
@@ -53,31 +68,19 @@ class LayerBudgets(Scored):
 
 
 @dataclass(frozen=True)
-class HeadBudgets(Scored):
+class HeadBudgets(Rebudgeted):
     """Another policy's scores, with each layer's budget shared out between its heads by score.
 
     Feng et al. 2024, "Ada-KV" (arXiv 2407.11550). Every head keeps its best `floor` of the policy's budget (at least one
     slot); the rest of the layer's budget goes to the best slots of all its heads together.
     """
 
-    policy: Scored
     floor: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.floor <= 1:
             raise ValueError(f"HeadBudgets has floor={self.floor}; it must be 0 to 1.")
-
-    @property
-    def observes(self) -> int | None:
-        return self.policy.observes
-
-    @property
-    def slots(self) -> int:
-        return self.policy.slots
-
-    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
-        return self.policy.scores(scene)
 
     def keep(self, scene: Scene) -> Live:
         scores, live = self.scores(scene), scene.live

@@ -110,20 +110,19 @@ class Policy(ABC):
                 f"read it with Model.watch, or give the policy to Model.prefill or Model.generate."
             )
         live = scene.live & self.keep(scene)
-        self._refuse_empty(live, scene.cache.ledger.kept)
+        self._refuse_empty(live, scene.live)
         return settle(scene, live, self.law)
 
     def __str__(self) -> str:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        defaults = {field.name: field.default for field in fields(self)}
-        shown = ", ".join(f"{name}={value}" for name, value in given.items() if value != defaults[name])
+        given = [(field, getattr(self, field.name)) for field in fields(self) if field.init]
+        shown = ", ".join(f"{field.name}={value}" for field, value in given if value != field.default)
         return f"{type(self).__name__}({shown})"
 
     def __or__(self, other: "Policy") -> "Chain":
         return Chain(self.parts + other.parts)
 
-    def _refuse_empty(self, live: Live, before: Bool[Tensor, "batch slots"]) -> None:
-        empty = ~live.any(3) & before.any(1)[None, :, None]
+    def _refuse_empty(self, live: Live, before: Live) -> None:
+        empty = ~live.any(3) & before.any(3)
         if bool(empty.any()):
             layer, row, head = empty.nonzero()[0].tolist()
             raise ValueError(
