@@ -81,6 +81,12 @@ def watch(
     if record is None:
         slots = 0 if past is None else past.cache.slots
         record = Attention.none(shape.n_layers, len(tokens), shape.n_kv_heads, slots, queries, lanes.device)
+    if record.recent.shape[3] != queries:
+        raise ValueError(
+            f"What was watched so far remembers the last {record.recent.shape[3]} queries, but now {queries} are asked "
+            f"for; watch on with as many as before."
+        )
+    record = record.fork(len(tokens))
     record = record.after([digests[layer] for layer in range(shape.n_layers)], padding)
     return Scene(cache, record, past and past.samples), scores
 
@@ -143,7 +149,10 @@ def read_in_chunks(
     for start in range(chunk, len(tokens[0]), chunk):
         # A policy that closes gaps has moved what comes next.
         following = scene.cache.ledger.following.tolist()
-        pieces = [row[start : start + chunk].shifted(position) for row, position in zip(tokens, following, strict=True)]
+        pieces = [
+            row[start : start + chunk].shifted(position + row.positions[start] - row[:start].following)
+            for row, position in zip(tokens, following, strict=True)
+        ]
         scene, scores = read(lanes, scene, pieces, policy, lane)
         scene = apply(lanes, policy, scene, lane=lane)
     return scene, scores
@@ -157,30 +166,24 @@ def _computed_again(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> S
             "Layers or heads keep different slots, and a cache computed again has all slots in all of them; "
             "use provenance='retained', or a policy that keeps the same slots everywhere."
         )
-    gone = before.kept.sum(1) > ledger.kept.sum(1)
-    first_gone = _first_missing(before, ledger)
     rows = []
     for row in range(ledger.batch):
-        index = ledger.kept[row].nonzero()[:, 0]
-        tokens = _tokens(ledger, row, index)
-        if bool(gone[row]):
-            after = (ledger.origins[row, index] > first_gone[row]).tolist()
-            tokens = replace(
-                tokens, recomputed=tuple(old or new for old, new in zip(tokens.recomputed, after, strict=True))
-            )
-        rows.append(tokens)
+        tokens = _tokens(ledger, row, ledger.kept[row].nonzero()[:, 0])
+        change = _first_change(before, ledger, row)
+        rows.append(replace(tokens, recomputed=tuple(old or at >= change for at, old in enumerate(tokens.recomputed))))
     cache, _ = extend(lanes, None, rows, lane)
     return Scene(cache, None, scene.samples)
 
 
-def _first_missing(before: Ledger, after: Ledger) -> Int[Tensor, "batch"]:
-    """The lowest origin, row by row, that was live and is not any more."""
-    missing = torch.zeros(before.batch, dtype=torch.long, device=before.tokens.device)
-    for row in range(before.batch):
-        was = before.origins[row][before.kept[row]]
-        lost = was[~torch.isin(was, after.origins[row][after.kept[row]])]
-        missing[row] = lost.min() if lost.numel() else -1
-    return missing
+def _first_change(before: Ledger, after: Ledger, row: int) -> int:
+    """How many of a row's live slots, from the first on, are those that stood there before."""
+    was, now = (
+        torch.stack([ledger.origins[row, ledger.kept[row]], ledger.tokens[row, ledger.kept[row]]])
+        for ledger in (before, after)
+    )
+    shorter = min(was.shape[1], now.shape[1])
+    same = (was[:, :shorter] == now[:, :shorter]).all(0)
+    return int(same.long().cumprod(0).sum())
 
 
 def _tokens(ledger: Ledger, row: int, index: Int[Tensor, "slots"]) -> Tokens:

@@ -38,6 +38,12 @@ class Attention:
 
         return Attention(taken(self.total), taken(self.recent))
 
+    def fork(self, rows: int) -> "Attention":
+        """The record of a cache of one row, shared by `rows` copies of it; of several rows, as it is."""
+        if self.total.shape[1] != 1:
+            return self
+        return Attention(self.total.expand(-1, rows, -1, -1), self.recent.expand(-1, rows, -1, -1, -1))
+
     def after(self, passed: "Sequence[Digest]", padding: Bool[Tensor, "batch new"]) -> "Attention":
         """The record after a pass; `passed` has one digest for each layer, `padding` marks queries that are none."""
         total = torch.stack([each.total for each in passed])

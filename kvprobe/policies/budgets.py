@@ -41,7 +41,8 @@ class LayerBudgets(Rebudgeted):
     """Another policy's scores, with budgets that fall linearly from the first layer to the last.
 
     Cai et al. 2024, "PyramidKV" (arXiv 2406.02069). Layer 0 keeps 1 + `slope` times the policy's budget, the last layer
-    1 − `slope` times; the mean over layers is the policy's own. `LayerBudgets(SnapKV(64))` is PyramidKV.
+    1 − `slope` times; the mean over layers is the policy's own. Where the first layers could not use their share, because
+    there are not so many slots, the slope is less. `LayerBudgets(SnapKV(64))` is PyramidKV.
     """
 
     slope: float = 0.5
@@ -52,12 +53,14 @@ class LayerBudgets(Rebudgeted):
             raise ValueError(f"LayerBudgets has slope={self.slope}; it must be at least 0 and below 1.")
 
     def keep(self, scene: Scene) -> Live:
-        counts = self.counts(scene.cache.n_layers).to(scene.live.device)
+        most = int(scene.live.sum(3).max())
+        counts = self.counts(scene.cache.n_layers, most).to(scene.live.device)
         return highest(self.scores(scene), scene.live, counts[:, None, None].expand(scene.live.shape[:3]))
 
-    def counts(self, layers: int) -> Int[Tensor, "layers"]:
-        """Slots per layer; they add up to `layers` times the budget."""
-        shares = torch.linspace(1 + self.slope, 1 - self.slope, layers) if layers > 1 else torch.ones(1)
+    def counts(self, layers: int, most: int) -> Int[Tensor, "layers"]:
+        """Slots per layer, `most` at the most; they add up to `layers` times the budget (or all there are)."""
+        slope = max(0.0, min(self.slope, most / self.slots - 1))
+        shares = torch.linspace(1 + slope, 1 - slope, layers) if layers > 1 else torch.ones(1)
         ends = (shares.double().cumsum(0) * self.slots).round().long()
         counts = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
         if int(counts.min()) < 1:

@@ -104,11 +104,8 @@ class Policy(ABC):
         Raises:
             ValueError: the policy needs attention that was not watched, or leaves a layer or head without a slot.
         """
-        if self.observes is not None and scene.attention is None:
-            raise ValueError(
-                f"{type(self).__name__} needs attention scores, but this cache was read without them; "
-                f"read it with Model.watch, or give the policy to Model.prefill or Model.generate."
-            )
+        if self.observes is not None:
+            self._refuse_unwatched(scene.attention, self.observes)
         live = scene.live & self.keep(scene)
         self._refuse_empty(live, scene.live)
         return settle(scene, live, self.law)
@@ -120,6 +117,19 @@ class Policy(ABC):
 
     def __or__(self, other: "Policy") -> "Chain":
         return Chain(self.parts + other.parts)
+
+    def _refuse_unwatched(self, attention: Attention | None, queries: int) -> None:
+        if attention is None:
+            raise ValueError(
+                f"{type(self).__name__} needs attention scores, but this cache was read without them; "
+                f"read it with Model.watch, or give the policy to Model.prefill or Model.generate."
+            )
+        watched = attention.recent.shape[3]
+        if watched < queries:
+            raise ValueError(
+                f"{type(self).__name__} needs the attention of the last {queries} queries, but this cache was watched "
+                f"with queries={watched}; ask Model.watch for as many as the policy needs."
+            )
 
     def _refuse_empty(self, live: Live, before: Live) -> None:
         empty = ~live.any(3) & before.any(3)

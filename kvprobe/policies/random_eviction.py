@@ -7,13 +7,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.policies.policy import Scene, Scored
+from kvprobe.policies.policy import Scene, Scored, rank
+
+_STREAM = 0x6B76
+"""Keeps the lots apart from whatever else is drawn from the same seed and sample."""
 
 
 @dataclass(frozen=True)
 class RandomEviction(Scored):
     """Keep `budget` slots drawn uniformly, the same in all layers and heads, or others in each (`per_head`).
 
+    With `sinks`, the first live slots are spared, so that a policy which beats this one knows more than to keep those.
     Each slot draws its lot once, from `seed`, its row's sample and its origin, and the highest lots stay: at every step
     a uniform draw from all slots so far, whatever is beside the row in the batch.
     """
@@ -21,11 +25,14 @@ class RandomEviction(Scored):
     budget: int
     seed: int
     per_head: bool = False
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("budget", self.budget, 1)
         self._at_least("seed", self.seed, 0)
+        if not 0 <= self.sinks <= self.budget:
+            raise ValueError(f"RandomEviction has sinks={self.sinks}; it must be 0 to its budget, {self.budget}.")
 
     @property
     def slots(self) -> int:
@@ -40,7 +47,7 @@ class RandomEviction(Scored):
         rows = []
         for sample, row in zip(samples, origins, strict=True):
             # Lots are drawn in the order of positions, so that those of old slots stay when new ones come.
-            lots = np.random.default_rng([self.seed, sample]).random((int(row.max(initial=0)) + 1, *across))
+            lots = np.random.default_rng([self.seed, sample, _STREAM]).random((int(row.max(initial=0)) + 1, *across))
             rows.append(torch.from_numpy(lots[row]))
         drawn = torch.stack(rows).permute(2, 0, 3, 1).to(ledger.tokens.device)
-        return drawn.float().expand(layers, -1, heads, -1)
+        return drawn.float().expand(layers, -1, heads, -1).masked_fill(rank(scene.live) < self.sinks, torch.inf)

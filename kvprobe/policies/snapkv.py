@@ -42,7 +42,7 @@ class SnapKV(Scored):
         assert scene.attention is not None
         paid = scene.attention.recent[:, :, :, -self.window :].sum(3)
         within = age(scene.live) < self.window
-        # The window's own slots stay anyway; they must not lend their weight to their neighbours.
-        paid = paid.masked_fill(within, 0.0)
+        # The window's own slots stay anyway, and dead ones are gone; neither must lend its weight to its neighbours.
+        paid = paid.masked_fill(within | ~scene.live, 0.0)
         smooth = torch.nn.functional.max_pool1d(paid.flatten(0, 2), self.kernel, 1, self.kernel // 2)
         return smooth.view_as(paid).masked_fill(within, torch.inf)

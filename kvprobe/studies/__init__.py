@@ -40,6 +40,11 @@ STUDIES = {
             "compaction",
             "Mask or restart? How much of the difference is provenance, how much position, how much delimiters?",
         ),
+        Study("policies", "What does each cache policy cost in quality for the memory that it saves?"),
+        Study(
+            "idle_rebuild",
+            "A compacted session goes idle and its cache is rebuilt from the visible text. Where does it drift?",
+        ),
     )
 }
 

@@ -1,0 +1,266 @@
+"""Reading the sessions: what every run says at every turn, and how far its cache is from the one that was kept.
+
+All runs read the same text, turn by turn, as rows of one batch. A run that is rebuilt before a turn joins them there. At
+each turn the runs are held against each other over the scripted reply, and over the replies that two of them would have
+given themselves. One file per session is kept, so an interrupted collection resumes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.cache import KVCache
+from kvprobe.generate import generate
+from kvprobe.model import Model
+from kvprobe.outcomes import divergence
+from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
+from kvprobe.runs import Run
+from kvprobe.studies.idle_rebuild.config import Config
+from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
+from kvprobe.transcript import Tokens
+
+MEASURED = tuple(range(2, TURNS + 1))
+AFTER = tuple(range(len(SUMMARISED) + 1, TURNS + 1))
+"""The turns after the compaction."""
+CONTROLS = tuple(turn for turn in MEASURED if turn not in AFTER)
+ARMS = ("kept", "compacted", "in_place", *(f"rebuilt{turn}" for turn in MEASURED))
+REFERENCES = ("compacted", "kept", "in_place")
+SPEAKERS = ("compacted", "kept")
+"""Runs whose own replies the others are held against."""
+LISTENERS = ("kept", "compacted", "in_place", "rebuilt")
+EARLY = ("compacted", "rebuilt")
+"""Runs that are asked each question early, too."""
+SHARED = ("system", "summary", *(f"T{turn}" for turn in AFTER))
+"""Segments that a compacted and a rebuilt cache both hold."""
+FAMILIES = ("k", "v")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs whose caches hold as many slots, as rows of one batch."""
+
+    names: tuple[str, ...]
+    cache: KVCache
+
+    def joined(self, name: str, cache: KVCache) -> "Rows":
+        return Rows((*self.names, name), KVCache.join([self.cache, cache]))
+
+    def only(self, *names: str) -> "Rows":
+        return Rows(names, self.cache.rows([self.names.index(name) for name in names]))
+
+
+def collect(model: Model, config: Config, run: Run) -> list[Path]:
+    """One file of tensors per session (see `read_session`), in order."""
+    paths = []
+    for index, session in enumerate(tqdm(sessions()[: config.sessions], desc="Reading sessions", unit="session")):
+        path = run.part(f"session-{index:03d}.safetensors")
+        if not path.is_file():
+            partial = path.with_suffix(".partial")
+            save_file(read_session(model, session, config.continuation), partial)
+            partial.replace(path)
+        paths.append(path)
+    return paths
+
+
+def read_session(model: Model, session: Session, continuation: int) -> dict[str, Tensor]:
+    """All measurements of one session; NaN where a run, turn or token does not exist.
+
+    Returns:
+        Of the scripted replies `kl` (from each of REFERENCES to each of ARMS) and `agrees` (whether both would say the
+        same token next) `[references, arms, turns, tokens]` and `nll` `[arms, turns, tokens]`, for turns 2 to 8.
+        Of the replies that SPEAKERS would give, `own_kl` and `own_agrees` (whether a listener would say that very token)
+        `[speakers, listeners, turns, continuation]`, for turns 4 to 8. Of turns 4 to 8 asked when only so many of the
+        turns after the summary were read, `early_kl` (compacted to rebuilt) `[turns, read, tokens]` and `early_nll`
+        `[arms, turns, read, tokens]`. And `distance` `[families, layers, segments]`, how far K and V of the run that
+        was rebuilt in place are from those of the compacted one, relative to their size.
+    """
+    tokens = conversation(session).tokens(model.tokenizer)
+    found = _Findings(tokens, continuation)
+    runs = [Rows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
+    waiting: dict[int, list[Rows]] = {}
+    for turn in MEASURED:
+        if turn == AFTER[0]:
+            runs, _ = read_on(model, runs, tokens[tokens.span("summary")])
+            runs = _compacted(model, runs)
+        fresh = f"rebuilt{turn}"
+        runs[-1] = runs[-1].joined(fresh, rebuilt(model, tokens, runs[0].only("kept").cache, turn))
+        if turn in AFTER:
+            pair = runs[-1].only("compacted", fresh)
+            for later in range(turn + 1, TURNS + 1):
+                reply = tokens.part(f"reply{later}")
+                exchange = tokens[tokens.span(f"T{later}").start : reply.stop - 1]
+                _, scores = read_on(model, [pair], exchange, logits=reply.stop - reply.start)
+                found.early(later, turn - AFTER[0], scores["compacted"], scores[fresh])
+        asked, _ = read_on(model, runs, question(tokens, turn))
+        if turn in AFTER:
+            others = asked[1].only("compacted", "in_place", fresh)
+            waiting[turn] = [asked[0], replace(others, names=("compacted", "in_place", "rebuilt"))]
+        runs, scores = _answered(model, asked, tokens, turn)
+        if turn in AFTER:
+            found.scripted(turn, scores)
+            found.early(turn, turn - AFTER[0], scores["compacted"], scores[fresh])
+        else:
+            found.scripted(turn, {**scores, "compacted": scores["kept"]})
+    for speaker in SPEAKERS:
+        for turn, own in _own_replies(model, speaker, waiting, tokens, continuation).items():
+            _, scores = read_on(model, waiting[turn], _said(tokens, turn, own), logits=len(own))
+            found.own(turn, speaker, own, scores)
+    distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache)
+    return {name: tensor.contiguous().cpu() for name, tensor in {**found.tensors, "distance": distance}.items()}
+
+
+def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
+    """The cache of a session that went idle before this turn, computed again from what its text shows then.
+
+    Before the compaction the text shows everything; after it, all but the summarised turns.
+    """
+    if turn in AFTER:
+        return model.apply(RestartRebuilt(SUMMARISED), kept)
+    return model.prefill(tokens[: tokens.span(f"T{turn}").start])
+
+
+def question(tokens: Tokens, turn: int) -> Tokens:
+    """The user's message of a turn and the header of the answer, but for the header's last token: that one is read with
+    the answer, whose first token is told from it."""
+    return tokens[tokens.span(f"T{turn}").start : tokens.part(f"reply{turn}").start - 1]
+
+
+def read_on(
+    model: Model, runs: Sequence[Rows], tokens: Tokens, logits: int = 1
+) -> tuple[list[Rows], dict[str, Float[Tensor, "kept vocab"]]]:
+    """Let every run read these tokens where its own cache ends; the logits after the last `logits` of them, by run."""
+    grown, scores = [], {}
+    for rows in runs:
+        placed = [tokens.shifted(position) for position in rows.cache.ledger.following.tolist()]
+        cache, found = model.extend(rows.cache, placed, logits=logits)
+        grown.append(replace(rows, cache=cache))
+        scores |= dict(zip(rows.names, found, strict=True))
+    return grown, scores
+
+
+def relative_distance(cache: KVCache, reference: KVCache) -> Float[Tensor, "families layers segments"]:
+    """‖difference‖ / ‖reference‖ of K and of V over the slots of each shared segment, which stand at equal positions."""
+    if not torch.equal(cache.ledger.origins, reference.ledger.origins):
+        raise ValueError("Keys can be compared only where both caches computed them at the same positions.")
+    places = [reference.ledger.in_segments([segment])[0] for segment in SHARED]
+
+    def relative(one: Tensor, other: Tensor) -> Tensor:
+        pairs = [(one[0][:, place].float(), other[0][:, place].float()) for place in places]
+        return torch.stack([(mine - theirs).norm() / theirs.norm() for mine, theirs in pairs])
+
+    return torch.stack(
+        [
+            torch.stack([relative(*pair) for pair in zip(mine, theirs, strict=True)])
+            for mine, theirs in ((cache.keys, reference.keys), (cache.values, reference.values))
+        ]
+    )
+
+
+def _compacted(model: Model, runs: Sequence[Rows]) -> list[Rows]:
+    """The runs after the summary: `kept` goes on as it is, and what is compacted has lost the summarised turns."""
+    kept = runs[0].only("kept")
+    controls = runs[0].only(*(f"rebuilt{turn}" for turn in CONTROLS))
+    names = ("compacted", "in_place", *controls.names)
+    caches = [
+        model.apply(MaskSpans(SUMMARISED), kept.cache),
+        model.apply(RestartInPlace(SUMMARISED), kept.cache),
+        model.apply(MaskSpans(SUMMARISED), controls.cache),
+    ]
+    return [kept, Rows(names, KVCache.join(caches))]
+
+
+def _answered(
+    model: Model, runs: Sequence[Rows], tokens: Tokens, turn: int
+) -> tuple[list[Rows], dict[str, Float[Tensor, "reply vocab"]]]:
+    """Let the runs, who have read the question, read the scripted reply; the logits that each of its tokens met."""
+    reply = tokens.part(f"reply{turn}")
+    rest = tokens[reply.start - 1 : tokens.span(f"T{turn}").stop]
+    runs, scores = read_on(model, runs, rest, logits=len(rest))
+    return runs, {name: found[: reply.stop - reply.start] for name, found in scores.items()}
+
+
+def _own_replies(
+    model: Model, speaker: str, waiting: dict[int, list[Rows]], tokens: Tokens, continuation: int
+) -> dict[int, tuple[int, ...]]:
+    """What this run, greedily, would reply itself at each turn whose question it has read; turns are rows of one batch."""
+    past = KVCache.join(
+        [rows.only(speaker).cache for group in waiting.values() for rows in group if speaker in rows.names]
+    )
+    headers = [_said(tokens, turn, ()) for turn in waiting]
+    prompts = [row.shifted(start) for row, start in zip(headers, past.ledger.following.tolist(), strict=True)]
+    said = generate(model.lanes, prompts, past, max_new_tokens=continuation).tokens
+    return dict(zip(waiting, said, strict=True))
+
+
+def _said(tokens: Tokens, turn: int, reply: Sequence[int]) -> Tokens:
+    """What is read after a question to learn of each of these tokens: the header's last, and all of them but the last."""
+    header = tokens.part(f"reply{turn}").start - 1
+    last = tokens[header : header + 1]
+    return last + Tokens.of(reply[:-1], "own", last.following)
+
+
+class _Findings:
+    """The tensors that `read_session` returns, filled in turn by turn."""
+
+    def __init__(self, tokens: Tokens, continuation: int) -> None:
+        self._replies = {turn: list(tokens.ids[tokens.part(f"reply{turn}")]) for turn in MEASURED}
+        longest = max(map(len, self._replies.values()))
+        early = (len(AFTER), len(AFTER), longest)
+        shapes = {
+            "kl": (len(REFERENCES), len(ARMS), len(MEASURED), longest),
+            "agrees": (len(REFERENCES), len(ARMS), len(MEASURED), longest),
+            "nll": (len(ARMS), len(MEASURED), longest),
+            "own_kl": (len(SPEAKERS), len(LISTENERS), len(AFTER), continuation),
+            "own_agrees": (len(SPEAKERS), len(LISTENERS), len(AFTER), continuation),
+            "early_kl": early,
+            "early_nll": (len(EARLY), *early),
+        }
+        self.tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+
+    def scripted(self, turn: int, scores: dict[str, Float[Tensor, "reply vocab"]]) -> None:
+        """What the runs say of a turn's scripted reply."""
+        reply, column = self._replies[turn], MEASURED.index(turn)
+        for name, logits in scores.items():
+            arm = ARMS.index(name)
+            self.tensors["nll"][arm, column, : len(reply)] = _surprise(logits, reply)
+            for index, reference in enumerate(REFERENCES):
+                if reference in scores:
+                    kl, agrees = divergence(scores[reference], logits)
+                    self.tensors["kl"][index, arm, column, : len(reply)] = kl
+                    self.tensors["agrees"][index, arm, column, : len(reply)] = agrees.float()
+
+    def own(
+        self, turn: int, speaker: str, reply: Sequence[int], scores: dict[str, Float[Tensor, "reply vocab"]]
+    ) -> None:
+        """What the listeners say of a reply that the speaker would have given."""
+        said = torch.tensor(reply, device=scores[speaker].device)
+        for index, listener in enumerate(LISTENERS):
+            place = (SPEAKERS.index(speaker), index, AFTER.index(turn), slice(len(reply)))
+            self.tensors["own_kl"][place] = divergence(scores[speaker], scores[listener])[0]
+            self.tensors["own_agrees"][place] = (scores[listener].argmax(-1) == said).float()
+
+    def early(
+        self,
+        turn: int,
+        read: int,
+        compacted: Float[Tensor, "reply vocab"],
+        rebuilt: Float[Tensor, "reply vocab"],
+    ) -> None:
+        """What two runs say of a turn's scripted reply when they have read so many turns after the summary."""
+        reply = self._replies[turn]
+        place = (AFTER.index(turn), read, slice(len(reply)))
+        self.tensors["early_kl"][place] = divergence(compacted, rebuilt)[0]
+        for arm, logits in enumerate((compacted, rebuilt)):
+            self.tensors["early_nll"][arm][place] = _surprise(logits, reply)
+
+
+def _surprise(logits: Float[Tensor, "reply vocab"], reply: Sequence[int]) -> Float[Tensor, "reply"]:
+    """Negative log-probability of each token of the reply, in nats."""
+    ids: Int[Tensor, "reply 1"] = torch.tensor(reply, device=logits.device)[:, None]
+    return -logits.float().log_softmax(-1).gather(1, ids)[:, 0]

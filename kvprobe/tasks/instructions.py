@@ -1,0 +1,161 @@
+"""Conversations whose system prompt gives four instructions and one of whose turns holds a code, to be asked for later.
+
+Instructions, needles (sentences with a code) and the questions about both are hand-written; the small talk between them
+comes from the contexts of `kvprobe.tasks.passcode`. What is drawn is independent of the model, but for its tokenizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import yaml
+
+from kvprobe.tasks.passcode import Context, contexts, draw_codes
+from kvprobe.transcript import Message, Part, Tokenizer, Transcript
+
+PLACES, VALUES = 4, 8
+"""Instructions in a system prompt, and values that each may be given."""
+
+INTRODUCTION = "You are a friendly assistant. Please keep to the following."
+DEPTHS = (0.2, 0.8)
+"""Between these shares of the conversation the code is to stand."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A rule for the assistant; `text` holds `{value}` once, and `lead` begins the reply whose next word is the value."""
+
+    id: str
+    text: str
+    values: tuple[str, ...]
+    query: str
+    lead: str
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A user's sentence that holds `{code}` once, the question for it, and the reply up to the code."""
+
+    text: str
+    question: str
+    lead: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one conversation says.
+
+    Attributes:
+        instructions: in the order of the system prompt, with the value that each is given.
+        needle: with its code.
+        fillers: contexts whose small talk surrounds it, in order; as many of them as the length asks for.
+        depth: at which share of the conversation the code is wanted.
+    """
+
+    instructions: tuple[tuple[Instruction, str], ...]
+    needle: Needle
+    code: str
+    fillers: tuple[Context, ...]
+    depth: float
+
+
+@cache
+def instructions() -> tuple[Instruction, ...]:
+    """All instructions that ship with kvprobe."""
+    entries = _entries()["instructions"]
+    return tuple(Instruction(**{**entry, "values": tuple(entry["values"])}) for entry in entries)
+
+
+@cache
+def needles() -> tuple[Needle, ...]:
+    """All needles that ship with kvprobe."""
+    return tuple(
+        Needle(**{field.name: entry[field.name] for field in fields(Needle)}) for entry in _entries()["needles"]
+    )
+
+
+def draw(rng: np.random.Generator, tokenizer: Tokenizer) -> Given:
+    """Instructions with their values, a needle with its code, small talk and a depth, all independent and uniform."""
+    pool, talk = tellable(tokenizer), contexts()
+    if len(pool) < PLACES:
+        raise ValueError(
+            f"This tokenizer tells the values of only {len(pool)} instructions apart by their first tokens; {PLACES} are "
+            f"needed."
+        )
+    chosen = rng.choice(len(pool), PLACES, replace=False)
+    return Given(
+        instructions=tuple((pool[index], str(rng.choice(pool[index].values))) for index in chosen),
+        needle=needles()[rng.integers(len(needles()))],
+        code=draw_codes(1, rng, tokenizer)[0],
+        fillers=tuple(talk[index] for index in rng.permutation(len(talk))),
+        depth=float(rng.uniform(*DEPTHS)),
+    )
+
+
+def tellable(tokenizer: Tokenizer) -> tuple[Instruction, ...]:
+    """The instructions whose values begin with different tokens."""
+
+    def first(value: str) -> int:
+        return tokenizer(" " + value, add_special_tokens=False)["input_ids"][0]
+
+    return tuple(each for each in instructions() if len(set(map(first, each.values))) == len(each.values))
+
+
+def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
+    """The conversation, as near to `length` tokens as whole exchanges come, ending with the assistant's turn.
+
+    Segments: `system`, `chat1`, `chat2` …, and `needle`, an exchange whose user turn ends with the needle; the parts
+    `instruction1` to `instruction4` and `code` are named.
+
+    Raises:
+        ValueError: there is not enough small talk for the length.
+    """
+    every = _laid_out(given, given.fillers, None).tokens(tokenizer)
+    system, *sizes = [every.segments.count(name) for name in every.names]
+    needle = len(
+        tokenizer(" " + given.needle.text.replace("{code}", given.code), add_special_tokens=False)["input_ids"]
+    )
+    ends = list(accumulate(sizes, initial=system))
+    lengths = [end + needle for end in ends[1:]]
+    if length > lengths[-1]:
+        raise ValueError(f"There is small talk for conversations of {lengths[-1]} tokens; {length} were asked for.")
+    count = 1 + min(range(len(lengths)), key=lambda index: abs(lengths[index] - length))
+    # The code stands near the middle of its exchange: the user's text is before it, the assistant's after it.
+    middles = [ends[index] + (sizes[index] + needle) / 2 for index in range(count)]
+    wanted = given.depth * lengths[count - 1]
+    place = min(range(count), key=lambda index: abs(middles[index] - wanted))
+    return _laid_out(given, given.fillers[:count], place)
+
+
+def asked(chat: Transcript, question: str, lead: str, answer: str) -> Transcript:
+    """The conversation's last exchange, and a question with its reply as the segment `question`; the part `answer`
+    follows the lead."""
+    asking = Message("user", (Part(question),), "question")
+    reply = Message("assistant", (Part(lead + " "), Part(answer, "answer")), "question")
+    return replace(chat, messages=(*chat.messages[-2:], asking, reply))
+
+
+def _laid_out(given: Given, fillers: Sequence[Context], place: int | None) -> Transcript:
+    """These exchanges after the system prompt, the needle in the one at `place`."""
+    rules: list[Any] = [INTRODUCTION]
+    for number, (instruction, value) in enumerate(given.instructions, start=1):
+        rules += [" ", {"text": instruction.text.replace("{value}", value), "name": f"instruction{number}"}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": rules}]
+    names = ["system"]
+    for index, filler in enumerate(fillers):
+        said: Any = filler.chat_user
+        if index == place:
+            before, after = given.needle.text.split("{code}")
+            said = [f"{filler.chat_user} {before}", {"text": given.code, "name": "code"}, after]
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": filler.chat_assistant}]
+        names += ["needle" if index == place else f"chat{index + 1}"] * 2
+    return Transcript.from_messages(messages, names)
+
+
+@cache
+def _entries() -> dict[str, Any]:
+    return yaml.safe_load(resources.files("kvprobe.tasks").joinpath("instructions.yaml").read_text(encoding="utf-8"))

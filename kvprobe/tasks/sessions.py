@@ -1,0 +1,65 @@
+"""Scripted sessions that are summarised after their third turn and go on for five more.
+
+Sixteen hand-written sessions of eight turns differ in topic, people and phrasing. Turn 4 opens a new matter; turns 5 to 8
+ask back for what was said in turns 1 to 3, some of which stands in the summary and some of which does not. Each becomes a
+conversation of the segments system, T1, T2, T3, summary, T4 … T8. Protocol of seed 003's setups A and B.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from kvprobe.transcript import Transcript
+
+TURNS = 8
+SUMMARISED = ("T1", "T2", "T3")
+"""The turns that the summary stands for; it comes right after the last of them."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user says, and the scripted reply."""
+
+    user: str
+    assistant: str
+
+
+@dataclass(frozen=True)
+class Session:
+    """One hand-written session."""
+
+    id: str
+    system: str
+    turns: tuple[Turn, ...]
+    summary_request: str
+    summary: str
+
+    def __post_init__(self) -> None:
+        if len(self.turns) != TURNS:
+            raise ValueError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
+
+
+@cache
+def sessions() -> tuple[Session, ...]:
+    """All sessions that ship with kvprobe."""
+    text = resources.files("kvprobe.tasks").joinpath("sessions.yaml").read_text(encoding="utf-8")
+    return tuple(
+        Session(**{**entry, "turns": tuple(Turn(**turn) for turn in entry["turns"])}) for entry in yaml.safe_load(text)
+    )
+
+
+def conversation(session: Session) -> Transcript:
+    """The whole session; the assistant's words in turn 5, say, are the part `reply5`."""
+    messages: list[dict[str, object]] = [{"role": "system", "content": session.system}]
+    names = ["system"]
+    for number, turn in enumerate(session.turns, start=1):
+        messages.append({"role": "user", "content": turn.user})
+        messages.append({"role": "assistant", "content": [{"text": turn.assistant, "name": f"reply{number}"}]})
+        names += [f"T{number}"] * 2
+        if number == len(SUMMARISED):
+            messages.append({"role": "user", "content": session.summary_request})
+            messages.append({"role": "assistant", "content": session.summary})
+            names += ["summary"] * 2
+    return Transcript.from_messages(messages, names)
