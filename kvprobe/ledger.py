@@ -144,7 +144,7 @@ class Ledger:
             return live.expand(layers, -1, heads, -1)
 
         joined = {name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in COLUMNS}
-        joined["segments"] = torch.cat([self.segments, other._numbered(names)], 1)
+        joined["segments"] = torch.cat([self.segments, other.numbered(names)], 1)
         live = torch.cat([wide(self.live), wide(other.live)], 3)
         return replace(self, **joined, live=live, following=other.following, names=names)
 
@@ -163,7 +163,7 @@ class Ledger:
         layers = max(ledger.live.shape[0] for ledger in ledgers)
         heads = max(ledger.live.shape[2] for ledger in ledgers)
         joined = {name: torch.cat([getattr(ledger, name) for ledger in ledgers]) for name in COLUMNS}
-        joined["segments"] = torch.cat([ledger._numbered(names) for ledger in ledgers])
+        joined["segments"] = torch.cat([ledger.numbered(names) for ledger in ledgers])
         return Ledger(
             **joined,
             live=torch.cat([ledger.live.expand(layers, -1, heads, -1) for ledger in ledgers], 1),
@@ -172,7 +172,7 @@ class Ledger:
             grain=next(iter(grains), None),
         )
 
-    def _numbered(self, names: tuple[str, ...]) -> Int[Tensor, "batch slots"]:
+    def numbered(self, names: tuple[str, ...]) -> Int[Tensor, "batch slots"]:
         """Segments as indices into other names, which hold all of this ledger's."""
         # One entry more than there are names: the last is where PADDING (-1) lands.
         renumber = torch.tensor([names.index(name) for name in self.names] + [PADDING], device=self.segments.device)

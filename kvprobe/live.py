@@ -172,17 +172,21 @@ def _computed_again(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> S
         change = _first_change(before, ledger, row)
         rows.append(replace(tokens, recomputed=tuple(old or at >= change for at, old in enumerate(tokens.recomputed))))
     cache, _ = extend(lanes, None, rows, lane)
-    return Scene(cache, None, scene.samples)
+    # Segments that went keep their names, as in a cache that was masked.
+    again = replace(cache.ledger, segments=cache.ledger.numbered(ledger.names), names=ledger.names)
+    return Scene(replace(cache, ledger=again), None, scene.samples)
 
 
 def _first_change(before: Ledger, after: Ledger, row: int) -> int:
-    """How many of a row's live slots, from the first on, are those that stood there before."""
+    """How many of a row's live slots, from the first on, are those that stood there before, with nothing missing
+    between them: not now, and not from an earlier eviction."""
     was, now = (
         torch.stack([ledger.origins[row, ledger.kept[row]], ledger.tokens[row, ledger.kept[row]]])
         for ledger in (before, after)
     )
     shorter = min(was.shape[1], now.shape[1])
-    same = (was[:, :shorter] == now[:, :shorter]).all(0)
+    whole = was[0, :shorter] == torch.arange(shorter, device=was.device)
+    same = (was[:, :shorter] == now[:, :shorter]).all(0) & whole
     return int(same.long().cumprod(0).sum())
 
 

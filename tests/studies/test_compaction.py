@@ -28,7 +28,7 @@ from kvprobe.studies.compaction.arms import (
 )
 from kvprobe.studies.compaction.collect import CALIBRATION, CONDITIONS, irrelevant, read_context
 from kvprobe.studies.compaction.config import Config
-from kvprobe.studies.compaction.narrative import answer_code, answer_distance, answer_factors
+from kvprobe.studies.compaction.narrative import answer_code, answer_distance, answer_factors, answer_questions
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
 
@@ -232,13 +232,30 @@ def of(mean: float) -> dict[str, float]:
     return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
 
 
-def metrics_with(gap: float = 0.0, paired: float = 0.0, margin: float = 0.0, **effects: float) -> dict[str, Any]:
-    arm = {"kl": of(0.3)}
+def metrics_with(
+    gap: float = 0.0,
+    paired: float = 0.0,
+    margin: float = 0.0,
+    right: float = 0.0,
+    beyond: float = 0.0,
+    **effects: float,
+) -> dict[str, Any]:
+    arm = {"kl": of(0.3), "right_summary": of(0.3)}
     return {
         "arms": {MASK.name: arm, RESTART.name: arm},
-        "mask_minus_restart": {"kl": of(gap), "leak": of(0.0), "paired": of(paired), "margin": of(margin)},
+        "mask_minus_restart": {
+            "kl": of(gap),
+            "leak": of(0.0),
+            "paired": of(paired),
+            "margin": of(margin),
+            "right_summary": of(right),
+        },
+        "calibration": {
+            "right_summary_beyond_calibration": of(beyond),
+            "right_summary_masked_minus_restarted": of(0.0),
+        },
         "effects": {"kl": {name: of(effects.get(name, 0.0)) for name in ("provenance", "law", "delimiters")}},
-        "full": {"reply_tokens": 30.0, "margin": of(20.0)},
+        "full": {"reply_tokens": 30.0, "margin": of(20.0), "right_summary": of(0.5)},
     }
 
 
@@ -258,9 +275,24 @@ def test_the_sentence_on_factors_follows_each_interval():
 
 
 @pytest.mark.parametrize(
+    ("right", "beyond", "said", "reason"),
+    [
+        (-0.2, -0.2, "masking answers fewer than restarting", "was computed while what it sums up was in view"),
+        (-0.2, 0.0, "masking answers fewer than restarting", "not told from what it does when unrelated text"),
+        (0.2, 0.2, "restarting answers fewer than masking", "was computed while what it sums up was in view"),
+        (0.0, -0.2, "answer about as many", ""),
+    ],
+)
+def test_the_sentence_on_answers_follows_the_intervals(right: float, beyond: float, said: str, reason: str):
+    sentence = answer_questions(metrics_with(right=right, beyond=beyond))
+    assert said in sentence
+    assert reason in sentence
+
+
+@pytest.mark.parametrize(
     ("paired", "margin", "inside", "used"),
     [
-        (0.2, 0.2, "and reads more centred", "the model uses it"),
+        (0.2, 0.2, "and reads more centred", "the model uses some of it"),
         (0.0, 0.0, "and reads no more centred", "was not found to use it"),
         (0.0, -0.2, "and reads no more centred", "is turned away from it"),
     ],

@@ -225,6 +225,10 @@ def _calibration(collected: Collected, of: Any) -> dict[str, Any]:
         "between_beyond_calibration": of(between[:, 0] - between[:, 1]),
         "right_summary_masked": of(right[:, masked]),
         "right_summary_restarted": of(right[:, restarted]),
+        "right_summary_masked_minus_restarted": of(right[:, masked] - right[:, restarted]),
+        "right_summary_beyond_calibration": of(
+            right[:, own[0]] - right[:, own[1]] - right[:, masked] + right[:, restarted]
+        ),
     }
 
 

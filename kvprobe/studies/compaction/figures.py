@@ -11,7 +11,7 @@ from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS
 
 COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}
-SHOWN = ("kl", "agreement", "margin", "paired", "prefix_summary", "prefix_hidden")
+SHOWN = ("kl", "agreement", "right_summary", "margin", "paired", "prefix_hidden")
 EFFECT_NAMES = {
     "provenance": "provenance: retained − recomputed",
     "law": "positions: gapped − contiguous",
@@ -35,6 +35,7 @@ def by_arm(metrics: dict[str, Any]) -> Any:
         "kl": (metrics["calibration"]["kl_masked"]["mean"], "irrelevant block, masked"),
         "margin": (0.0, "no knowledge of the code"),
         "paired": (metrics["chance"], "chance"),
+        "right_summary": (metrics["full"]["right_summary"]["mean"], "full context"),
     }
     with styled():
         figure, grid = plt.subplots(2, 3, figsize=(11, 5.4), sharey=True)

@@ -38,7 +38,9 @@ def narrate(
     return Report(
         title=f"Mask or restart: {model.name}",
         question=QUESTION,
-        answer=" ".join([answer_distance(metrics), answer_factors(metrics), answer_code(metrics)]),
+        answer=" ".join(
+            [answer_distance(metrics), answer_factors(metrics), answer_questions(metrics), answer_code(metrics)]
+        ),
         sections=[
             _conversation_section(model, config),
             _arms_section(metrics),
@@ -92,17 +94,42 @@ def answer_factors(metrics: Mapping[str, Any]) -> str:
     return "Taken apart over all eight arms, " + "; ".join(parts[:-1]) + f"; and {parts[-1]}."
 
 
+def answer_questions(metrics: Mapping[str, Any]) -> str:
+    """Whether masking or restarting answers more questions whose answer stands in the summary, and whether that is more
+    than masking does whatever it masks."""
+    gap = estimate_of(metrics["mask_minus_restart"]["right_summary"])
+    mask, restart = (estimate_of(metrics["arms"][arm.name]["right_summary"]) for arm in (MASK, RESTART))
+    beyond = estimate_of(metrics["calibration"]["right_summary_beyond_calibration"])
+    other = estimate_of(metrics["calibration"]["right_summary_masked_minus_restarted"])
+    told = (
+        f"{percent(mask)} right after masking, {percent(restart)} after restarting, {percent(estimate_of(metrics['full']['right_summary']))} "
+        f"with the full context"
+    )
+    if gap.low <= 0 <= gap.high:
+        return f"Of questions whose answer stands in the summary, masking and restarting answer about as many ({told})."
+    worse, better = ("masking", "restarting") if gap.high < 0 else ("restarting", "masking")
+    sentence = f"Of questions whose answer stands in the summary, {worse} answers fewer than {better} ({told})"
+    if beyond.low <= 0 <= beyond.high:
+        return f"{sentence}; that is not told from what it does when unrelated text is masked ({points(other)})."
+    return (
+        f"{sentence}. It is not what masking does to any text: when unrelated text of equal length is masked, the difference is "
+        f"{points(other)}, so what matters is that the summary was computed while what it sums up was in view."
+    )
+
+
 def answer_code(metrics: Mapping[str, Any]) -> str:
     """Whether the hidden code is read and used."""
     leak, paired, gain = (estimate_of(metrics["mask_minus_restart"][name]) for name in ("leak", "paired", "margin"))
     read = "reads more" if leak.low > 0 else "reads no more"
     inside = "reads more" if paired.low > 0 else "reads no more"
-    used = "uses it" if gain.low > 0 else "is turned away from it" if gain.high < 0 else "was not found to use it"
+    used = (
+        "uses some of it" if gain.low > 0 else "is turned away from it" if gain.high < 0 else "was not found to use it"
+    )
     share = gain.mean / metrics["full"]["margin"]["mean"]
     return (
         f"Of a random number in the hidden turns, a probe {read} after masking than after restarting in conversations that it "
         f"never saw ({points(leak)}), and {inside} centred on other numbers of the same conversation ({points(paired)}); the "
-        f"model {used} (margin of the true code {signed(gain)} nats, {share:.1%} of what the full context gives)."
+        f"model {used} (margin of the true code {signed(gain)} nats, {share:.2%} of what the full context gives)."
     )
 
 
@@ -182,7 +209,7 @@ def _arms_section(metrics: Mapping[str, Any]) -> Section:
 
 def _effects_section(metrics: Mapping[str, Any]) -> Section:
     names = [" × ".join(factors) for factors in CONTRASTS]
-    shown = ("kl", "agreement", "margin", "paired", "prefix_summary", "prefix_hidden")
+    shown = ("kl", "agreement", "right_summary", "prefix_summary", "prefix_hidden", "margin", "paired")
     rows = [[name, *(_written(o, metrics["effects"][o][name], difference=True) for o in shown)] for name in names]
     return Section(
         title="How much is provenance, how much position, how much delimiters",
@@ -284,6 +311,10 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
             f"{signed(beyond)}, {verdict}.",
             f"From the restarted to the masked arm, on the same tokens, KL is {plain(estimate_of(calibration['between']), 3)} "
             f"nats with the true hidden turns and {plain(estimate_of(calibration['between_irrelevant']), 3)} with unrelated ones.",
+            f"The same calibration for right answers in the summary: {percent(estimate_of(calibration['right_summary_masked']))} after masking "
+            f"unrelated text and {percent(estimate_of(calibration['right_summary_restarted']))} after restarting without it, a difference of "
+            f"{points(estimate_of(calibration['right_summary_masked_minus_restarted']))}; the arms above differ by more than that by "
+            f"{points(estimate_of(calibration['right_summary_beyond_calibration']))}.",
             f"Ceiling: with the full context the model answers {percent(estimate_of(metrics['full']['right_summary']))} of the "
             f"questions on the summary and {percent(estimate_of(metrics['full']['right_hidden']))} of those on the hidden turns "
             "with the right words; where that is low, the arms cannot be told apart by right answers.",

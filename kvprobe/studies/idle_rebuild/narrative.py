@@ -54,6 +54,7 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
 
 
 def few_sessions_warning(sessions: int) -> str:
+    """What to think of intervals over so few sessions."""
     return (
         f"Only {sessions} sessions were read. Intervals that resample so few are narrower than they should be, and what they "
         f"exclude is not excluded. Run with at least {_FEW}."

@@ -61,7 +61,7 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
 
 
 SINGLE_CONTEXT_WARNING = (
-    "All samples share one conversation, as in most published probes. The accuracy below tells codes apart within "
+    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below tells codes apart within "
     "this one template; a probe may do so by features that exist in no other conversation. It does not say that "
     "the number can be read from a conversation that the probe has not seen. Run with more contexts for that."
 )

@@ -230,7 +230,8 @@ def _conversation_section(metrics: Mapping[str, Any], config: Config, model: Mod
             f"Code: the user asks “{given.needle.question}” and the reply begins “{given.needle.lead}”. Share of the code's "
             "tokens that are the likeliest ones, the true ones before them given.",
             f"Instructions, four times, as: “{instruction.query}”, the reply begins “{instruction.lead}”. It is followed if "
-            f"of the {len(instruction.values)} values that it might have named the true one, here “{value}”, begins with the likeliest token.",
+            f"of the {len(instruction.values)} values that it might have named the true one, here “{value}”, gains most over what the model "
+            "gives its first token with nothing before the question.",
             "Memory: bytes of the slots that each head keeps, as a share of the full cache's, both at 16 bits a number; "
             "of quantised slots their codes, scales and minima.",
         ],
@@ -415,8 +416,8 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         f"Quantised numbers are rounded to their codes and read back; groups of 32, the last {TAIL} slots at full precision, which "
         "short conversations feel: at more tokens quantisation takes less memory than here.",
         "Hand-written English sentences in conversations of one length; a code is a digit string and stands once.",
-        "An instruction counts as followed by its first token among eight, so a model that likes some words better than "
-        "others may know an instruction and not follow it; the margins in samples.parquet show that.",
+        "An instruction counts as followed by the first token of its value among eight, each held against what the model gives "
+        "it anyway; that the model would say it of its own accord is not claimed.",
     ]
     windows = [window for window in model.geometry.windows if window is not None]
     if windows:
