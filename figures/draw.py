@@ -1,4 +1,4 @@
-"""Draw the gallery from the default leakage run (which is run first if it has not been).
+"""Draw the gallery from the default runs (each of which is run first if it has not been).
 
 make figures
 """
@@ -7,21 +7,43 @@ from pathlib import Path
 
 import matplotlib
 
+import kvprobe.studies.compaction.study as compaction
+import kvprobe.studies.idle_rebuild.study as idle_rebuild
+import kvprobe.studies.leakage.study as leakage
+import kvprobe.studies.policies.study as policies
 from kvprobe.plots import save
-from kvprobe.studies.leakage.config import Config
+from kvprobe.runs import Run
+from kvprobe.studies.compaction.config import Config as CompactionConfig
+from kvprobe.studies.compaction.figures import by_arm, dangling
+from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
+from kvprobe.studies.leakage.config import Config as LeakageConfig
 from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
-from kvprobe.studies.leakage.study import run
+from kvprobe.studies.policies.config import Config as PoliciesConfig
 
 GALLERY = Path(__file__).resolve().parent
+RUNS = GALLERY.parent / "runs"
 
 
 def main() -> None:
     matplotlib.use("Agg")
-    finished = run(Config(), GALLERY.parent / "runs")
+    finished = leakage.run(LeakageConfig(), RUNS)
     probes, metrics = finished.df("probes"), finished.metrics
     probes = probes[probes["read"] == "mean"]
     save(accuracy_by_layer(probes, metrics["chance"], ["v"]), GALLERY / "leakage")
     save(heatmap(probes, metrics), GALLERY / "leakage_by_segment")
+
+    finished = compaction.run(CompactionConfig(), RUNS)
+    save(by_arm(finished.metrics), GALLERY / "mask_or_restart")
+    save(dangling(finished.metrics["dangling"]), GALLERY / "dangling_attention")
+
+    copy(idle_rebuild.run(IdleConfig(), RUNS), "drift_by_layer", "rebuilt_cache")
+    copy(policies.run(PoliciesConfig(), RUNS), "quality_by_memory", "policies")
+
+
+def copy(run: Run, figure: str, name: str) -> None:
+    """Take a figure into the gallery as the run has drawn it."""
+    for suffix in (".png", ".svg"):
+        (GALLERY / f"{name}{suffix}").write_bytes((run.path / "figures" / f"{figure}{suffix}").read_bytes())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Config:
     """
 
     model: str = "smollm2-135m"
-    samples: int = 24
+    samples: int = 12
     length: int = 512
     budgets: str = "5,10,20,30,50,75,100"
     seed: int = 0
