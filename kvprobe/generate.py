@@ -29,7 +29,7 @@ class Generation:
         stopped: whether a stop token ended the row (else it reached `max_new_tokens`).
         texts: decoded text without control tokens; empty without a tokenizer.
         cache: every slot that was read and kept; the last generated token of a row is not among them.
-        trace: what was kept after each act of the policy; empty without one.
+        trace: what was kept at each step, after the policy acted if it was due; empty without one.
     """
 
     tokens: tuple[tuple[int, ...], ...]

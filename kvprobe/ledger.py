@@ -150,8 +150,13 @@ class Ledger:
 
     def padded(self, slots: int) -> "Ledger":
         """The ledger with padding at its end, so that it has this many slots."""
-        index = torch.arange(slots, device=self.tokens.device).expand(self.batch, -1)
-        return self.take(index.clamp(max=self.slots - 1), index >= self.slots)
+
+        def longer(tensor: Tensor, value: int = 0) -> Tensor:
+            return torch.nn.functional.pad(tensor, (0, slots - self.slots), value=value)
+
+        blank = {"segments": PADDING, "quantised": -1}
+        columns = {name: longer(getattr(self, name), blank.get(name, 0)) for name in COLUMNS}
+        return replace(self, **columns, live=longer(self.live))
 
     @staticmethod
     def join(ledgers: "Sequence[Ledger]") -> "Ledger":

@@ -1,6 +1,6 @@
 """Policies at work on a model: reading under a policy, watching attention for it, computing again what it restarts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -107,14 +107,24 @@ def read(
     return Scene(cache, samples=past and past.samples), scores
 
 
-def apply(lanes: Lanes, policy: Policy, scene: Scene, step: int = 0, lane: Lane | Literal["auto"] = "auto") -> Scene:
+def apply(
+    lanes: Lanes,
+    policy: Policy,
+    scene: Scene,
+    step: int = 0,
+    lane: Lane | Literal["auto"] = "auto",
+    parts: Iterable[Policy] | None = None,
+) -> Scene:
     """Let the parts of a policy act that are due after `step` generated tokens (at a cut: 0, when all are).
+
+    Args:
+        parts: or, let these act.
 
     Raises:
         ValueError: see `Policy.act`; or the model's keys cannot be turned, or a cache is to be computed again of which
             layers or heads keep different slots.
     """
-    for part in acting(policy, step):
+    for part in acting(policy, step) if parts is None else parts:
         if part.law == "contiguous" and part.provenance == "retained":
             _ = lanes.rotaries  # refuses learned positions before anything is done
         if isinstance(part, PruneToolResults) and part.placeholder is not None:
@@ -135,7 +145,8 @@ def read_in_chunks(
     lane: Lane | Literal["auto"] = "auto",
     samples: tuple[int, ...] | None = None,
 ) -> tuple[Scene, Float[Tensor, "batch kept vocab"]]:
-    """Read tokens `chunk` at a time, the policy acting after each: a stream that never fits into the cache whole.
+    """Read tokens `chunk` at a time, the policy acting after each: a stream that never fits into the cache whole. Policies
+    that act after the prompt only wait for its end.
 
     Raises:
         ValueError: rows of unequal length, which would not end together.
@@ -144,18 +155,22 @@ def read_in_chunks(
         raise ValueError(f"chunk is {chunk}; read at least 1 token at a time.")
     if len({len(row) for row in tokens}) != 1:
         raise ValueError("Reading in chunks needs rows of equal length; read them one by one.")
-    scene, scores = read(lanes, None, [row[:chunk] for row in tokens], policy, lane)
-    scene = apply(lanes, policy, replace(scene, samples=samples), lane=lane)
-    for start in range(chunk, len(tokens[0]), chunk):
-        # A policy that closes gaps has moved what comes next.
-        following = scene.cache.ledger.following.tolist()
-        pieces = [
-            row[start : start + chunk].shifted(position + row.positions[start] - row[:start].following)
-            for row, position in zip(tokens, following, strict=True)
-        ]
+    scene: Scene | None = None
+    for start in range(0, len(tokens[0]), chunk):
+        pieces = [row[start : start + chunk] for row in tokens]
+        if scene is not None:
+            # A policy that closes gaps has moved what comes next.
+            following = scene.cache.ledger.following.tolist()
+            pieces = [
+                piece.shifted(position + row.positions[start] - row[:start].following)
+                for piece, row, position in zip(pieces, tokens, following, strict=True)
+            ]
         scene, scores = read(lanes, scene, pieces, policy, lane)
-        scene = apply(lanes, policy, scene, lane=lane)
-    return scene, scores
+        scene = replace(scene, samples=samples)
+        if start + chunk >= len(tokens[0]):
+            return apply(lanes, policy, scene, lane=lane), scores
+        scene = apply(lanes, policy, scene, lane=lane, parts=[part for part in policy.parts if part.every is not None])
+    raise ValueError("There is nothing to read: give at least one token for each row.")
 
 
 def _computed_again(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene:

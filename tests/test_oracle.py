@@ -158,7 +158,9 @@ class Play:
         made: dict[str, Callable[[], Policy]] = {
             "window": lambda: SlidingWindow(count, law=law),
             "sinks": lambda: SinkWindow(rng.randint(0, 2), count, law=law),
-            "random": lambda: RandomEviction(count, rng.randint(0, 9), per_head=rng.random() < 0.5, law=law),
+            "random": lambda: RandomEviction(
+                count, rng.randint(0, 9), per_head=rng.random() < 0.5, law=law, every=None
+            ),
             "H2O": lambda: H2O(count, law=law),
             "TOVA": lambda: TOVA(count, law=law),
             "SnapKV": lambda: SnapKV(max(4, count), window=rng.randint(1, 4), kernel=rng.choice([1, 3]), law=law),

@@ -20,6 +20,10 @@ class Rebudgeted(Scored):
     every: int | None = field(init=False, repr=False, default=1)
 
     def __post_init__(self) -> None:
+        if isinstance(self.policy, Rebudgeted):
+            raise ValueError(
+                f"{type(self).__name__} would not heed the shares of {self.policy}; give it the policy inside that one."
+            )
         for name in ("law", "provenance", "every"):
             object.__setattr__(self, name, getattr(self.policy, name))
         super().__post_init__()
@@ -53,9 +57,10 @@ class LayerBudgets(Rebudgeted):
             raise ValueError(f"LayerBudgets has slope={self.slope}; it must be at least 0 and below 1.")
 
     def keep(self, scene: Scene) -> Live:
-        most = int(scene.live.sum(3).max())
-        counts = self.counts(scene.cache.n_layers, most).to(scene.live.device)
-        return highest(self.scores(scene), scene.live, counts[:, None, None].expand(scene.live.shape[:3]))
+        # Row by row: what a row may keep must not depend on the rows beside it.
+        rows = [self.counts(scene.cache.n_layers, most) for most in scene.live.sum(3).amax((0, 2)).tolist()]
+        counts = torch.stack(rows, 1).to(scene.live.device)
+        return highest(self.scores(scene), scene.live, counts[:, :, None].expand(scene.live.shape[:3]))
 
     def counts(self, layers: int, most: int) -> Int[Tensor, "layers"]:
         """Slots per layer, `most` at the most; they add up to `layers` times the budget (or all there are)."""

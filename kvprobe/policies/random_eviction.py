@@ -19,7 +19,8 @@ class RandomEviction(Scored):
 
     With `sinks`, the first live slots are spared, so that a policy which beats this one knows more than to keep those.
     Each slot draws its lot once, from `seed`, its row's sample and its origin, and the highest lots stay: at every step
-    a uniform draw from all slots so far, whatever is beside the row in the batch.
+    a uniform draw from all slots so far, whatever is beside the row in the batch. Where positions are closed up between
+    acts, new slots would take the origins of old ones, and their lots; so with another law than `gapped` it acts once.
     """
 
     budget: int
@@ -31,6 +32,11 @@ class RandomEviction(Scored):
         super().__post_init__()
         self._at_least("budget", self.budget, 1)
         self._at_least("seed", self.seed, 0)
+        if self.law != "gapped" and self.every is not None:
+            raise ValueError(
+                f"RandomEviction with law={self.law!r} would draw the same lots again for new slots; give every=None, so that it "
+                f"acts after the prompt only, or law='gapped'."
+            )
         if not 0 <= self.sinks <= self.budget:
             raise ValueError(f"RandomEviction has sinks={self.sinks}; it must be 0 to its budget, {self.budget}.")
 
@@ -43,6 +49,8 @@ class RandomEviction(Scored):
         layers, batch, heads, _ = scene.live.shape
         across = (layers, heads) if self.per_head else (1, 1)
         samples = scene.samples or tuple(range(batch))
+        if len(samples) != batch:
+            raise ValueError(f"There are {batch} rows but {len(samples)} sample numbers; give one for each row.")
         origins = ledger.origins.cpu().numpy()
         rows = []
         for sample, row in zip(samples, origins, strict=True):

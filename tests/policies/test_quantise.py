@@ -1,6 +1,5 @@
 """Quantised caches: how far numbers move, which slots and when, and what the bytes come to."""
 
-
 import numpy as np
 import pytest
 import torch
