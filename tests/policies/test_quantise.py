@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimum import quanto
+from optimum.quanto.tensor import ungroup
 
 from kvprobe.cache import KVCache
 from kvprobe.footprint import footprint
@@ -314,10 +316,6 @@ def test_quantised_slots_may_be_evicted_and_later_groups_take_no_number_that_is_
 @pytest.mark.parametrize("kind", ["keys", "values"])
 def test_the_grid_is_that_of_quanto(bits: int, kind: str):
     """Optimum-quanto is what transformers quantises its caches with: keys along slots, values along channels."""
-    reason = "optimum-quanto is not installed; it is no dependency of kvprobe"
-    quanto = pytest.importorskip("optimum.quanto", reason=reason)
-    from optimum.quanto.tensor import ungroup
-
     kv_heads, slots, width, group = 2, 24, 16, 8
     qtype, axis = {2: quanto.qint2, 4: quanto.qint4}[bits], {"keys": -1, "values": 0}[kind]
     numbers = torch.randn(kv_heads, slots, width, generator=torch.Generator().manual_seed(bits))
