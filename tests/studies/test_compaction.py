@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvprobe.studies.begin as beginning
 import kvprobe.studies.compaction.study as study
 from kvprobe.model import Model
 from kvprobe.probing.sweep import read_outs
@@ -54,7 +55,7 @@ def finished(smol: Model, measured: dict[str, Any], tmp_path_factory: pytest.Tem
         return measured[context.id]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "load", lambda *_, **__: smol)
+        patch.setattr(beginning, "load", lambda *_, **__: smol)
         patch.setattr(collecting, "read_context", read_and_remember)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
@@ -210,7 +211,7 @@ def test_a_run_holds_every_number_table_and_figure(finished: Run):
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, measured: dict[str, Any], smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
     calls = []
 
     def read_and_stop(model: Model, context: Any, *others: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import kvprobe.studies.begin as beginning
 import kvprobe.studies.idle_rebuild.study as study
 from kvprobe.cache import KVCache
 from kvprobe.model import Model
@@ -70,7 +71,7 @@ def read(smol: Model) -> tuple[dict[str, torch.Tensor], ...]:
 @pytest.fixture(scope="module")
 def finished(smol: Model, read: tuple[dict[str, torch.Tensor], ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "load", lambda *_, **__: smol)
+        patch.setattr(beginning, "load", lambda *_, **__: smol)
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[SHORT.index(session)])
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
@@ -237,7 +238,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
 
 
 def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
     monkeypatch.setattr(study, "collect", None)
     assert study.run(SMALL, finished.path.parent).path == finished.path
 
@@ -245,7 +246,7 @@ def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, m
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(study, "load", lambda *_, **__: tiny_llama)
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: tiny_llama)
     monkeypatch.setattr(collecting, "sessions", lambda: SHORT)
     whole = study.run(SMALL, tmp_path / "whole")
     calls = []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvprobe.studies.begin as beginning
 import kvprobe.studies.leakage.study as study
 from kvprobe.model import Model
 from kvprobe.outcomes import use_measurements
@@ -28,7 +29,7 @@ CODES = ("48213", "90577", "13662")
 @pytest.fixture(scope="module")
 def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "load", lambda *_, **__: smol)
+        patch.setattr(beginning, "load", lambda *_, **__: smol)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
@@ -108,7 +109,7 @@ def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
 
 
 def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
     monkeypatch.setattr(study, "collect", None)
     assert study.run(SMALL, finished.path.parent).path == finished.path
 
@@ -116,7 +117,7 @@ def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, m
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
     calls = []
 
     def read_and_stop(*arguments: object) -> dict[str, torch.Tensor]:
@@ -134,7 +135,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
 
 
 def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(study, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
     run = study.run(dataclasses.replace(SMALL, contexts=1, samples=40), tmp_path)
     assert list(run.metrics["accuracy"]) == ["random"]
     assert "does not say" in run.report["warnings"][0]

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+import kvprobe.studies.begin as beginning
 import kvprobe.studies.policies.study as study
 from kvprobe.cache import KVCache
 from kvprobe.footprint import footprint
@@ -69,7 +70,7 @@ def short() -> Iterator[None]:
 def run_few(smol: Model, root: Path) -> Run:
     """The study with few kinds of policies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "load", lambda *_, **__: smol)
+        patch.setattr(beginning, "load", lambda *_, **__: smol)
         for name in KINDS.keys() - set(MEASURED):
             patch.delitem(KINDS, name)
         patch.setitem(KINDS, "quantise", replace(KINDS["quantise"], bits=(4,)))

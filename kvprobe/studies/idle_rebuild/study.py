@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from kvprobe.model import load
 from kvprobe.runs import Run
+from kvprobe.studies.begin import begin
 from kvprobe.studies.idle_rebuild.analyse import Collected, analyse
 from kvprobe.studies.idle_rebuild.collect import collect
 from kvprobe.studies.idle_rebuild.config import Config
@@ -21,9 +21,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     Raises:
         ValueError: a setting that does not fit the model, or a directory that holds another run.
     """
-    model = load(config.model, device=config.device, dtype=config.dtype)
-    device = f"{model.lanes.device}, {str(model.lanes.dtype).removeprefix('torch.')}"
-    directory = Run.open(NAME, config, model.fingerprint, device, root, name)
+    model, directory = begin(NAME, config, root, name)
     if directory.finished:
         return directory
     analysis = analyse(Collected.load(collect(model, config, directory)), config)
