@@ -34,12 +34,13 @@ from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
 
 SMALL = Config(contexts=3, samples=30, folds=3, continuation=4, answer=3, batch=7)
+ANSWERING = dataclasses.replace(SMALL, answer=8)
 CODES = ("48213", "90577", "13662")
 
 
 @pytest.fixture(scope="module")
 def read(smol: Model) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    return read_context(smol, contexts()[0], compactions()[0], contexts()[1:], CODES, SMALL)
+    return read_context(smol, contexts()[0], compactions()[0], contexts()[1:], CODES, ANSWERING)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,26 @@ def test_the_distance_from_the_full_context_is_that_of_reading_its_reply_under_t
         token = dataclasses.replace(turn[:1], ids=(int(scores.argmax()),), end=None)
         full, logits = smol.extend(full, token.shifted(int(full.ledger.following[0])))
         cache, other = smol.extend(cache, token.shifted(int(cache.ledger.following[0])))
+
+
+@pytest.mark.parametrize("arm", [MASK, RETAINED[3], RESTART, RECOMPUTED[3]], ids=lambda arm: arm.name)
+def test_the_answers_of_an_arm_are_those_that_its_cache_made_by_hand_gives_alone(
+    smol: Model, read: tuple[dict[str, torch.Tensor], dict[str, list[str]]], arm: Any
+):
+    cache, tokens = by_hand(smol, arm, CODES[0])
+    turn = tokens[tokens.span("T3").start : tokens.span("ask").start]
+    cache, _ = smol.extend(cache, turn.shifted(int(cache.ledger.following[0])))
+    full, _ = smol.extend(smol.prefill(tokens[: tokens.span("T3").start]), turn)
+    place = CONDITIONS.index(arm.name)
+    for number, kind in enumerate(KINDS):
+        question = compactions()[0].question(kind)
+        alone, whole = (smol.generate(start, question, max_new_tokens=ANSWERING.answer) for start in (cache, full))
+        assert read[1][arm.name][number] == alone.text
+        assert read[1]["full"][number] == whole.text
+        assert read[0]["same"][place, number] == (alone.tokens == whole.tokens)
+        words = compactions()[0].answer(kind)
+        if words is not None:
+            assert read[0]["right"][place, number] == (words.lower() in alone.text.lower())
 
 
 def test_every_full_context_is_no_distance_from_itself(read: tuple[dict[str, torch.Tensor], Any]):
