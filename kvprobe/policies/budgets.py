@@ -14,6 +14,7 @@ from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
 class Rebudgeted(Scored):
     """Another policy's scores, total, law, provenance and pace; the total is to be shared out otherwise."""
 
+    budget: int = field(init=False, repr=False)
     policy: Scored
     law: PositionLaw = field(init=False, repr=False, default="gapped")
     provenance: Provenance = field(init=False, repr=False, default="retained")
@@ -24,17 +25,13 @@ class Rebudgeted(Scored):
             raise ValueError(
                 f"{type(self).__name__} would not heed the shares of {self.policy}; give it the policy inside that one."
             )
-        for name in ("law", "provenance", "every"):
+        for name in ("budget", "law", "provenance", "every"):
             object.__setattr__(self, name, getattr(self.policy, name))
         super().__post_init__()
 
     @property
     def observes(self) -> int | None:
         return self.policy.observes
-
-    @property
-    def slots(self) -> int:
-        return self.policy.slots
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         return self.policy.scores(scene)
@@ -64,9 +61,9 @@ class LayerBudgets(Rebudgeted):
 
     def counts(self, layers: int, most: int) -> Int[Tensor, "layers"]:
         """Slots per layer, `most` at the most; they add up to `layers` times the budget (or all there are)."""
-        slope = max(0.0, min(self.slope, most / self.slots - 1))
+        slope = max(0.0, min(self.slope, most / self.budget - 1))
         shares = torch.linspace(1 + slope, 1 - slope, layers) if layers > 1 else torch.ones(1)
-        ends = (shares.double().cumsum(0) * self.slots).round().long()
+        ends = (shares.double().cumsum(0) * self.budget).round().long()
         counts = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
         if int(counts.min()) < 1:
             raise ValueError(
@@ -92,12 +89,12 @@ class HeadBudgets(Rebudgeted):
 
     def keep(self, scene: Scene) -> Live:
         scores, live = self.scores(scene), scene.live
-        sure = highest(scores, live, max(1, int(self.floor * self.slots)))
+        sure = highest(scores, live, max(1, int(self.floor * self.budget)))
         layers, batch, heads, slots = scores.shape
 
         def together(tensor: Tensor) -> Tensor:
             # Slot by slot and head by head within a slot, so that of equals the newer stays, whichever head it is in.
             return tensor.transpose(2, 3).reshape(layers, batch, 1, slots * heads)
 
-        chosen = highest(together(scores.masked_fill(sure, torch.inf)), together(live), self.slots * heads)
+        chosen = highest(together(scores.masked_fill(sure, torch.inf)), together(live), self.budget * heads)
         return chosen.view(layers, batch, slots, heads).transpose(2, 3)

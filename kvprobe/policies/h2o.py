@@ -18,22 +18,16 @@ class H2O(Scored):
     in the paper.
     """
 
-    budget: int
     recent: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("budget", self.budget, 1)
         if self.recent is not None and not 0 <= self.recent <= self.budget:
             raise ValueError(f"H2O has recent={self.recent}; it must be 0 to its budget, {self.budget}.")
 
     @property
     def observes(self) -> int:
         return 0
-
-    @property
-    def slots(self) -> int:
-        return self.budget
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None

@@ -170,21 +170,22 @@ class Chain(Policy):
         return " | ".join(map(str, self.members))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scored(Policy):
     """A policy that keeps, in each layer and head, the `budget` slots of highest score."""
 
-    @property
-    @abstractmethod
-    def slots(self) -> int:
-        """How many slots each layer and head keeps."""
+    budget: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("budget", self.budget, 1)
 
     @abstractmethod
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         """The worth of each slot; infinite where it always stays."""
 
     def keep(self, scene: Scene) -> Live:
-        return highest(self.scores(scene), scene.live, self.slots)
+        return highest(self.scores(scene), scene.live, self.budget)
 
 
 def settle(scene: Scene, live: Live, law: PositionLaw) -> Scene:

@@ -23,14 +23,12 @@ class RandomEviction(Scored):
     acts, new slots would take the origins of old ones, and their lots; so with another law than `gapped` it acts once.
     """
 
-    budget: int
     seed: int
     per_head: bool = False
     sinks: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("budget", self.budget, 1)
         self._at_least("seed", self.seed, 0)
         if self.law != "gapped" and self.every is not None:
             raise ValueError(
@@ -39,10 +37,6 @@ class RandomEviction(Scored):
             )
         if not 0 <= self.sinks <= self.budget:
             raise ValueError(f"RandomEviction has sinks={self.sinks}; it must be 0 to its budget, {self.budget}.")
-
-    @property
-    def slots(self) -> int:
-        return self.budget
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         ledger = scene.cache.ledger

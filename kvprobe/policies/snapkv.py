@@ -18,7 +18,6 @@ class SnapKV(Scored):
     on the prompt only; what is generated stays.
     """
 
-    budget: int
     window: int = 16
     kernel: int = 7
     every: int | None = field(default=None, kw_only=True)
@@ -33,10 +32,6 @@ class SnapKV(Scored):
     @property
     def observes(self) -> int:
         return self.window
-
-    @property
-    def slots(self) -> int:
-        return self.budget
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None

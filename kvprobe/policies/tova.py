@@ -16,19 +16,9 @@ class TOVA(Scored):
     nothing is kept for being recent.
     """
 
-    budget: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("budget", self.budget, 1)
-
     @property
     def observes(self) -> int:
         return 1
-
-    @property
-    def slots(self) -> int:
-        return self.budget
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None
