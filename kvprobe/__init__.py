@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import plots, policies
+    from kvprobe import faults, plots, policies
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
     from kvprobe.doctor import examine
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvprobe.policies.policy import Scene
     from kvprobe.probing.probe import Probing, Sample, probe
     from kvprobe.runs import Run
+    from kvprobe.sweep import Sweep, Trial
     from kvprobe.transcript import Message, Part, Tokens, Transcript
 
 _HOMES = {
@@ -36,9 +37,12 @@ _HOMES = {
     "Run": "kvprobe.runs",
     "Sample": "kvprobe.probing.probe",
     "Scene": "kvprobe.policies.policy",
+    "Sweep": "kvprobe.sweep",
     "Tokens": "kvprobe.transcript",
     "Transcript": "kvprobe.transcript",
+    "Trial": "kvprobe.sweep",
     "examine": "kvprobe.doctor",
+    "faults": "kvprobe.faults",
     "load": "kvprobe.model",
     "plots": "kvprobe.plots",
     "policies": "kvprobe.policies",
@@ -59,9 +63,12 @@ __all__ = [
     "Run",
     "Sample",
     "Scene",
+    "Sweep",
     "Tokens",
     "Transcript",
+    "Trial",
     "examine",
+    "faults",
     "load",
     "plots",
     "policies",

@@ -8,7 +8,7 @@ position since (`reindex`) is turned to it when it is read.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +16,11 @@ from torch import Tensor
 
 from kvprobe.ledger import Ledger
 from kvprobe.suggest import unknown
+
+if TYPE_CHECKING:
+    from kvprobe.faults.draws import Draws
+    from kvprobe.faults.fault import Fault
+    from kvprobe.faults.host import Host
 
 PositionLaw = Literal["gapped", "contiguous", "naive"]
 """Where slots stand after others went: where they stood, closed up, or closed up in name only."""
@@ -178,6 +183,43 @@ class KVCache:
             tuple(map(joined, zip(*(cache.values for cache in caches), strict=True))),
             Ledger.join(ledgers),
         )
+
+    def corrupt(
+        self, fault: "Fault", *, draws: "Sequence[Draws] | None" = None, hosts: "Sequence[Host] | None" = None
+    ) -> "KVCache":
+        """The cache with a fault written into it, here and now, whatever the fault says of when.
+
+        Args:
+            draws: where each row's lots come from; seed 0 and the row's number as its sample by default.
+            hosts: what the fault may know of each row (donors, rotary frequencies, queries); only the row's own clean
+                cache by default.
+
+        Raises:
+            ValueError: the fault needs more than its host has; or see `Scope`.
+        """
+        from kvprobe.faults.draws import Draws
+        from kvprobe.faults.fault import corrupt
+        from kvprobe.faults.host import Host
+
+        rows = range(self.batch)
+        given = [Draws(sample=row) for row in rows] if draws is None else draws
+        return corrupt(self, fault, [Host(self.rows([row])) for row in rows] if hosts is None else hosts, given)[0]
+
+    def refuse_nonfinite(self) -> None:
+        """Refuse a cache that holds NaN or infinity, be it in a slot that is masked: 0 × NaN is NaN.
+
+        Raises:
+            ValueError: it does; the sentence names part, layer, KV head, slot and row.
+        """
+        for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
+            for part, tensor in zip("KV", pair, strict=True):
+                bad = ~tensor.isfinite().all(-1)
+                if bool(bad.any()):
+                    row, head, slot = bad.nonzero()[0].tolist()
+                    raise ValueError(
+                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a cache must "
+                        f"be finite to be attended to."
+                    )
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""

@@ -65,11 +65,10 @@ def load_cache(path: Path) -> KVCache:
         raise ValueError(f"{path} holds no keys of a cache; the file was altered, save it again.")
     _check_ledger(ledger, layers, keys[0].shape[1], path)
     cache = KVCache(keys, values, ledger)
-    for layer, pair in enumerate(zip(keys, values, strict=True)):
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in pair):
-            raise ValueError(
-                f"{path} holds NaN or infinity in layer {layer}; a cache must be finite to be attended to."
-            )
+    try:
+        cache.refuse_nonfinite()
+    except ValueError as error:
+        raise ValueError(f"In {path}, {error}") from error
     return cache
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,6 +113,15 @@ def _turns(lanes: Lanes, past: KVCache) -> list[Turn | None]:
     return turns
 
 
+def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
+    """The cache with each key turned to the position at which it is seen: re-indexing carried out."""
+    if not cache.ledger.turned:
+        return cache
+    turns = _turns(lanes, cache)
+    keys = tuple(each if turn is None else turn.of(each) for each, turn in zip(cache.keys, turns, strict=True))
+    return KVCache(keys, cache.values, replace(cache.ledger, origins=cache.ledger.positions))
+
+
 def cache_of(layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
     """The kvprobe cache that these layers have grown into."""
     pairs = [(layer.stored_keys, layer.values) for layer in layers]
@@ -149,6 +159,12 @@ def read(
     with torch.no_grad():
         scores = lanes.forward(new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=queries)
     scores = scores[torch.arange(len(tokens), device=scores.device)[:, None], where]
+    if bool(scores.isnan().any()):
+        if past is not None:
+            past.refuse_nonfinite()
+        raise ValueError(
+            f"The logits are NaN, though the cache before is finite; {lanes.dtype} may be too narrow for this model."
+        )
     return ledger, scores
 
 

@@ -1,6 +1,6 @@
 """The decode loop: greedy or sampled, batched, always at explicit positions, the cache in the open at each step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -116,7 +116,7 @@ def generate(
         if any(stopped):
             scene = scene.with_cache(_blank_last_slot(scene.cache, stopped))
 
-    texts = tuple(_decode(lanes.tokenizer, row, ends) for row in tokens)
+    texts = tuple(decode_text(lanes.tokenizer, row, ends) for row in tokens)
     return Generation(
         tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(stopped), texts, scene.cache, tuple(trace)
     )
@@ -184,7 +184,8 @@ def _check(
         raise ValueError(f"Sampling needs one torch.Generator per row ({rows}); see kvprobe.row_generators.")
 
 
-def _decode(tokenizer: Any, tokens: Sequence[int], ends: set[int]) -> str:
+def decode_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """The text of generated tokens without those that end an answer; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     return tokenizer.decode([token for token in tokens if token not in ends], skip_special_tokens=True)

@@ -203,6 +203,12 @@ class Lanes:
             found.append(None if best is None else candidates[best])
         return tuple(found)
 
+    @property
+    def score_scales(self) -> tuple[float, ...]:
+        """By what each layer multiplies its attention scores."""
+        usual = self.geometry.d_head**-0.5
+        return tuple(float(getattr(module, "scaling", usual)) for module in self._attention_modules)
+
     def _rotary_candidates(self) -> list[Rotary]:
         found = []
         for module in self.plain.modules():

@@ -127,6 +127,21 @@ class Hooked:
             yield
 
     @contextmanager
+    def querying(self, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Call `hear(layer, queries)` with each layer's queries as they meet the keys, `[batch, queries, heads, d_head]`.
+
+        Raises:
+            RuntimeError: a hook does not exist, or did not fire.
+        """
+
+        def listener(layer: int) -> Callable[[Tensor], None]:
+            return lambda queries: hear(layer, queries)
+
+        name = "hook_rot_q" if _rotates(self.bridge.blocks[0].attn) else "hook_q"
+        with self._hooked({f"blocks.{layer}.attn.{name}": listener(layer) for layer in range(len(self.bridge.blocks))}):
+            yield
+
+    @contextmanager
     def _hooked(self, listeners: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
         """While this lasts, these hook points tell their listeners; one that does not exist or stays silent is an error."""
         heard: set[str] = set()

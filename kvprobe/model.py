@@ -1,7 +1,7 @@
 """A model as a person uses it: load, prefill, generate, capture."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprobe.cache import KVCache
 from kvprobe.capture import Captured, capture
+from kvprobe.faults.fault import Fault
 from kvprobe.forward import extend
 from kvprobe.generate import Generation, generate
 from kvprobe.lanes import Geometry, Lane, Lanes
@@ -20,6 +21,7 @@ from kvprobe.lens import Family
 from kvprobe.live import apply, read, read_in_chunks, watch
 from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
 from kvprobe.policies.policy import Policy, Scene
+from kvprobe.sweep import Sweep, Trial, sweep
 from kvprobe.transcript import Tokens, Transcript
 
 Readable = str | Transcript | Tokens | Sequence[Transcript | Tokens]
@@ -150,20 +152,34 @@ class Model:
             ask: a user's next message, in the model's chat template.
             settings: see `kvprobe.generate.generate`.
         """
-        if isinstance(start, KVCache):
-            if ask is None:
-                raise ValueError("A cache holds no logits; give `ask`, the user's next message.")
-            closing, turn = self._user_turn(ask)
-            prompts = [
-                (closing + turn if unfinished else turn).shifted(position)
-                for unfinished, position in zip(_unfinished(start), start.ledger.following.tolist(), strict=True)
-            ]
-            return generate(self.lanes, prompts, start, **settings)
-        if ask is None:
-            return generate(self.lanes, self._answerable(start), **settings)
-        _, turn = self._user_turn(ask)
-        prompts = [row + turn.shifted(row.following) for row in self.tokens(start)]
-        return generate(self.lanes, prompts, **settings)
+        past = start if isinstance(start, KVCache) else None
+        return generate(self.lanes, self._prompts(start, ask), past, **settings)
+
+    def sweep(
+        self,
+        start: KVCache | Readable,
+        faults: Sequence[Fault | Trial],
+        ask: str | None = None,
+        *,
+        donors: Mapping[str, KVCache | Readable] | None = None,
+        **settings: Any,
+    ) -> Sweep:
+        """Answer a conversation, or a user's next message after a cache of one row, once for each fault, as rows of one
+        batch, and once clean.
+
+        Args:
+            donors: what faults take slots from, by name: caches of one row, or what to read for them.
+            settings: see `kvprobe.sweep.sweep`.
+        """
+        past = start if isinstance(start, KVCache) else None
+        prompts = self._prompts(start, ask)
+        if len(prompts) != 1:
+            raise ValueError(f"A sweep answers one prompt; there are {len(prompts)}. Sweep them one by one.")
+        given = {
+            name: donor if isinstance(donor, KVCache) else self.prefill(donor) for name, donor in (donors or {}).items()
+        }
+        trials = [fault if isinstance(fault, Trial) else Trial(fault) for fault in faults]
+        return sweep(self.lanes, prompts[0], trials, past=past, donors=given, **settings)
 
     def capture(
         self,
@@ -198,6 +214,21 @@ class Model:
             return self.tokens(text)
         ids = self._tokenizer()(text, add_special_tokens=False)["input_ids"]
         return [Tokens.of(ids, "text", position) for position in cache.ledger.following.tolist()]
+
+    def _prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
+        """What is read before the model answers: a cache's next turn, a conversation with its answer's header, a text."""
+        if isinstance(start, KVCache):
+            if ask is None:
+                raise ValueError("A cache holds no logits; give `ask`, the user's next message.")
+            closing, turn = self._user_turn(ask)
+            return [
+                (closing + turn if unfinished else turn).shifted(position)
+                for unfinished, position in zip(_unfinished(start), start.ledger.following.tolist(), strict=True)
+            ]
+        if ask is None:
+            return self._answerable(start)
+        _, turn = self._user_turn(ask)
+        return [row + turn.shifted(row.following) for row in self.tokens(start)]
 
     def _answerable(self, start: Readable) -> list[Tokens]:
         """Conversations with the header of the assistant's answer; texts and tokens as they are."""

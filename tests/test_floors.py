@@ -9,10 +9,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "stats", "runs", "tasks", "narrative",
-        "studyconfig", "presets", "rotary", "footprint", "policies", "outcomes", "wording",
+        "studyconfig", "presets", "rotary", "footprint", "policies", "faults", "described", "published", "outcomes", "wording",
     },
     {"catalog", "loading", "lens", "lanes"},
-    {"forward", "capture", "live", "generate", "model"},
+    {"forward", "capture", "live", "generate", "sweep", "model"},
     {"probing", "doctor", "plots"},
     {"studies"},
     {"cli", "report", "__init__"},

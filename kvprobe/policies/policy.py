@@ -6,7 +6,7 @@ after the prompt, then after every `every` generated tokens. Policies are writte
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache import KVCache, PositionLaw
+from kvprobe.described import described
 from kvprobe.policies.attention import Attention
 from kvprobe.suggest import unknown
 
@@ -111,9 +112,7 @@ class Policy(ABC):
         return settle(scene, live, self.law)
 
     def __str__(self) -> str:
-        given = [(field, getattr(self, field.name)) for field in fields(self) if field.init]
-        shown = ", ".join(f"{field.name}={value}" for field, value in given if value != field.default)
-        return f"{type(self).__name__}({shown})"
+        return described(self)
 
     def __or__(self, other: "Policy") -> "Chain":
         return Chain(self.parts + other.parts)

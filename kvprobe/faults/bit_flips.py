@@ -1,0 +1,108 @@
+"""Flipped bits, exact in the dtype that stores them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.scope import Part, Scope
+from kvprobe.suggest import unknown
+
+Field = Literal["sign", "exponent", "mantissa"]
+Stored = Literal["fp32", "bf16", "fp16"]
+
+_WHICH_BIT = 53
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a dtype lays out its bits, from the lowest: mantissa, exponent, sign."""
+
+    dtype: torch.dtype
+    view: torch.dtype
+    mantissa: int
+    exponent: int
+
+    @property
+    def bits(self) -> int:
+        return self.mantissa + self.exponent + 1
+
+    def field(self, name: Field) -> range:
+        """The bits of a field, lowest first."""
+        top = self.mantissa + self.exponent
+        return {"mantissa": range(self.mantissa), "exponent": range(self.mantissa, top), "sign": range(top, top + 1)}[
+            name
+        ]
+
+    def field_of(self, bit: int) -> Field:
+        """The field that a bit belongs to."""
+        return next(name for name in get_args(Field) if bit in self.field(name))
+
+
+LAYOUTS: dict[str, Layout] = {
+    "fp32": Layout(torch.float32, torch.int32, 23, 8),
+    "bf16": Layout(torch.bfloat16, torch.int16, 7, 8),
+    "fp16": Layout(torch.float16, torch.int16, 10, 5),
+}
+
+
+@dataclass(frozen=True)
+class BitFlips(Fault):
+    """One bit flipped in each struck number, as it stands in memory in `dtype`.
+
+    Numbers are rounded to that dtype first, if the cache is finer. By default the scope draws single numbers; give it
+    `unit="slot"` to strike all numbers of a slot. A flip may well give NaN or infinity.
+
+    Single flips in shared blocks of a prefix cache: arXiv 2604.17249, which finds coherent but altered answers for 13 of the
+    16 bits of bfloat16.
+
+    Attributes:
+        bit: which one, 0 being the lowest of the mantissa.
+        field: or, one drawn from this field for each number; from all bits if neither is given.
+    """
+
+    dtype: Stored = "fp32"
+    bit: int | None = None
+    field: Field | None = None
+    scope: Scope = dataclasses.field(default=Scope(unit="number"), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in LAYOUTS:
+            raise ValueError(unknown("dtype", self.dtype, LAYOUTS))
+        if self.field is not None and self.field not in get_args(Field):
+            raise ValueError(unknown("field", self.field, get_args(Field)))
+        bits = self.layout.bits
+        if self.bit is not None and (self.field is not None or not 0 <= self.bit < bits):
+            raise ValueError(
+                f"BitFlips has bit={self.bit} and field={self.field}; give a bit from 0 to {bits - 1}, or a field."
+            )
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.dtype]
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        numbers = struck.of(part)
+        bits = (
+            torch.full_like(numbers, self.bit, dtype=torch.long) if self.bit is not None else self._drawn(struck, part)
+        )
+        return flipped(numbers.to(self.layout.dtype), bits).to(numbers.dtype)
+
+    def _drawn(self, struck: Struck, part: Part) -> Int[Tensor, "struck d"]:
+        choice = self.layout.field(self.field) if self.field is not None else range(self.layout.bits)
+        lots = struck.lots(_WHICH_BIT, struck.of(part).shape[1], part)
+        return choice.start + (lots * len(choice)).long()
+
+
+def flipped(numbers: Float[Tensor, "*shape"], bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Each number with one of its bits inverted; twice gives it back."""
+    layout = next(each for each in LAYOUTS.values() if each.dtype == numbers.dtype)
+    one = torch.ones_like(bits).bitwise_left_shift(bits)
+    # The sign bit of the integer type is its most negative number: wrap around to it.
+    mask = torch.where(bits == layout.bits - 1, torch.iinfo(layout.view).min, one).to(layout.view)
+    return numbers.contiguous().view(layout.view).bitwise_xor(mask).view(numbers.dtype)

@@ -1,0 +1,58 @@
+"""Where a fault's randomness comes from.
+
+All faults of one sample and repeat draw from the same lots: a higher rate strikes the slots of a lower one and more, two
+faults of one rate strike the same slots, and a band of layers is struck where the whole model would be. Conditions can
+therefore be compared slot by slot, and what a row draws does not depend on the rows beside it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_STREAM = 0x6661
+"""Keeps faults apart from whatever else is drawn from the same seed and sample."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """One source of lots.
+
+    Attributes:
+        seed: of the study.
+        sample: number of the conversation.
+        repeat: number of the repetition.
+    """
+
+    seed: int = 0
+    sample: int = 0
+    repeat: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "sample", "repeat"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Draws has {name}={getattr(self, name)}; it must be 0 or more.")
+
+    def uniform(self, shape: tuple[int, ...], *purpose: int) -> Float[Tensor, "..."]:
+        """Numbers from 0 to 1 in float64, so that none are equal; on the CPU. `purpose` tells draws apart.
+
+        The tensor is shared with other callers: do not write into it.
+        """
+        return _drawn(self, "uniform", shape, purpose)
+
+    def normal(self, shape: tuple[int, ...], *purpose: int) -> Float[Tensor, "..."]:
+        """Standard normal numbers in float32; on the CPU and shared, as `uniform`."""
+        return _drawn(self, "normal", shape, purpose)
+
+
+@lru_cache(maxsize=16)
+def _drawn(draws: Draws, kind: str, shape: tuple[int, ...], purpose: tuple[int, ...]) -> Tensor:
+    # Rows of one repeat ask for the same lots one after the other, layer by layer: a short memory serves them all.
+    key = np.random.SeedSequence([draws.seed, draws.sample, draws.repeat, _STREAM, *purpose])
+    generator = torch.Generator().manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
+    if kind == "uniform":
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator)

@@ -1,0 +1,290 @@
+"""What a fault is: which slots it strikes × what it writes there × when, and whether the damage lasts.
+
+A fault is a frozen dataclass; it says what a struck slot holds afterwards, for K and for V, and nothing else. Which slots
+those are is the `Scope`'s affair, and `strike` is the only code that writes into a cache: slots that are not struck are
+never touched, and `Damage.undo` puts back what stood there bit for bit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.described import described
+from kvprobe.faults.draws import Draws
+from kvprobe.faults.host import Host
+from kvprobe.faults.scope import Order, Part, Scope
+from kvprobe.ledger import Ledger
+
+When = int | Literal["every"]
+Need = Literal["rotaries", "queries"]
+
+
+@dataclass(frozen=True, eq=False)
+class Struck:
+    """The struck slots of one layer, one after the other, possibly of several rows and several heads of each.
+
+    Attributes:
+        rows: of the batch.
+        heads: KV heads.
+        slots: indices.
+        positions: at which the slots are seen.
+        keys: what they hold.
+        values: what they hold.
+        slots_in_row: how many slots a row has by now.
+        step: tokens read since the prompt.
+    """
+
+    layer: int
+    rows: Int[Tensor, "struck"]
+    heads: Int[Tensor, "struck"]
+    slots: Int[Tensor, "struck"]
+    positions: Int[Tensor, "struck"]
+    keys: Float[Tensor, "struck d_head"]
+    values: Float[Tensor, "struck d_value"]
+    slots_in_row: int
+    step: int
+    draws: Draws
+    host: Host
+
+    def of(self, part: Part) -> Float[Tensor, "struck d"]:
+        """What the slots hold, K or V."""
+        return self.keys if part == "k" else self.values
+
+    def noise(self, part: Part, purpose: int) -> Float[Tensor, "struck d"]:
+        """Standard normal noise, a vector for each slot; it depends on layer, head and slot, not on what else is struck."""
+        shape = (self.host.cache.n_kv_heads, self.slots_in_row, self.of(part).shape[1])
+        drawn = self.draws.normal(shape, purpose, self.step, self.layer, int(part == "v"))
+        return self.chosen(drawn.to(self.keys.device))
+
+    def lots(self, purpose: int, width: int = 1, part: Part | None = None) -> Float[Tensor, "struck width"]:
+        """Lots from 0 to 1, so many for each slot; the same for K and V unless a part is named."""
+        shape = (self.host.cache.n_kv_heads, self.slots_in_row, width)
+        drawn = self.draws.uniform(shape, purpose, self.step, self.layer, *([] if part is None else [int(part == "v")]))
+        return self.chosen(drawn.to(self.keys.device))
+
+    def chosen(self, every: Float[Tensor, "kv_heads slots width"]) -> Float[Tensor, "struck width"]:
+        """What a tensor over all heads and slots holds for those that are struck."""
+        return every.reshape(-1, every.shape[2]).index_select(0, self.heads * every.shape[1] + self.slots)
+
+
+@dataclass(frozen=True)
+class Fault(ABC):
+    """A way to damage a cache.
+
+    Attributes:
+        scope: which slots are struck.
+        at: before which token after the prompt: 0 is at once (the prompt's last token feels it), `every` before each.
+        transient: whether only that one read sees the damage; else it is written, and what is struck again is damaged
+            further.
+    """
+
+    scope: Scope = field(default=Scope(), kw_only=True)
+    at: When = field(default=0, kw_only=True)
+    transient: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.at != "every" and (isinstance(self.at, str) or self.at < 0):
+            raise ValueError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step from 0 on.")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What the host must have beside the cache."""
+        return ()
+
+    @property
+    def operator(self) -> "Fault":
+        """The fault without its where and when: what it does to a slot."""
+        return replace(self, scope=Scope(), at=0, transient=False)
+
+    def due(self, step: int) -> bool:
+        """Whether it strikes before the token of this step is read."""
+        return self.at in ("every", step)
+
+    def reaches(self, layer: int) -> bool:
+        """Whether it does anything at this layer."""
+        return True
+
+    @abstractmethod
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        """What the slots hold afterwards, K or V.
+
+        Raises:
+            ValueError: the host lacks what this fault needs (a donor, rotary frequencies, queries).
+        """
+
+    def __str__(self) -> str:
+        return described(self)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A number that is not finite, and where it stands."""
+
+    part: Part
+    layer: int
+    head: int
+    slot: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.part.upper()} of layer {self.layer}, KV head {self.head}, slot {self.slot}"
+
+
+@dataclass(eq=False)
+class Damage:
+    """What one strike has done.
+
+    Attributes:
+        count: struck vectors (slots × heads × layers, K and V together) of each row.
+        broken: the first number of each row that is no longer finite, if there is one.
+    """
+
+    count: Int[Tensor, "rows"]
+    broken: dict[int, Broken] = field(default_factory=dict)
+    _before: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Put back what stood in the struck slots."""
+        for vectors, index, before in reversed(self._before):
+            vectors.index_copy_(0, index, before)
+        self._before.clear()
+
+
+def strike(
+    faults: Sequence[Fault],
+    draws: Sequence[Draws],
+    rows: Sequence[int],
+    tensors: Sequence[tuple[Float[Tensor, "rows heads slots d_head"], Float[Tensor, "rows heads slots d_value"]]],
+    ledger: Ledger,
+    host: Host,
+    step: int = 0,
+    remember: bool = False,
+) -> Damage:
+    """Write faults into K and V, in place.
+
+    Rows whose faults do the same to a slot, from the same lots, are written together, whatever their scopes.
+
+    Args:
+        faults: one for each of `rows`.
+        draws: one for each of `rows`.
+        rows: of `tensors` and `ledger`; none twice, and all of one conversation, slot by slot.
+        tensors: K and V by layer, contiguous, as wide as the ledger or wider.
+        remember: keep what is overwritten, for `Damage.undo`.
+    """
+    done = Damage(torch.zeros(len(ledger.tokens), dtype=torch.long))
+    groups: dict[tuple[Fault, Draws], list[tuple[int, Fault]]] = {}
+    for fault, lots, row in zip(faults, draws, rows, strict=True):
+        groups.setdefault((fault.operator, lots), []).append((row, fault))
+    shape = (len(tensors), host.cache.n_kv_heads)
+    orders: dict[tuple[Scope, Draws], Order] = {}
+    for (operator, lots), members in groups.items():
+        masks = []
+        for row, fault in members:
+            pool = (fault.scope.pool, lots)
+            if pool not in orders:
+                orders[pool] = fault.scope.order(ledger, shape, lots, step, row)
+            masks.append(fault.scope.struck(orders[pool], shape, lots, step))
+        heads = max(mask.shape[1] for mask in masks)
+        together = torch.stack([mask.expand(-1, heads, -1) for mask in masks]).expand(-1, -1, shape[1], -1)
+        for layer, pair in enumerate(tensors):
+            if operator.reaches(layer) and bool(together[:, layer].any()):
+                _strike_layer(members, together[:, layer], layer, pair, ledger, (lots, host, step), done, remember)
+    return done
+
+
+def _strike_layer(
+    members: Sequence[tuple[int, Fault]],
+    mask: Bool[Tensor, "members heads slots"],
+    layer: int,
+    pair: tuple[Tensor, Tensor],
+    ledger: Ledger,
+    circumstances: tuple[Draws, Host, int],
+    done: Damage,
+    remember: bool,
+) -> None:
+    """One layer's struck slots, of all rows that share an operator."""
+    draws, host, step = circumstances
+    member, heads, slots = mask.nonzero(as_tuple=True)
+    rows = torch.tensor([row for row, _ in members], device=member.device)[member]
+    # Vectors lie one after the other: a flat index is several times faster than three.
+    flat = (rows * mask.shape[1] + heads) * pair[0].shape[2] + slots
+    keys, values = (tensor.view(-1, tensor.shape[3]).index_select(0, flat) for tensor in pair)
+    struck = Struck(
+        layer, rows, heads, slots, ledger.positions[rows, slots], keys, values, ledger.slots, step, draws, host
+    )
+    written: list[tuple[Part, Tensor, Tensor, Tensor]] = []
+    found: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", pair[0], keys), ("v", pair[1], values))
+    for part, tensor, before in found:
+        if not any(part in fault.scope.parts for _, fault in members):
+            continue
+        vectors = tensor.view(-1, tensor.shape[3])
+        after = members[0][1].damaged(struck, part).to(tensor.dtype)
+        where = torch.arange(len(member), device=member.device)
+        if any(part not in fault.scope.parts or fault.scope.unit == "number" for _, fault in members):
+            mine = torch.tensor([part in fault.scope.parts for _, fault in members], device=member.device)[member]
+            if any(fault.scope.unit == "number" for _, fault in members):
+                numbers = _numbers(members, member, struck, part, ledger)
+                after, mine = torch.where(numbers, after, before), mine & numbers.any(1)
+            where = mine.nonzero()[:, 0]
+        if remember:
+            done._before.append((vectors, flat[where], before[where]))
+        written.append((part, vectors, where, after[where]))
+    # Written once both are known: what a slot's V becomes may depend on its K.
+    for part, vectors, where, after in written:
+        vectors.index_copy_(0, flat[where], after)
+        done.count += torch.bincount(rows[where].cpu(), minlength=len(done.count))
+        # A sum is finite only if all its terms are, and far cheaper than asking each.
+        if not bool(after.sum().isfinite()):
+            _note_broken(done, part, layer, step, (rows[where], heads[where], slots[where]), after)
+
+
+def _numbers(
+    members: Sequence[tuple[int, Fault]], member: Int[Tensor, "struck"], struck: Struck, part: Part, ledger: Ledger
+) -> Bool[Tensor, "struck d"]:
+    """Which numbers of the struck vectors are struck themselves: all, unless a scope draws single numbers."""
+    width = struck.of(part).shape[1]
+    found = torch.ones(len(member), width, dtype=torch.bool, device=member.device)
+    for number, (row, fault) in enumerate(members):
+        if fault.scope.unit == "number":
+            size = (struck.host.cache.n_kv_heads, width)
+            eligible = fault.scope.eligible(ledger, row)
+            drawn = fault.scope.numbers(eligible, size, struck.draws, struck.step, struck.layer, part)
+            mine = member == number
+            found[mine] = drawn[struck.heads[mine], struck.slots[mine]]
+    return found
+
+
+def _note_broken(
+    done: Damage, part: Part, layer: int, step: int, index: tuple[Tensor, ...], after: Float[Tensor, "struck d"]
+) -> None:
+    bad = ~after.isfinite().all(1)
+    if not bool(bad.any()):
+        return
+    for row, head, slot in zip(*(each[bad].tolist() for each in index), strict=True):
+        done.broken.setdefault(row, Broken(part, layer, head, slot, step))
+
+
+def corrupt(cache: KVCache, fault: Fault, hosts: Sequence[Host], draws: Sequence[Draws]) -> tuple[KVCache, Damage]:
+    """The cache with a fault written into each row at once, each row its own host with its own draws; the cache given
+    stays as it was.
+
+    Raises:
+        ValueError: not as many hosts and draws as rows; or see `Fault.damaged`.
+    """
+    if not len(hosts) == len(draws) == cache.batch:
+        raise ValueError(f"The cache has {cache.batch} rows, but there are {len(hosts)} hosts and {len(draws)} draws.")
+    # Copies of their own: rows of a fork share storage, and so do caches.
+    keys = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.keys)
+    values = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.values)
+    done = Damage(torch.zeros(cache.batch, dtype=torch.long))
+    for row, (host, lots) in enumerate(zip(hosts, draws, strict=True)):
+        mine = strike([fault], [lots], [row], list(zip(keys, values, strict=True)), cache.ledger, host)
+        done.count += mine.count
+        done.broken |= mine.broken
+    return KVCache(keys, values, cache.ledger), done

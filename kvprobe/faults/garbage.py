@@ -1,0 +1,24 @@
+"""Numbers that are none."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.scope import Part
+
+
+@dataclass(frozen=True)
+class NotANumber(Fault):
+    """NaN, or another `value` that no cache holds (infinity).
+
+    NaN in slots past the length: flash-attention #1745, vllm PR #53856. A NaN in V poisons even where it is masked, because
+    0 × NaN is NaN.
+    """
+
+    value: float = float("nan")
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        return torch.full_like(struck.of(part), self.value)

@@ -1,0 +1,160 @@
+"""Gaussian noise, at a scale that is matched to what it replaces in one of four ways, or to nothing."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.faults.draws import Draws
+from kvprobe.faults.fault import Fault, Need, Struck
+from kvprobe.faults.host import Host
+from kvprobe.faults.scope import Part
+from kvprobe.suggest import unknown
+
+Matched = Literal["raw", "layer", "head", "channel", "effect"]
+
+_NOISE, _TRIAL = 61, 67
+_WIDEST = 2.0**12
+"""How much noise is tried, at most, to reach an effect."""
+
+
+@dataclass(frozen=True)
+class Gaussian(Fault):
+    """Gaussian noise in place of K and V: the "Gaussian" of seed 001, whose README says that it matches the layer's statistics.
+
+    Noise at a layer's own scale hits layers with outlier channels harder, so how it is matched decides what a comparison
+    of layers means.
+
+    Attributes:
+        matched: `raw` has mean 0 and deviation `scale`. `layer` has the mean and deviation of all numbers of the layer's K
+            (or V), `head` those of each KV head, `channel` the mean and covariance of each head's channels. `effect` mixes
+            `layer` noise into what stands there, K and V each in the share at which striking one slot moves the layer's
+            attention output as far in every layer (see `shares`).
+        scale: times the deviation; with `effect`, times the share.
+    """
+
+    matched: Matched = "layer"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.matched not in get_args(Matched):
+            raise ValueError(unknown("way to match noise", self.matched, get_args(Matched)))
+        if not 0 <= self.scale < float("inf"):
+            raise ValueError(f"Gaussian has scale={self.scale}; it must be 0 or more.")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return ("queries",) if self.matched == "effect" else ()
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        noise = struck.noise(part, _NOISE)
+        if self.matched == "raw":
+            return noise * self.scale
+        if self.matched == "effect":
+            share = self.scale * shares(struck.host, part)[struck.layer]
+            replacement = _like_layer(struck.host, struck.layer, part, noise)
+            return torch.lerp(struck.of(part).float(), replacement, share)
+        if self.matched == "layer":
+            return _like_layer(struck.host, struck.layer, part, noise, self.scale)
+        moments = struck.host.moments(struck.layer, part)
+        if self.matched == "head":
+            mean, deviation = _pooled(moments.mean, moments.deviation, dim=1)
+            return mean[struck.heads] + noise * deviation[struck.heads] * self.scale
+        coloured = torch.empty_like(noise)
+        for head, root in enumerate(moments.root):
+            mine = struck.heads == head
+            coloured[mine] = noise[mine] @ root.T
+        return moments.mean[struck.heads] + coloured * self.scale
+
+
+def shares(host: Host, part: Part) -> tuple[float, ...]:
+    """For each layer, how much layer-matched noise is mixed into a slot's K (or V), so that striking one slot moves the
+    attention output, in proportion to its norm, as far as everywhere.
+
+    That target is the geometric mean over layers of what a share of 1 does: on average nothing becomes louder. Effects are
+    means over slots, the first excluded (a sink, whose loss is another question), and over the host's last queries.
+
+    Raises:
+        ValueError: the host has no queries.
+    """
+    known = host.found.get(("shares", part))
+    if isinstance(known, tuple):
+        return known
+    layers = range(host.cache.n_layers)
+    whole = torch.stack([effect(host, layer, part, 1.0) for layer in layers])
+    target = float(whole.clamp(min=1e-12).log().mean().exp())
+    found = tuple(_share_for(host, layer, part, target) for layer in layers)
+    host.found["shares", part] = found
+    return found
+
+
+def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
+    """How far striking one slot with this share of noise moves the layer's attention output, relative to its norm."""
+    if host.queries is None:
+        raise ValueError(
+            "Noise matched by its effect needs the host's queries; make the host with Model.host(..., queries=8)."
+        )
+    keys, values = host.vectors(layer, "k").float(), host.vectors(layer, "v").float()
+    queries, scale = host.queries.rows[layer].float(), host.queries.scale[layer]
+    scores = queries @ keys.transpose(1, 2) * scale
+    weights = scores.softmax(-1)
+    output = weights @ values
+    vectors = keys if part == "k" else values
+    drawn = Draws().normal((*vectors.shape,), _TRIAL, layer, int(part == "v")).to(vectors.device)
+    mixed = torch.lerp(vectors, _like_layer(host, layer, part, drawn), share)
+    if part == "v":
+        # Only one slot's value changes: by how much, times its weight.
+        moved = weights.square() * (mixed - values).square().sum(-1)[:, None]
+    else:
+        changed = queries @ mixed.transpose(1, 2) * scale
+        # One slot's weight goes from a to b, all others shrink together: the output moves by (b − a)/(1 − a) · (value − output).
+        rest = torch.log1p(-weights.clamp(max=1 - 1e-6)) + scores.logsumexp(-1, keepdim=True)
+        after = torch.sigmoid(changed - rest)
+        factor = (after - weights) / (1 - weights).clamp(min=1e-6)
+        distance = (values.square().sum(-1)[:, None] - 2 * output @ values.transpose(1, 2)) + output.square().sum(-1)[
+            ..., None
+        ]
+        moved = factor.square() * distance.clamp(min=0)
+    # A query head's group shares its KV head; all heads of a token are struck together.
+    group = host.queries.group
+    norm = _by_token(output.square().sum(-1), group)
+    relative = (_by_token(moved, group) / norm[..., None].clamp(min=1e-24)).sqrt()
+    return relative[:, 1:].mean()
+
+
+def _share_for(host: Host, layer: int, part: Part, target: float) -> float:
+    """The share at which this layer's effect meets the target, or the nearest that any share comes to it."""
+    low, high = 1 / _WIDEST, _WIDEST
+    for _ in range(24):
+        middle = (low * high) ** 0.5
+        if float(effect(host, layer, part, middle)) < target:
+            low = middle
+        else:
+            high = middle
+    return (low * high) ** 0.5
+
+
+def _by_token(values: Float[Tensor, "kv_heads queries *rest"], group: int) -> Float[Tensor, "tokens *rest"]:
+    """Summed over all heads of each token, of which a group stands side by side."""
+    return values.unflatten(1, (-1, group)).sum((0, 2))
+
+
+def _like_layer(
+    host: Host, layer: int, part: Part, noise: Float[Tensor, "*axes d"], scale: float = 1.0
+) -> Float[Tensor, "*axes d"]:
+    """Noise with the mean and deviation of all numbers of a layer's K or V."""
+    moments = host.moments(layer, part)
+    mean, deviation = _pooled(moments.mean.flatten(), moments.deviation.flatten(), dim=0)
+    return mean + noise * deviation * scale
+
+
+def _pooled(
+    mean: Float[Tensor, "*axes"], deviation: Float[Tensor, "*axes"], dim: int
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Mean and deviation of numbers from those of equally large parts of them."""
+    pooled = mean.mean(dim, keepdim=True)
+    spread = (deviation.square() + (mean - pooled).square()).mean(dim, keepdim=True).sqrt()
+    return pooled, spread

@@ -1,0 +1,124 @@
+"""What a fault may know of the cache that it strikes: its numbers, its donors, how its keys turn, what it is asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.faults.scope import Part
+from kvprobe.rotary import Rotary
+from kvprobe.suggest import unknown
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean, spread and covariance of one layer's K or V over slots.
+
+    Attributes:
+        mean: of each channel.
+        deviation: standard deviation of each channel.
+        covariance: between the channels of each head.
+    """
+
+    mean: Float[Tensor, "kv_heads d"]
+    deviation: Float[Tensor, "kv_heads d"]
+    covariance: Float[Tensor, "kv_heads d d"]
+
+    @classmethod
+    def of(cls, vectors: Float[Tensor, "kv_heads slots d"]) -> "Moments":
+        """In fp32."""
+        vectors = vectors.float()
+        mean = vectors.mean(1)
+        centred = vectors - mean[:, None]
+        covariance = centred.transpose(1, 2) @ centred / vectors.shape[1]
+        return cls(mean, centred.square().mean(1).sqrt(), covariance)
+
+    @cached_property
+    def root(self) -> Float[Tensor, "kv_heads d d"]:
+        """A matrix that gives white noise this covariance; there may be fewer slots than channels."""
+        found, vectors = torch.linalg.eigh(self.covariance.double())
+        return (vectors * found.clamp(min=0).sqrt()[:, None]).float()
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries with which each layer looked at the cache last.
+
+    Attributes:
+        rows: one tensor per layer, after any norm and rotary embedding: for each token in turn, the query heads that share
+            a KV head.
+        scale: by which each layer multiplies its scores.
+        group: query heads to a KV head.
+    """
+
+    rows: tuple[Float[Tensor, "kv_heads queries d_head"], ...]
+    scale: tuple[float, ...]
+    group: int
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """One row's clean cache and what else a fault may draw on.
+
+    Attributes:
+        cache: the cache as it was before any fault, of one row.
+        donors: other caches by name, from which faults take slots.
+        rotaries: how each layer's keys turn with position; see `Lanes.rotaries`.
+        queries: what each layer asked last, for noise that is matched by its effect.
+    """
+
+    cache: KVCache
+    donors: Mapping[str, KVCache] = field(default_factory=dict)
+    rotaries: tuple[Rotary | None, ...] | None = None
+    queries: Queries | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache.batch != 1:
+            raise ValueError(
+                f"A fault's host is one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
+            )
+        for name, donor in self.donors.items():
+            if donor.batch != 1 or donor.shape != self.cache.shape:
+                raise ValueError(
+                    f"Donor {name!r} has {donor.batch} rows of shape {donor.shape}; expected 1 row of {self.cache.shape}, "
+                    f"from the same model."
+                )
+
+    def donor(self, name: str) -> KVCache:
+        """A donor by name; an unknown one is refused."""
+        if name not in self.donors:
+            raise ValueError(unknown("donor", name, self.donors))
+        return self.donors[name]
+
+    def vectors(self, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
+        """K or V of a layer's slots that hold a token."""
+        return _held(self.cache, layer, part)
+
+    def moments(self, layer: int, part: Part) -> Moments:
+        """Of the clean cache."""
+        return self._remember(("clean", layer, part), self.cache)
+
+    def donor_moments(self, name: str, layer: int, part: Part) -> Moments:
+        """Of a donor's cache."""
+        return self._remember((name, layer, part), self.donor(name))
+
+    @cached_property
+    def found(self) -> dict[tuple[object, ...], object]:
+        """What faults have worked out about this host, and will need again."""
+        return {}
+
+    def _remember(self, key: tuple[str, int, Part], cache: KVCache) -> Moments:
+        known = self.found.get(("moments", *key))
+        if not isinstance(known, Moments):
+            known = Moments.of(_held(cache, key[1], key[2]))
+            self.found["moments", *key] = known
+        return known
+
+
+def _held(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
+    tensor = (cache.keys if part == "k" else cache.values)[layer]
+    return tensor[0][:, ~cache.ledger.padding[0]]

@@ -1,0 +1,29 @@
+"""K and V pages that overlap."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.faults.fault import Struck
+from kvprobe.faults.paged import Paged
+from kvprobe.faults.scope import Part
+
+
+@dataclass(frozen=True)
+class OverlappingKV(Paged):
+    """Pages of K and V that share memory, so that what is written last is read for both: V, unless `last` says K.
+
+    Overlapping pages: vllm PR #51837, where the K and V halves of a block fell into pages that other layers also wrote and
+    GSM8K was 0.20 instead of 0.95.
+    """
+
+    last: Part = "v"
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        if struck.keys.shape != struck.values.shape:
+            raise ValueError(
+                f"Keys have {struck.keys.shape[1]} numbers and values {struck.values.shape[1]}; pages of unequal size do not "
+                f"overlap slot by slot."
+            )
+        return struck.of(self.last)

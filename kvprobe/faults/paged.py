@@ -1,0 +1,94 @@
+"""Faults of paged caches, whose unit is a block of consecutive slots."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.scope import Part
+from kvprobe.suggest import unknown
+
+_BLOCK_LOTS = 41
+
+Pointing = Literal["swapped", "repeated"]
+
+
+@dataclass(frozen=True)
+class Paged(Fault):
+    """A fault that strikes whole blocks: the rate of its scope is a share of blocks.
+
+    Attributes:
+        block: slots in a block; engines use 16 as a rule.
+    """
+
+    block: int = field(default=16, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise ValueError(f"{type(self).__name__} has block={self.block}; it must be at least 1.")
+        object.__setattr__(self, "scope", replace(self.scope, block=self.block))
+
+
+@dataclass(frozen=True)
+class WrongPointers(Paged):
+    """Entries of the block table that point at other blocks of the same request, in all layers: `swapped` among the struck
+    blocks, or `repeated`, so that another block of the prompt is read twice and one's own never.
+
+    Reads of wrong rows, because the kernel took another block size than the cache's: vllm PR #27547, where GSM8K fell from
+    0.85 to 0.02. SGLang #17839, which began seed 001, was read as this; a later fix there blames a race on evicted
+    sliding-window slots. Attention does not care for the order of slots, and a key carries its position with it, so swapping
+    whole blocks that are all visible changes nothing; where K and V are swapped apart, or a window cuts the order, it does.
+    The last block, if it is not full, is left alone.
+    """
+
+    pointing: Pointing = "swapped"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pointing not in get_args(Pointing):
+            raise ValueError(unknown("pointing", self.pointing, get_args(Pointing)))
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        before = struck.of(part)
+        blocks = -(-struck.slots_in_row // self.block)
+        lots = struck.draws.uniform((blocks,), _BLOCK_LOTS, struck.step).to(before.device)
+        block, offset = struck.slots // self.block, struck.slots % self.block
+        heads = struck.host.cache.n_kv_heads
+        stream = struck.rows * heads + struck.heads
+        whole = torch.bincount(stream * blocks + block, minlength=1)[stream * blocks + block] == self.block
+        if self.pointing == "swapped":
+            after = before.clone()
+            among = whole.nonzero()[:, 0]
+            group = stream * self.block + offset
+            after[among] = before[among][following(group[among], lots[block[among]])]
+            return after
+        vectors = struck.host.vectors(struck.layer, part)
+        candidates = vectors.shape[1] // self.block
+        if candidates < 2:
+            return before
+        # Any block of the prompt but one's own: as many steps on as the lot says.
+        onward = 1 + (lots[block] * (candidates - 1)).long()
+        other = (block + onward) % candidates
+        return torch.where(whole[:, None], vectors[struck.heads, other * self.block + offset], before)
+
+
+def following(group: Int[Tensor, "entries"], lots: Float[Tensor, "entries"]) -> Int[Tensor, "entries"]:
+    """For each entry the next one of its group in the order of lots, the last being followed by the first; so that every
+    group of two or more is thoroughly permuted."""
+    order = torch.argsort(lots)
+    order = order[torch.argsort(group[order], stable=True)]
+    ordered = group[order]
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    index = torch.arange(len(order), device=order.device)
+    first = torch.ones_like(last)
+    first[1:] = last[:-1]
+    start = torch.where(first, index, 0).cummax(0).values if len(index) else index
+    after = torch.where(last, start, index + 1)
+    found = torch.empty_like(order)
+    found[order] = order[after]
+    return found

@@ -1,0 +1,37 @@
+"""Keys at wrong positions."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.faults.fault import Fault, Need, Struck
+from kvprobe.faults.scope import Part
+from kvprobe.rotary import Turn
+
+
+@dataclass(frozen=True)
+class PositionShift(Fault):
+    """Keys turned as if their tokens stood `by` positions further on; values stay, and so does who may see whom.
+
+    llama.cpp #3825: of two shifts of the same slots only the last was applied to their keys.
+    """
+
+    by: int
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return ("rotaries",)
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        if part == "v":
+            return struck.values
+        if struck.host.rotaries is None:
+            raise ValueError(
+                "PositionShift turns keys, and this host has no rotary frequencies; make it with Model.host."
+            )
+        rotary = struck.host.rotaries[struck.layer]
+        if rotary is None:
+            return struck.keys
+        at = struck.positions[None]
+        return Turn.between(rotary, at, at + self.by).of(struck.keys[None, None])[0, 0]

@@ -1,0 +1,97 @@
+"""Numbers that were stored too coarsely, or read at the wrong scale."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.scope import Part
+from kvprobe.ledger import Grain
+from kvprobe.policies.quantise import codes_of_values
+from kvprobe.suggest import unknown
+
+Format = Literal["e4m3", "e5m2"]
+_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _largest(struck: Struck, part: Part) -> float:
+    """The largest absolute number of the layer's clean K or V, by which engines calibrate one scale for all."""
+    return float(struck.host.vectors(struck.layer, part).float().abs().max())
+
+
+def _in_fp8(vectors: Float[Tensor, "struck d"], scale: float, kind: Format) -> Float[Tensor, "struck d"]:
+    """Divided by the scale and rounded to what fp8 can hold, numbers beyond it saturated."""
+    dtype = _FORMATS[kind]
+    limit = torch.finfo(dtype).max
+    return (vectors.float() / scale).clamp(-limit, limit).to(dtype).float()
+
+
+@dataclass(frozen=True)
+class Fp8Scale(Fault):
+    """Stored in fp8 at one scale for each layer and part, and read back at `factor` times that scale: 1 is fp8 as it should
+    be, 2 a scale that was applied twice too large.
+
+    Scales that are loaded and then ignored, so that 1.0 stands in for them: sglang PR #20705.
+    """
+
+    factor: float
+    kind: Format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, self.factor, "factor", self.kind)
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        scale = _largest(struck, part) / torch.finfo(_FORMATS[self.kind]).max
+        return _in_fp8(struck.of(part), scale, self.kind) * scale * self.factor
+
+
+@dataclass(frozen=True)
+class Fp8Saturation(Fault):
+    """Stored in fp8 at a scale that leaves room for only `room` of the largest number: what is larger saturates.
+
+    Default scales that do not fit a model: vllm #41343. (vllm #13133, often cited for this, was an fp8 setting that a backend
+    ignored.)
+    """
+
+    room: float
+    kind: Format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, self.room, "room", self.kind)
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        scale = self.room * _largest(struck, part) / torch.finfo(_FORMATS[self.kind]).max
+        return _in_fp8(struck.of(part), scale, self.kind) * scale
+
+
+@dataclass(frozen=True)
+class QuantisationNoise(Fault):
+    """Each struck vector rounded to `bits` per number, in groups of `group` channels with a scale and minimum of their own.
+
+    What quantised caches do to every slot; struck slot by slot it tells which of them can bear it. See `policies.Quantise`
+    for KIVI's layout.
+    """
+
+    bits: int
+    group: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.bits <= 8 or self.group < 1:
+            raise ValueError(f"{self} rounds to 1 to 8 bits, in groups of at least 1.")
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        vectors = struck.of(part)
+        return codes_of_values(vectors[None, :, None], Grain(self.bits, self.group)).numbers()[0, :, 0]
+
+
+def _check(fault: Fault, value: float, name: str, kind: str) -> None:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{type(fault).__name__} has {name}={value}; it must be above 0.")
+    if kind not in get_args(Format):
+        raise ValueError(unknown("fp8 format", kind, get_args(Format)))

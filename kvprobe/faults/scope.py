@@ -1,0 +1,208 @@
+"""Where a fault strikes: which layers, heads and slots, K or V, and how many of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvprobe.described import described
+from kvprobe.faults.draws import Draws
+from kvprobe.ledger import Ledger
+from kvprobe.suggest import unknown
+
+Unit = Literal["slot", "layer", "head", "number"]
+"""What is drawn at once: a slot in all layers and heads; in each layer, or each layer and head, slots of its own; or in each
+of them numbers of its own, for K and for V."""
+Parts = Literal["kv", "k", "v"]
+Part = Literal["k", "v"]
+Among = Literal["all", "prompt", "generated"]
+
+GENERATED = "generated"
+"""The segment of tokens that the model wrote itself."""
+
+_SLOT_LOTS, _NUMBER_LOTS, _ROUNDING = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a fault strikes.
+
+    Slots are drawn from all that hold a token, live or masked: memory does not know who may be attended to. The number
+    drawn is the rate times the number of slots in scope, rounded up or down by lot so that the rate is met on average.
+
+    Attributes:
+        rate: share of what is in scope that is struck.
+        count: or, how many units are (all, if there are fewer).
+        layers: a band, or single layers; all by default.
+        heads: KV heads; all by default.
+        parts: keys and values, or one of them.
+        segments: names of segments; all by default.
+        slots: indices; all by default.
+        among: only slots of the prompt, or only those that the model wrote.
+        unit: what is drawn at once.
+        block: slots that are drawn together because they lie together, as in a paged cache.
+    """
+
+    rate: float = 1.0
+    count: int | None = None
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    parts: Parts = "kv"
+    segments: tuple[str, ...] | None = None
+    slots: Sequence[int] | None = None
+    among: Among = "all"
+    unit: Unit = "slot"
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "slots"):
+            if (chosen := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(chosen))
+                if not self._chosen(name):
+                    raise ValueError(f"Scope has no {name}; give at least one, or None for all.")
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"Scope has rate={self.rate}; it must be 0 to 1.")
+        if self.count is not None and (self.count < 0 or self.rate != 1.0):
+            raise ValueError(
+                f"Scope has count={self.count} and rate={self.rate}; give either, and a count of 0 or more."
+            )
+        for name, kind in (("parts", Parts), ("among", Among), ("unit", Unit)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(unknown(name, getattr(self, name), get_args(kind)))
+        if self.block < 1 or (self.block > 1 and self.unit == "number"):
+            raise ValueError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
+
+    def __str__(self) -> str:
+        return described(self)
+
+    def _chosen(self, name: str) -> tuple[int, ...]:
+        return getattr(self, name)
+
+    @property
+    def each_part(self) -> tuple[Part, ...]:
+        """The parts as a tuple: `("k", "v")`, or one of them."""
+        return ("k", "v") if self.parts == "kv" else (self.parts,)
+
+    def eligible(self, ledger: Ledger, row: int = 0) -> Bool[Tensor, "slots"]:
+        """The slots of a row from which are drawn.
+
+        Raises:
+            ValueError: an unknown segment, or a slot beyond the cache.
+        """
+        found = ~ledger.padding[row]
+        if self.segments is not None:
+            found = found & ledger.in_segments(self.segments)[row]
+        if self.among != "all":
+            known = GENERATED in ledger.names
+            own = ledger.in_segments([GENERATED])[row] if known else torch.zeros_like(found)
+            found = found & (own if self.among == "generated" else ~own)
+        if self.slots is not None:
+            _refuse_beyond("slot", self.slots, ledger.slots)
+            named = torch.zeros_like(found)
+            named[list(self.slots)] = True
+            found = found & named
+        return found
+
+    @property
+    def pool(self) -> "Scope":
+        """The scope without what does not change the order in which slots are drawn: scopes of one pool share it."""
+        return replace(self, rate=1.0, count=None, layers=None, heads=None, parts="kv")
+
+    def order(self, ledger: Ledger, shape: tuple[int, int], draws: Draws, step: int, row: int = 0) -> "Order":
+        """In which order slots are drawn.
+
+        Args:
+            shape: layers and KV heads of the cache.
+            step: tokens read since the prompt, which tells draws apart.
+        """
+        layers, heads = shape
+        eligible = self.eligible(ledger, row)
+        if self.unit == "number":
+            return Order(
+                eligible.expand(layers, 1, -1), torch.zeros_like(eligible, dtype=torch.long).expand(layers, 1, -1), 1
+            )
+        across = {"slot": (1, 1), "layer": (layers, 1), "head": (layers, heads)}[self.unit]
+        blocks = -(-ledger.slots // self.block)
+        lots = draws.uniform((*across, blocks), _SLOT_LOTS, step).to(eligible.device)
+        whole = torch.nn.functional.pad(eligible, (0, blocks * self.block - ledger.slots))
+        drawable = whole.view(blocks, self.block).any(1)
+        rank = lots.masked_fill(~drawable, 2.0).argsort(-1).argsort(-1)
+        spread = rank.repeat_interleave(self.block, -1)[..., : ledger.slots].expand(layers, -1, -1)
+        return Order(eligible.expand_as(spread), spread, int(drawable.sum()))
+
+    def struck(
+        self, order: "Order", shape: tuple[int, int], draws: Draws, step: int
+    ) -> Bool[Tensor, "layers heads slots"]:
+        """Which slots are struck, drawn in the order of this scope's pool; the head axis is 1 where all heads agree. With
+        `unit="number"`, those of which some number might be.
+
+        Raises:
+            ValueError: a layer or head beyond the cache.
+        """
+        quota = 1 if self.unit == "number" else self.quota(order.available, draws, step)
+        struck = order.eligible & (order.rank < quota)
+        for name, chosen, axis in (("layer", self.layers, 0), ("KV head", self.heads, 1)):
+            if chosen is not None:
+                _refuse_beyond(name, chosen, shape[axis])
+                inside = torch.zeros(shape[axis], dtype=torch.bool, device=struck.device)
+                inside[list(chosen)] = True
+                struck = struck & (inside[:, None, None] if axis == 0 else inside[None, :, None])
+        return struck
+
+    def quota(self, available: int, draws: Draws, step: int) -> int:
+        """How many of the available units are struck."""
+        if self.count is not None:
+            return min(self.count, available)
+        return int(self.rate * available + float(draws.uniform((1,), _ROUNDING, step)[0]))
+
+    def numbers(
+        self, eligible: Bool[Tensor, "slots"], size: tuple[int, int], draws: Draws, step: int, layer: int, part: Part
+    ) -> Bool[Tensor, "heads slots d"]:
+        """With `unit="number"`: which numbers of a layer's K or V are struck.
+
+        Args:
+            size: KV heads, and numbers in a vector.
+        """
+        heads, width = size
+        inside = torch.zeros(heads, dtype=torch.bool, device=eligible.device)
+        inside[list(range(heads) if self.heads is None else self.heads)] = True
+        drawable = (inside[:, None] & eligible)[..., None].expand(-1, -1, width)
+        purpose = (_NUMBER_LOTS, step, layer, int(part == "v"))
+        lots = draws.uniform((heads, len(eligible), width), *purpose).to(eligible.device).masked_fill(~drawable, 2.0)
+        quota = self.quota(int(drawable.sum()), draws, step)
+        if quota == 0:
+            return torch.zeros_like(drawable)
+        return lots <= lots.flatten().kthvalue(quota).values
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """In which order slots are drawn.
+
+    Attributes:
+        eligible: slots that may be drawn at all.
+        rank: of each slot's unit among those that may be.
+        available: how many units there are to draw from.
+    """
+
+    eligible: Bool[Tensor, "layers heads slots"]
+    rank: Int[Tensor, "layers heads slots"]
+    available: int
+
+
+def bands(layers: int, count: int) -> list[range]:
+    """The model's layers in `count` bands of consecutive ones, as equal as they come."""
+    if not 1 <= count <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {count} bands; ask for 1 to {layers}.")
+    edges = [round(index * layers / count) for index in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def _refuse_beyond(kind: str, chosen: Sequence[int], count: int) -> None:
+    for index in chosen:
+        if not 0 <= index < count:
+            raise ValueError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
