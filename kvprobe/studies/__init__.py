@@ -45,6 +45,9 @@ STUDIES = {
             "idle_rebuild",
             "A compacted session goes idle and its cache is rebuilt from the visible text. Where does it drift?",
         ),
+        Study("robustness", "How much of the cache can be damaged, and how, before answers go wrong?"),
+        Study("bands", "Which layers' caches can bear noise, and how much of that is the noise's own scale?"),
+        Study("bitflips", "What does a single flipped bit of K or V do, by its place in the number?"),
     )
 }
 

@@ -1,0 +1,1 @@
+"""Bit flips: what a single flipped bit does, by its place in the number."""

@@ -1,0 +1,1 @@
+"""Robustness: what each fault of the cache costs, by how much of it is struck."""
