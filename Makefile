@@ -32,6 +32,7 @@ figures: $(VENV)/.installed
 benchmark: $(VENV)/.installed
 	$(PY) benchmarks/lanes.py
 	$(PY) benchmarks/policies.py
+	$(PY) benchmarks/faults.py
 
 clean:
 	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis

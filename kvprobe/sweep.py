@@ -244,6 +244,11 @@ class _Pass:
             leaving = []
             for place, number in enumerate(here):
                 row = said[number]
+                if not number and not finite[place]:
+                    raise ValueError(
+                        f"The clean run's logits are not finite after {step} tokens; {self.lanes.dtype} may be too narrow "
+                        f"for this model, load it in another dtype."
+                    )
                 if row.broken is None and not finite[place]:
                     row.broken = f"the logits after {step} tokens, though K and V are finite"
                 if row.broken is not None:

@@ -1,0 +1,101 @@
+"""A sweep of faults as rows of one batch, beside the plain way: one prompt and one condition at a time, prefilled each time.
+
+Both strike the same slots with the same noise, and must first give the same answers, token for token.
+
+    make benchmark          or          python benchmarks/faults.py --repeats 2
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from timing import header, paired, report
+from transformers import DynamicCache
+
+import kvprobe as kv
+from kvprobe.faults import Distractor, Draws, Fault, Gaussian, Host, Scope, Zeros
+from kvprobe.faults.fault import strike
+from kvprobe.transcript import Tokens
+
+LENGTH, NEW_TOKENS = 256, 8
+RATES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+
+
+def conditions(at: int | str, transient: bool) -> list[Fault]:
+    """Three kinds of fault, K and V together and apart, at every rate."""
+    kinds = (Gaussian("channel"), Zeros(), Distractor())
+    scopes = [Scope(rate=rate, parts=parts) for rate in RATES for parts in ("kv", "k", "v")]
+    return [replace(kind, scope=scope, at=at, transient=transient) for kind in kinds for scope in scopes]
+
+
+def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache) -> list[int]:
+    """One prompt, one condition: read the prompt, damage what the library's own cache holds, and decode."""
+    network = model.lanes.plain
+    past = DynamicCache()
+    with torch.no_grad():
+        network(torch.tensor([ids[:-1]]), past_key_values=past, use_cache=True)
+    clean = model_cache(past, ids[:-1])
+    host = Host(clean, {"distractor": donor})
+    said, token = [], ids[-1]
+    for step in range(NEW_TOKENS):
+        tensors = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in past.layers]
+        for layer, (keys, values) in zip(past.layers, tensors, strict=True):
+            layer.keys, layer.values = keys, values
+        damage = None
+        if fault.due(step):
+            ledger = model_cache(past, [*ids[:-1], *([ids[-1], *said][:step])]).ledger
+            damage = strike([fault], [Draws()], [0], tensors, ledger, host, step, remember=fault.transient)
+        with torch.no_grad():
+            logits = network(torch.tensor([[token]]), past_key_values=past, use_cache=True).logits
+        if damage is not None and fault.transient:
+            # The cache has grown into new tensors: put back what stood in the old slots of these.
+            damage.undo()
+            for layer, (keys, values) in zip(past.layers, tensors, strict=True):
+                layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : values.shape[2]] = keys, values
+        token = int(logits[0, -1].argmax())
+        said.append(token)
+    return said
+
+
+def model_cache(past: DynamicCache, ids: Sequence[int]) -> kv.KVCache:
+    """The library's cache with a ledger."""
+    from kvprobe.forward import new_slots
+
+    ledger = new_slots([Tokens.of(ids)], past.layers[0].keys.device)
+    copies = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
+    return kv.KVCache(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), ledger)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--model", default="smollm2-135m")
+    arguments = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = kv.load(arguments.model)
+    draw = torch.Generator().manual_seed(0)
+    ids, other = (torch.randint(5, 20_000, (LENGTH,), generator=draw).tolist() for _ in range(2))
+    donor = model.prefill(Tokens.of(other))
+    header(model.name, LENGTH, arguments.repeats)
+    for name, at, transient in (("written once", 0, False), ("anew before each token", "every", True)):
+        faults = conditions(at, transient)
+
+        def batched(faults: list[Fault] = faults) -> list[list[int]]:
+            swept = model.sweep(
+                Tokens.of(ids), faults, donors={"distractor": donor}, max_new_tokens=NEW_TOKENS, stop=(), follow=False
+            )
+            return [list(outcome.tokens) for outcome in swept.outcomes]
+
+        def one_by_one(faults: list[Fault] = faults) -> list[list[int]]:
+            return [plainly(model, ids, fault, donor) for fault in faults]
+
+        for fault, mine, theirs in zip(faults, batched(), one_by_one(), strict=True):
+            assert mine == theirs, f"{fault}: {mine} in the batch, {theirs} alone"
+        ours, theirs, ratio = paired(batched, one_by_one, arguments.repeats)
+        report(f"{len(faults)} conditions, {NEW_TOKENS} tokens: {name}", ours, theirs, ratio, "0.125")
+
+
+if __name__ == "__main__":
+    main()
