@@ -1,0 +1,129 @@
+r"""GSM8K: grade-school word problems (arXiv 2110.14168), scored as lm-evaluation-harness scores its task `gsm8k`.
+
+`strict` takes the first number after `#### `, `flexible` the last thing in the text that looks like a number. Both are
+compared as strings, after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were
+removed; the harness's quirks are kept: `3.00` is not `3`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvprobe.tasks.json_lines import read_json_lines, text_of
+from kvprobe.tasks.task import Item, first_items
+from kvprobe.transcript import Transcript
+
+REPOSITORY, FILE = "openai/gsm8k", "main/test-00000-of-00001.parquet"
+
+REQUEST = (
+    "Reason step by step, then end with a last line of the form '#### <number>' that gives the answer as a number."
+)
+
+INVALID = "[invalid]"
+"""What is taken from a text without a number."""
+
+_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")
+
+
+@dataclass(frozen=True)
+class GSM8K:
+    """The test split, in the order of the file.
+
+    Attributes:
+        path: a local JSONL file with `question` and `answer` (which ends in `#### 72`); from the hub without one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line of it is not GSM8K.
+    """
+
+    path: Path | None = None
+
+    chance = 0.0
+    max_new_tokens = 512
+    one_line = False
+    scorers = ("strict", "flexible")
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            _ = self._every  # so that a bad file is refused before a model is loaded for it
+
+    @property
+    def name(self) -> str:
+        return "gsm8k" if self.path is None else f"gsm8k:{self.path}"
+
+    @property
+    def available(self) -> int:
+        """The number of items."""
+        return len(self._every)
+
+    def items(self, count: int, seed: int) -> list[Item]:
+        """The first `count` items of the file, whatever the seed.
+
+        Raises:
+            ConnectionError: the published split is not here and could not be fetched.
+            ValueError: the file does not hold so many.
+        """
+        return first_items(self._every, count, self.name)
+
+    def score(self, text: str, item: Item) -> dict[str, bool]:
+        """`strict` and `flexible`, see above."""
+        reference = _normalised(item.answer)
+        taken = {"strict": _strict(text), "flexible": _flexible(text)}
+        return {name: _normalised(number) == reference for name, number in taken.items()}
+
+    @cached_property
+    def _every(self) -> list[Item]:
+        if self.path is not None:
+            return read_json_lines(self.path, _item)
+        return _from_hub()
+
+
+def _from_hub() -> list[Item]:
+    """The published test split."""
+    import pandas as pd
+    from huggingface_hub import hf_hub_download
+
+    try:
+        path = hf_hub_download(REPOSITORY, FILE, repo_type="dataset")
+    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no file
+        raise ConnectionError(
+            f"Could not get {FILE} of {REPOSITORY!r} from the hub ({type(error).__name__}); download it elsewhere, write "
+            f"its questions and answers to a JSONL file, and name the task gsm8k:/path/to/file.jsonl."
+        ) from error
+    table = pd.read_parquet(path, columns=["question", "answer"])
+    return [
+        _item(number, {str(key): row[key] for key in row}) for number, row in enumerate(table.to_dict("records"), 1)
+    ]
+
+
+def _item(number: int, entry: Mapping[str, Any]) -> Item:
+    """The item on this line of the file."""
+    question, solution = text_of(entry, "question").strip(), text_of(entry, "answer").strip()
+    _, mark, answer = solution.rpartition("#### ")
+    if not mark or not re.search(r"\d", _normalised(answer)):
+        raise ValueError(f"The answer ends in {solution[-40:]!r}; GSM8K's end in '#### ' and a number.")
+    chat = Transcript.from_messages([{"role": "user", "content": f"{question}\n\n{REQUEST}"}], names=["question"])
+    return Item(f"gsm8k-{number}", chat, answer)
+
+
+def _strict(text: str) -> str:
+    found = _STRICT.search(text)
+    return found[1].strip() if found else INVALID
+
+
+def _flexible(text: str) -> str:
+    # As the harness does: the last match, and of its two groups the first that is not empty.
+    found = _FLEXIBLE.findall(text)
+    return next(filter(None, found[-1])).strip() if found else INVALID
+
+
+def _normalised(text: str) -> str:
+    for ignored in _IGNORED:
+        text = re.sub(ignored, "", text)
+    return text.lower()

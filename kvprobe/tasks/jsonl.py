@@ -1,0 +1,115 @@
+"""Prompts and answers of the user's own, from a JSONL file.
+
+Each line is an object with `prompt` (a text, or a list of `{"role": …, "content": …}` that ends in a user's message) and
+`answer`, and may have `id`, `lead` (what the reply begins with) and `chance` (accuracy of guessing, 0 without it).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvprobe.suggest import unknown
+from kvprobe.tasks.json_lines import read_json_lines, text_of
+from kvprobe.tasks.task import Item, first_items
+from kvprobe.transcript import Transcript
+
+FIELDS = ("prompt", "answer", "id", "lead", "chance")
+
+
+@dataclass(frozen=True)
+class JSONLines:
+    """The items of a file, in its order.
+
+    Attributes:
+        path: the file.
+        max_new_tokens: as many as the longest answer takes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not as it should be.
+    """
+
+    path: Path
+    max_new_tokens: int = 64
+
+    one_line = False
+    scorers = ("contains", "exact")
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more.")
+        _ = self._every  # so that a bad file is refused before a model is loaded for it
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def chance(self) -> float:
+        """The mean over the lines."""
+        return sum(chance for _, chance in self._every) / len(self._every)
+
+    @property
+    def available(self) -> int:
+        """The number of items."""
+        return len(self._every)
+
+    def items(self, count: int, seed: int) -> list[Item]:
+        """The first `count` items of the file, whatever the seed.
+
+        Raises:
+            ValueError: the file does not hold so many.
+        """
+        return first_items([item for item, _ in self._every], count, self.name)
+
+    def score(self, text: str, item: Item) -> dict[str, bool]:
+        """`contains`: the answer stands in the text as whole words, in any case; `exact`: it is the whole text, to the letter,
+        but for white space around it."""
+        whole = rf"(?<!\w){re.escape(item.answer)}(?!\w)"
+        return {
+            "contains": re.search(whole, text, re.IGNORECASE) is not None,
+            "exact": text.strip() == item.answer,
+        }
+
+    @cached_property
+    def _every(self) -> list[tuple[Item, float]]:
+        """Each item with its chance."""
+        lines: dict[str, int] = {}
+
+        def parse(number: int, entry: Mapping[str, Any]) -> tuple[Item, float]:
+            item = _item(number, entry)
+            first = lines.setdefault(item.id, number)
+            if first != number:
+                raise ValueError(f"The id {item.id!r} is that of line {first} as well; give each line its own.")
+            return item, _chance(entry)
+
+        return read_json_lines(self.path, parse)
+
+
+def _item(number: int, entry: Mapping[str, Any]) -> Item:
+    """The item on this line of the file."""
+    for field in entry:
+        if field not in FIELDS:
+            raise ValueError(unknown("field", field, FIELDS))
+    said = entry.get("prompt")
+    said = said if isinstance(said, list) else [{"role": "user", "content": text_of(entry, "prompt")}]
+    messages = [_message(message) for message in said]
+    lead = text_of(entry, "lead") if "lead" in entry else ""
+    name = text_of(entry, "id") if "id" in entry else f"line-{number}"
+    return Item(name, Transcript.from_messages(messages), text_of(entry, "answer"), lead)
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        raise ValueError("The messages of 'prompt' must be objects with 'role' and 'content' and nothing else.")
+    return {"role": text_of(message, "role"), "content": text_of(message, "content")}
+
+
+def _chance(entry: Mapping[str, Any]) -> float:
+    chance = entry.get("chance", 0)
+    if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
+        raise ValueError(f"The field 'chance' is {chance!r}; it must be a number from 0 to 1.")
+    return float(chance)

@@ -1,0 +1,61 @@
+"""Needle: a sentence with a code somewhere in small talk, and the question for the code after it.
+
+The sentences are those of `kvprobe.tasks.instructions`, the small talk that of `kvprobe.tasks.passcode`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvprobe.tasks.instructions import needles
+from kvprobe.tasks.passcode import CODE_LENGTH, contexts
+from kvprobe.tasks.task import Item, draw_items, first_line
+from kvprobe.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Conversations of small talk in which the user mentions a code.
+
+    Attributes:
+        exchanges: of small talk, some forty tokens each; the code is mentioned in any of them.
+    """
+
+    exchanges: int = 3
+
+    name = "needle"
+    chance = 0.0
+    max_new_tokens = CODE_LENGTH + 2  # a space, the digits, and what ends the sentence
+    one_line = True
+    scorers = ("exact",)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.exchanges <= len(contexts()):
+            raise ValueError(f"exchanges is {self.exchanges}; there is small talk for 1 to {len(contexts())}.")
+
+    def items(self, count: int, seed: int) -> list[Item]:
+        """Segments: `chat1`, `chat2` …, one of which is `needle` instead, and `question`; the code is the part `source`."""
+        return draw_items(self.name, count, seed, self._item)
+
+    def score(self, text: str, item: Item) -> dict[str, bool]:
+        """`exact`: the code is among the numbers of the first line."""
+        return {"exact": item.answer in re.findall(r"\d+", first_line(text))}
+
+    def _item(self, id: str, rng: np.random.Generator) -> Item:
+        needle = needles()[rng.integers(len(needles()))]
+        code = f"{rng.integers(10**CODE_LENGTH):0{CODE_LENGTH}d}"
+        talk = [contexts()[index] for index in rng.choice(len(contexts()), self.exchanges, replace=False)]
+        place = int(rng.integers(self.exchanges))
+        before, after = needle.text.split("{code}")
+        messages: list[dict[str, Any]] = []
+        names = []
+        for index, filler in enumerate(talk):
+            said: Any = filler.chat_user
+            if index == place:
+                said = [f"{filler.chat_user} {before}", {"text": code, "name": "source"}, after]
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": filler.chat_assistant}]
+            names += ["needle" if index == place else f"chat{index + 1}"] * 2
+        messages.append({"role": "user", "content": needle.question})
+        return Item(id, Transcript.from_messages(messages, [*names, "question"]), code, needle.lead)

@@ -1,0 +1,80 @@
+"""Retrieve: among many pairs of a name and a number, give the number of one name. One line of many must still be found."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import yaml
+
+from kvprobe.tasks.task import Item, draw_items, first_line
+from kvprobe.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Retrieve:
+    """Lists of pairs in hand-written ways.
+
+    Attributes:
+        keys: pairs in each list.
+        digits: of each value; values of a list differ, and as they are of one length none begins another.
+    """
+
+    keys: int = 6
+    digits: int = 3
+
+    name = "retrieve"
+    one_line = True
+    scorers = ("exact",)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 9:
+            raise ValueError(f"digits is {self.digits}; values have 1 to 9 digits.")
+        most = min(len(_entries()["keys"]), self._numbers)
+        if not 2 <= self.keys <= most:
+            raise ValueError(f"keys is {self.keys}; with values of {self.digits} digits, lists have 2 to {most} keys.")
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.keys
+
+    @property
+    def max_new_tokens(self) -> int:
+        # A space, the digits, and what ends the sentence.
+        return self.digits + 2
+
+    def items(self, count: int, seed: int) -> list[Item]:
+        """Lists of different names and values in random order; the value asked for is the part `source`."""
+        return draw_items(self.name, count, seed, self._item)
+
+    def score(self, text: str, item: Item) -> dict[str, bool]:
+        """`exact`: the first number of the first line is the value."""
+        found = re.search(r"\d+", first_line(text))
+        return {"exact": found is not None and found[0] == item.answer}
+
+    @property
+    def _numbers(self) -> int:
+        """How many numbers of these digits there are."""
+        return 9 * 10 ** (self.digits - 1)
+
+    def _item(self, id: str, rng: np.random.Generator) -> Item:
+        phrasing = rng.choice(_entries()["phrasings"])
+        keys = [str(key) for key in rng.choice(_entries()["keys"], self.keys, replace=False)]
+        smallest = 10 ** (self.digits - 1)
+        values = [str(smallest + number) for number in rng.choice(self._numbers, self.keys, replace=False)]
+        asked = int(rng.integers(self.keys))
+        said: list[Any] = [phrasing["introduction"]]
+        for index, (key, value) in enumerate(zip(keys, values, strict=True)):
+            before, after = phrasing["line"].replace("{key}", key).split("{value}")
+            said += ["\n" + before, {"text": value, "name": "source"} if index == asked else value, after]
+        question, lead = (phrasing[part].replace("{key}", keys[asked]) for part in ("question", "lead"))
+        said.append("\n\n" + question)
+        chat = Transcript.from_messages([{"role": "user", "content": said}], names=["question"])
+        return Item(id, chat, values[asked], lead)
+
+
+@cache
+def _entries() -> dict[str, Any]:
+    return yaml.safe_load(resources.files("kvprobe.tasks").joinpath("retrieve.yaml").read_text(encoding="utf-8"))

@@ -1,0 +1,147 @@
+"""Files of the user's own: what they may say, how answers to them are scored, and what is refused with its line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprobe.tasks import json_lines
+from kvprobe.tasks.json_lines import read_json_lines
+from kvprobe.tasks.jsonl import JSONLines
+from kvprobe.tasks.task import find_task
+
+GOOD = {"prompt": "Which colour is the sky?", "answer": "light blue"}
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1).filter(
+    lambda text: text == text.strip()
+)
+
+
+def write(folder: Path, *lines: Any) -> Path:
+    path = folder / "own.jsonl"
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return path
+
+
+def test_all_that_a_line_may_say(tmp_path: Path):
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Is it noon?"},
+    ]
+    rich = {"id": "noon", "prompt": messages, "answer": "yes", "lead": "I say", "chance": 0.5}
+    task = find_task(str(write(tmp_path, GOOD, b"", rich)))
+    first, second = task.items(2, 0)
+    assert (first.id, first.answer, first.lead) == ("line-1", "light blue", "")
+    assert [(m.role, m.text) for m in first.chat.messages] == [("user", GOOD["prompt"])]
+    assert (second.id, second.answer, second.lead) == ("noon", "yes", "I say")
+    assert [{"role": m.role, "content": m.text} for m in second.chat.messages] == messages
+    assert task.chance == 0.25
+    assert task.items(1, 5) == [first]
+
+
+@given(prompts=st.lists(st.tuples(words, words), min_size=1, max_size=5), seed=st.integers(0, 99))
+@settings(max_examples=30)
+def test_what_is_written_is_read_and_its_answer_is_right(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[tuple[str, str]], seed: int
+):
+    entries = [{"prompt": said, "answer": answer} for said, answer in prompts]
+    task = JSONLines(write(tmp_path_factory.mktemp("own"), *entries))
+    assert task.available == len(entries)
+    for (said, answer), item in zip(prompts, task.items(len(entries), seed), strict=True):
+        assert (item.chat.messages[0].text, item.answer) == (said, answer)
+        assert task.score(f"\n {answer} ", item) == {"contains": True, "exact": True}
+        assert not any(task.score("", item).values())
+
+
+def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
+    task = JSONLines(write(tmp_path, GOOD))
+    (item,) = task.items(1, 0)
+    table = {
+        "light blue": (True, True),
+        " light blue\n": (True, True),
+        "It is Light Blue.": (True, False),
+        "Light blue": (True, False),
+        "light bluebell": (False, False),
+        "twilight blue": (False, False),
+        "light  blue": (False, False),
+        "blue": (False, False),
+    }
+    for text, (contains, exact) in table.items():
+        assert task.score(text, item) == {"contains": contains, "exact": exact}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (b"{", "not JSON"),
+        (b"prompt: x", "not JSON"),
+        (b'{"prompt": "x", "answer": "y"} {}', "not JSON"),
+        (b'{"prompt": "x", "answer": "y", "chance": NaN}', "NaN is no number of JSON"),
+        (b'{"prompt": "\xff", "answer": "y"}', "not UTF-8"),
+        (b'{"prompt": "\\ud800", "answer": "y"}', "not UTF-8"),
+        (b"[" * 200_000, "not JSON"),
+        (b'{"chance": ' + b"1" * 5000 + b"}", "not JSON"),
+        (b"[1, 2]", r"is \[1, 2\]; write one JSON object"),
+        (b'"' + b"x" * json_lines.MAX_LINE_BYTES + b'"', "longer than"),
+        ({"answer": "y"}, "'prompt' is missing"),
+        ({"prompt": "x"}, "'answer' is missing"),
+        ({"prompt": "x", "answer": 5}, "'answer' is 5; it must be a text"),
+        ({"prompt": "x", "answer": "  "}, "must be a text that is not empty"),
+        ({"prompt": "x", "answer": "y\n"}, "begins or ends with white space"),
+        ({"prompt": "x", "answer": "y", "lead": "So "}, "begins or ends with white space"),
+        ({"prompt": "x", "answer": "y", "laed": "So"}, "did you mean 'lead'"),
+        ({"prompt": "x", "answer": "y", "chance": 1.5}, "'chance' is 1.5"),
+        ({"prompt": "x", "answer": "y", "chance": True}, "'chance' is True"),
+        ({"prompt": "x", "answer": "y", "chance": "0"}, "'chance' is '0'"),
+        ({"prompt": "x", "answer": "y", "id": 7}, "'id' is 7"),
+        ({"prompt": "x", "answer": "y", "id": "line-1"}, "that of line 1 as well"),
+        ({"prompt": [], "answer": "y"}, "must end in a user's message"),
+        ({"prompt": {"role": "user"}, "answer": "y"}, "'prompt' is .*; it must be a text"),
+        ({"prompt": ["x"], "answer": "y"}, "must be objects with 'role' and 'content'"),
+        ({"prompt": [{"role": "user"}], "answer": "y"}, "must be objects with 'role' and 'content'"),
+        ({"prompt": [{"role": "user", "content": [1]}], "answer": "y"}, "'content' is .*; it must be a text"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "must end in a user's message"),
+    ],
+)
+def test_a_bad_line_is_refused_in_one_sentence_with_its_number(tmp_path: Path, line: Any, sentence: str):
+    path = write(tmp_path, GOOD, b"", line, GOOD)
+    with pytest.raises(ValueError, match=sentence) as refused:
+        JSONLines(path).items(1, 0)
+    assert str(refused.value).startswith(f"{path}, line 3: ")
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_files_beyond_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write(tmp_path, GOOD, GOOD, GOOD)
+    monkeypatch.setattr(json_lines, "MAX_LINES", 3)
+    assert JSONLines(path).available == 3
+    monkeypatch.setattr(json_lines, "MAX_LINES", 2)
+    with pytest.raises(ValueError, match="more than 2 lines"):
+        JSONLines(path).items(1, 0)
+    monkeypatch.setattr(json_lines, "MAX_FILE_BYTES", path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="is larger than"):
+        JSONLines(path).items(1, 0)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path):
+    for path in (tmp_path / "none.jsonl", tmp_path, Path("/dev/zero")):
+        with pytest.raises(FileNotFoundError, match="There is no file"):
+            read_json_lines(path, lambda number, entry: number)
+    with pytest.raises(ValueError, match="is empty"):
+        JSONLines(write(tmp_path, b"", b"  ")).items(1, 0)
+
+
+def test_more_items_than_lines_and_no_new_tokens_are_refused(tmp_path: Path):
+    path = write(tmp_path, GOOD)
+    with pytest.raises(ValueError, match=r"2 items of .* were asked for; there are 1"):
+        JSONLines(path).items(2, 0)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        JSONLines(path, max_new_tokens=0)
