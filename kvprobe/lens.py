@@ -126,9 +126,15 @@ class Hooked:
         with self._hooked({f"blocks.{layer}.attn.hook_pattern": listener(layer) for layer in layers}):
             yield
 
+    @property
+    def turns_queries(self) -> bool:
+        """Whether TransformerLens shows this model's queries after rotary embedding."""
+        return _rotates(self.bridge.blocks[0].attn)
+
     @contextmanager
     def querying(self, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call `hear(layer, queries)` with each layer's queries as they meet the keys, `[batch, queries, heads, d_head]`.
+        """Call `hear(layer, queries)` with each layer's queries, `[batch, queries, heads, d_head]`: as they meet the keys, where
+        `turns_queries`, else before any rotary embedding.
 
         Raises:
             RuntimeError: a hook does not exist, or did not fire.
@@ -137,7 +143,7 @@ class Hooked:
         def listener(layer: int) -> Callable[[Tensor], None]:
             return lambda queries: hear(layer, queries)
 
-        name = "hook_rot_q" if _rotates(self.bridge.blocks[0].attn) else "hook_q"
+        name = "hook_rot_q" if self.turns_queries else "hook_q"
         with self._hooked({f"blocks.{layer}.attn.{name}": listener(layer) for layer in range(len(self.bridge.blocks))}):
             yield
 

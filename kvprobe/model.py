@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe.cache import KVCache
 from kvprobe.capture import Captured, capture
 from kvprobe.faults.fault import Fault
-from kvprobe.forward import extend
+from kvprobe.forward import as_seen, extend
 from kvprobe.generate import Generation, generate
 from kvprobe.lanes import Geometry, Lane, Lanes
 from kvprobe.ledger import PADDING
@@ -154,6 +154,10 @@ class Model:
         """
         past = start if isinstance(start, KVCache) else None
         return generate(self.lanes, self._prompts(start, ask), past, **settings)
+
+    def as_seen(self, cache: KVCache) -> KVCache:
+        """The cache with each key turned to the position at which it is seen: a re-indexing carried out, once."""
+        return as_seen(self.lanes, cache)
 
     def sweep(
         self,

@@ -22,10 +22,11 @@ from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Damage, Fault, strike
 from kvprobe.faults.host import Host, Queries
 from kvprobe.faults.scope import GENERATED
-from kvprobe.forward import as_seen, extend, new_slots
+from kvprobe.forward import as_seen, extend, new_slots, one_row_each
 from kvprobe.generate import decode_text, stop_tokens
 from kvprobe.lanes import Lane, Lanes, past_key_values
 from kvprobe.outcomes import divergence
+from kvprobe.rotary import Turn
 from kvprobe.transcript import Tokens
 
 ROWS = 64
@@ -121,6 +122,7 @@ def sweep(
         raise ValueError(f"A sweep has max_new_tokens={max_new_tokens} and rows={rows}; it needs at least 1 and 2.")
     if not len(prompt):
         raise ValueError("There is nothing to answer: the prompt has no token.")
+    past = one_row_each(lanes, past, 1)
     start = past if len(prompt) == 1 else extend(lanes, past, [prompt[:-1]], lane)[0]
     if start is None:
         raise ValueError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
@@ -137,7 +139,10 @@ def sweep(
         clean = own[0] if clean is None else clean
         followed = passing.follow(clean.tokens) if follow else [Outcome((), "", False)] * len(own)
         texted = [replace(each, text=decode_text(lanes.tokenizer, each.tokens, ends)) for each in own]
-        both = [replace(mine, kl=read.kl, agreed=read.agreed) for mine, read in zip(texted, followed, strict=True)]
+        both = [
+            replace(mine, kl=read.kl, agreed=read.agreed, broken=mine.broken or read.broken)
+            for mine, read in zip(texted, followed, strict=True)
+        ]
         clean = both[0] if not outcomes else clean
         outcomes += both[1:]
         done(len(chunk))
@@ -181,6 +186,13 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
     with lanes.hooked.querying(hear):
         extend(lanes, before, [tokens], "hooked")
     shape = lanes.geometry
+    if not lanes.hooked.turns_queries and shape.max_position is None:
+        # The hook shows queries before they are turned: turn them as the model does its keys.
+        at = torch.tensor([tokens.positions], device=lanes.device)
+        for layer, rotary in enumerate(lanes.rotaries):
+            if rotary is not None:
+                turn = Turn.between(rotary, torch.zeros_like(at), at)
+                found[layer] = turn.of(found[layer].transpose(0, 1)[None])[0].transpose(0, 1)
     group = shape.n_heads // shape.n_kv_heads
     rows = tuple(
         found[layer].unflatten(1, (shape.n_kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
@@ -231,13 +243,11 @@ class _Pass:
         batch = _Batch(self.lanes, self.host.cache, len(said), self.max_new_tokens)
         here = list(range(len(said)))
         """The number of each of the batch's rows among all; the clean one is 0."""
-        tokens = [self.last.ids[0]] * len(said)
-        position = self.last.positions[0]
+        tokens = [self.last] * len(said)
         for step in range(self.max_new_tokens if given is None else len(given)):
             self._strike(batch, said, here, step)
-            logits = batch.read(tokens, position, self.lane)
+            logits = batch.read(tokens, self.lane)
             batch.undo()
-            position += 1
             finite = logits.amax(-1).isfinite().tolist()
             chosen = logits.argmax(-1).tolist()
             kl, agreed = divergence(logits[:1].expand_as(logits), logits) if given is not None else (None, None)
@@ -261,12 +271,13 @@ class _Pass:
                     row.stopped = chosen[place] in ends
                     if row.stopped:
                         leaving.append(place)
-            tokens = chosen if given is None else [given[step]] * len(here)
+            following = chosen if given is None else [given[step]] * len(here)
             if leaving:
                 stay = batch.drop(leaving)
-                here, tokens = [here[place] for place in stay], [tokens[place] for place in stay]
+                here, following = [here[place] for place in stay], [following[place] for place in stay]
             if not here:
                 break
+            tokens = [Tokens.of([token], GENERATED, self.last.following + step) for token in following]
         return [row.outcome() for row in said]
 
     def _strike(self, batch: "_Batch", said: Sequence[_Row], here: Sequence[int], step: int) -> None:
@@ -325,9 +336,9 @@ class _Batch:
             damage.undo()
         self._damage.clear()
 
-    def read(self, tokens: Sequence[int], position: int, lane: Lane) -> Float[Tensor, "rows vocab"]:
+    def read(self, tokens: Sequence[Tokens], lane: Lane) -> Float[Tensor, "rows vocab"]:
         """One token for each row."""
-        new = new_slots([Tokens.of([token], GENERATED, position) for token in tokens], self.lanes.device)
+        new = new_slots(tokens, self.lanes.device)
         self.ledger = self.ledger.append(new)
         past = past_key_values(self.layers)
         with torch.no_grad():
@@ -346,7 +357,7 @@ class _Batch:
                     layer.move(order[place], place)
         for layer in self.layers:
             layer.shrink(count)
-        self.ledger = self.ledger.rows(torch.tensor(order[:count], device=self.ledger.tokens.device))
+        self.ledger = self.ledger.rows(torch.tensor(order[:count], dtype=torch.long, device=self.ledger.tokens.device))
         return order[:count]
 
 

@@ -52,51 +52,59 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class BitFlips(Fault):
-    """One bit flipped in each struck number, as it stands in memory in `dtype`.
+    """One bit flipped in each struck number, as it stands in memory.
 
-    Numbers are rounded to that dtype first, if the cache is finer. By default the scope draws single numbers; give it
-    `unit="slot"` to strike all numbers of a slot. A flip may well give NaN or infinity.
+    By default the scope draws single numbers; give it `unit="slot"` to strike all numbers of a slot. A flip may well give NaN
+    or infinity.
 
     Single flips in shared blocks of a prefix cache: arXiv 2604.17249, which finds coherent but altered answers for 13 of the
     16 bits of bfloat16.
 
     Attributes:
+        dtype: in which the number is stored; the cache's own by default. A cache in float32 can stand for the other two:
+            struck numbers are rounded to them first.
         bit: which one, 0 being the lowest of the mantissa.
         field: or, one drawn from this field for each number; from all bits if neither is given.
     """
 
-    dtype: Stored = "fp32"
+    dtype: Stored | None = None
     bit: int | None = None
     field: Field | None = None
     scope: Scope = dataclasses.field(default=Scope(unit="number"), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in LAYOUTS:
+        if self.dtype is not None and self.dtype not in LAYOUTS:
             raise ValueError(unknown("dtype", self.dtype, LAYOUTS))
         if self.field is not None and self.field not in get_args(Field):
             raise ValueError(unknown("field", self.field, get_args(Field)))
-        bits = self.layout.bits
-        if self.bit is not None and (self.field is not None or not 0 <= self.bit < bits):
-            raise ValueError(
-                f"BitFlips has bit={self.bit} and field={self.field}; give a bit from 0 to {bits - 1}, or a field."
-            )
-
-    @property
-    def layout(self) -> Layout:
-        return LAYOUTS[self.dtype]
+        if self.bit is not None and self.field is not None:
+            raise ValueError(f"BitFlips has bit={self.bit} and field={self.field}; give either.")
+        self._refuse_bit(LAYOUTS[self.dtype or "fp32"])
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         numbers = struck.of(part)
-        bits = (
-            torch.full_like(numbers, self.bit, dtype=torch.long) if self.bit is not None else self._drawn(struck, part)
-        )
-        return flipped(numbers.to(self.layout.dtype), bits).to(numbers.dtype)
+        layout = next((each for each in LAYOUTS.values() if each.dtype == numbers.dtype), None)
+        if self.dtype is not None and numbers.dtype in (torch.float32, LAYOUTS[self.dtype].dtype):
+            layout = LAYOUTS[self.dtype]
+        elif self.dtype is not None or layout is None:
+            raise ValueError(
+                f"{self} flips bits of {self.dtype}, and a cache in {numbers.dtype} would round them away; flip bits of its own "
+                f"dtype, or hold the cache in float32."
+            )
+        self._refuse_bit(layout)
+        if self.bit is not None:
+            bits = torch.full_like(numbers, self.bit, dtype=torch.long)
+        else:
+            choice = layout.field(self.field) if self.field is not None else range(layout.bits)
+            bits = choice.start + (struck.lots(_WHICH_BIT, numbers.shape[1], part) * len(choice)).long()
+        return flipped(numbers.to(layout.dtype), bits).to(numbers.dtype)
 
-    def _drawn(self, struck: Struck, part: Part) -> Int[Tensor, "struck d"]:
-        choice = self.layout.field(self.field) if self.field is not None else range(self.layout.bits)
-        lots = struck.lots(_WHICH_BIT, struck.of(part).shape[1], part)
-        return choice.start + (lots * len(choice)).long()
+    def _refuse_bit(self, layout: Layout) -> None:
+        if self.bit is not None and not 0 <= self.bit < layout.bits:
+            raise ValueError(
+                f"BitFlips has bit={self.bit}; a number in {layout.dtype} has bits 0 to {layout.bits - 1}."
+            )
 
 
 def flipped(numbers: Float[Tensor, "*shape"], bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

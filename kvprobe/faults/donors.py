@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.host import Host
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part
 from kvprobe.transcript import Tokens
@@ -44,8 +45,9 @@ class Distractor(Fault):
             return found
         theirs = struck.host.donor_moments(self.donor, struck.layer, part)
         own = struck.host.moments(struck.layer, part)
-        # A channel that never varies in the donor says nothing that could be scaled.
-        scale = own.deviation / theirs.deviation.clamp(min=1e-6)
+        # A channel that never varies in the donor says nothing that could be scaled but the rounding of its mean.
+        varies = theirs.deviation > 1e-6 + 1e-5 * theirs.mean.abs()
+        scale = torch.where(varies, own.deviation / theirs.deviation.clamp(min=1e-12), 0.0)
         at = struck.heads
         return (found.float() - theirs.mean[at]) * scale[at] + own.mean[at]
 
@@ -96,13 +98,19 @@ class Splice(Fault):
     def reaches(self, layer: int) -> bool:
         return layer >= self.above
 
-    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
-        donor = struck.host.donor(self.donor)
-        if donor.slots < struck.host.cache.slots:
+    def refuse_unfit(self, host: Host) -> None:
+        if self.above >= host.cache.n_layers:
             raise ValueError(
-                f"The scaffold has {donor.slots} slots and the cache {struck.host.cache.slots}; make it of the same prompt, "
-                f"with `scaffold`."
+                f"There is no layer {self.above} to splice above; the cache has layers 0 to {host.cache.n_layers - 1}."
             )
+        donor = host.donor(self.donor)
+        if donor.slots < host.cache.slots:
+            raise ValueError(
+                f"The scaffold has {donor.slots} slots and the cache {host.cache.slots}; make it of the same prompt, with "
+                f"`scaffold`."
+            )
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         return _donated(struck, self.donor, part)
 
 

@@ -58,9 +58,12 @@ class Struck:
 
     def noise(self, part: Part, purpose: int) -> Float[Tensor, "struck d"]:
         """Standard normal noise, a vector for each slot; it depends on layer, head and slot, not on what else is struck."""
+        return self.chosen(self.drawn(part, purpose))
+
+    def drawn(self, part: Part, purpose: int) -> Float[Tensor, "kv_heads slots d"]:
+        """That noise for all slots, struck or not: what is computed from it does not depend on how many are struck."""
         shape = (self.host.cache.n_kv_heads, self.slots_in_row, self.of(part).shape[1])
-        drawn = self.draws.normal(shape, purpose, self.step, self.layer, int(part == "v"))
-        return self.chosen(drawn.to(self.keys.device))
+        return self.draws.normal(shape, purpose, self.step, self.layer, int(part == "v")).to(self.keys.device)
 
     def lots(self, purpose: int, width: int = 1, part: Part | None = None) -> Float[Tensor, "struck width"]:
         """Lots from 0 to 1, so many for each slot; the same for K and V unless a part is named."""
@@ -89,7 +92,7 @@ class Fault(ABC):
     transient: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.at != "every" and (isinstance(self.at, str) or self.at < 0):
+        if self.at != "every" and (not isinstance(self.at, int) or self.at < 0):
             raise ValueError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step from 0 on.")
 
     @property
@@ -109,6 +112,13 @@ class Fault(ABC):
     def reaches(self, layer: int) -> bool:
         """Whether it does anything at this layer."""
         return True
+
+    def refuse_unfit(self, host: Host) -> None:  # noqa: B027 - most faults fit every host
+        """Refuse a host that this fault cannot strike.
+
+        Raises:
+            ValueError: it cannot.
+        """
 
     @abstractmethod
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
@@ -184,12 +194,13 @@ def strike(
     shape = (len(tensors), host.cache.n_kv_heads)
     orders: dict[tuple[Scope, Draws], Order] = {}
     for (operator, lots), members in groups.items():
+        operator.refuse_unfit(host)
         masks = []
         for row, fault in members:
             pool = (fault.scope.pool, lots)
             if pool not in orders:
                 orders[pool] = fault.scope.order(ledger, shape, lots, step, row)
-            masks.append(fault.scope.struck(orders[pool], shape, lots, step))
+            masks.append(fault.scope.struck(orders[pool], shape))
         heads = max(mask.shape[1] for mask in masks)
         together = torch.stack([mask.expand(-1, heads, -1) for mask in masks]).expand(-1, -1, shape[1], -1)
         for layer, pair in enumerate(tensors):
@@ -279,12 +290,29 @@ def corrupt(cache: KVCache, fault: Fault, hosts: Sequence[Host], draws: Sequence
     """
     if not len(hosts) == len(draws) == cache.batch:
         raise ValueError(f"The cache has {cache.batch} rows, but there are {len(hosts)} hosts and {len(draws)} draws.")
+    if cache.ledger.turned:
+        raise ValueError(
+            "The cache was re-indexed, and its keys are not stored as they are seen; carry that out first, with Model.as_seen."
+        )
     # Copies of their own: rows of a fork share storage, and so do caches.
     keys = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.keys)
     values = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.values)
     done = Damage(torch.zeros(cache.batch, dtype=torch.long))
     for row, (host, lots) in enumerate(zip(hosts, draws, strict=True)):
-        mine = strike([fault], [lots], [row], list(zip(keys, values, strict=True)), cache.ledger, host)
-        done.count += mine.count
-        done.broken |= mine.broken
+        # Without the padding that other rows have brought with them: a row draws as it would alone.
+        held = int((~cache.ledger.padding[row]).nonzero()[-1]) + 1 if not bool(cache.ledger.padding[row].all()) else 0
+        slots = torch.arange(held, device=cache.ledger.tokens.device)[None]
+        ledger = cache.ledger.rows(torch.tensor([row], device=slots.device)).take(
+            slots, cache.ledger.padding[[row], :held]
+        )
+        own = [
+            tuple(each[row : row + 1, :, :held].contiguous() for each in pair)
+            for pair in zip(keys, values, strict=True)
+        ]
+        mine = strike([fault], [lots], [0], [(pair[0], pair[1]) for pair in own], ledger, host)
+        for pair, (damaged_keys, damaged_values) in zip(zip(keys, values, strict=True), own, strict=True):
+            pair[0][row, :, :held], pair[1][row, :, :held] = damaged_keys[0], damaged_values[0]
+        done.count[row] = mine.count[0]
+        if 0 in mine.broken:
+            done.broken[row] = mine.broken[0]
     return KVCache(keys, values, cache.ledger), done

@@ -63,10 +63,7 @@ class Gaussian(Fault):
         if self.matched == "head":
             mean, deviation = _pooled(moments.mean, moments.deviation, dim=1)
             return mean[struck.heads] + noise * deviation[struck.heads] * self.scale
-        coloured = torch.empty_like(noise)
-        for head, root in enumerate(moments.root):
-            mine = struck.heads == head
-            coloured[mine] = noise[mine] @ root.T
+        coloured = struck.chosen(struck.drawn(part, _NOISE) @ moments.root.transpose(1, 2))
         return moments.mean[struck.heads] + coloured * self.scale
 
 
@@ -83,6 +80,10 @@ def shares(host: Host, part: Part) -> tuple[float, ...]:
     known = host.found.get(("shares", part))
     if isinstance(known, tuple):
         return known
+    if host.vectors(0, part).shape[1] < 2:
+        raise ValueError(
+            "Noise matched by its effect needs two slots or more, the first being left out; give a longer prompt."
+        )
     layers = range(host.cache.n_layers)
     whole = torch.stack([effect(host, layer, part, 1.0) for layer in layers])
     target = float(whole.clamp(min=1e-12).log().mean().exp())
@@ -94,9 +95,7 @@ def shares(host: Host, part: Part) -> tuple[float, ...]:
 def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
     """How far striking one slot with this share of noise moves the layer's attention output, relative to its norm."""
     if host.queries is None:
-        raise ValueError(
-            "Noise matched by its effect needs the host's queries; make the host with Model.host(..., queries=8)."
-        )
+        raise ValueError("Noise matched by its effect needs the host's queries; let Model.sweep read them.")
     keys, values = host.vectors(layer, "k").float(), host.vectors(layer, "v").float()
     queries, scale = host.queries.rows[layer].float(), host.queries.scale[layer]
     scores = queries @ keys.transpose(1, 2) * scale

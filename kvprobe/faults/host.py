@@ -100,22 +100,22 @@ class Host:
 
     def moments(self, layer: int, part: Part) -> Moments:
         """Of the clean cache."""
-        return self._remember(("clean", layer, part), self.cache)
+        return self._remember(None, self.cache, layer, part)
 
     def donor_moments(self, name: str, layer: int, part: Part) -> Moments:
         """Of a donor's cache."""
-        return self._remember((name, layer, part), self.donor(name))
+        return self._remember(name, self.donor(name), layer, part)
 
     @cached_property
     def found(self) -> dict[tuple[object, ...], object]:
         """What faults have worked out about this host, and will need again."""
         return {}
 
-    def _remember(self, key: tuple[str, int, Part], cache: KVCache) -> Moments:
-        known = self.found.get(("moments", *key))
+    def _remember(self, donor: str | None, cache: KVCache, layer: int, part: Part) -> Moments:
+        known = self.found.get(("moments", donor, layer, part))
         if not isinstance(known, Moments):
-            known = Moments.of(_held(cache, key[1], key[2]))
-            self.found["moments", *key] = known
+            known = Moments.of(_held(cache, layer, part))
+            self.found["moments", donor, layer, part] = known
         return known
 
 

@@ -1,6 +1,7 @@
 """K and V pages that overlap."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from kvprobe.faults.fault import Struck
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part
+from kvprobe.suggest import unknown
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,11 @@ class OverlappingKV(Paged):
     """
 
     last: Part = "v"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.last not in get_args(Part):
+            raise ValueError(unknown("part", self.last, get_args(Part)))
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if struck.keys.shape != struck.values.shape:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
 from kvprobe.suggest import unknown
 
@@ -66,14 +67,26 @@ class WrongPointers(Paged):
             group = stream * self.block + offset
             after[among] = before[among][following(group[among], lots[block[among]])]
             return after
-        vectors = struck.host.vectors(struck.layer, part)
-        candidates = vectors.shape[1] // self.block
-        if candidates < 2:
+        others = self._others(struck.host, blocks, lots)
+        if others is None:
             return before
-        # Any block of the prompt but one's own: as many steps on as the lot says.
-        onward = 1 + (lots[block] * (candidates - 1)).long()
-        other = (block + onward) % candidates
-        return torch.where(whole[:, None], vectors[struck.heads, other * self.block + offset], before)
+        clean = struck.host.cache
+        vectors = (clean.keys if part == "k" else clean.values)[struck.layer][0]
+        found = vectors[struck.heads, others[block] * self.block + offset]
+        return torch.where(whole[:, None], found, before)
+
+    def _others(self, host: Host, blocks: int, lots: Float[Tensor, "blocks"]) -> Int[Tensor, "blocks"] | None:
+        """For each block another one, of those that the prompt fills; None if there is none."""
+        held = ~host.cache.ledger.padding[0]
+        full = held[: len(held) // self.block * self.block].view(-1, self.block).all(1)
+        candidates = full.nonzero()[:, 0]
+        if len(candidates) < 2:
+            return None
+        # Any but one's own: as many steps on as the lot says. A block that is no candidate may take any.
+        place = torch.full((blocks,), -1, device=lots.device)
+        place[candidates] = torch.arange(len(candidates), device=lots.device)
+        choices = len(candidates) - (place >= 0).long()
+        return candidates[(place + 1 + (lots * choices).long()) % len(candidates)]
 
 
 def following(group: Int[Tensor, "entries"], lots: Float[Tensor, "entries"]) -> Int[Tensor, "entries"]:

@@ -28,7 +28,7 @@ class PositionShift(Fault):
             return struck.values
         if struck.host.rotaries is None:
             raise ValueError(
-                "PositionShift turns keys, and this host has no rotary frequencies; make it with Model.host."
+                "PositionShift turns keys, and this host has no rotary frequencies; let Model.sweep find them."
             )
         rotary = struck.host.rotaries[struck.layer]
         if rotary is None:

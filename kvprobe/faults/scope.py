@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.described import described
@@ -32,7 +32,8 @@ class Scope:
     """Where a fault strikes.
 
     Slots are drawn from all that hold a token, live or masked: memory does not know who may be attended to. The number
-    drawn is the rate times the number of slots in scope, rounded up or down by lot so that the rate is met on average.
+    drawn is the rate times the number of slots in scope, rounded up or down by lot so that the rate is met on average;
+    single numbers are struck each by its own lot.
 
     Attributes:
         rate: share of what is in scope that is struck.
@@ -52,17 +53,18 @@ class Scope:
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     parts: Parts = "kv"
-    segments: tuple[str, ...] | None = None
+    segments: Sequence[str] | None = None
     slots: Sequence[int] | None = None
     among: Among = "all"
     unit: Unit = "slot"
     block: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "slots"):
+        for name in ("layers", "heads", "segments", "slots"):
             if (chosen := getattr(self, name)) is not None:
+                chosen = (chosen,) if isinstance(chosen, str) else chosen
                 object.__setattr__(self, name, tuple(chosen))
-                if not self._chosen(name):
+                if not getattr(self, name):
                     raise ValueError(f"Scope has no {name}; give at least one, or None for all.")
         if not 0 <= self.rate <= 1:
             raise ValueError(f"Scope has rate={self.rate}; it must be 0 to 1.")
@@ -78,9 +80,6 @@ class Scope:
 
     def __str__(self) -> str:
         return described(self)
-
-    def _chosen(self, name: str) -> tuple[int, ...]:
-        return getattr(self, name)
 
     @property
     def each_part(self) -> tuple[Part, ...]:
@@ -122,8 +121,9 @@ class Scope:
         layers, heads = shape
         eligible = self.eligible(ledger, row)
         if self.unit == "number":
+            anywhere = eligible.expand(layers, 1, -1)
             return Order(
-                eligible.expand(layers, 1, -1), torch.zeros_like(eligible, dtype=torch.long).expand(layers, 1, -1), 1
+                anywhere, torch.zeros_like(anywhere, dtype=torch.long), torch.ones(1, 1, 1).to(anywhere.device), 1
             )
         across = {"slot": (1, 1), "layer": (layers, 1), "head": (layers, heads)}[self.unit]
         blocks = -(-ledger.slots // self.block)
@@ -132,19 +132,20 @@ class Scope:
         drawable = whole.view(blocks, self.block).any(1)
         rank = lots.masked_fill(~drawable, 2.0).argsort(-1).argsort(-1)
         spread = rank.repeat_interleave(self.block, -1)[..., : ledger.slots].expand(layers, -1, -1)
-        return Order(eligible.expand_as(spread), spread, int(drawable.sum()))
+        rounding = draws.uniform((*across, 1), _ROUNDING, step).to(eligible.device)
+        return Order(eligible.expand_as(spread), spread, rounding, int(drawable.sum()))
 
-    def struck(
-        self, order: "Order", shape: tuple[int, int], draws: Draws, step: int
-    ) -> Bool[Tensor, "layers heads slots"]:
+    def struck(self, order: "Order", shape: tuple[int, int]) -> Bool[Tensor, "layers heads slots"]:
         """Which slots are struck, drawn in the order of this scope's pool; the head axis is 1 where all heads agree. With
         `unit="number"`, those of which some number might be.
 
         Raises:
             ValueError: a layer or head beyond the cache.
         """
-        quota = 1 if self.unit == "number" else self.quota(order.available, draws, step)
-        struck = order.eligible & (order.rank < quota)
+        every = self.unit == "number"
+        struck = (
+            order.eligible if every else order.eligible & (order.rank < self.quota(order.available, order.rounding))
+        )
         for name, chosen, axis in (("layer", self.layers, 0), ("KV head", self.heads, 1)):
             if chosen is not None:
                 _refuse_beyond(name, chosen, shape[axis])
@@ -153,11 +154,11 @@ class Scope:
                 struck = struck & (inside[:, None, None] if axis == 0 else inside[None, :, None])
         return struck
 
-    def quota(self, available: int, draws: Draws, step: int) -> int:
-        """How many of the available units are struck."""
+    def quota(self, available: int, rounding: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
+        """How many of the available units are struck, for each lot that says whether to round up or down."""
         if self.count is not None:
-            return min(self.count, available)
-        return int(self.rate * available + float(draws.uniform((1,), _ROUNDING, step)[0]))
+            return torch.full_like(rounding, min(self.count, available))
+        return (self.rate * available + rounding).floor()
 
     def numbers(
         self, eligible: Bool[Tensor, "slots"], size: tuple[int, int], draws: Draws, step: int, layer: int, part: Part
@@ -172,10 +173,14 @@ class Scope:
         inside[list(range(heads) if self.heads is None else self.heads)] = True
         drawable = (inside[:, None] & eligible)[..., None].expand(-1, -1, width)
         purpose = (_NUMBER_LOTS, step, layer, int(part == "v"))
-        lots = draws.uniform((heads, len(eligible), width), *purpose).to(eligible.device).masked_fill(~drawable, 2.0)
-        quota = self.quota(int(drawable.sum()), draws, step)
+        lots = draws.uniform((heads, len(eligible), width), *purpose).to(eligible.device)
+        if self.count is None:
+            # Each number by its own lot, as errors of memory are: there are enough of them for the rate to be met.
+            return drawable & (lots < self.rate)
+        quota = min(self.count, int(drawable.sum()))
         if quota == 0:
             return torch.zeros_like(drawable)
+        lots = lots.masked_fill(~drawable, 2.0)
         return lots <= lots.flatten().kthvalue(quota).values
 
 
@@ -186,11 +191,13 @@ class Order:
     Attributes:
         eligible: slots that may be drawn at all.
         rank: of each slot's unit among those that may be.
+        rounding: the lots by which each layer and head rounds how many it loses up or down.
         available: how many units there are to draw from.
     """
 
     eligible: Bool[Tensor, "layers heads slots"]
     rank: Int[Tensor, "layers heads slots"]
+    rounding: Float[Tensor, "layers_drawn heads_drawn 1"]
     available: int
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvprobe.published import published
 from kvprobe.studies.trialconfig import chosen, listed, percents, require_trial
 from kvprobe.studyconfig import require
 
@@ -36,9 +37,9 @@ class Config:
 
     model: str = "smollm2-135m"
     tasks: str = "retrieve"
-    samples: int = 16
+    samples: int = 14
     bands: str = "quarters,halves,all"
-    rates: str = "2,5,10"
+    rates: str = "1,2,4"
     single: float = 10.0
     noises: str = "layer,head,channel,effect"
     parts: str = "kv,k,v"
@@ -58,3 +59,15 @@ class Config:
         chosen("bands", self.bands, BANDS)
         chosen("noises", self.noises, NOISES)
         chosen("parts", self.parts, PARTS)
+        if self.published:
+            self._require_published()
+
+    def _require_published(self) -> None:
+        """Refuse a table with which nothing here could be compared."""
+        table = published(self.published)
+        tasks = [name.partition(":")[0] for name in listed("tasks", self.tasks, str)]
+        if table.task not in tasks or not any(row.startswith(("quarter", "half")) for row in table.rows):
+            raise ValueError(
+                f"Setting 'published' is {self.published!r}, a table of {', '.join(table.rows)} on {table.task}; expected a "
+                f"table of bands on one of this run's tasks ({self.tasks}), as seed001-bands-7b with gsm8k."
+            )

@@ -1,0 +1,112 @@
+"""Noise in every band of layers and in every single layer, at every scale and rate, as rows of one batch for each prompt.
+
+All rows of a prompt share their lots: whatever the band, the scale or the part, the same slots are struck at one rate, and
+those of a lower rate are among those of a higher one. With `unit="slot"` they are the same in all layers, too.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import pandas as pd
+
+from kvprobe.faults import Gaussian, Scope, bands
+from kvprobe.faults.fault import When
+from kvprobe.faults.gaussian import Matched
+from kvprobe.faults.scope import Parts, Unit
+from kvprobe.model import Model
+from kvprobe.runs import Run
+from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config
+from kvprobe.studies.trialconfig import chosen, listed, percents
+from kvprobe.studies.trials import Case
+from kvprobe.studies.trials import collect as collect_trials
+from kvprobe.sweep import Trial
+from kvprobe.tasks.task import Task, find_task
+
+CONTROL, CUTS, SINGLES = "control", "bands", "singles"
+"""Groups of cases: nothing struck, a band of layers struck, a single layer struck."""
+
+WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
+"""Before which token a fault of each timing strikes, and whether it is undone."""
+
+_SINGULAR = {"halves": "half", "quarters": "quarter"}
+
+
+def names_of(cut: str) -> list[str]:
+    """What the bands of a cut are called, from the first layers to the last."""
+    return [cut] if cut == "all" else [f"{_SINGULAR[cut]} {place}" for place in range(1, BANDS[cut] + 1)]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Consecutive layers under a name."""
+
+    name: str
+    layers: range
+
+
+def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """All items of all tasks under all cases; see `kvprobe.studies.trials.answer` for the columns."""
+    every = cases(config, model.geometry.n_layers)
+    return collect_trials(
+        model, run, tasks_of(config), config.samples, config.seed, lambda _: every, follow=config.follow
+    )
+
+
+def tasks_of(config: Config) -> list[Task]:
+    """The tasks of a config, in its order."""
+    return [find_task(name) for name in listed("tasks", config.tasks, str)]
+
+
+def cut_bands(config: Config, n_layers: int) -> list[Band]:
+    """The bands of a config for a model of so many layers.
+
+    Raises:
+        ValueError: the model has fewer layers than bands.
+    """
+    found = []
+    for cut in chosen("bands", config.bands, BANDS):
+        pieces = bands(n_layers, BANDS[cut])
+        found += [Band(name, layers) for name, layers in zip(names_of(cut), pieces, strict=True)]
+    return found
+
+
+def single_bands(n_layers: int) -> list[Band]:
+    """Every layer as a band of its own."""
+    return [Band(f"layer {layer}", range(layer, layer + 1)) for layer in range(n_layers)]
+
+
+def cases(config: Config, n_layers: int) -> list[Case]:
+    """Every case of a prompt: a control, at which no slot is struck, then bands and single layers.
+
+    Cases of one noise stand side by side, because rows that are damaged alike are written together.
+    """
+    whole = Band("all", range(n_layers))
+    noises = chosen("noises", config.noises, NOISES)
+    parts = chosen("parts", config.parts, PARTS)
+    found = [_case(config, CONTROL, whole, noises[0], parts[0], 0.0)]
+    singles = single_bands(n_layers) if config.single else []
+    for noise in noises:
+        for part in parts:
+            found += [
+                _case(config, CUTS, band, noise, part, rate)
+                for band in cut_bands(config, n_layers)
+                for rate in percents("rates", config.rates)
+            ]
+            found += [_case(config, SINGLES, band, noise, part, config.single) for band in singles]
+    return found
+
+
+def _case(config: Config, group: str, band: Band, noise: str, parts: str, rate: float) -> Case:
+    at, transient = WHEN[config.timing]
+    scope = Scope(rate=rate / 100, layers=band.layers, parts=cast(Parts, parts), unit=cast(Unit, config.unit))
+    fault = Gaussian(cast(Matched, noise), scope=scope, at=at, transient=transient)
+    labels: dict[str, str | int | float] = {
+        "group": group,
+        "band": band.name,
+        "first": band.layers[0],
+        "last": band.layers[-1],
+        "noise": noise,
+        "parts": parts,
+        "rate": rate,
+    }
+    return Case(labels, Trial(fault))

@@ -1,0 +1,30 @@
+"""The band study from start to report data."""
+
+from pathlib import Path
+
+from kvprobe.runs import Run
+from kvprobe.studies.bands.analyse import analyse
+from kvprobe.studies.bands.collect import collect, tasks_of
+from kvprobe.studies.bands.config import Config
+from kvprobe.studies.bands.figures import draw_all
+from kvprobe.studies.bands.narrative import narrate
+from kvprobe.studies.begin import begin
+
+NAME = "bands"
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
+    """Run the study (or resume, or find it finished) and return its directory.
+
+    Raises:
+        ValueError: a setting that does not fit the model, or a directory that holds another run.
+    """
+    model, directory = begin(NAME, config, root, name)
+    if directory.finished:
+        return directory
+    table = collect(model, config, directory)
+    metrics = analyse(table, config, tasks_of(config))
+    directory.save_table("samples", table)
+    draw_all(metrics, config, model.name, directory.path / "figures")
+    directory.finish(metrics, narrate(metrics, config, model, directory.environment).to_dict())
+    return directory

@@ -1,0 +1,123 @@
+"""Single flips at every bit of every dtype, the same places struck at each; and flips at a rate over the whole cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.faults import BitFlips, Scope
+from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
+from kvprobe.faults.scope import Part
+from kvprobe.lanes import Geometry
+from kvprobe.model import Model
+from kvprobe.runs import Run
+from kvprobe.studies import trials
+from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.trialconfig import listed
+from kvprobe.studies.trials import Case, Sample
+from kvprobe.sweep import Trial
+from kvprobe.tasks.task import Task, find_task
+
+ANY = "any"
+"""Flips at a rate that may be of any bit."""
+FIELDS: dict[str, Field | None] = {ANY: None, "sign": "sign", "exponent": "exponent", "mantissa": "mantissa"}
+NOWHERE = -1
+"""The layer, head, bit and flip of rows that are not a single flip."""
+
+_WHERE = 0x62
+"""Keeps the places of flips apart from whatever else is drawn from the same seed and sample."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a flip strikes; slot and channel are drawn by the scope, from the lots of the flip's number."""
+
+    flip: int
+    layer: int
+    head: int
+    part: Part
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(count=1, layers=(self.layer,), heads=(self.head,), parts=self.part, unit="number")
+
+
+def tasks_of(config: Config) -> list[Task]:
+    """The tasks that a config names."""
+    return [find_task(name) for name in listed("tasks", config.tasks, str)]
+
+
+def dtypes_of(config: Config) -> tuple[Stored, ...]:
+    """The dtypes that a config names, which it has checked; error rates are measured in the first."""
+    return listed("dtypes", config.dtypes, lambda name: cast(Stored, name))
+
+
+def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """Every item under every flip; see `trials.answer` for the columns that the labels below do not name."""
+    return trials.collect(
+        model,
+        run,
+        tasks_of(config),
+        config.samples,
+        config.seed,
+        lambda sample: list(cases(config, sample, model.geometry)),
+        follow=config.follow,
+    )
+
+
+def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
+    """Single flips, then error rates, then the control that flips nothing.
+
+    Labels: `group` (single, rate, control), `dtype`, `field`, `bit` (0 the lowest of the mantissa), `flip`, `layer`,
+    `head`, `part` and `rate` (share of all numbers).
+    """
+    dtypes = dtypes_of(config)
+    # Flips outermost: rows that lie together then draw from the same lots, which are kept for a short while.
+    for place in places(config, sample.number, shape):
+        for dtype in dtypes:
+            for bit in range(LAYOUTS[dtype].bits):
+                labels = {
+                    "group": "single",
+                    "dtype": dtype,
+                    "field": LAYOUTS[dtype].field_of(bit),
+                    "bit": bit,
+                    "flip": place.flip,
+                    "layer": place.layer,
+                    "head": place.head,
+                    "part": place.part,
+                    "rate": 0.0,
+                }
+                yield Case(labels, Trial(BitFlips(dtype, bit=bit, scope=place.scope), repeat=place.flip))
+    for name, field in FIELDS.items():
+        for rate in config.shares:
+            yield _everywhere("rate", dtypes[0], name, field, rate)
+    for dtype in dtypes:
+        yield _everywhere("control", dtype, ANY, None, 0.0)
+
+
+def places(config: Config, sample: int, shape: Geometry) -> list[Place]:
+    """Where the flips of a sample strike, whatever their bit and dtype; more flips begin with those of fewer."""
+    rng = np.random.default_rng([config.seed, sample, _WHERE])
+    return [
+        Place(
+            flip, int(rng.integers(shape.n_layers)), int(rng.integers(shape.n_kv_heads)), rng.choice(("k", "v")).item()
+        )
+        for flip in range(config.flips)
+    ]
+
+
+def _everywhere(group: str, dtype: Stored, name: str, field: Field | None, rate: float) -> Case:
+    labels = {
+        "group": group,
+        "dtype": dtype,
+        "field": name,
+        "bit": NOWHERE,
+        "flip": NOWHERE,
+        "layer": NOWHERE,
+        "head": NOWHERE,
+        "part": "kv",
+        "rate": rate,
+    }
+    return Case(labels, Trial(BitFlips(dtype, field=field, scope=Scope(rate=rate, unit="number"))))

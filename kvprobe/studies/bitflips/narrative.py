@@ -1,0 +1,469 @@
+"""What the bit-flip report says. Every claim is decided by the numbers; none is written beforehand."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvprobe.faults.bit_flips import LAYOUTS
+from kvprobe.faults.scope import bands
+from kvprobe.model import Model
+from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
+from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
+from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.bitflips.figures import LINES, has_kl
+from kvprobe.studies.trialconfig import TIMINGS
+from kvprobe.wording import estimate_of, percent, points, reproduce_section
+
+QUESTION = (
+    "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that do to "
+    "the answer, by the bit's place in the number; and how many flips can a cache bear?"
+)
+FEW = 12
+"""Items below which intervals over them decide little."""
+PAPER = "arXiv 2604.17249"
+_BF16_PAPER = 13
+"""Of the 16 bits of bf16, those that the paper finds to give coherent but altered outputs."""
+_SAME = 1e-6
+"""Nats of KL that a row in which nothing was flipped may be from the clean one."""
+
+
+def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
+    """The report of a run."""
+    sections = [_done_section(metrics, config, model)]
+    for number, task in enumerate(metrics["tasks"], start=1):
+        sections += [_bits_section(task, number), _where_section(task, metrics["layers"]), _rates_section(task, number)]
+        if task["examples"]:
+            sections.append(_examples_section(task))
+    return Report(
+        title=f"Flipped bits in K and V: {model.name}",
+        question=QUESTION,
+        answer=" ".join(answer(task, several=len(metrics["tasks"]) > 1) for task in metrics["tasks"]),
+        warnings=warnings(metrics, model.lanes.dtype),
+        sections=[
+            *sections,
+            _controls_section(metrics),
+            _limits_section(metrics, model),
+            reproduce_section(
+                "bitflips",
+                config,
+                environment,
+                also=[
+                    "Data: samples.parquet (one row per item and flip; the clean answer has case -1) and metrics.json beside this page.",
+                    f"Sources: {PAPER} (single flips in shared blocks of a prefix cache); seed 001, takeaway 1 (“even tiny memory "
+                    "errors (bit flips) could be catastrophic if they produce out-of-distribution activations”).",
+                ],
+            ),
+        ],
+    )
+
+
+def answer(task: Mapping[str, Any], several: bool = False) -> str:
+    """What flips do on a task, in a few sentences."""
+    told = [answer_bits(task), answer_silence(task), answer_rate(task)]
+    return (f"{task['task']}: " if several else "") + " ".join(told)
+
+
+def answer_bits(task: Mapping[str, Any]) -> str:
+    """Which bits do harm, in the first of the dtypes."""
+    dtype = task["dtypes"][0]
+    ranked = task["too_hard"] is None
+    measure, verb = ("breaks", "breaks") if ranked else ("changed", "changes")
+    exponent, mantissa = (harm(dtype["fields"][field], ranked) for field in ("exponent", "mantissa"))
+    gap = estimate_of(dtype["contrasts"]["exponent - mantissa"][measure])
+    pair = f"{percent(exponent)} of answers, one of a mantissa bit {percent(mantissa)}"
+    if gap.low > 0:
+        said = f"A single flip of an exponent bit of {dtype['dtype']} {verb} {pair}: the exponent is what matters."
+    elif gap.high < 0:
+        said = f"A single flip of an exponent bit of {dtype['dtype']} {verb} {pair}: the mantissa matters more."
+    else:
+        said = f"No difference between fields was found: a flip of an exponent bit of {dtype['dtype']} {verb} {pair}."
+    worst = max(dtype["bits"], key=lambda each: harm(each, ranked).mean)
+    if harm(worst, ranked).mean > 0:
+        said += f" The worst is bit {worst['bit']} ({worst['field']}), which {verb} {percent(harm(worst, ranked))}."
+    return said
+
+
+def answer_silence(task: Mapping[str, Any]) -> str:
+    """How many places in a number alter an answer with every number finite, beside what was published for bf16."""
+    found = [
+        f"{len(dtype['altered'])} of the {len(dtype['bits'])} bits of {dtype['dtype']}" for dtype in task["dtypes"]
+    ]
+    said = f"At {_listed(found)} some flip altered an answer while all numbers stayed finite"
+    if any(dtype["dtype"] == "bf16" for dtype in task["dtypes"]):
+        said += f" (for bf16 {PAPER} reports {_BF16_PAPER} of 16, its places being chosen and not drawn)"
+    broken = task["broken"]["single"]
+    loud = [f"{_numbered(dtype['nonfinite'])} of {dtype['dtype']}" for dtype in task["dtypes"] if dtype["nonfinite"]]
+    if not broken["broken"]:
+        return f"{said}. None of {broken['rows']} single flips gave NaN or infinity."
+    return f"{said}. NaN or infinity came of {broken['broken']} of {broken['rows']} single flips, of {', '.join(loud)}."
+
+
+def answer_rate(task: Mapping[str, Any]) -> str:
+    """Up to which error rate accuracy is not surely below clean."""
+    if task["too_hard"]:
+        return task["too_hard"]
+    dtype, rates = task["dtypes"][0]["dtype"], of_field(task, ANY)
+    clean = percent(estimate_of(task["clean"]))
+    bearable = tolerated(task, ANY)
+    if bearable is None:
+        first = rates[0]
+        return (
+            f"When bits of {dtype} flip all over the cache, accuracy is below clean ({clean}) at the lowest rate measured, "
+            f"{_rate(first)}: {percent(estimate_of(first['accuracy']))}."
+        )
+    said = f"When bits of {dtype} flip all over the cache, accuracy is not surely below clean ({clean}) up to a rate of {_rate(bearable)}"
+    beyond = rates[rates.index(bearable) + 1 :]
+    if not beyond:
+        return f"{said}, the highest measured."
+    return f"{said}; at {_rate(beyond[0])} it is {percent(estimate_of(beyond[0]['accuracy']))}."
+
+
+def warnings(metrics: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
+    """What a reader must know before the numbers."""
+    found = []
+    if metrics["items"] < FEW:
+        found.append(
+            f"This run has {metrics['items']} items of each task. Intervals from so few are wide where they are shares and too "
+            f"narrow where items are resampled; run with more samples."
+        )
+    for task in metrics["tasks"]:
+        if task["too_hard"]:
+            found.append(
+                f"{task['too_hard']} What breaks is not told for it, only whether answers stay the same and numbers finite."
+            )
+        elif task["right"] < FEW <= metrics["items"]:
+            found.append(
+                f"Of {task['task']}, only {task['right']} items are answered rightly on a sound cache, and only those can break."
+            )
+    if dtype != torch.float32:
+        found.append(
+            f"The model runs in {_named(dtype)}, in which K and V are held: bits of a finer dtype that it cannot hold are rounded "
+            f"away again after the flip."
+        )
+    return found
+
+
+def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
+    task = tasks_of(config)[0]
+    item = task.items(1, config.seed)[0]
+    passages = [
+        Passage(
+            segment=message.segment,
+            role=message.role,
+            text=message.text,
+            marked=item.answer if item.answer in message.text else None,
+        )
+        for message in item.chat.messages
+    ]
+    dtypes = dtypes_of(config)
+    bits = sum(LAYOUTS[dtype].bits for dtype in dtypes)
+    return Section(
+        title="What was done",
+        paragraphs=[
+            f"The first item of {task.name}"
+            + (f"; the reply begins “{item.lead}”. " if item.lead else ". ")
+            + "Each prompt is read once; each flip is a row of one batch beside the clean row, and answers on its own copy of K and V.",
+        ],
+        passages=passages,
+        points=[
+            f"Single flips: {config.flips} for each item at each of {bits} bits of {_listed(dtypes)}. Layer, KV head, slot, channel, and K or "
+            "V are drawn once for each flip and kept for all bits and dtypes, so that bits are compared at the same places. "
+            "The struck number is rounded to the dtype, one of its bits is inverted, and it is put back; the model computes in "
+            f"{_named(model.lanes.dtype)}.",
+            f"Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one drawn bit "
+            f"flipped, in {dtypes[0]}: of any field, or of one field only. How many that is in a layer is rounded up or down by lot.",
+            f"Damage is {TIMINGS['once']}: the prompt's last token and all that is written feel it.",
+            "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words (other tokens, "
+            "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "
+            "clean answer, which both rows read"
+            + ("." if config.follow else "; it was not measured here (follow is off)."),
+            "Shares have Wilson intervals over items, in which an item's flips count once; differences and KL resample items.",
+        ],
+    )
+
+
+def _bits_section(task: Mapping[str, Any], number: int) -> Section:
+    ranked = task["too_hard"] is None
+    kinds = ("nothing", "words", "breaks") if ranked else ("same", "different", "nonfinite")
+    heads = list(kinds) if ranked else ["same answer", "another", "not finite"]
+
+    def cells(each: Mapping[str, Any]) -> list[str]:
+        shares = each["right"] if ranked else each
+        return [
+            *(percent(estimate_of(shares[kind])) for kind in kinds),
+            f"{each['nonfinite_flips']} of {each['flips']}",
+            _nats(each["kl"]),
+        ]
+
+    columns = [*heads, "NaN or infinity", "KL (nats)"]
+    of = f"{task['right']} items whose clean answer is right" if ranked else f"all {task['items']} items"
+    figures = [
+        Figure(
+            f"shares_by_bit_{number}",
+            f"Over {of}. The sign is on the left, the lowest bit of the mantissa on the right; the same places are struck at each bit.",
+        )
+    ]
+    if has_kl(task):
+        figures.append(
+            Figure(
+                f"kl_by_bit_{number}",
+                "Flips after which numbers were not finite have no KL and are counted above. A change too small to matter still "
+                "moves what is computed by round-off; the KL of the lowest bits shows how much that is.",
+            )
+        )
+    return Section(
+        title=f"By bit: {task['task']}",
+        paragraphs=[
+            f"On a sound cache {percent(estimate_of(task['clean']))} of {task['items']} items are right ({task['scorer']}; "
+            f"guessing gives {100 * task['chance']:.3g} %). {task['too_hard'] or ''}".strip(),
+            f"Shares are over {of}; NaN or infinity and KL over all items.",
+        ],
+        figures=figures,
+        tables=[
+            Table(
+                columns=["dtype", "field", *columns],
+                rows=[
+                    [dtype["dtype"], field, *cells(each)]
+                    for dtype in task["dtypes"]
+                    for field, each in [*dtype["fields"].items(), ("all", dtype["all"])]
+                ],
+                caption="One flip of a bit of this field, mean over its bits; 95 % intervals.",
+            ),
+            *(
+                Table(
+                    columns=["bit", "field", *columns],
+                    rows=[[str(each["bit"]), each["field"], *cells(each)] for each in dtype["bits"][::-1]],
+                    caption=f"One flip of each bit of {dtype['dtype']}; 95 % intervals.",
+                )
+                for dtype in task["dtypes"]
+            ),
+        ],
+    )
+
+
+def _where_section(task: Mapping[str, Any], layers: int) -> Section:
+    thirds = bands(layers, min(3, layers))
+    first = task["dtypes"][0]
+    measure = "breaks" if task["too_hard"] is None else "changed"
+    told = [_verdict(first, name, measure) for name in CONTRASTS]
+    rows = [
+        [
+            dtype["dtype"],
+            CONTRASTS[name],
+            *(points(estimate_of(held[measure])) if held[measure] else "–" for measure in MEASURES[:2]),
+            _nats(held["kl"], sign=True),
+        ]
+        for dtype in task["dtypes"]
+        for name, held in dtype["contrasts"].items()
+    ]
+    count = len(rows) * len(MEASURES)
+    return Section(
+        title=f"Where flips do more: {task['task']}",
+        paragraphs=[
+            f"In {first['dtype']}, by answers that {'break' if measure == 'breaks' else 'change'}: {'; '.join(told)}.",
+            _distribution(first, measure),
+            f"Fields and bits are compared at the same places. K and V, and layers {thirds[-1][0]} to {thirds[-1][-1]} (late) and "
+            f"{thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, as they fell by lot. These are {count} "
+            f"comparisons, each with its own 95 % interval"
+            + ("; flips of one place in several dtypes are much alike." if len(task["dtypes"]) > 1 else "."),
+        ],
+        tables=[
+            Table(
+                columns=["dtype", "comparison", "breaks", "answers that changed", "KL (nats)"],
+                rows=rows,
+                caption="By how much the first exceeds the second, with 95 % intervals.",
+            )
+        ],
+    )
+
+
+def _distribution(dtype: Mapping[str, Any], measure: str) -> str:
+    """What seed 001 expects of numbers out of distribution, and whether it was found."""
+    gap = estimate_of(dtype["contrasts"]["top - rest"][measure])
+    power = 2 ** (LAYOUTS[dtype["dtype"]].exponent - 1)
+    if gap.low > 0:
+        found = f"This run agrees: it does more harm than the other exponent bits, by {points(gap)}."
+    elif gap.high < 0:
+        found = f"This run disagrees: it does less harm than the other exponent bits, by {points(gap)}."
+    else:
+        found = f"That it does more harm than the other exponent bits was not found: {points(gap)}."
+    return (
+        "Seed 001 expects a bit flip to be catastrophic if it gives activations out of distribution. The highest exponent bit is the "
+        f"one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as much. {found}"
+    )
+
+
+def _verdict(dtype: Mapping[str, Any], name: str, measure: str) -> str:
+    held = dtype["contrasts"][name][measure]
+    if held is None:
+        return f"{CONTRASTS[name]}, no flips fell on both"
+    gap = estimate_of(held)
+    found = "no difference was found" if gap.low <= 0 <= gap.high else "more" if gap.low > 0 else "fewer"
+    return f"{CONTRASTS[name]}, {found}: {points(gap)}"
+
+
+def _rates_section(task: Mapping[str, Any], number: int) -> Section:
+    ranked = task["too_hard"] is None
+    numbers = task["numbers"]
+    said = []
+    if ranked:
+        for field in FIELDS:
+            bearable = tolerated(task, field)
+            limit = f"up to {_rate(bearable)}" if bearable else "at no rate measured"
+            said.append(f"{LINES[field][0]}, {limit}")
+    columns = ["bits", "rate", "flips expected", "vectors struck", "items without a flip", "accuracy", "from clean"]
+    return Section(
+        title=f"Flips at a rate: {task['task']}",
+        paragraphs=[
+            f"The cache holds {numbers:,.0f} numbers on average when it is struck ({task['slots'] - 1:.0f} slots), "
+            f"stored in {task['dtypes'][0]['dtype']}. "
+            + (
+                f"Rates up to which accuracy is nowhere surely below clean: {'; '.join(said)}. "
+                "Not surely below is not unharmed: few items cannot show a small loss."
+                if ranked
+                else str(task["too_hard"])
+            )
+        ],
+        figures=[
+            Figure(
+                f"damage_by_rate_{number}",
+                "A row that is not finite counts as wrong. Lines are drawn side by side; 95 % intervals over items.",
+            )
+        ],
+        tables=[
+            Table(
+                columns=[*columns, "answers that changed", "NaN or infinity", "KL (nats)"],
+                rows=[
+                    [
+                        LINES[each["field"]][0],
+                        _share(each),
+                        _count(each),
+                        f"{each['struck']:,.1f}",
+                        f"{each['untouched']} of {task['items']}",
+                        percent(estimate_of(each["accuracy"])),
+                        points(estimate_of(each["from_clean"])),
+                        percent(estimate_of(each["changed"])),
+                        f"{each['nonfinite_rows']} of {task['items']}",
+                        _nats(each["kl"]),
+                    ]
+                    for each in task["rates"]
+                ],
+                caption=f"Clean accuracy is {percent(estimate_of(task['clean']))}, that of guessing {100 * task['chance']:.3g} %. Vectors struck: K "
+                "or V of one head and slot with at least one flip, mean over items. KL leaves out what is not finite.",
+            )
+        ],
+    )
+
+
+def _examples_section(task: Mapping[str, Any]) -> Section:
+    return Section(
+        title=f"What it says then: {task['task']}",
+        tables=[
+            Table(
+                columns=["flip", "item", "clean", "struck", "reference", "still right"],
+                rows=[
+                    [
+                        f"{each['dtype']}, bit {each['bit']} ({each['field']}), {each['part'].upper()} of layer {each['layer']}, "
+                        f"KV head {each['head']}",
+                        each["item"],
+                        _short(each["clean_text"]),
+                        _short(each["text"]),
+                        _short(each["answer"]),
+                        "yes" if each["right"] else "no",
+                    ]
+                    for each in task["examples"]
+                ],
+                caption="For each dtype and field, if there is one, an answer that differs while all numbers are finite: the first to break "
+                "a right answer, else another.",
+            )
+        ],
+    )
+
+
+def _controls_section(metrics: Mapping[str, Any]) -> Section:
+    told = []
+    for task in metrics["tasks"]:
+        control, name = task["control"], task["task"]
+        holds = control["struck"] == 0 and control["changed"] == 0 and (control["kl"] or 0) <= _SAME
+        kl = "" if control["kl"] is None else f", KL at most {control['kl']:.1e} nats (allowed: {_SAME:.0e})"
+        told.append(
+            f"{name}: flips at a rate of zero, {control['rows']} rows, struck {control['struck']} vectors and changed "
+            f"{control['changed']} answers{kl}. The control {'holds' if holds else 'DOES NOT HOLD: doubt this run'}."
+        )
+        low, high = control["flips_struck"]
+        told.append(
+            f"{name}: each single flip struck {'exactly one vector' if low == high == 1 else f'{low} to {high} vectors, NOT ONE: doubt this run'}."
+        )
+        if has_kl(task):
+            lowest = "; ".join(f"{dtype['dtype']} {_nats(dtype['bits'][0]['kl'])}" for dtype in task["dtypes"])
+            told.append(
+                f"{name}: the struck number alone is rounded to the dtype before its bit flips. The lowest mantissa bit changes a "
+                f"number by at least as much as that rounding, and its KL is: {lowest} nats."
+            )
+        for kind, label in (("single", "single flips"), ("rate", "flips at a rate")):
+            broken = task["broken"][kind]
+            if broken["broken"]:
+                first = broken["first"]
+                told.append(
+                    f"{name}, {label}: in {broken['broken']} of {broken['rows']} rows numbers were not finite. They count as breaks and "
+                    f"as wrong, and have no KL. The first: {first['broken']} (item {first['item']}, {first['dtype']}, bits: {first['field']})."
+                )
+    return Section(title="Controls", points=told)
+
+
+def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
+    limits = [
+        f"{model.name} is one model with {model.geometry.n_layers} layers; larger ones have more numbers to strike, and each may weigh less.",
+        "Only the struck numbers are stored in the dtype; all others, and the computation, stay as the model has them. That sets "
+        "the flip apart from what rounding the whole cache does, which is not measured here.",
+        f"Places are drawn, so this is what a chance error does; an attacker who chooses places ({PAPER}) does at least as much. Blocks that "
+        "several requests share are not modelled: there the same flip would be felt by each of them.",
+        "Answers are greedy and short; the longer an answer, the more chances a small change has to turn it.",
+        "With few flips to an item, bits that seldom do harm look harmless: see the upper ends of the intervals.",
+    ]
+    windows = [window for window in model.geometry.windows if window is not None]
+    if windows:
+        limits.append(
+            f"{len(windows)} of {model.geometry.n_layers} layers have a sliding window of {min(windows)} positions; flips in slots that are out "
+            "of the window are counted, though nobody reads them."
+        )
+    return Section(title="Limits", points=limits)
+
+
+def _rate(each: Mapping[str, Any]) -> str:
+    return f"{_share(each)} (about {_count(each)} flips)"
+
+
+def _share(each: Mapping[str, Any]) -> str:
+    return f"{each['rate']:.3g}".replace("e-0", "e-")
+
+
+def _count(each: Mapping[str, Any]) -> str:
+    expected = each["expected"]
+    return f"{expected:,.0f}" if expected >= 100 else f"{expected:.2g}"
+
+
+def _nats(value: Mapping[str, float] | None, sign: bool = False) -> str:
+    if value is None:
+        return "–"
+    form = "{:+.1e}" if sign else "{:.1e}"
+    mean, low, high = (form.format(value[key]) for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def _numbered(bits: Sequence[int]) -> str:
+    return f"bit{'' if len(bits) == 1 else 's'} {', '.join(str(bit) for bit in bits)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

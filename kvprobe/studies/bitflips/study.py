@@ -1,0 +1,32 @@
+"""The bit-flip study from start to report data."""
+
+from pathlib import Path
+
+from kvprobe.runs import Run
+from kvprobe.studies.begin import begin
+from kvprobe.studies.bitflips.analyse import analyse
+from kvprobe.studies.bitflips.collect import collect, tasks_of
+from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.bitflips.figures import draw_all
+from kvprobe.studies.bitflips.narrative import narrate
+
+NAME = "bitflips"
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
+    """Run the study (or resume, or find it finished) and return its directory.
+
+    Raises:
+        FileNotFoundError: a task's file is missing.
+        ValueError: an unknown task, a setting that does not fit the model, or a directory that holds another run.
+    """
+    tasks_of(config)  # An unknown task is refused before a model is loaded.
+    model, directory = begin(NAME, config, root, name)
+    if directory.finished:
+        return directory
+    table = collect(model, config, directory)
+    metrics = analyse(table, config, model.geometry)
+    directory.save_table("samples", table)
+    draw_all(metrics, model.name, directory.path / "figures")
+    directory.finish(metrics, narrate(metrics, config, model, directory.environment).to_dict())
+    return directory

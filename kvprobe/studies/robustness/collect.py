@@ -1,0 +1,107 @@
+"""Every fault at every rate, with its controls, as the cases of each prompt.
+
+What is written and answered is `kvprobe.studies.trials`' affair; here stands which cases there are.
+"""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvprobe.faults import NotANumber, Scope
+from kvprobe.faults.fault import When
+from kvprobe.faults.scope import Unit
+from kvprobe.model import Model
+from kvprobe.published import Published, published
+from kvprobe.runs import Run
+from kvprobe.studies import trials
+from kvprobe.studies.robustness.config import Config
+from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
+from kvprobe.studies.trialconfig import TIMINGS, chosen, percents
+from kvprobe.studies.trials import Case
+from kvprobe.sweep import Trial
+from kvprobe.tasks.task import Task
+
+WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
+"""When each timing strikes, and whether its damage is undone after the read."""
+PROCEDURE_UNITS: tuple[Unit, ...] = ("slot", "layer", "number")
+"""What seed 001 may have meant by an entry of the cache."""
+MAIN, PROCEDURE, CONTROL = "main", "procedure", "control"
+NOT_A_NUMBER = "nan"
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The faults that a config names; an unknown one is refused."""
+    return chosen("faults", config.faults, KINDS)
+
+
+def rates(config: Config) -> tuple[float, ...]:
+    """In percent, smallest first."""
+    return percents("rates", config.rates)
+
+
+def beside(config: Config, tasks: Sequence[Task]) -> Published | None:
+    """The published table that a config names.
+
+    Raises:
+        ValueError: it is unknown, or nothing of this study can stand beside it.
+    """
+    if not config.published:
+        return None
+    found = published(config.published)
+    if not any(same_task(task.name, found) for task in tasks):
+        raise ValueError(
+            f"Setting 'published' names {found.name!r}, which is about {found.task}, but the tasks are {config.tasks!r}; add "
+            f"that task, or leave 'published' empty."
+        )
+    if not set(kinds(config)) & set(found.rows):
+        raise ValueError(
+            f"Setting 'published' names {found.name!r}, which has {', '.join(found.rows)}, but the faults are "
+            f"{config.faults!r}; name one of those, or leave 'published' empty."
+        )
+    return found
+
+
+def same_task(task: str, table: Published) -> bool:
+    """Whether a table is about this task, wherever its items were read from."""
+    return task.partition(":")[0] == table.task
+
+
+def cases(config: Config) -> list[Case]:
+    """The cases of every prompt.
+
+    Labels: `group` (main, procedure or control), `fault`, `rate` (percent), `repeat`, `timing`, `unit` (as drawn).
+    """
+    every = range(config.repeats)
+    found = [
+        _case(MAIN, name, rate, repeat, config.timing, config.unit)
+        for name in kinds(config)
+        for rate in rates(config)
+        for repeat in every
+    ]
+    if config.procedure > 0:
+        found += [
+            _case(PROCEDURE, name, config.procedure, repeat, timing, unit)
+            for name in SEED_FAULTS
+            for timing in TIMINGS
+            for unit in PROCEDURE_UNITS
+            for repeat in every
+        ]
+    found.append(_case(CONTROL, kinds(config)[0], 0.0, 0, config.timing, config.unit))
+    one_slot = {"group": CONTROL, "fault": NOT_A_NUMBER, "repeat": 0, "timing": "once", "unit": "slot"}
+    found.append(Case(one_slot, Trial(NotANumber(scope=Scope(count=1)))))
+    return found
+
+
+def collect(model: Model, config: Config, run: Run, tasks: Sequence[Task]) -> pd.DataFrame:
+    """All prompts of all tasks under all cases; see `trials.answer` for the columns."""
+    every = cases(config)
+    return trials.collect(model, run, tasks, config.samples, config.seed, lambda _: every, follow=config.follow)
+
+
+def _case(group: str, name: str, rate: float, repeat: int, timing: str, unit: str) -> Case:
+    kind = KINDS[name]
+    drawn = kind.unit(unit)
+    at, transient = WHEN[timing]
+    fault = kind.make(scope=Scope(rate=rate / 100, parts=kind.parts, unit=drawn), at=at, transient=transient)
+    labels = {"group": group, "fault": name, "rate": rate, "repeat": repeat, "timing": timing, "unit": drawn}
+    return Case(labels, Trial(fault, repeat))

@@ -1,0 +1,38 @@
+"""The robustness study from start to report data."""
+
+from pathlib import Path
+
+from kvprobe.runs import Run
+from kvprobe.studies.begin import begin
+from kvprobe.studies.robustness.analyse import analyse
+from kvprobe.studies.robustness.collect import beside, collect, kinds
+from kvprobe.studies.robustness.config import Config
+from kvprobe.studies.robustness.figures import draw_all
+from kvprobe.studies.robustness.narrative import narrate
+from kvprobe.studies.trialconfig import listed
+from kvprobe.tasks.task import find_task
+
+NAME = "robustness"
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
+    """Run the study (or resume, or find it finished) and return its directory.
+
+    Raises:
+        ValueError: an unknown fault, task or published table, a setting that does not fit the model, or a directory that
+            holds another run.
+    """
+    tasks = listed("tasks", config.tasks, find_task)
+    kinds(config)
+    table = beside(config, tasks)
+    model, directory = begin(NAME, config, root, name)
+    if directory.finished:
+        return directory
+    rows = collect(model, config, directory, tasks)
+    windows = [window for window in model.geometry.windows if window is not None]
+    dtype = str(model.lanes.dtype).removeprefix("torch.")
+    metrics = analyse(rows, config, tasks, window=min(windows, default=None), dtype=dtype)
+    directory.save_table("samples", rows)
+    draw_all(metrics, config, table, model.name, directory.path / "figures")
+    directory.finish(metrics, narrate(metrics, config, tasks, table, model, directory.environment).to_dict())
+    return directory

@@ -1,0 +1,125 @@
+"""Hosts of random numbers, one fault of each kind, and what was struck."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.faults import (
+    BitFlips,
+    Damage,
+    Distractor,
+    Draws,
+    Fault,
+    ForeignBlock,
+    Fp8Saturation,
+    Fp8Scale,
+    Gaussian,
+    Host,
+    NotANumber,
+    OverlappingKV,
+    Permuted,
+    PositionShift,
+    QuantisationNoise,
+    Queries,
+    Scope,
+    Splice,
+    StaleBlock,
+    WrongPointers,
+    Zeros,
+)
+from kvprobe.faults.fault import strike
+from kvprobe.rotary import Rotary
+from tests.random_caches import random_cache
+
+FIRST = Draws()
+LAYERS, HEADS, WIDTH, SLOTS = 3, 2, 8, 22
+GROUP, TOKENS = 2, 3
+"""Query heads to a KV head, and tokens whose queries a host knows."""
+
+NO_MODEL: list[Fault] = [
+    Zeros(),
+    NotANumber(),
+    Permuted(),
+    *(Gaussian(matched=how) for how in ("raw", "layer", "head", "channel")),
+    *(WrongPointers(pointing=how, block=4) for how in ("swapped", "repeated")),
+    OverlappingKV(block=4),
+    Fp8Scale(factor=2.0),
+    Fp8Saturation(room=0.5, kind="e5m2"),
+    QuantisationNoise(bits=3, group=4),
+    BitFlips(bit=13),
+    BitFlips(field="mantissa"),
+]
+DONATED: list[Fault] = [
+    Distractor(),
+    Distractor(matched=True),
+    ForeignBlock(block=4),
+    StaleBlock(block=4),
+    Splice(above=1),
+]
+EVERY: list[Fault] = [*NO_MODEL, *DONATED, Gaussian(matched="effect"), PositionShift(by=3)]
+"""One fault of each kind, at rate 1, where more than one kind of noise or format is one."""
+
+
+def square_cache(seed: int, slots: int = SLOTS, dtype: torch.dtype = torch.float32, **settings: Any) -> KVCache:
+    """A random cache whose values are as wide as its keys."""
+    shape = {"batch": 1, "n_layers": LAYERS, "kv_heads": HEADS, "d_head": WIDTH} | settings
+    cache = random_cache(seed, slots=slots, dtype=dtype, **shape)
+    return replace(cache, values=tuple(each[..., :-1].contiguous() for each in cache.values))
+
+
+def host_of(cache: KVCache, donor_slots: int | None = None) -> Host:
+    """A host with everything that any fault may need, in random numbers."""
+    layers, heads, width, _ = cache.shape
+    settings = {"dtype": cache.keys[0].dtype, "n_layers": layers, "kv_heads": heads, "d_head": width}
+    donors = {
+        name: square_cache(seed, cache.slots if donor_slots is None else donor_slots, **settings)
+        for seed, name in ((101, "distractor"), (102, "scaffold"))
+    }
+    rotary = Rotary(10000.0 ** -(torch.arange(width // 2) / (width // 2)))
+    rng = torch.Generator().manual_seed(7)
+    asked = tuple(torch.randn(heads, TOKENS * GROUP, width, generator=rng) for _ in range(layers))
+    return Host(cache, donors, (rotary,) * layers, Queries(asked, (width**-0.5,) * layers, GROUP))
+
+
+def after(
+    faults: Fault | Sequence[Fault],
+    cache: KVCache,
+    draws: Draws | Sequence[Draws] = FIRST,
+    host: Host | None = None,
+    step: int = 0,
+) -> tuple[KVCache, Damage]:
+    """The cache of one row with a fault struck into a copy of it; or of several faults, each with a row of its own."""
+    faults = [faults] if isinstance(faults, Fault) else list(faults)
+    draws = [draws] * len(faults) if isinstance(draws, Draws) else list(draws)
+    forked = cache.fork(len(faults))
+    pairs = [
+        (keys.clone().contiguous(), values.clone().contiguous())
+        for keys, values in zip(forked.keys, forked.values, strict=True)
+    ]
+    host = host or host_of(cache)
+    damage = strike(faults, draws, range(len(faults)), pairs, forked.ledger, host, step)
+    return KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), forked.ledger), damage
+
+
+def struck_by(scope: Scope, cache: KVCache, draws: Draws = FIRST, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Which numbers of K and of V a scope strikes: `[layers, heads, slots, d]` each."""
+    found, _ = after(Zeros(scope=scope), cache, draws, step=step)
+    return torch.stack([each[0] == 0 for each in found.keys]), torch.stack([each[0] == 0 for each in found.values])
+
+
+def with_rate(fault: Fault, rate: float, **scope: Any) -> Fault:
+    """The same fault at another rate."""
+    return replace(fault, scope=replace(fault.scope, rate=rate, **scope))
+
+
+def same_bits(one: KVCache, other: KVCache) -> bool:
+    """Whether K and V are the same bit for bit, NaN included."""
+    view = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+    return all(
+        a.dtype == b.dtype and torch.equal(a.contiguous().view(view[a.dtype]), b.contiguous().view(view[b.dtype]))
+        for a, b in zip(one.keys + one.values, other.keys + other.values, strict=True)
+    )
