@@ -84,7 +84,7 @@ def test_a_cache_that_holds_nan_is_refused(tmp_path: Path):
     cache = copy_of(random_cache(3))
     cache.values[1][0, 0, 0, 0] = float("nan")
     cache.save(tmp_path / "nan")
-    with pytest.raises(ValueError, match="V of layer 1, KV head 0, slot 0 .row 0. holds NaN"):
+    with pytest.raises(ValueError, match=r"V of layer 1, KV head 0, slot 0 \(row 0\) holds NaN"):
         KVCache.load(tmp_path / "nan")
 
 

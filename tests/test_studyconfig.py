@@ -54,8 +54,8 @@ def test_every_preset_that_ships_is_a_valid_config():
         assert preset.minutes
 
 
-def test_every_study_has_a_preset_of_its_name():
-    assert set(STUDIES) <= set(presets())
+def test_every_study_has_a_preset():
+    assert set(STUDIES) == {preset.study for preset in presets().values()}
 
 
 def test_an_unknown_study_names_the_near_one():

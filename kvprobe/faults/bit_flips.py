@@ -79,7 +79,7 @@ class BitFlips(Fault):
         if self.field is not None and self.field not in get_args(Field):
             raise ValueError(unknown("field", self.field, get_args(Field)))
         if self.bit is not None and self.field is not None:
-            raise ValueError(f"BitFlips has bit={self.bit} and field={self.field}; give either.")
+            raise ValueError(f"BitFlips has bit={self.bit} and field={self.field}; give a bit or a field.")
         self._refuse_bit(LAYOUTS[self.dtype or "fp32"])
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
@@ -103,7 +103,7 @@ class BitFlips(Fault):
     def _refuse_bit(self, layout: Layout) -> None:
         if self.bit is not None and not 0 <= self.bit < layout.bits:
             raise ValueError(
-                f"BitFlips has bit={self.bit}; a number in {layout.dtype} has bits 0 to {layout.bits - 1}."
+                f"BitFlips has bit={self.bit}; in {layout.dtype}, give a bit from 0 to {layout.bits - 1}, or a field."
             )
 
 

@@ -607,7 +607,7 @@ def test_exchanging_whole_slots_of_a_reindexed_cache_changes_nothing(tiny_llama:
 
 
 def test_a_donors_keys_carry_its_positions_into_a_reindexed_cache(tiny_llama: Model):
-    cache = reindexed(tiny_llama)
+    cache = tiny_llama.as_seen(reindexed(tiny_llama))
     donor = tiny_llama.prefill(random_tokens(5, {"distractor": cache.slots}))
     question = random_tokens(4, {"question": 3}, start=int(cache.ledger.following[0]))
     found = tiny_llama.extend(cache.corrupt(Distractor(), hosts=[Host(cache, {"distractor": donor})]), question)[1]
