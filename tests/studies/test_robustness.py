@@ -324,7 +324,7 @@ def test_a_fault_that_always_breaks_has_no_kl_at_all():
 @pytest.mark.parametrize(
     ("column", "value", "which", "entry"),
     [
-        ("kl", 1e-9, "rate == 0", "nothing"),
+        ("kl", 1e-3, "rate == 0", "nothing"),
         ("same", False, "rate == 0", "nothing"),
         ("struck", 4, "rate == 0", "nothing"),
         ("broken", "", "fault == 'nan'", "nan"),

@@ -288,7 +288,9 @@ def _controls(table: Rows, config: Config, dtype: str, all_visible: bool) -> dic
             "rows": len(nothing),
             "kl": _largest(nothing),
             "same": int(nothing["same"].sum()),
-            "holds": bool(nothing["same"].all() and (nothing["struck"] == 0).all() and _within(nothing, 0.0, config)),
+            "holds": bool(
+                nothing["same"].all() and (nothing["struck"] == 0).all() and _within(nothing, allowed, config)
+            ),
         },
         "nan": {
             "rows": len(nan),

@@ -271,8 +271,9 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
     controls = metrics["controls"]
     nothing, nan = controls["nothing"], controls["nan"]
     checks = [
-        f"Nothing struck, nothing changed: at a rate of 0, {nothing['same']} of {nothing['rows']} rows give the sound cache's whole "
-        f"answer, and KL is at most {_number(nothing['kl'])} (allowed: 0, bit for bit). {_holds(nothing['holds'])}",
+        f"Nothing struck, nothing changed: at a rate of 0 no slot is written, {nothing['same']} of {nothing['rows']} rows give the "
+        f"sound cache's whole answer, and KL is at most {_number(nothing['kl'])}, which is how far rows of one batch are from each "
+        f"other by rounding alone (allowed: {controls['allowed']:g}). {_holds(nothing['holds'])}",
         f"A NaN is found: one slot of NaN was reported as broken in {nan['found']} of {nan['rows']} rows. {_holds(nan['holds'])}",
     ]
     for each in controls["reordered"]:
