@@ -7,18 +7,24 @@ from pathlib import Path
 
 import matplotlib
 
+import kvprobe.studies.bands.study as bands
+import kvprobe.studies.bitflips.study as bitflips
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
 import kvprobe.studies.policies.study as policies
+import kvprobe.studies.robustness.study as robustness
 from kvprobe.plots import save
 from kvprobe.runs import Run
+from kvprobe.studies.bands.config import Config as BandsConfig
+from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.compaction.config import Config as CompactionConfig
 from kvprobe.studies.compaction.figures import by_arm, dangling
 from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
 from kvprobe.studies.leakage.config import Config as LeakageConfig
 from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
 from kvprobe.studies.policies.config import Config as PoliciesConfig
+from kvprobe.studies.robustness.config import Config as RobustnessConfig
 
 GALLERY = Path(__file__).resolve().parent
 RUNS = GALLERY.parent / "runs"
@@ -40,6 +46,12 @@ def main() -> None:
     copy(policies.run(PoliciesConfig(), RUNS), "quality_by_memory", "policies")
     few = PoliciesConfig(model="gemma3-270m", samples=4, length=420, budgets="10,20,50,100")
     copy(policies.run(few, RUNS), "quality_by_memory", "policies-gemma")
+
+    finished = bands.run(BandsConfig(), RUNS)
+    copy(finished, "kl_by_layer", "noise_by_layer")
+    copy(finished, "accuracy_by_band", "noise_by_band")
+    copy(robustness.run(RobustnessConfig(), RUNS), "accuracy_by_rate", "robustness")
+    copy(bitflips.run(BitflipsConfig(samples=36), RUNS), "classes_by_bit", "bitflips")
 
 
 def copy(run: Run, figure: str, name: str) -> None:

@@ -24,7 +24,7 @@ from kvprobe.stats import Estimate, wilson
 from kvprobe.studies.bands.analyse import analyse, newcombe, spearman, verdict
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
 from kvprobe.studies.bands.config import BANDS, NOISES, Config
-from kvprobe.studies.bands.narrative import answer, warnings
+from kvprobe.studies.bands.narrative import findings, warnings
 from kvprobe.studies.bands.results import seed_section
 from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.gsm8k import GSM8K
@@ -34,6 +34,11 @@ from kvprobe.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 
 QUESTIONS = ("What is the name of the house?", "Who sat there?", "Where did the ship go?", "How many are there?")
+
+
+def said_of(task: Any) -> str:
+    """All that the report says of a task in sentences."""
+    return " ".join(findings(task, MADE_UP))
 
 
 # --- which rows are struck where
@@ -359,7 +364,7 @@ def test_the_seeds_order_is_found_under_the_noise_that_has_it_and_not_under_the_
     assert first["difference"] == pytest.approx({"mean": 2.5, "low": 2.5, "high": 2.5})
     other = only(task["orders"], cut="quarters", noise="channel", parts="kv", rate=None, measure="kl")
     assert (other["last_most"], other["buffer_least"]) == ("open", "open")
-    said = answer(task, MADE_UP)
+    said = said_of(task)
     assert "last quarter bears noise worst holds under noise at the layer's scale (told apart from each other" in said
     assert "is not decided under noise with each head's channel covariance" in said
     assert "quarter 4 > quarter 1" in said
@@ -370,7 +375,7 @@ def test_the_opposite_of_the_seeds_order_is_said_to_fail():
         return {"quarter 3": 3.0, "quarter 4": 0.5}.get(labels["band"], 1.0)
 
     (task,) = analysed(made_up(kl=kl))["tasks"]
-    said = answer(task, MADE_UP)
+    said = said_of(task)
     assert "bears noise worst fails under all 2 noises" in said
     assert "bears it best, fails under all 2 noises" in said
     assert "holds" not in said
@@ -416,9 +421,9 @@ def test_the_last_quarters_lead_is_a_ratio_and_another_scale_changes_it():
     channel = only(task["last_against_others"], noise="channel", parts="k")
     assert channel["ratio"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), 1.0))
     assert channel["change"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), (2.5 / 3) / 3))
-    assert "surely another than at the layer's scale under noise with each head's" in answer(task, MADE_UP)
+    assert "surely another than at the layer's scale under noise with each head's" in said_of(task)
     (even,) = analysed(made_up(kl=lambda labels, item: 1.0 + item))["tasks"]
-    assert "That it depends on the noise's scale was not found." in answer(even, MADE_UP)
+    assert "That it depends on the noise's scale was not found." in said_of(even)
 
 
 def test_single_layers_ranked_alike_correlate_fully_and_the_other_way_round_negatively():
@@ -460,7 +465,7 @@ def test_what_noise_in_k_costs_more_than_in_v_is_paired():
         more = only(task["keys_against_values"], band=band, noise="channel", rate=rate)["more"]
         assert more["kl"] == pytest.approx({"mean": 3.0, "low": 3.0, "high": 3.0})
         assert more["lost"] == pytest.approx({"mean": 1.0, "low": 1.0, "high": 1.0})
-    assert "K in 7 and V in 0 of 7 bands under noise at the layer's scale" in answer(task, MADE_UP)
+    assert "K in 7 and V in 0 of 7 bands under noise at the layer's scale" in said_of(task)
 
 
 def test_faults_are_not_ranked_by_accuracy_on_a_task_that_the_model_cannot_do():
@@ -470,7 +475,7 @@ def test_faults_are_not_ranked_by_accuracy_on_a_task_that_the_model_cannot_do():
     assert {order["measure"] for order in task["orders"]} == {"kl"}
     assert all(set(each["more"]) == {"kl"} for each in task["keys_against_values"])
     assert only(task["cells"], band="all", noise="layer", parts="k", rate=1.0)["accuracy"]["mean"] == 2 / 16
-    assert "By accuracy nothing is ranked" in answer(task, MADE_UP)
+    assert "By accuracy nothing is ranked" in said_of(task)
     assert "Faults are not ranked on retrieve" in warnings(metrics, MADE_UP)[0]
 
 
@@ -500,7 +505,7 @@ def test_kl_of_a_case_that_broke_in_most_items_is_not_told():
     measured = {(each["rate"], each["measure"]) for each in task["orders"] if each["cut"] == "quarters"}
     assert measured == {(1.0, "kl"), (1.0, "lost"), (2.0, "lost"), (None, "lost")}
     assert only(task["last_against_others"], noise="layer", parts="k")["ratio"] is None
-    assert "The last quarter's mean KL" not in answer(task, MADE_UP)
+    assert "The last quarter's mean KL" not in said_of(task)
 
 
 def test_a_control_that_does_not_hold_and_few_items_are_warned_of():

@@ -51,7 +51,8 @@ UNIT_MEANINGS = {
 
 def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
     """The report of a run."""
-    sections = [_done_section(metrics, config, model)]
+    told = [sentence for task in metrics["tasks"] for sentence in findings(task, config)]
+    sections = [Section(title="What was found", points=told), _done_section(metrics, config, model)]
     for place, task in enumerate(metrics["tasks"]):
         name = f": {task['task']}" if len(metrics["tasks"]) > 1 else ""
         sections += [
@@ -62,7 +63,7 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
     return Report(
         title=f"Noise by layer, and at which scale: {model.name}",
         question=QUESTION,
-        answer=" ".join(answer(task, config) for task in metrics["tasks"]),
+        answer=" ".join(" ".join(findings(task, config)[:2]) for task in metrics["tasks"]),
         warnings=warnings(metrics, config),
         sections=[
             *sections,
@@ -78,8 +79,9 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
     )
 
 
-def answer(task: Mapping[str, Any], config: Config) -> str:
-    """What one task shows: which part of the seed's claim holds under which noise, and what carries the damage."""
+def findings(task: Mapping[str, Any], config: Config) -> list[str]:
+    """What one task shows, the answer in the first two sentences: which part of the seed's claim holds under which noise,
+    and what carries the damage."""
     part = main_part(config)
     sentences = [
         f"On {task['task']} ({task['items']} items, clean accuracy {percent(estimate_of(task['clean']))}), noise in {PART_LABELS[part]}, "
@@ -98,7 +100,7 @@ def answer(task: Mapping[str, Any], config: Config) -> str:
             )
     if not task["judged"]:
         sentences.append("By accuracy nothing is ranked, because the model cannot do this task.")
-    return " ".join([*sentences, *_scale_sentences(task, part), *_part_sentences(task)])
+    return [*sentences, *_scale_sentences(task, part), *_part_sentences(task)]
 
 
 def claimed(orders: Mapping[str, Mapping[str, Any]], key: str) -> str:

@@ -30,7 +30,7 @@ class Config:
 
     model: str = "smollm2-135m"
     tasks: str = "recite,retrieve,needle"
-    samples: int = 24
+    samples: int = 20
     faults: str = (
         "gaussian,gaussian-channel,zeros,zero-values,distractor,permuted,permuted-keys,pointers-repeated,foreign-block,"
         "overlapping,shifted,fp8-scale"
