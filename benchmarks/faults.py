@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import kvprobe as kv
 from kvprobe.faults import Distractor, Draws, Fault, Gaussian, Host, Scope, Zeros
-from kvprobe.faults.fault import strike
+from kvprobe.faults.strike import strike
 from kvprobe.transcript import Tokens
 
 LENGTH, NEW_TOKENS = 256, 8

@@ -51,7 +51,7 @@ def main() -> None:
     copy(finished, "kl_by_layer", "noise_by_layer")
     copy(finished, "accuracy_by_band", "noise_by_band")
     copy(robustness.run(RobustnessConfig(), RUNS), "accuracy_by_rate", "robustness")
-    copy(bitflips.run(BitflipsConfig(samples=36), RUNS), "classes_by_bit", "bitflips")
+    copy(bitflips.run(BitflipsConfig(samples=36), RUNS), "shares_by_bit_1", "bitflips")
 
 
 def copy(run: Run, figure: str, name: str) -> None:

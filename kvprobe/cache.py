@@ -198,8 +198,8 @@ class KVCache:
             ValueError: the fault needs more than its host has; or see `Scope`.
         """
         from kvprobe.faults.draws import Draws
-        from kvprobe.faults.fault import corrupt
         from kvprobe.faults.host import Host
+        from kvprobe.faults.strike import corrupt
 
         rows = range(self.batch)
         given = [Draws(sample=row) for row in rows] if draws is None else draws

@@ -1,7 +1,7 @@
 """One batch, many conditions: a prompt is read once, and every fault at every rate is a row of one decode batch.
 
-K and V of all rows lie in buffers in which each token adds a slot in place. Before each token the faults that are due are
-written into their rows, and what was transient is put back after it; rows that have ended leave the batch. The clean row
+Before each token the faults that are due are written into their rows, and what was transient is put back after it; rows that
+have ended leave the batch. The clean row
 rides along in each pass, so what a row is held against was computed beside it, by the same kernels.
 
 A fault is felt from the prompt's last token on: that token is read after the cut, with the first damage done.
@@ -11,20 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
 import torch
-from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
+from kvprobe.batch import Batch, fitting_rows
 from kvprobe.cache import KVCache
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.fault import Damage, Fault, strike
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host, Queries
 from kvprobe.faults.scope import GENERATED
-from kvprobe.forward import as_seen, extend, new_slots, one_row_each
+from kvprobe.forward import as_seen, extend, one_row_each
 from kvprobe.generate import decode_text, stop_tokens
-from kvprobe.lanes import Lane, Lanes, past_key_values
+from kvprobe.lanes import Lane, Lanes
 from kvprobe.outcomes import divergence
 from kvprobe.rotary import Turn
 from kvprobe.transcript import Tokens
@@ -128,7 +126,7 @@ def sweep(
         raise ValueError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
     host = prepare(lanes, start, [trial.fault for trial in trials], donors)
     ends = frozenset(stop_tokens(lanes) if stop is None else stop)
-    rows = _fitting(rows, host.cache, max_new_tokens)
+    rows = fitting_rows(rows, host.cache, max_new_tokens)
     clean: Outcome | None = None
     outcomes: list[Outcome] = []
     for first in range(0, max(1, len(trials)), rows - 1):
@@ -240,7 +238,7 @@ class _Pass:
 
     def _read(self, given: Sequence[int] | None, ends: frozenset[int]) -> list[Outcome]:
         said = [_Row() for _ in range(len(self.faults) + 1)]
-        batch = _Batch(self.lanes, self.host.cache, len(said), self.max_new_tokens)
+        batch = Batch(self.lanes, self.host.cache, len(said), self.max_new_tokens)
         here = list(range(len(said)))
         """The number of each of the batch's rows among all; the clean one is 0."""
         tokens = [self.last] * len(said)
@@ -280,7 +278,7 @@ class _Pass:
             tokens = [Tokens.of([token], GENERATED, self.last.following + step) for token in following]
         return [row.outcome() for row in said]
 
-    def _strike(self, batch: "_Batch", said: Sequence[_Row], here: Sequence[int], step: int) -> None:
+    def _strike(self, batch: "Batch", said: Sequence[_Row], here: Sequence[int], step: int) -> None:
         """Let the faults that are due strike. A row that is no longer finite is marked; it leaves after the pass."""
         for transient in (False, True):
             due = [
@@ -299,121 +297,3 @@ class _Pass:
                 said[number].struck += int(damage.count[place])
                 if place in damage.broken:
                     said[number].broken = str(damage.broken[place])
-
-
-class _Batch:
-    """Rows of K and V in buffers, and their ledger.
-
-    Attributes:
-        ledger: of the slots that hold a token by now.
-    """
-
-    def __init__(self, lanes: Lanes, start: KVCache, rows: int, room: int) -> None:
-        self.lanes = lanes
-        pairs = zip(start.keys, start.values, strict=True)
-        self.layers = [_Buffer(keys, values, rows, start.slots + room) for keys, values in pairs]
-        self.ledger = start.fork(rows).ledger
-        self._damage: list[Damage] = []
-
-    def strike(
-        self,
-        faults: Sequence[Fault],
-        draws: Sequence[Draws],
-        places: Sequence[int],
-        host: Host,
-        step: int,
-        transient: bool,
-    ) -> Damage:
-        """Write faults into these rows; what is transient until `undo`."""
-        tensors = [layer.wide for layer in self.layers]
-        damage = strike(faults, draws, places, tensors, self.ledger, host, step, remember=transient)
-        self._damage.append(damage)
-        return damage
-
-    def undo(self) -> None:
-        """Put back what transient faults overwrote."""
-        for damage in reversed(self._damage):
-            damage.undo()
-        self._damage.clear()
-
-    def read(self, tokens: Sequence[Tokens], lane: Lane) -> Float[Tensor, "rows vocab"]:
-        """One token for each row."""
-        new = new_slots(tokens, self.lanes.device)
-        self.ledger = self.ledger.append(new)
-        past = past_key_values(self.layers)
-        with torch.no_grad():
-            return self.lanes.forward(new.tokens, self.ledger, past, lane, logits_to_keep=1)[:, -1]
-
-    def drop(self, leaving: Sequence[int]) -> list[int]:
-        """Let rows go; where each row that stays stood before. Rows from the end take the places of those that leave, so
-        that only as many are copied."""
-        count = self.ledger.batch - len(leaving)
-        order = list(range(self.ledger.batch))
-        moving = iter([row for row in range(count, self.ledger.batch) if row not in leaving])
-        for place in sorted(leaving):
-            if place < count:
-                order[place] = next(moving)
-                for layer in self.layers:
-                    layer.move(order[place], place)
-        for layer in self.layers:
-            layer.shrink(count)
-        self.ledger = self.ledger.rows(torch.tensor(order[:count], dtype=torch.long, device=self.ledger.tokens.device))
-        return order[:count]
-
-
-class _Buffer(DynamicLayer):
-    """One layer's K and V, with room for tokens to come; what is handed out is a view of the slots that hold one.
-
-    Attributes:
-        wide: K and V with that room, contiguous.
-    """
-
-    def __init__(
-        self,
-        keys: Float[Tensor, "1 kv_heads slots d_head"],
-        values: Float[Tensor, "1 kv_heads slots d_value"],
-        rows: int,
-        slots: int,
-    ) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self._held = keys.shape[2]
-        self.wide = (
-            keys.new_empty(rows, keys.shape[1], slots, keys.shape[3]),
-            values.new_empty(rows, values.shape[1], slots, values.shape[3]),
-        )
-        for wide, tensor in zip(self.wide, (keys, values), strict=True):
-            wide[:, :, : self._held] = tensor
-        self._show()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stop = self._held + key_states.shape[2]
-        for wide, new in zip(self.wide, (key_states, value_states), strict=True):
-            wide[:, :, self._held : stop] = new
-        self._held = stop
-        self._show()
-        return self.keys, self.values
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
-        for wide in self.wide:
-            wide[target, :, : self._held] = wide[source, :, : self._held]
-
-    def shrink(self, rows: int) -> None:
-        """Forget all rows but the first."""
-        keys, values = self.wide
-        self.wide = (keys[:rows], values[:rows])
-        self._show()
-
-    def _show(self) -> None:
-        self.keys, self.values = (wide[:, :, : self._held] for wide in self.wide)
-
-
-def _fitting(rows: int, cache: KVCache, room: int) -> int:
-    """As many rows as were asked for, or half as many until they take at most half of the free memory."""
-    slot = sum(tensor[:, :, :1].numel() * tensor.element_size() for tensor in cache.keys + cache.values)
-    device = cache.keys[0].device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    while rows > 2 and rows * slot * (cache.slots + room) > free / 2:
-        rows = max(2, rows // 2)
-    return rows

@@ -12,7 +12,7 @@ FLOORS = [
         "studyconfig", "presets", "rotary", "footprint", "policies", "faults", "described", "published", "outcomes", "wording",
     },
     {"catalog", "loading", "lens", "lanes"},
-    {"forward", "capture", "live", "generate", "sweep", "model"},
+    {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
     {"probing", "doctor", "plots"},
     {"studies"},
     {"cli", "report", "__init__"},

@@ -38,6 +38,15 @@ def test_the_readmes_python_runs_and_the_mask_takes_the_code_away(smol: Model, c
     assert "48213" not in fresh
 
 
+def test_the_tutorials_faults_run_and_noise_does_more_than_noise_that_looks_like_keys(smol: Model):
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "model.sweep" in each]
+    names = {"model": smol, "kv": kvprobe}
+    exec(compile(code, "tutorial.md", "exec"), names)
+    layer, channel, *_ = names["swept"].outcomes
+    assert sum(layer.kl) > sum(channel.kl)
+
+
 def test_the_doctor_finds_nothing_wrong_with_a_sound_model_and_much_with_a_broken_one(tiny_llama: Model):
     from kvprobe.doctor import examine
 

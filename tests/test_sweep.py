@@ -29,8 +29,8 @@ from kvprobe.faults import (
     WrongPointers,
     Zeros,
 )
-from kvprobe.faults.fault import strike
 from kvprobe.faults.host import Host
+from kvprobe.faults.strike import strike
 from kvprobe.forward import extend
 from kvprobe.generate import generate
 from kvprobe.model import Model, load

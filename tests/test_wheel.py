@@ -26,7 +26,9 @@ def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
     for file in (
         "_shipped/analyses/leakage.yaml",
         "_shipped/probes/README.md",
+        "published.yaml",
         "tasks/passcode.yaml",
+        "tasks/recite.yaml",
         "templates/report.html.j2",
         "py.typed",
     ):

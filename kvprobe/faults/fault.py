@@ -1,25 +1,20 @@
 """What a fault is: which slots it strikes × what it writes there × when, and whether the damage lasts.
 
 A fault is a frozen dataclass; it says what a struck slot holds afterwards, for K and for V, and nothing else. Which slots
-those are is the `Scope`'s affair, and `strike` is the only code that writes into a cache: slots that are not struck are
-never touched, and `Damage.undo` puts back what stood there bit for bit.
+those are is the `Scope`'s affair, and `kvprobe.faults.strike` writes it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache
 from kvprobe.described import described
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.host import Host
-from kvprobe.faults.scope import Order, Part, Scope
-from kvprobe.ledger import Ledger
+from kvprobe.faults.scope import Part, Scope
 
 When = int | Literal["every"]
 Need = Literal["rotaries", "queries"]
@@ -130,189 +125,3 @@ class Fault(ABC):
 
     def __str__(self) -> str:
         return described(self)
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A number that is not finite, and where it stands."""
-
-    part: Part
-    layer: int
-    head: int
-    slot: int
-    step: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.part.upper()} of layer {self.layer}, KV head {self.head}, slot {self.slot}"
-
-
-@dataclass(eq=False)
-class Damage:
-    """What one strike has done.
-
-    Attributes:
-        count: struck vectors (slots × heads × layers, K and V together) of each row.
-        broken: the first number of each row that is no longer finite, if there is one.
-    """
-
-    count: Int[Tensor, "rows"]
-    broken: dict[int, Broken] = field(default_factory=dict)
-    _before: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def undo(self) -> None:
-        """Put back what stood in the struck slots."""
-        for vectors, index, before in reversed(self._before):
-            vectors.index_copy_(0, index, before)
-        self._before.clear()
-
-
-def strike(
-    faults: Sequence[Fault],
-    draws: Sequence[Draws],
-    rows: Sequence[int],
-    tensors: Sequence[tuple[Float[Tensor, "rows heads slots d_head"], Float[Tensor, "rows heads slots d_value"]]],
-    ledger: Ledger,
-    host: Host,
-    step: int = 0,
-    remember: bool = False,
-) -> Damage:
-    """Write faults into K and V, in place.
-
-    Rows whose faults do the same to a slot, from the same lots, are written together, whatever their scopes.
-
-    Args:
-        faults: one for each of `rows`.
-        draws: one for each of `rows`.
-        rows: of `tensors` and `ledger`; none twice, and all of one conversation, slot by slot.
-        tensors: K and V by layer, contiguous, as wide as the ledger or wider.
-        remember: keep what is overwritten, for `Damage.undo`.
-    """
-    done = Damage(torch.zeros(len(ledger.tokens), dtype=torch.long))
-    groups: dict[tuple[Fault, Draws], list[tuple[int, Fault]]] = {}
-    for fault, lots, row in zip(faults, draws, rows, strict=True):
-        groups.setdefault((fault.operator, lots), []).append((row, fault))
-    shape = (len(tensors), host.cache.n_kv_heads)
-    orders: dict[tuple[Scope, Draws], Order] = {}
-    for (operator, lots), members in groups.items():
-        operator.refuse_unfit(host)
-        masks = []
-        for row, fault in members:
-            pool = (fault.scope.pool, lots)
-            if pool not in orders:
-                orders[pool] = fault.scope.order(ledger, shape, lots, step, row)
-            masks.append(fault.scope.struck(orders[pool], shape))
-        heads = max(mask.shape[1] for mask in masks)
-        together = torch.stack([mask.expand(-1, heads, -1) for mask in masks]).expand(-1, -1, shape[1], -1)
-        for layer, pair in enumerate(tensors):
-            if operator.reaches(layer) and bool(together[:, layer].any()):
-                _strike_layer(members, together[:, layer], layer, pair, ledger, (lots, host, step), done, remember)
-    return done
-
-
-def _strike_layer(
-    members: Sequence[tuple[int, Fault]],
-    mask: Bool[Tensor, "members heads slots"],
-    layer: int,
-    pair: tuple[Tensor, Tensor],
-    ledger: Ledger,
-    circumstances: tuple[Draws, Host, int],
-    done: Damage,
-    remember: bool,
-) -> None:
-    """One layer's struck slots, of all rows that share an operator."""
-    draws, host, step = circumstances
-    member, heads, slots = mask.nonzero(as_tuple=True)
-    rows = torch.tensor([row for row, _ in members], device=member.device)[member]
-    # Vectors lie one after the other: a flat index is several times faster than three.
-    flat = (rows * mask.shape[1] + heads) * pair[0].shape[2] + slots
-    keys, values = (tensor.view(-1, tensor.shape[3]).index_select(0, flat) for tensor in pair)
-    struck = Struck(
-        layer, rows, heads, slots, ledger.positions[rows, slots], keys, values, ledger.slots, step, draws, host
-    )
-    written: list[tuple[Part, Tensor, Tensor, Tensor]] = []
-    found: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", pair[0], keys), ("v", pair[1], values))
-    for part, tensor, before in found:
-        if not any(part in fault.scope.parts for _, fault in members):
-            continue
-        vectors = tensor.view(-1, tensor.shape[3])
-        after = members[0][1].damaged(struck, part).to(tensor.dtype)
-        where = torch.arange(len(member), device=member.device)
-        if any(part not in fault.scope.parts or fault.scope.unit == "number" for _, fault in members):
-            mine = torch.tensor([part in fault.scope.parts for _, fault in members], device=member.device)[member]
-            if any(fault.scope.unit == "number" for _, fault in members):
-                numbers = _numbers(members, member, struck, part, ledger)
-                after, mine = torch.where(numbers, after, before), mine & numbers.any(1)
-            where = mine.nonzero()[:, 0]
-        if remember:
-            done._before.append((vectors, flat[where], before[where]))
-        written.append((part, vectors, where, after[where]))
-    # Written once both are known: what a slot's V becomes may depend on its K.
-    for part, vectors, where, after in written:
-        vectors.index_copy_(0, flat[where], after)
-        done.count += torch.bincount(rows[where].cpu(), minlength=len(done.count))
-        # A sum is finite only if all its terms are, and far cheaper than asking each.
-        if not bool(after.sum().isfinite()):
-            _note_broken(done, part, layer, step, (rows[where], heads[where], slots[where]), after)
-
-
-def _numbers(
-    members: Sequence[tuple[int, Fault]], member: Int[Tensor, "struck"], struck: Struck, part: Part, ledger: Ledger
-) -> Bool[Tensor, "struck d"]:
-    """Which numbers of the struck vectors are struck themselves: all, unless a scope draws single numbers."""
-    width = struck.of(part).shape[1]
-    found = torch.ones(len(member), width, dtype=torch.bool, device=member.device)
-    for number, (row, fault) in enumerate(members):
-        if fault.scope.unit == "number":
-            size = (struck.host.cache.n_kv_heads, width)
-            eligible = fault.scope.eligible(ledger, row)
-            drawn = fault.scope.numbers(eligible, size, struck.draws, struck.step, struck.layer, part)
-            mine = member == number
-            found[mine] = drawn[struck.heads[mine], struck.slots[mine]]
-    return found
-
-
-def _note_broken(
-    done: Damage, part: Part, layer: int, step: int, index: tuple[Tensor, ...], after: Float[Tensor, "struck d"]
-) -> None:
-    bad = ~after.isfinite().all(1)
-    if not bool(bad.any()):
-        return
-    for row, head, slot in zip(*(each[bad].tolist() for each in index), strict=True):
-        done.broken.setdefault(row, Broken(part, layer, head, slot, step))
-
-
-def corrupt(cache: KVCache, fault: Fault, hosts: Sequence[Host], draws: Sequence[Draws]) -> tuple[KVCache, Damage]:
-    """The cache with a fault written into each row at once, each row its own host with its own draws; the cache given
-    stays as it was.
-
-    Raises:
-        ValueError: not as many hosts and draws as rows; or see `Fault.damaged`.
-    """
-    if not len(hosts) == len(draws) == cache.batch:
-        raise ValueError(f"The cache has {cache.batch} rows, but there are {len(hosts)} hosts and {len(draws)} draws.")
-    if cache.ledger.turned:
-        raise ValueError(
-            "The cache was re-indexed, and its keys are not stored as they are seen; carry that out first, with Model.as_seen."
-        )
-    # Copies of their own: rows of a fork share storage, and so do caches.
-    keys = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.keys)
-    values = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.values)
-    done = Damage(torch.zeros(cache.batch, dtype=torch.long))
-    for row, (host, lots) in enumerate(zip(hosts, draws, strict=True)):
-        # Without the padding that other rows have brought with them: a row draws as it would alone.
-        held = int((~cache.ledger.padding[row]).nonzero()[-1]) + 1 if not bool(cache.ledger.padding[row].all()) else 0
-        slots = torch.arange(held, device=cache.ledger.tokens.device)[None]
-        ledger = cache.ledger.rows(torch.tensor([row], device=slots.device)).take(
-            slots, cache.ledger.padding[[row], :held]
-        )
-        own = [
-            tuple(each[row : row + 1, :, :held].contiguous() for each in pair)
-            for pair in zip(keys, values, strict=True)
-        ]
-        mine = strike([fault], [lots], [0], [(pair[0], pair[1]) for pair in own], ledger, host)
-        for pair, (damaged_keys, damaged_values) in zip(zip(keys, values, strict=True), own, strict=True):
-            pair[0][row, :, :held], pair[1][row, :, :held] = damaged_keys[0], damaged_values[0]
-        done.count[row] = mine.count[0]
-        if 0 in mine.broken:
-            done.broken[row] = mine.broken[0]
-    return KVCache(keys, values, cache.ledger), done

@@ -31,7 +31,7 @@ from kvprobe.faults import (
     WrongPointers,
     Zeros,
 )
-from kvprobe.faults.fault import strike
+from kvprobe.faults.strike import strike
 from kvprobe.rotary import Rotary
 from tests.random_caches import random_cache
 

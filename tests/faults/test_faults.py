@@ -34,8 +34,8 @@ from kvprobe.faults import (
     Zeros,
     scaffold,
 )
-from kvprobe.faults.fault import strike
 from kvprobe.faults.gaussian import _TRIAL, effect, shares
+from kvprobe.faults.strike import strike
 from kvprobe.model import Model
 from kvprobe.rotary import Rotary, Turn
 from kvprobe.sweep import prepare

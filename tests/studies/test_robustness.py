@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import kvprobe.studies.begin as beginning
 import kvprobe.studies.robustness.study as study
 from kvprobe.faults import Draws
-from kvprobe.faults.fault import corrupt
+from kvprobe.faults.strike import corrupt
 from kvprobe.model import Model
 from kvprobe.presets import presets
 from kvprobe.report import write_report

@@ -173,7 +173,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
             "The struck number is rounded to the dtype, one of its bits is inverted, and it is put back; the model computes in "
             f"{_named(model.lanes.dtype)}.",
             f"Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one drawn bit "
-            f"flipped, in {dtypes[0]}: of any field, or of one field only. How many that is in a layer is rounded up or down by lot.",
+            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number has a lot of its own, so how many flip is itself a matter of chance.",
             f"Damage is {TIMINGS['once']}: the prompt's last token and all that is written feel it.",
             "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words (other tokens, "
             "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "
