@@ -118,6 +118,11 @@ def sweep(
     """
     if max_new_tokens < 1 or rows < 2:
         raise ValueError(f"A sweep has max_new_tokens={max_new_tokens} and rows={rows}; it needs at least 1 and 2.")
+    for trial in trials:
+        if trial.fault.at != "every" and trial.fault.at >= max_new_tokens:
+            raise ValueError(
+                f"{trial.fault} strikes before token {trial.fault.at}, and only {max_new_tokens} are read; it never would."
+            )
     if not len(prompt):
         raise ValueError("There is nothing to answer: the prompt has no token.")
     past = one_row_each(lanes, past, 1)

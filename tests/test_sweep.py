@@ -569,3 +569,7 @@ def test_a_host_is_of_the_cache_as_it_is_seen(tiny_llama: Model):
     assert host.rotaries is not None
     assert host.queries is not None
     assert len(host.queries.rows) == 3
+
+
+def test_a_fault_that_would_never_strike_is_refused(tiny_llama: Model):
+    assert "it never would" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)

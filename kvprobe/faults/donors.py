@@ -5,7 +5,7 @@ round where the donor is shorter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvprobe.faults.fault import Fault, Struck
 from kvprobe.faults.host import Host
 from kvprobe.faults.paged import Paged
-from kvprobe.faults.scope import Part
+from kvprobe.faults.scope import Part, Scope
 from kvprobe.transcript import Tokens
 
 _OFFSET = 31
@@ -89,6 +89,7 @@ class Splice(Fault):
 
     above: int
     donor: str = "scaffold"
+    scope: Scope = field(default=Scope(among="prompt"), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -72,7 +72,8 @@ def shares(host: Host, part: Part) -> tuple[float, ...]:
     attention output, in proportion to its norm, as far as everywhere.
 
     That target is the geometric mean over layers of what a share of 1 does: on average nothing becomes louder. Effects are
-    means over slots, the first excluded (a sink, whose loss is another question), and over the host's last queries.
+    means over slots, the first excluded (a sink, whose loss is another question), and over the host's last queries, which
+    look at all slots here: masks and windows are not counted in.
 
     Raises:
         ValueError: the host has no queries.

@@ -29,7 +29,7 @@ from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROC
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
-from kvprobe.studies.robustness.narrative import answer, warnings
+from kvprobe.studies.robustness.narrative import findings, headline, warnings
 from kvprobe.studies.robustness.results import beside_section
 from kvprobe.studyconfig import from_mapping
 from kvprobe.sweep import prepare
@@ -226,6 +226,11 @@ def numbers(table: pd.DataFrame, config: Config = MADE_UP, **facts: Any) -> dict
     return analyse(table, config, [find_task("recite")], **facts)
 
 
+def said_of(metrics: dict[str, Any]) -> str:
+    """All that the report says of what was found, in sentences."""
+    return " ".join(findings(metrics))
+
+
 def graded(fault: str, rate: float, item: int) -> bool:
     """Noise leaves nothing; zeros leave 12 and 8 of 20; distractors 18 and 16; controls all."""
     left = {"gaussian": (0, 0), "zeros": (12, 8), "distractor": (18, 16)}.get(fault, (20, 20))
@@ -267,21 +272,25 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_told_apart():
     assert all(each["over_next"]["low"] > 0 for each in ranking[:2])
     assert ranking[2]["over_next"] is None
     assert found["tasks"]["recite"]["cliffs"] == {"gaussian": 10.0, "zeros": None, "distractor": None, "permuted": None}
-    told = answer(found, MADE_UP)
+    told = said_of(found)
     assert "the worst of 3 faults is Gaussian (layer), which costs 100.0 points" in told
     assert "the mildest is distractor, which costs 15.0 points" in told
     assert "Accuracy has surely fallen below half of that at 10 % of Gaussian (layer)" in told
     assert told.count("is found (") == 2
+    assert headline(found) == (
+        "Recite, 100.0 % (83.9 to 100.0) right with a sound cache: worst is Gaussian (layer) (costs 100.0 points (100.0 to "
+        "100.0)), mildest distractor (costs 15.0 points (2.5 to 30.0))."
+    )
 
 
 def test_the_opposite_order_and_none_at_all_are_worded_too():
     def reversed_order(fault: str, rate: float, item: int) -> bool:
         return item < {"gaussian": 18, "zeros": 12, "distractor": 0}.get(fault, 20)
 
-    assert answer(numbers(made_up(reversed_order, MADE_UP)), MADE_UP).count("is reversed (") == 2
+    assert said_of(numbers(made_up(reversed_order, MADE_UP))).count("is reversed (") == 2
     alike = numbers(made_up(lambda fault, rate, item: item % 2 == 0, MADE_UP))
-    assert answer(alike, MADE_UP).count("is not found (") == 2
-    unharmed = answer(numbers(made_up(lambda *_: True, MADE_UP)), MADE_UP)
+    assert said_of(alike).count("is not found (") == 2
+    unharmed = said_of(numbers(made_up(lambda *_: True, MADE_UP)))
     assert "for which a loss was not found (0.0 points" in unharmed
     assert "At no measured rate, up to 50 %" in unharmed
 
@@ -298,7 +307,7 @@ def test_faults_are_not_ranked_where_the_sound_cache_fails():
     assert (task["rankable"], task["ranking"], task["cliffs"]) == (False, None, None)
     assert "the model is right in 15% of its items" in task["too_hard"]
     assert task["ranking_kl"] is not None
-    assert "costs" not in answer(found, MADE_UP)
+    assert "costs" not in said_of(found)
     assert task["too_hard"] in warnings(found, MADE_UP)
 
 

@@ -260,11 +260,14 @@ def _procedure(
 
 
 def _examples(mine: Rows, config: Config) -> dict[str, Any]:
-    """The first item's answers, sound and at the middle rate."""
+    """The answers to the first item that a sound cache gets right (or to the first at all), sound and at the middle rate."""
     rate = middle_rate(config)
-    first = mine[mine["sample"] == mine["sample"].min()]
+    sound = mine[mine["case"] == -1]
+    shown = sound[sound["right"].astype(bool)] if sound["right"].any() else sound
+    first = mine[mine["sample"] == shown["sample"].min()]
     main = first[(first["group"] == MAIN) & (first["rate"] == rate) & (first["repeat"] == 0)]
     return {
+        "place": int(first["sample"].iloc[0] - mine["sample"].min()),
         "answer": str(first["answer"].iloc[0]),
         "clean": str(first[first["case"] == -1]["text"].iloc[0]),
         "rate": rate,

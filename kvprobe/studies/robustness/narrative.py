@@ -46,6 +46,7 @@ def narrate(
 ) -> Report:
     """The report of a run."""
     sections = [
+        Section(title="What was found", points=findings(metrics)),
         _done_section(metrics, config, tasks),
         accuracy_section(metrics, config),
         ranking_section(metrics, config),
@@ -75,19 +76,36 @@ def narrate(
     return Report(
         title=f"Damage to the cache: {model.name}",
         question=QUESTION,
-        answer=answer(metrics, config),
+        answer=headline(metrics),
         warnings=warnings(metrics, config),
         sections=sections,
     )
 
 
-def answer(metrics: Mapping[str, Any], config: Config) -> str:
+def headline(metrics: Mapping[str, Any]) -> str:
+    """The extremes on each task, or why there are none."""
+    told = []
+    for name, task in metrics["tasks"].items():
+        if not task["ranking"]:
+            told.append(task["too_hard"] or f"On {shown_task(name)} only controls were struck.")
+            continue
+        worst, mildest = (
+            f"{KINDS[each['fault']].label} ({_cost(estimate_of(each['harm'])).removeprefix('which ')})"
+            for each in (task["ranking"][0], task["ranking"][-1])
+        )
+        told.append(
+            f"{shown_task(name).capitalize()}, {_clean(task)} right with a sound cache: worst is {worst}, mildest {mildest}."
+        )
+    return " ".join(told)
+
+
+def findings(metrics: Mapping[str, Any]) -> list[str]:
     """What costs most on each task, where the cliffs are, and whether seed 001's order is found."""
     judged = {name: task for name, task in metrics["tasks"].items() if task["rankable"]}
     told = [_answer_of(name, task, metrics["rates"]) for name, task in judged.items()]
     told += [_seed_order(name, task) for name, task in judged.items() if _claims(task)]
     told += [_answer_by_kl(name, task) for name, task in metrics["tasks"].items() if not task["rankable"]]
-    return " ".join(told)
+    return told
 
 
 def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
@@ -185,7 +203,8 @@ def _clean(task: Mapping[str, Any]) -> str:
 
 
 def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Task]) -> Section:
-    item = tasks[0].items(1, config.seed)[0]
+    examples = next(iter(metrics["tasks"].values()))["examples"]
+    item = tasks[0].items(examples["place"] + 1, config.seed)[-1]
     chat = [
         Passage(
             message.segment, message.role, message.text, marked=item.answer if item.answer in message.text else None
@@ -194,7 +213,6 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
     ]
     if item.lead:
         chat.append(Passage("generation", "assistant", f"{item.lead} …"))
-    examples = next(iter(metrics["tasks"].values()))["examples"]
     said = [["sound cache", _quoted(examples["clean"])]]
     said += [[KINDS[name].label, _quoted(text)] for name, text in examples["damaged"].items()]
     return Section(
@@ -216,7 +234,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
             Table(
                 columns=["answer with", "text"],
                 rows=said,
-                caption=f"The first item of {shown_task(tasks[0].name)} at {examples['rate']:g} %; right is “{examples['answer']}”.",
+                caption=f"An item of {shown_task(tasks[0].name)} at {examples['rate']:g} %; right is “{examples['answer']}”.",
             ),
             Table(
                 columns=["task", "prompt (slots)", "chance", *_scorer_columns(metrics), "faults ranked"],
