@@ -116,7 +116,8 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
 
 def test_controls_hold_on_a_real_sweep(finished: Run):
     controls = finished.metrics["controls"]
-    assert controls["nothing"] == {"rows": 2, "kl": 0.0, "same": 2, "holds": True}
+    # Rows of one batch may differ by rounding.
+    assert controls["nothing"] == {"rows": 2, "kl": pytest.approx(0.0, abs=1e-6), "same": 2, "holds": True}
     assert controls["nan"] == {"rows": 2, "found": 2, "holds": True}
     assert [each["fault"] for each in controls["reordered"]] == ["permuted", "pointers-swapped"]
     assert all(each["holds"] and each["kl"] < 1e-5 for each in controls["reordered"])
