@@ -17,6 +17,7 @@ from transformers import DynamicCache
 import kvprobe as kv
 from kvprobe.faults import Distractor, Draws, Fault, Gaussian, Host, Scope, Zeros
 from kvprobe.faults.strike import strike
+from kvprobe.forward import new_slots
 from kvprobe.transcript import Tokens
 
 LENGTH, NEW_TOKENS = 256, 8
@@ -61,8 +62,6 @@ def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache
 
 def model_cache(past: DynamicCache, ids: Sequence[int]) -> kv.KVCache:
     """The library's cache with a ledger."""
-    from kvprobe.forward import new_slots
-
     ledger = new_slots([Tokens.of(ids)], past.layers[0].keys.device)
     copies = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
     return kv.KVCache(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), ledger)

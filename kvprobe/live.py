@@ -183,7 +183,7 @@ def _computed_again(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> S
         )
     rows = []
     for row in range(ledger.batch):
-        tokens = _tokens(ledger, row, ledger.kept[row].nonzero()[:, 0])
+        tokens = tokens_at(ledger, row, ledger.kept[row].nonzero()[:, 0])
         change = _first_change(before, ledger, row)
         rows.append(replace(tokens, recomputed=tuple(old or at >= change for at, old in enumerate(tokens.recomputed))))
     cache, _ = extend(lanes, None, rows, lane)
@@ -205,7 +205,7 @@ def _first_change(before: Ledger, after: Ledger, row: int) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-def _tokens(ledger: Ledger, row: int, index: Int[Tensor, "slots"]) -> Tokens:
+def tokens_at(ledger: Ledger, row: int, index: Int[Tensor, "slots"]) -> Tokens:
     """These slots of a row as tokens to be read again, and what comes next where it was."""
     return Tokens(
         ids=tuple(ledger.tokens[row, index].tolist()),

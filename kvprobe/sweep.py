@@ -1,8 +1,8 @@
 """One batch, many conditions: a prompt is read once, and every fault at every rate is a row of one decode batch.
 
 Before each token the faults that are due are written into their rows, and what was transient is put back after it; rows that
-have ended leave the batch. The clean row
-rides along in each pass, so what a row is held against was computed beside it, by the same kernels.
+have ended leave the batch. The clean row rides along in each pass, so what a row is held against was computed beside it, by
+the same kernels.
 
 A fault is felt from the prompt's last token on: that token is read after the cut, with the first damage done.
 """
@@ -23,6 +23,7 @@ from kvprobe.faults.scope import GENERATED
 from kvprobe.forward import as_seen, extend, one_row_each
 from kvprobe.generate import decode_text, stop_tokens
 from kvprobe.lanes import Lane, Lanes
+from kvprobe.live import tokens_at
 from kvprobe.outcomes import divergence
 from kvprobe.rotary import Turn
 from kvprobe.transcript import Tokens
@@ -167,20 +168,12 @@ def prepare(lanes: Lanes, cache: KVCache, faults: Sequence[Fault], donors: Mappi
 def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
     """The queries of a cache's last tokens, which are read again for them on the hooked lane."""
     ledger = cache.ledger
-    held = (~ledger.padding[0]).nonzero()[:, 0].tolist()
-    count = min(count, len(held) - 1)
-    again = held[-count:]
-    before = cache.mask(
-        slots=torch.isin(torch.arange(cache.slots, device=lanes.device), torch.tensor(again, device=lanes.device))[None]
-    )
-    tokens = Tokens(
-        ids=tuple(ledger.tokens[0, again].tolist()),
-        positions=tuple(ledger.positions[0, again].tolist()),
-        segments=("again",) * count,
-        parts=(None,) * count,
-        recomputed=(False,) * count,
-        delimiters=(False,) * count,
-    )
+    held = (~ledger.padding[0]).nonzero()[:, 0]
+    index = held[-min(count, len(held) - 1) :]
+    again = torch.zeros_like(ledger.padding)
+    again[0, index] = True
+    before = cache.mask(slots=again)
+    tokens = tokens_at(ledger, 0, index)
     found: dict[int, Tensor] = {}
 
     def hear(layer: int, queries: Tensor) -> None:
@@ -283,7 +276,7 @@ class _Pass:
             tokens = [Tokens.of([token], GENERATED, self.last.following + step) for token in following]
         return [row.outcome() for row in said]
 
-    def _strike(self, batch: "Batch", said: Sequence[_Row], here: Sequence[int], step: int) -> None:
+    def _strike(self, batch: Batch, said: Sequence[_Row], here: Sequence[int], step: int) -> None:
         """Let the faults that are due strike. A row that is no longer finite is marked; it leaves after the pass."""
         for transient in (False, True):
             due = [

@@ -96,6 +96,11 @@ class Fault(ABC):
         return ()
 
     @property
+    def lender(self) -> str | None:
+        """The name of the donor that it takes slots from, if it takes any."""
+        return getattr(self, "donor", None)
+
+    @property
     def operator(self) -> "Fault":
         """The fault without its where and when: what it does to a slot."""
         return replace(self, scope=Scope(), at=0, transient=False)

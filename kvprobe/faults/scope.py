@@ -81,11 +81,6 @@ class Scope:
     def __str__(self) -> str:
         return described(self)
 
-    @property
-    def each_part(self) -> tuple[Part, ...]:
-        """The parts as a tuple: `("k", "v")`, or one of them."""
-        return ("k", "v") if self.parts == "kv" else (self.parts,)
-
     def eligible(self, ledger: Ledger, row: int = 0) -> Bool[Tensor, "slots"]:
         """The slots of a row from which are drawn.
 

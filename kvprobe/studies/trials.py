@@ -4,8 +4,9 @@ A sample is one item of one task: its prompt is read once and answered once for 
 per sample is kept, so an interrupted run resumes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, fo
     swept = model.sweep(
         sample.tokens,
         [case.trial for case in cases],
-        donors=donors(model, sample),
+        donors=donors(model, sample, {case.trial.fault.lender for case in cases}),
         seed=seed,
         sample=sample.number,
         max_new_tokens=task.max_new_tokens,
@@ -136,12 +137,16 @@ def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, fo
     return pd.DataFrame(rows)
 
 
-def donors(model: Model, sample: Sample) -> dict[str, KVCache]:
-    """What faults take slots from: `distractor`, a conversation about something else, at least as long as the prompt; and
+def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict[str, KVCache]:
+    """Those of these that are wanted, read: `distractor`, a conversation about something else, at least as long as the prompt; and
     `scaffold`, the prompt's own chat template around neutral filler."""
-    ids = model.tokenizer(FILLER, add_special_tokens=False)["input_ids"]
-    found = {"distractor": unrelated(model, sample), "scaffold": scaffold(sample.tokens, ids)}
-    return {name: model.prefill(tokens) for name, tokens in found.items()}
+    found = {}
+    if "distractor" in wanted:
+        found["distractor"] = model.prefill(unrelated(model, sample))
+    if "scaffold" in wanted:
+        ids = model.tokenizer(FILLER, add_special_tokens=False)["input_ids"]
+        found["scaffold"] = model.prefill(scaffold(sample.tokens, ids))
+    return found
 
 
 def unrelated(model: Model, sample: Sample) -> Tokens:
@@ -162,6 +167,8 @@ def unrelated(model: Model, sample: Sample) -> Tokens:
                 return tokens[: len(sample.tokens)]
 
 
-def newlines(tokenizer: Any) -> list[int]:
+@cache
+def newlines(tokenizer: Any) -> tuple[int, ...]:
     """The tokens that hold a line's end, in byte-level and in sentencepiece vocabularies."""
-    return [number for text, number in tokenizer.get_vocab().items() if "Ċ" in text or "\n" in text or text == "<0x0A>"]
+    vocabulary = tokenizer.get_vocab().items()
+    return tuple(number for text, number in vocabulary if "Ċ" in text or "\n" in text or text == "<0x0A>")
