@@ -1,8 +1,9 @@
 """Cluster bootstrap: right by a slow loop, and wider than pretending that samples are independent."""
 
 import numpy as np
+import pytest
 
-from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
+from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate, wilson
 
 
 def test_the_bootstrap_equals_a_slow_loop_over_resampled_clusters():
@@ -39,3 +40,19 @@ def test_the_interval_covers_the_truth_where_a_naive_one_does_not():
         naive_covered += abs(values.mean()) <= naive
     assert covered >= 85
     assert naive_covered <= 60
+
+
+def test_wilson_is_the_textbooks_interval_and_stays_inside():
+    """Against Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    for successes, trials, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        found = wilson(successes, trials)
+        assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+        mirrored = wilson(trials - successes, trials)
+        assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
+    with pytest.raises(ValueError, match="are no share"):
+        wilson(3, 2)
