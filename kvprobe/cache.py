@@ -205,6 +205,50 @@ class KVCache:
         given = [Draws(sample=row) for row in rows] if draws is None else draws
         return corrupt(self, fault, [Host(self.rows([row])) for row in rows] if hosts is None else hosts, given)[0]
 
+    def patch(
+        self,
+        donor: "KVCache",
+        *segments: str,
+        slots: Bool[Tensor, "batch slots"] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        part: Literal["K", "V", "KV"] = "KV",
+    ) -> "KVCache":
+        """The cache with K, V or both of these slots as they are in a donor of the same slots; liveness and all else of the
+        ledger stay. Keys come as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
+
+        Args:
+            segments: names of segments to patch.
+            slots: or, the slots to patch, as a boolean per row and slot.
+            layers: only in these layers (all by default).
+            heads: only in these KV heads (all by default).
+
+        Raises:
+            ValueError: the donor has other shapes, or there is no such segment, layer, head or part.
+        """
+        if part not in ("K", "V", "KV"):
+            raise ValueError(unknown("part", part, ("K", "V", "KV")))
+        if donor.shape != self.shape or donor.ledger.tokens.shape != self.ledger.tokens.shape:
+            raise ValueError(
+                f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the "
+                f"base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and see `patching.aligned`."
+            )
+        chosen = self._chosen(segments, slots)[:, None, :, None]
+        chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
+        chosen_heads[_indices("KV head", heads, self.n_kv_heads)] = True
+        where = chosen & chosen_heads[:, None, None]
+        chosen_layers = set(_indices("layer", layers, self.n_layers))
+
+        def patched(own: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.where(where, theirs, mine) if layer in chosen_layers else mine
+                for layer, (mine, theirs) in enumerate(zip(own, other, strict=True))
+            )
+
+        keys = patched(self.keys, donor.keys) if "K" in part else self.keys
+        values = patched(self.values, donor.values) if "V" in part else self.values
+        return KVCache(keys, values, self.ledger)
+
     def refuse_nonfinite(self) -> None:
         """Refuse a cache that holds NaN or infinity, be it in a slot that is masked: 0 × NaN is NaN.
 

@@ -95,7 +95,7 @@ def capture(
         else:
             tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
 
-    sites = _plain_sites(lanes, heard, layers) if heard else {}
+    sites = plain_sites(lanes, heard, layers) if heard else {}
     if lane == "auto":
         lane = "hooked" if None in sites.values() else "plain"
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
@@ -111,7 +111,7 @@ def capture(
 Site = tuple[str, Literal["input", "output"]]
 
 
-def _plain_sites(
+def plain_sites(
     lanes: Lanes, families: Sequence[Family], layers: Sequence[int]
 ) -> dict[tuple[Family, int], Site | None]:
     """Where the plain model computes each family, None where only a TransformerLens hook shows it."""

@@ -6,7 +6,7 @@ sliding windows by slot index instead of position.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvprobe.ledger import Ledger
@@ -26,6 +26,30 @@ from kvprobe.rotary import Layout, Rotary, Turn
 Lane = Literal["plain", "hooked"]
 
 _PROBED_POSITION = 37
+_ATTENTION = "kvprobe"
+
+
+@dataclass(frozen=True)
+class Attending:
+    """What one layer of the plain lane attends with, for attention of our own making.
+
+    Attributes:
+        query: as it meets the keys.
+        key: of the tokens being read, as it would be stored; what lies in a cache is not here.
+        value: likewise.
+        scale: by what scores are multiplied.
+        softcap: where scores saturate (Gemma 2); None where they do not.
+    """
+
+    layer: int
+    query: Float[Tensor, "rows heads queries d_head"]
+    key: Float[Tensor, "rows kv_heads queries d_head"]
+    value: Float[Tensor, "rows kv_heads queries d_value"]
+    scale: float
+    softcap: float | None
+
+
+Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,7 @@ class Lanes:
         """
         queries = ids.shape[1]
         positions = ledger.positions[:, ledger.slots - queries :]
-        self._refuse_far_positions(positions)
+        self.refuse_far_positions(positions)
         arguments: dict[str, Any] = {
             "position_ids": positions,
             "past_key_values": past,
@@ -163,6 +187,61 @@ class Lanes:
             if lane == "hooked":
                 return self.hooked(ids, **arguments)
             return self.plain(input_ids=ids, **arguments).logits
+
+    @contextmanager
+    def attending_by(self, attend: Attend) -> Iterator[None]:
+        """While this lasts, `attend` is the attention of every layer of the plain lane; masks are its own business.
+
+        Raises:
+            ValueError: the model does not take its attention from transformers' registry.
+        """
+        layers = {id(module): layer for layer, module in enumerate(self._attention_modules)}
+
+        def attention(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Any,
+            scaling: Any = None,
+            **settings: Any,
+        ) -> tuple[Tensor, None]:
+            if settings.get("s_aux") is not None:
+                raise ValueError(
+                    f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
+                )
+            scale = self.geometry.d_head**-0.5 if scaling is None else float(scaling)
+            given = Attending(layers[id(module)], query, key, value, scale, settings.get("softcap"))
+            return attend(given).transpose(1, 2).contiguous(), None
+
+        before = self.plain.config._attn_implementation
+        AttentionInterface.register(_ATTENTION, attention)
+        self.plain.set_attn_implementation(_ATTENTION)
+        try:
+            if self.plain.config._attn_implementation != _ATTENTION:
+                raise ValueError(
+                    f"{type(self.plain).__name__} does not let its attention be replaced, so rows cannot share a prefix; "
+                    f"patch it with KVCache.patch, one cell at a time."
+                )
+            yield
+        finally:
+            self.plain.set_attn_implementation(before)
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, each of which holds one attention module."""
+        stacks = [
+            list(stack)
+            for stack in self.plain.modules()
+            if isinstance(stack, nn.ModuleList) and len(stack) == self.geometry.n_layers
+        ]
+        for stack in stacks:
+            if all(
+                any(part is own for part in block.modules())
+                for block, own in zip(stack, self._attention_modules, strict=True)
+            ):
+                return stack
+        raise ValueError(f"Cannot find the decoder layers of {type(self.plain).__name__}.")
 
     @cached_property
     def rotaries(self) -> tuple[Rotary | None, ...]:
@@ -254,7 +333,8 @@ class Lanes:
             masks.append(made[key])
         return masks
 
-    def _refuse_far_positions(self, positions: Tensor) -> None:
+    def refuse_far_positions(self, positions: Int[Tensor, "batch queries"]) -> None:
+        """Refuse positions beyond those that the model has embeddings for."""
         limit = self.geometry.max_position
         if limit is not None and int(positions.max()) >= limit:
             raise ValueError(

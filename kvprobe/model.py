@@ -125,7 +125,7 @@ class Model:
         Args:
             queries: how many of the last queries to remember one by one (SnapKV needs its window, TOVA one).
         """
-        return watch(self.lanes, past, self._after(past and past.cache, text), queries)[0]
+        return watch(self.lanes, past, self.tokens_after(past and past.cache, text), queries)[0]
 
     def apply(self, policy: Policy, start: KVCache | Scene) -> KVCache:
         """The cache after a policy acted at a cut, here and now.
@@ -142,7 +142,7 @@ class Model:
 
         Returns the longer cache and the logits after the last `logits` tokens of each row.
         """
-        return extend(self.lanes, cache, self._after(cache, text), lane, logits)
+        return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits)
 
     def generate(self, start: KVCache | Readable, ask: str | None = None, **settings: Any) -> Generation:
         """Continue a cache, conversation or text.
@@ -153,7 +153,7 @@ class Model:
             settings: see `kvprobe.generate.generate`.
         """
         past = start if isinstance(start, KVCache) else None
-        return generate(self.lanes, self._prompts(start, ask), past, **settings)
+        return generate(self.lanes, self.prompts(start, ask), past, **settings)
 
     def as_seen(self, cache: KVCache) -> KVCache:
         """The cache with each key turned to the position at which it is seen: a re-indexing carried out, once."""
@@ -176,7 +176,7 @@ class Model:
             settings: see `kvprobe.sweep.sweep`.
         """
         past = start if isinstance(start, KVCache) else None
-        prompts = self._prompts(start, ask)
+        prompts = self.prompts(start, ask)
         if len(prompts) != 1:
             raise ValueError(f"A sweep answers one prompt; there are {len(prompts)}. Sweep them one by one.")
         given = {
@@ -201,7 +201,7 @@ class Model:
         """What chosen layers compute at chosen slots, from one pass; see `kvprobe.capture.capture`."""
         return capture(
             self.lanes,
-            self._after(past, text),
+            self.tokens_after(past, text),
             families,
             layers=layers,
             segments=segments,
@@ -212,14 +212,14 @@ class Model:
             logits=logits,
         )
 
-    def _after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
+    def tokens_after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
         """The tokens of `text`; a bare text takes the positions that follow the cache, row by row."""
         if cache is None or not isinstance(text, str):
             return self.tokens(text)
         ids = self._tokenizer()(text, add_special_tokens=False)["input_ids"]
         return [Tokens.of(ids, "text", position) for position in cache.ledger.following.tolist()]
 
-    def _prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
+    def prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
         """What is read before the model answers: a cache's next turn, a conversation with its answer's header, a text."""
         if isinstance(start, KVCache):
             if ask is None:

@@ -1,0 +1,25 @@
+"""Patching: swap K and V between two runs, slot by slot, and see what the answer was read from."""
+
+from kvprobe.patching.attribution import Attribution, attribute
+from kvprobe.patching.donor import aligned
+from kvprobe.patching.grid import Cell
+from kvprobe.patching.maps import PatchMap
+from kvprobe.patching.metrics import KL, LogitDiff, LogProb, Metric
+from kvprobe.patching.pairs import Pair, PairMaps, patch_pairs
+from kvprobe.patching.patch_sweep import patch_sweep
+
+__all__ = [
+    "KL",
+    "Attribution",
+    "Cell",
+    "LogProb",
+    "LogitDiff",
+    "Metric",
+    "Pair",
+    "PairMaps",
+    "PatchMap",
+    "aligned",
+    "attribute",
+    "patch_pairs",
+    "patch_sweep",
+]

@@ -1,0 +1,133 @@
+"""The donor's K and V on the base's slots: which slot stands for which, and where keys must be turned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.forward import as_seen
+from kvprobe.lanes import Lanes
+from kvprobe.patching.grid import Cell
+from kvprobe.rotary import Turn
+from kvprobe.suggest import unknown
+
+Align = Literal["start", "end"] | None
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """What a donor has for each slot of a base.
+
+    Attributes:
+        cache: the donor's K and V on the base's slots, keys turned to the base's positions; the base's own where the donor
+            has nothing.
+        source: the donor's slot for each of the base's; −1 where it has none.
+        reasons: by segment, why some of its slots have none.
+    """
+
+    cache: KVCache
+    source: Int[Tensor, "slots"]
+    reasons: Mapping[str, str]
+
+    def fitted(self, cells: Sequence[Cell], align: Align) -> list[Cell]:
+        """The cells, of which those slots are left out that the donor has nothing for.
+
+        Raises:
+            ValueError: there are such slots, and nobody said how to align; or a cell has no other.
+        """
+        missing = {slot for slot, source in enumerate(self.source.tolist()) if source < 0}
+        ledger = self.cache.ledger
+        fitted = []
+        for cell in cells:
+            lost = missing.intersection(cell.slots)
+            if not lost:
+                fitted.append(cell)
+                continue
+            name = ledger.names[int(ledger.segments[0, min(lost)])]
+            if align is None:
+                raise ValueError(
+                    f"{self.reasons[name]}; say which slots stand for which with align='start' or align='end', or leave the "
+                    f"segment out of the grid."
+                )
+            rest = tuple(slot for slot in cell.slots if slot not in lost)
+            if rest:
+                fitted.append(replace(cell, slots=rest))
+        if not fitted:
+            raise ValueError("The donor has nothing for any slot of the grid; give one that shares its segments.")
+        return fitted
+
+
+def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) -> Aligned:
+    """A donor's K and V on the base's slots, segment by segment, the first with the first.
+
+    A key that stood at another position in the donor is turned to the position of the base's slot: what is swapped is
+    content, not place.
+
+    Args:
+        align: how segments of unequal length meet: at their start, at their end, or not at all.
+
+    Raises:
+        ValueError: caches of several rows, of another model, or keys that cannot be turned (learned positions).
+    """
+    if align not in (None, "start", "end"):
+        raise ValueError(unknown("alignment", str(align), ("start", "end")))
+    refuse_unlike(base, donor)
+    base, donor = as_seen(lanes, base), as_seen(lanes, donor)
+    source, reasons = _sources(base, donor, align)
+    have = source >= 0
+    index = source.clamp(min=0)[None]
+    moved = donor.take(index, ~have[None])
+    here, there = base.ledger.positions, moved.ledger.positions
+    keys = moved.keys
+    if bool((here != there)[0][have].any()):
+        there = torch.where(have[None], there, here)
+        keys = tuple(
+            tensor if rotary is None else Turn.between(rotary, there, here).of(tensor)
+            for rotary, tensor in zip(lanes.rotaries, keys, strict=True)
+        )
+    whole = replace(moved, keys=keys, ledger=base.ledger)
+    return Aligned(base.patch(whole, slots=have[None]), source, reasons)
+
+
+def refuse_unlike(base: KVCache, donor: KVCache) -> None:
+    """Refuse caches between which nothing can be swapped."""
+    for name, cache in (("base", base), ("donor", donor)):
+        if cache.batch != 1:
+            raise ValueError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
+        if not bool((cache.ledger.kept & ~cache.ledger.padding).any()):
+            raise ValueError(f"The {name} has no live slot; there is nothing to swap.")
+    if base.shape != donor.shape or base.keys[0].dtype != donor.keys[0].dtype:
+        raise ValueError(
+            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} in {donor.keys[0].dtype}, the base {base.shape} in "
+            f"{base.keys[0].dtype}; both must come from the same model."
+        )
+
+
+def _sources(base: KVCache, donor: KVCache, align: Align) -> tuple[Int[Tensor, "slots"], dict[str, str]]:
+    """The donor's slot for each of the base's, and why there are none for some."""
+    source = torch.full_like(base.ledger.tokens[0], -1)
+    reasons: dict[str, str] = {}
+    for name in base.ledger.names:
+        mine = _slots(base, name)
+        if not len(mine):
+            continue
+        if name not in donor.ledger.names:
+            reasons[name] = f"The donor has no segment {name!r}"
+            continue
+        theirs = _slots(donor, name)
+        if len(mine) != len(theirs):
+            reasons[name] = f"Segment {name!r} has {len(mine)} slots in the base and {len(theirs)} in the donor"
+            if align is None:
+                continue
+        count = min(len(mine), len(theirs))
+        cut = slice(None, count) if align != "end" else slice(-count, None)
+        source[mine[cut]] = theirs[cut]
+    return source, reasons
+
+
+def _slots(cache: KVCache, name: str) -> Int[Tensor, "slots"]:
+    return (cache.ledger.in_segments([name])[0] & ~cache.ledger.padding[0]).nonzero()[:, 0]

@@ -1,0 +1,172 @@
+"""The grid: which K and V each cell of a sweep swaps, and who reads them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from typing import Any, Literal, get_args
+
+import torch
+
+from kvprobe.cache import KVCache
+from kvprobe.lens import Family
+from kvprobe.suggest import unknown
+
+Part = Literal["K", "V", "KV"]
+AXES = ("layer", "band", "slot", "segment", "head", "query_head", "query")
+"""Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; and who reads: query heads,
+tokens of the suffix. An axis that a grid does not name is taken whole."""
+BANDS = 4
+"""Into how many bands the layers are cut where the grid does not say."""
+ACTIVATIONS: tuple[Family, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+"""What `reads="total"` can swap beside K and V."""
+
+Over = Sequence[str] | Mapping[str, Iterable[Any] | None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One patched run.
+
+    Attributes:
+        layers: where K or V (or an activation) is swapped.
+        slots: of the base that are swapped.
+        part: what is: K, V, both, or an activation of `ACTIVATIONS`.
+        kv_heads: whose; None for all.
+        query_heads: that read what was swapped, while others read the base's; None for all.
+        queries: tokens of the suffix that do; None for all.
+        content: what is written: `full` (the donor's), or with a subspace `along` (only the donor's part in it) or `rest` (only
+            that outside).
+        labels: where the cell stands in its grid.
+    """
+
+    layers: tuple[int, ...]
+    slots: tuple[int, ...]
+    part: str
+    kv_heads: tuple[int, ...] | None = None
+    query_heads: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None
+    content: str = "full"
+    labels: Mapping[str, int | str] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What there is to choose from."""
+
+    layers: int
+    kv_heads: int
+    query_heads: int
+    queries: int
+
+
+def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], contents: Sequence[str]) -> list[Cell]:
+    """All cells of the product of these axes, in the order in which they are named, parts innermost.
+
+    Raises:
+        ValueError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
+    """
+    chosen: dict[str, Iterable[Any] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
+    for axis in chosen:
+        if axis not in AXES:
+            raise ValueError(unknown("axis", axis, AXES))
+    for one, other in (("layer", "band"), ("slot", "segment")):
+        if one in chosen and other in chosen:
+            raise ValueError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
+    for part in parts:
+        if part not in (*get_args(Part), *ACTIVATIONS):
+            raise ValueError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
+    if not parts:
+        raise ValueError("There is no part to swap; give K, V, or KV.")
+    axes = {axis: _values(axis, values, base, bounds) for axis, values in chosen.items()}
+    everywhere = {"layers": tuple(range(bounds.layers)), "slots": _held(base)}
+    cells = []
+    for picks in product(*axes.values()):
+        labels = {axis: label for axis, (label, _) in zip(axes, picks, strict=True)}
+        what: dict[str, Any] = everywhere | {_FIELDS[axis]: value for axis, (_, value) in zip(axes, picks, strict=True)}
+        cells += [Cell(**what, part=part, content=content, labels=labels) for part, content in product(parts, contents)]
+    if not cells:
+        raise ValueError("The grid has no cell; give each axis at least one value.")
+    return cells
+
+
+_FIELDS = {
+    "layer": "layers",
+    "band": "layers",
+    "slot": "slots",
+    "segment": "slots",
+    "head": "kv_heads",
+    "query_head": "query_heads",
+    "query": "queries",
+}
+
+Value = tuple[int | str, tuple[int, ...]]
+"""A label and what it stands for."""
+
+
+def _values(axis: str, given: Iterable[Any] | None, base: KVCache, bounds: Bounds) -> list[Value]:
+    match axis:
+        case "layer":
+            return [(layer, (layer,)) for layer in _numbers("layer", given, range(bounds.layers))]
+        case "head":
+            return [(head, (head,)) for head in _numbers("KV head", given, range(bounds.kv_heads))]
+        case "query_head":
+            return [(head, (head,)) for head in _numbers("query head", given, range(bounds.query_heads))]
+        case "query":
+            return [(query, (query,)) for query in _numbers("token of the suffix", given, range(bounds.queries))]
+        case "band":
+            return [_band(band, bounds.layers) for band in (_even(bounds.layers) if given is None else given)]
+        case "slot":
+            if given is None:
+                return [(slot, (slot,)) for slot in _held(base)]
+            present = set((~base.ledger.padding[0]).nonzero()[:, 0].tolist())
+            slots = _numbers("slot", given, range(base.slots))
+            if empty := [slot for slot in slots if slot not in present]:
+                raise ValueError(f"Slot {empty[0]} of the base is padding and holds no token; choose another.")
+            return [(slot, (slot,)) for slot in slots]
+        case _:
+            return _segments(base, given)
+
+
+def _segments(base: KVCache, given: Iterable[Any] | None) -> list[Value]:
+    """Slots of each segment that some layer and head may see."""
+    ledger = base.ledger
+    if given is None:
+        held = torch.tensor(_held(base), dtype=torch.long)
+        numbers = dict.fromkeys(ledger.segments[0].cpu()[held].tolist())
+        given = [ledger.names[number] for number in numbers]
+    found = []
+    for name in given:
+        slots = (ledger.in_segments([name])[0] & ~ledger.padding[0]).nonzero()[:, 0].tolist()
+        if not slots:
+            raise ValueError(f"Segment {name!r} has no slot left in the base; choose another.")
+        found.append((name, tuple(slots)))
+    return found
+
+
+def _held(base: KVCache) -> tuple[int, ...]:
+    """Slots that some layer and head may see."""
+    return tuple((base.ledger.kept[0] & ~base.ledger.padding[0]).nonzero()[:, 0].tolist())
+
+
+def _even(layers: int) -> list[range]:
+    count = min(BANDS, layers)
+    ends = [round(layers * band / count) for band in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def _band(band: Any, layers: int) -> Value:
+    members = tuple(_numbers("layer", band, range(layers)))
+    if not members:
+        raise ValueError("A band has no layer; give each at least one, as in range(0, 8).")
+    adjacent = members == tuple(range(members[0], members[-1] + 1))
+    return (f"{members[0]}–{members[-1]}" if adjacent else "+".join(map(str, members))), members
+
+
+def _numbers(kind: str, given: Iterable[Any] | None, allowed: range) -> list[int]:
+    if given is None:
+        return list(allowed)
+    numbers = [int(number) for number in given]
+    for number in numbers:
+        if number not in allowed:
+            raise ValueError(f"There is no {kind} {number}; there are {kind}s 0 to {allowed.stop - 1}.")
+    return numbers

@@ -1,0 +1,108 @@
+"""What is measured of a patched run: a number for its logits.
+
+A metric is any function of the logits after a run's last tokens, `[kept, vocab]`, that returns one number. An attribute
+`kept` says how many of them it looks at; without it, it is given those after the last token only. Those here can be
+differentiated, as attribution patching needs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Metric = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class LogitDiff:
+    """logit(right) − logit(wrong) after the last token: positive where the model would rather say `right`."""
+
+    right: int
+    wrong: int
+
+    def __call__(self, logits: Float[Tensor, "kept vocab"]) -> Float[Tensor, ""]:
+        return logits[-1, self.right].float() - logits[-1, self.wrong].float()
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """log p of an answer, in nats: the sum over its tokens, each read after those before it.
+
+    The suffix ends with all but the last of them.
+    """
+
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> "LogProb":
+        return cls(tuple(map(int, tokens)))
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("LogProb has no token; give the answer's token ids.")
+
+    @property
+    def kept(self) -> int:
+        return len(self.tokens)
+
+    def __call__(self, logits: Float[Tensor, "kept vocab"]) -> Float[Tensor, ""]:
+        said = torch.tensor(self.tokens, device=logits.device)
+        return logits.float().log_softmax(-1).gather(1, said[:, None]).sum()
+
+
+@dataclass(frozen=True)
+class KL:
+    """KL(unpatched base ‖ patched) of the next token, in nats; the mean over the last `kept` tokens of the suffix."""
+
+    kept: int = 1
+
+    def to(self, base: Float[Tensor, "kept vocab"]) -> Metric:
+        """The metric, once the base's logits are known."""
+        clean = base.detach().float().log_softmax(-1)
+
+        def divergence(logits: Tensor) -> Tensor:
+            return (clean.exp() * (clean - logits.float().log_softmax(-1))).sum(-1).mean()
+
+        return divergence
+
+
+def kept_by(metric: Metric | KL) -> int:
+    """How many of the last logits a metric looks at."""
+    return int(getattr(metric, "kept", 1))
+
+
+def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
+    """The metric of one run, as a tensor that can be differentiated.
+
+    Raises:
+        ValueError: it is not one finite number.
+    """
+    value = metric(logits)
+    found = value if isinstance(value, Tensor) else _number(metric, value)
+    if found.numel() != 1:
+        raise ValueError(
+            f"The metric {_name(metric)} returned {found.numel()} numbers of shape {tuple(found.shape)}; it must return one "
+            f"number for the logits of one run, so index or sum what it returns."
+        )
+    if not bool(torch.isfinite(found).all()):
+        raise ValueError(
+            f"The metric {_name(metric)} returned {float(found)}; it must be a finite number for every run, so bound what it "
+            f"divides by or takes the logarithm of."
+        )
+    return found.reshape(())
+
+
+def _number(metric: Metric, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The metric {_name(metric)} returned {type(value).__name__}; it must return one number for the logits of one run."
+        ) from error
+
+
+def _name(metric: Metric) -> str:
+    return getattr(metric, "__name__", type(metric).__name__)

@@ -1,0 +1,117 @@
+"""Several pairs of runs under one grid, with intervals over pairs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from kvprobe.cache import KVCache
+from kvprobe.model import Model
+from kvprobe.patching.grid import Over
+from kvprobe.patching.maps import PatchMap
+from kvprobe.patching.metrics import KL, Metric
+from kvprobe.patching.patch_sweep import patch_sweep
+from kvprobe.stats import cluster_weights
+from kvprobe.transcript import Tokens
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs that differ in a fact, and what is asked of them.
+
+    Attributes:
+        cluster: what the pair shares with others; intervals keep pairs of one cluster together. Its own number by default.
+    """
+
+    base: KVCache
+    donor: KVCache
+    suffix: Tokens | str
+    metric: Metric | KL
+    cluster: str | None = None
+
+
+@dataclass(frozen=True)
+class PairMaps:
+    """A map for each pair.
+
+    Attributes:
+        table: as `PatchMap.df`, with `pair`, `cluster`, and `way`, the metric from base to donor.
+    """
+
+    table: pd.DataFrame
+
+    def df(self) -> pd.DataFrame:
+        return self.table
+
+    def summary(self, by: Sequence[str] = ("layer", "segment", "part"), seed: int = 0) -> pd.DataFrame:
+        """Mean `effect` and pooled `normalised` of each group of cells over pairs, each with its 95 % interval (`…_low`,
+        `…_high`) from a bootstrap that resamples clusters of pairs.
+
+        `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly differ does
+        not count the most.
+        """
+        return summarise(self.table, by, seed)
+
+
+def patch_pairs(
+    model: Model, pairs: Sequence[Pair], over: Over = ("layer", "segment"), *, progress: bool = True, **settings: Any
+) -> PairMaps:
+    """One sweep for each pair; see `patch_sweep` for the grid and the settings.
+
+    Raises:
+        ValueError: there are no pairs, or as `patch_sweep`.
+    """
+    if not pairs:
+        raise ValueError("There are no pairs to patch; give at least one.")
+    tables = []
+    for number, pair in enumerate(tqdm(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
+        found = patch_sweep(model, pair.base, pair.donor, pair.suffix, pair.metric, over, progress=False, **settings)
+        tables.append(table_of(found, number, pair.cluster))
+    return PairMaps(pd.concat(tables, ignore_index=True))
+
+
+def table_of(found: PatchMap, pair: int, cluster: str | None = None) -> pd.DataFrame:
+    """The cells of one pair as `summarise` takes them."""
+    name = str(pair) if cluster is None else cluster
+    return found.df().assign(pair=pair, cluster=name, base=found.base, donor=found.donor, way=found.donor - found.base)
+
+
+def summarise(table: pd.DataFrame, by: Sequence[str], seed: int = 0) -> pd.DataFrame:
+    """See `PairMaps.summary`.
+
+    Raises:
+        ValueError: a column that the table does not have.
+    """
+    if missing := [column for column in by if column not in table]:
+        raise ValueError(f"The maps have no column {missing[0]!r}; they have {', '.join(table.columns)}.")
+    clusters = {name: number for number, name in enumerate(dict.fromkeys(table["cluster"]))}
+    weights = cluster_weights(len(clusters), np.random.default_rng(seed))
+    rows = []
+    for _, cells in table.groupby(list(by), sort=False):
+        own = np.array([clusters[name] for name in cells["cluster"]])
+        count, effect, way = (
+            np.bincount(own, column, minlength=len(clusters))
+            for column in (np.ones(len(cells)), cells["effect"].to_numpy(), cells["way"].to_numpy())
+        )
+        # A resample may hold none of the clusters that have such cells, or ways that cancel.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means = (weights @ effect) / (weights @ count)
+            shares = (weights @ effect) / (weights @ way)
+        low, high = np.nanpercentile(means, [2.5, 97.5])
+        share_low, share_high = np.nanpercentile(shares, [2.5, 97.5]) if way.sum() else (np.nan, np.nan)
+        rows.append(
+            {
+                **{column: cells[column].iloc[0] for column in by},
+                "pairs": cells["pair"].nunique(),
+                "effect": effect.sum() / count.sum(),
+                "effect_low": low,
+                "effect_high": high,
+                "normalised": effect.sum() / way.sum() if way.sum() else np.nan,
+                "normalised_low": share_low,
+                "normalised_high": share_high,
+            }
+        )
+    return pd.DataFrame(rows)
