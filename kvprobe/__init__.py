@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import faults, plots, policies
+    from kvprobe import faults, patching, plots, policies, views
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
     from kvprobe.doctor import examine
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from kvprobe.ledger import Ledger
     from kvprobe.live import Kept
     from kvprobe.model import Model, load
+    from kvprobe.patching import (
+        KL,
+        Attribution,
+        LogitDiff,
+        LogProb,
+        Pair,
+        PairMaps,
+        PatchMap,
+        attribute,
+        patch_pairs,
+        patch_sweep,
+    )
     from kvprobe.policies.policy import Scene
     from kvprobe.probing.probe import Probing, Sample, probe
     from kvprobe.runs import Run
@@ -25,14 +37,21 @@ if TYPE_CHECKING:
     from kvprobe.transcript import Message, Part, Tokens, Transcript
 
 _HOMES = {
+    "Attribution": "kvprobe.patching",
     "Captured": "kvprobe.capture",
     "Generation": "kvprobe.generate",
+    "KL": "kvprobe.patching",
     "KVCache": "kvprobe.cache",
     "Kept": "kvprobe.live",
     "Ledger": "kvprobe.ledger",
+    "LogProb": "kvprobe.patching",
+    "LogitDiff": "kvprobe.patching",
     "Message": "kvprobe.transcript",
     "Model": "kvprobe.model",
+    "Pair": "kvprobe.patching",
+    "PairMaps": "kvprobe.patching",
     "Part": "kvprobe.transcript",
+    "PatchMap": "kvprobe.patching",
     "Probing": "kvprobe.probing.probe",
     "Run": "kvprobe.runs",
     "Sample": "kvprobe.probing.probe",
@@ -41,24 +60,36 @@ _HOMES = {
     "Tokens": "kvprobe.transcript",
     "Transcript": "kvprobe.transcript",
     "Trial": "kvprobe.sweep",
+    "attribute": "kvprobe.patching",
     "examine": "kvprobe.doctor",
     "faults": "kvprobe.faults",
     "load": "kvprobe.model",
+    "patch_pairs": "kvprobe.patching",
+    "patch_sweep": "kvprobe.patching",
+    "patching": "kvprobe.patching",
     "plots": "kvprobe.plots",
     "policies": "kvprobe.policies",
     "probe": "kvprobe.probing.probe",
     "row_generators": "kvprobe.generate",
+    "views": "kvprobe.views",
 }
 
 __all__ = [
+    "KL",
+    "Attribution",
     "Captured",
     "Generation",
     "KVCache",
     "Kept",
     "Ledger",
+    "LogProb",
+    "LogitDiff",
     "Message",
     "Model",
+    "Pair",
+    "PairMaps",
     "Part",
+    "PatchMap",
     "Probing",
     "Run",
     "Sample",
@@ -67,13 +98,18 @@ __all__ = [
     "Tokens",
     "Transcript",
     "Trial",
+    "attribute",
     "examine",
     "faults",
     "load",
+    "patch_pairs",
+    "patch_sweep",
+    "patching",
     "plots",
     "policies",
     "probe",
     "row_generators",
+    "views",
 ]
 
 

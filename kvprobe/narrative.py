@@ -38,6 +38,40 @@ class Table:
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """Values around zero on a grid, to be pointed at.
+
+    Attributes:
+        rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".
+        values: [rows][columns]; `None` where there is none.
+        unit: what follows a value, such as "of the way".
+    """
+
+    caption: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[int | float | None]]
+    unit: str
+    row_axis: str
+    column_axis: str
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A text whose tokens are coloured by their values, of which there may be several kinds.
+
+    Attributes:
+        labels: the kinds.
+        values: [labels][tokens].
+    """
+
+    caption: str
+    tokens: Sequence[str]
+    labels: Sequence[str]
+    values: Sequence[Sequence[int | float]]
+
+
+@dataclass(frozen=True)
 class Section:
     """A heading and what stands under it, in this order."""
 
@@ -47,6 +81,8 @@ class Section:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     points: Sequence[str] = ()
+    maps: Sequence[HeatMap] = ()
+    views: Sequence[TokenView] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +100,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` gave."""
+        """The report that `to_dict` gave, now or before sections had maps and views."""
 
         def section(entry: Mapping[str, Any]) -> Section:
             return Section(
@@ -74,6 +110,8 @@ class Report:
                 tables=[Table(**table) for table in entry["tables"]],
                 figures=[Figure(**figure) for figure in entry["figures"]],
                 points=entry["points"],
+                maps=[HeatMap(**heat_map) for heat_map in entry.get("maps", ())],
+                views=[TokenView(**view) for view in entry.get("views", ())],
             )
 
         return cls(

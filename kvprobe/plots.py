@@ -58,3 +58,40 @@ def leak(probing: Any) -> Any:
         axes[0, -1].legend(frameon=False)
         figure.tight_layout()
     return figure
+
+
+def patching(found: Any, rows: str, columns: str, value: str = "normalised") -> Any:
+    """Heat maps of a `kvprobe.patch_sweep` result over two axes of its grid: one for each part, on one scale around zero."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    parts = list(dict.fromkeys(cell.part for cell in found.cells))
+    tables = [found.matrix(rows, columns, part, value=value) for part in parts]
+    limit = float(np.nanmax(np.abs([table.to_numpy() for table in tables]))) or 1.0
+    height = min(9.0, 1.2 + 0.16 * len(tables[0]))
+    width = min(7.0, 1.4 + 0.22 * len(tables[0].columns))
+    with styled():
+        figure, axes = plt.subplots(
+            1, len(parts), figsize=(width * len(parts), height), sharey=True, squeeze=False, layout="constrained"
+        )
+        for axis, part, table in zip(axes[0], parts, tables, strict=True):
+            heat(axis, table, limit, f"{value}" if axis is axes[0, -1] else None)
+            axis.set(title=part, xlabel=columns, ylabel=rows if axis is axes[0, 0] else "")
+    return figure
+
+
+def heat(axis: Any, table: Any, limit: int | float, label: str | None) -> None:
+    """A heat map of a table of numbers around zero, first row on top; `label` is that of its colour bar, None for no bar."""
+    import seaborn as sns
+
+    sns.heatmap(
+        table,
+        ax=axis,
+        cmap="RdBu",
+        vmin=-limit,
+        vmax=limit,
+        cbar=label is not None,
+        cbar_kws={"label": label} if label is not None else None,
+        rasterized=table.size > 2000,
+    )
+    axis.tick_params(length=2)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from kvprobe.narrative import Figure, Passage, Report
 from kvprobe.runs import Run
+from kvprobe.views import render
 
 
 @dataclass(frozen=True)
@@ -24,16 +23,19 @@ def write_report(run: Run) -> Path:
         ValueError: the run is unfinished.
     """
     report = Report.from_dict(run.report)
-    environment = Environment(
-        loader=PackageLoader("kvprobe"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
 
     def picture(figure: Figure) -> str:
         data = (run.path / "figures" / f"{figure.file}.png").read_bytes()
         return "data:image/png;base64," + base64.b64encode(data).decode()
 
-    page = environment.get_template("report.html.j2").render(
-        report=report, pieces=_pieces, picture=picture, version=version("kvprobe")
+    page = render(
+        "report.html.j2",
+        [part for section in report.sections for part in (*section.maps, *section.views)],
+        title=report.title,
+        report=report,
+        pieces=_pieces,
+        picture=picture,
+        version=version("kvprobe"),
     )
     path = run.path / "report.html"
     partial = path.with_suffix(".html.partial")

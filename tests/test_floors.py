@@ -13,7 +13,7 @@ FLOORS = [
     },
     {"catalog", "loading", "lens", "lanes"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
-    {"probing", "doctor", "plots"},
+    {"probing", "patching", "doctor", "plots", "views"},
     {"studies"},
     {"cli", "report", "__init__"},
 ]  # fmt: skip

@@ -1,20 +1,18 @@
 """The report page: whole, self-contained, escaped, and readable in a browser without network."""
 
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, HeatMap, Passage, Report, Section, Table, TokenView
 from kvprobe.report import write_report
 from kvprobe.runs import Run
+from tests.browser import browse, needs_browser
 
 EVIL = "</title><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,20 @@ def page(tmp_path: Path) -> Path:
     return write_report(run)
 
 
+GRID = HeatMap(EVIL, [EVIL, "1"], [EVIL], [[0.5], [None]], EVIL, EVIL, EVIL)
+TOKENS = TokenView(EVIL, [EVIL, "b"], [EVIL], [[0.5, -1.0]])
+
+
+@pytest.fixture
+def viewed(tmp_path: Path) -> Path:
+    """A report with views in two sections."""
+    run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path, "viewed")
+    (run.path / "figures" / "dot.png").write_bytes(b"")
+    sections = [Section("First", figures=[Figure("dot", "")], maps=[GRID], views=[TOKENS] * 2)]
+    run.finish({}, Report("Viewed", "q", "a", sections=[*sections, Section("Second", maps=[GRID])]).to_dict())
+    return write_report(run)
+
+
 class Collector(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +96,59 @@ def test_the_masked_turn_is_struck_and_the_hidden_text_marked(page: Path):
     assert re.search(r"<s>a <mark>48213</mark> b ", page.read_text())
 
 
+def test_a_page_without_views_may_run_no_script(page: Path):
+    assert "script-src &#39;none&#39;" in page.read_text()
+
+
+def test_maps_and_views_stand_after_the_figures_of_their_section(viewed: Path):
+    order = re.findall(r"<h2>(.*?)</h2>|<img src=\"(data)|data-component=\"(.*?)\"", viewed.read_text())
+    titles = ["".join(found) for found in order]
+    assert titles == ["First", "data", "HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "Second", "HeatMap"]
+
+
+def test_a_page_with_views_holds_each_script_once_and_fetches_nothing(viewed: Path):
+    text = viewed.read_text()
+    assert text.count("var CircuitsVis=") == 1
+    assert text.count("function heatMap(") == 1
+    parser = Collector()
+    parser.feed(text)
+    links = [value for _, attributes in parser.tags for name, value in attributes.items() if name in ("src", "href")]
+    assert len(links) == 1
+    assert str(links[0]).startswith("data:image/png;base64,")
+    assert not re.search(r"url\(|@import|sourceMappingURL", text)
+
+
+def test_no_text_of_a_view_becomes_markup(viewed: Path):
+    parser = Collector()
+    parser.feed(viewed.read_text())
+    scripts = [attributes.get("type") for tag, attributes in parser.tags if tag == "script"]
+    assert sorted(scripts, key=str) == [None, None, *["application/json"] * 4]
+    assert len([tag for tag, _ in parser.tags if tag == "img"]) == 1
+    assert not [attributes for _, attributes in parser.tags if any(name.startswith("on") for name in attributes)]
+
+
+@needs_browser
+def test_a_browser_draws_the_views_under_the_pages_policy(viewed: Path, tmp_path: Path):
+    done = browse(viewed, tmp_path / "profile", "--dump-dom")
+    assert done.stdout.count("<canvas") == 2
+    assert done.stdout.count('class="colored-tokens"') == 2
+    assert "<title>Viewed</title>" in done.stdout
+    assert "Content Security Policy" not in done.stderr
+
+
+def test_a_report_from_before_maps_and_views_still_loads():
+    data = Report("t", "q", "a", sections=[Section("s")]).to_dict()
+    del data["sections"][0]["maps"], data["sections"][0]["views"]
+    (section,) = Report.from_dict(data).sections
+    assert not [*section.maps, *section.views]
+
+
+def test_maps_and_views_come_back_from_a_report_as_they_were():
+    section = Section("s", maps=[GRID], views=[TOKENS])
+    (back,) = Report.from_dict(Report("t", "q", "a", sections=[section]).to_dict()).sections
+    assert (back.maps, back.views) == ([GRID], [TOKENS])
+
+
 def test_rendering_again_gives_the_same_page(page: Path):
     before = page.read_bytes()
     assert write_report(Run.load(page.parent)).read_bytes() == before
@@ -95,21 +160,13 @@ def test_an_unfinished_run_has_no_report(tmp_path: Path):
         write_report(run)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (CI installs it: see .ci/run)")
+@needs_browser
 def test_a_browser_without_network_shows_the_page(page: Path, tmp_path: Path):
     shot = tmp_path / "page.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,1400"]
-
-    def browse(*extra: str) -> str:
-        command = [str(CHROMIUM), *options, *extra, page.as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-    seen = browse("--dump-dom")
+    seen = browse(page, tmp_path / "profile", "--dump-dom").stdout
     assert "<title>Title &lt;/title&gt;" in seen
     assert "owned'&lt;/script&gt;" in seen
-    browse(f"--screenshot={shot}")
+    browse(page, tmp_path / "profile", f"--screenshot={shot}")
     import matplotlib.image
 
     picture = matplotlib.image.imread(shot)

@@ -27,6 +27,7 @@ def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
         "_shipped/analyses/leakage.yaml",
         "_shipped/probes/README.md",
         "published.yaml",
+        "tasks/facts.yaml",
         "tasks/passcode.yaml",
         "tasks/recite.yaml",
         "templates/report.html.j2",

@@ -1,0 +1,126 @@
+"""Pairs of conversations that differ in one fact, asked for at the end: a code, a name, a number or an instruction.
+
+Forty-eight hand-written conversations, twelve of each kind, differ in topic, people, phrasing and length. Each has a hole
+that either of two values fills, and five segments: system, T1 (small talk), fact (holds the value), T2 (small talk on
+something else) and question. What stands before the question is cached; its tokens agree slot by slot but for the value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from kvprobe.suggest import unknown
+from kvprobe.transcript import Tokenizer, Tokens, Transcript
+
+KINDS = ("code", "name", "number", "instruction")
+SEGMENTS = ("system", "T1", "fact", "T2", "question")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One hand-written conversation; `fact_user` holds `{fact}` once, and nothing else knows the value.
+
+    Attributes:
+        lead: how the reply to the question begins; the value is its next word. It may be empty.
+        values: the two that may fill the hole; `pair` says whether a tokenizer takes equally many tokens for both.
+    """
+
+    id: str
+    kind: str
+    system: str
+    chat_user: str
+    chat_assistant: str
+    fact_user: str
+    fact_assistant: str
+    later_user: str
+    later_assistant: str
+    question: str
+    lead: str
+    values: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two conversations of a fact, in tokens.
+
+    Attributes:
+        prompts: what is cached, once with each value: the segments before `question`; the value is the part `value`.
+        suffix: the question and the reply to it, up to where the two replies part; the same for both.
+        answers: the next token of each reply.
+    """
+
+    id: str
+    kind: str
+    prompts: tuple[Tokens, Tokens]
+    suffix: Tokens
+    answers: tuple[int, int]
+
+
+def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
+    """All facts of these kinds that ship with kvprobe, kind by kind.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(unknown("kind of fact", kind, KINDS))
+    return tuple(fact for kind in kinds for fact in _shipped() if fact.kind == kind)
+
+
+def conversation(fact: Fact, value: str) -> Transcript:
+    """The conversation with this value: the part `value` of the segment `fact`, and the part `answer` of `question`."""
+    before, after = fact.fact_user.split("{fact}")
+    answer = {"text": value, "name": "answer"}
+    messages = [
+        {"role": "system", "content": fact.system},
+        {"role": "user", "content": fact.chat_user},
+        {"role": "assistant", "content": fact.chat_assistant},
+        {"role": "user", "content": [before, {"text": value, "name": "value"}, after]},
+        {"role": "assistant", "content": fact.fact_assistant},
+        {"role": "user", "content": fact.later_user},
+        {"role": "assistant", "content": fact.later_assistant},
+        {"role": "user", "content": fact.question},
+        {"role": "assistant", "content": [fact.lead + " ", answer] if fact.lead else [answer]},
+    ]
+    names = [SEGMENTS[0], *(name for name in SEGMENTS[1:] for _ in range(2))]
+    return Transcript.from_messages(messages, names)
+
+
+def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
+    """The two conversations of a fact as this tokenizer and its chat template have them.
+
+    Raises:
+        ValueError: the values take different numbers of tokens, or the replies cannot be told apart.
+    """
+    first, second = (conversation(fact, value).tokens(tokenizer) for value in fact.values)
+    start = first.span("question").start
+    if second.span("question").start != start:
+        raise ValueError(
+            f"The prompts of fact {fact.id!r} have {start} and {second.span('question').start} tokens with this "
+            f"tokenizer; give values that take equally many."
+        )
+    replies = [tokens.ids[start : tokens.part("answer").stop] for tokens in (first, second)]
+    shared = next((place for place, (one, other) in enumerate(zip(*replies, strict=False)) if one != other), None)
+    if shared is None:
+        raise ValueError(
+            f"With this tokenizer one reply of fact {fact.id!r} begins with all of the other, so they cannot be told "
+            f"apart; give values that differ in a token."
+        )
+    cut = start + shared
+    return Pair(
+        fact.id, fact.kind, (first[:start], second[:start]), first[start:cut], (first.ids[cut], second.ids[cut])
+    )
+
+
+@cache
+def _shipped() -> tuple[Fact, ...]:
+    text = resources.files("kvprobe.tasks").joinpath("facts.yaml").read_text(encoding="utf-8")
+    return tuple(
+        Fact(**{**entry, "kind": kind, "values": tuple(entry["values"])})
+        for kind, entries in yaml.safe_load(text).items()
+        for entry in entries
+    )

@@ -1,0 +1,127 @@
+"""The shipped facts, whose values stand nowhere else; pairs, which agree slot by slot; and what is no pair."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvprobe.loading import resolve_folder
+from kvprobe.model import Model
+from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
+from kvprobe.transcript import PLAIN_CHAT_TEMPLATE
+
+TEXTS = (
+    "system", "chat_user", "chat_assistant", "fact_user", "fact_assistant", "later_user", "later_assistant", "question",
+)  # fmt: skip
+PER_KIND = 12
+
+every_fact = pytest.mark.parametrize("fact", facts(), ids=lambda fact: fact.id)
+
+
+@pytest.fixture(scope="module", params=["its own template", "no template"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """SmolLM2's, with its chat template and, as base models have it, without one."""
+    found = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
+    if request.param == "no template":
+        found.chat_template = None
+    return found
+
+
+def test_there_are_as_many_facts_of_each_kind_and_no_text_stands_twice():
+    assert [fact.kind for fact in facts()] == [kind for kind in KINDS for _ in range(PER_KIND)]
+    assert len({fact.id for fact in facts()}) == len(facts())
+    for name in TEXTS:
+        assert len({getattr(fact, name) for fact in facts()}) == len(facts())
+
+
+def test_kinds_are_given_in_the_order_asked_for_and_unknown_ones_refused():
+    assert [fact.kind for fact in facts(("name", "code"))] == ["name"] * PER_KIND + ["code"] * PER_KIND
+    with pytest.raises(ValueError, match="no kind of fact called 'codes'; did you mean 'code'"):
+        facts(("name", "codes"))
+
+
+@every_fact
+def test_a_value_stands_in_the_hole_and_nowhere_else(fact: Fact):
+    assert fact.fact_user.count("{fact}") == 1
+    said = " ".join([fact.fact_user.replace("{fact}", ""), fact.lead, *(getattr(fact, name) for name in TEXTS)])
+    for value in fact.values:
+        assert value.casefold() not in said.casefold()
+        (place,) = [
+            part for message in conversation(fact, value).messages for part in message.parts if part.name == "value"
+        ]
+        assert place.text == value
+
+
+@every_fact
+def test_the_two_prompts_agree_slot_by_slot_but_for_the_value(fact: Fact, tokenizer: Any):
+    first, second = pair(fact, tokenizer).prompts
+    value = first.part("value")
+    assert first.names == SEGMENTS[:-1]
+    assert set(first.segments[value]) == {"fact"}
+    assert first.ids[value] != second.ids[value]
+    unequal = [slot for slot, (one, other) in enumerate(zip(first.ids, second.ids, strict=True)) if one != other]
+    assert value.start <= unequal[0]
+    assert unequal[-1] < value.stop
+    assert replace(first, ids=second.ids) == second
+
+
+@every_fact
+def test_prompt_suffix_and_answer_are_what_the_chat_template_writes(fact: Fact, tokenizer: Any):
+    found = pair(fact, tokenizer)
+    template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
+    for prompt, answer, value in zip(found.prompts, found.answers, fact.values, strict=True):
+        roles = ["system", *["user", "assistant"] * 4]
+        texts = [*(getattr(fact, name) for name in TEXTS), f"{fact.lead} {value}".strip()]
+        texts[3] = fact.fact_user.format(fact=value)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = [*prompt.ids, *found.suffix.ids, answer]
+        assert whole[: len(ids)] == ids
+        assert prompt.positions + found.suffix.positions == tuple(range(len(ids) - 1))
+        assert set(found.suffix.segments) == {"question"}
+
+
+@every_fact
+def test_the_answers_differ_and_are_found_in_the_value_alone(fact: Fact, tokenizer: Any):
+    found = pair(fact, tokenizer)
+    assert len(set(found.answers)) == 2
+    prompt = found.prompts[0]
+    value = prompt.part("value")
+    assert not {*prompt.ids[: value.start], *prompt.ids[value.stop :], *found.suffix.ids} & set(found.answers)
+
+
+@every_fact
+def test_prompts_are_a_conversation_long(fact: Fact, smol: Model):
+    assert 120 <= len(pair(fact, smol.tokenizer).prompts[0]) <= 260
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_answers_with_the_value_that_it_was_told(kind: str, smol: Model):
+    found = pair(facts((kind,))[-1], smol.tokenizer)
+    _, logits = smol.extend(smol.prefill(list(found.prompts)), [found.suffix] * 2)
+    assert logits[:, -1, list(found.answers)].argmax(-1).tolist() == [0, 1]
+
+
+def test_values_of_different_length_are_refused(smol: Model):
+    fact = replace(facts(("code",))[0], values=("4817", "73065"))
+    with pytest.raises(ValueError, match=r"'cellar-door' have \d+ and \d+ tokens .* equally many"):
+        pair(fact, smol.tokenizer)
+
+
+def test_replies_that_cannot_be_told_apart_are_refused(smol: Model):
+    fact = replace(facts(("code",))[0], values=("4817", "4817"))
+    with pytest.raises(
+        ValueError, match=r"reply of fact 'cellar-door' begins with all of the other.*differ in a token"
+    ):
+        pair(fact, smol.tokenizer)
+
+
+def test_what_the_answers_share_belongs_to_the_suffix(smol: Model):
+    fact = facts(("code",))[0]
+    late, early = (
+        pair(replace(fact, values=values), smol.tokenizer) for values in (("4817", "4871"), ("4817", "7306"))
+    )
+    assert smol.tokenizer.decode(late.suffix.ids[len(early.suffix) :]) == "48"
+    assert smol.tokenizer.decode(late.answers) == "17"
