@@ -33,6 +33,7 @@ benchmark: $(VENV)/.installed
 	$(PY) benchmarks/lanes.py
 	$(PY) benchmarks/policies.py
 	$(PY) benchmarks/faults.py
+	$(PY) benchmarks/patching.py
 
 clean:
 	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis

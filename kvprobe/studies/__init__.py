@@ -48,6 +48,8 @@ STUDIES = {
         Study("robustness", "How much of the cache can be damaged, and how, before answers go wrong?"),
         Study("bands", "Which layers' caches can bear noise, and how much of that is the noise's own scale?"),
         Study("bitflips", "What does a single flipped bit of K or V do, by its place in the number?"),
+        Study("patching", "From which layers, slots and heads is a fact read, and from K or from V?"),
+        Study("carriers", "After a turn was masked, which of the slots that stay carry its effect?"),
     )
 }
 

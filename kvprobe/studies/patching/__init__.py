@@ -1,0 +1,1 @@
+"""From which layers, slots and heads a fact is read, and from K or from V."""

@@ -1,0 +1,241 @@
+"""Patched runs against the plain way: reading on after a cache that was edited by hand, and TransformerLens hooks."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvprobe as kv
+from kvprobe.cache import KVCache
+from kvprobe.lens import HOOKS
+from kvprobe.model import Model
+from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, patch_pairs, patch_sweep
+from kvprobe.patching.along import split
+from kvprobe.patching.grid import ACTIVATIONS, Cell
+from kvprobe.transcript import Tokens
+
+COUNT, SUFFIX = 14, 4
+METRIC = LogitDiff(5, 9)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return torch.randint(2, 60, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompt(seed: int) -> Tokens:
+    first, second = Tokens.of(ids(seed, 8), "T1"), Tokens.of(ids(seed + 1, COUNT - 8), "T2", 8)
+    return first + second
+
+
+SUFFIX_IDS = ids(9, SUFFIX)
+
+
+def suffix_of(cache: KVCache) -> Tokens:
+    return Tokens.of(SUFFIX_IDS, "question", int(cache.ledger.following[0]))
+
+
+def edited(model: Model, cache: KVCache, edit: str) -> KVCache:
+    one = torch.zeros(1, cache.slots, dtype=torch.bool)
+    one[0, 3] = one[0, 9] = True
+    match edit:
+        case "masked":
+            return cache.mask(slots=one)
+        case "masked in a head":
+            return cache.mask(slots=one, layers=[1], heads=[0])
+        case "evicted":
+            return cache.evict(slots=one)
+        case "re-indexed" if model.geometry.max_position is None:
+            return cache.evict(slots=one).reindex()
+        case "padded":
+            return KVCache.join([cache, model.prefill(Tokens.of(ids(4, 20)))]).rows([0])
+        case _:
+            return cache
+
+
+def two(model: Model, edit: str = "") -> tuple[KVCache, KVCache]:
+    base, donor = (edited(model, model.prefill(prompt(seed)), edit) for seed in (0, 20))
+    return base, donor
+
+
+def by_hand(model: Model, base: KVCache, donor: KVCache, cell: Cell) -> float:
+    base, donor = model.as_seen(base), model.as_seen(donor)
+    slots = torch.zeros(1, base.slots, dtype=torch.bool)
+    slots[0, list(cell.slots)] = True
+    patched = base.patch(donor, slots=slots, layers=cell.layers, heads=cell.kv_heads, part=cell.part)  # type: ignore[arg-type]
+    return float(METRIC(model.extend(patched, suffix_of(base))[1][0]))
+
+
+@pytest.mark.parametrize("edit", ["", "masked", "masked in a head", "evicted", "re-indexed", "padded"])
+@pytest.mark.parametrize("over", [("layer", "slot"), ("band", "head", "segment")], ids=str)
+def test_a_reader_of_a_patch_is_one_that_reads_on_after_a_cache_edited_by_hand(tiny: Model, edit: str, over: Any):
+    base, donor = two(tiny, edit)
+    found = patch_sweep(tiny, base, donor, suffix_of(base), METRIC, over, progress=False)
+    for number in range(0, len(found.cells), 5):
+        assert found.values[number] == pytest.approx(by_hand(tiny, base, donor, found.cells[number]), abs=1e-4)
+    assert abs(found.effect).max() > 1e-2
+
+
+def test_small_passes_and_other_cells_beside_it_do_not_change_a_cell(tiny: Model):
+    base, donor = two(tiny)
+    sweep = partial(patch_sweep, tiny, base, donor, suffix_of(base), METRIC, progress=False)
+    whole, parts = sweep(("layer", "slot")), sweep(("layer", "slot"), rows=7)
+    assert whole.values == pytest.approx(parts.values, abs=1e-5)
+    one = sweep({"layer": [1], "slot": [4]}, parts=("V",))
+    cells = dict(zip(whole.cells, whole.values, strict=True))
+    assert one.values[0] == pytest.approx(cells[one.cells[0]], abs=1e-5)
+
+
+def test_everything_swapped_is_the_donor_and_nothing_different_is_no_effect(tiny: Model):
+    base, donor = two(tiny)
+    whole = patch_sweep(tiny, base, donor, suffix_of(base), METRIC, (), parts=("KV",), progress=False)
+    assert whole.normalised[0] == pytest.approx(1, abs=1e-3)
+    same = patch_sweep(tiny, base, base, suffix_of(base), METRIC, ("layer", "slot"), progress=False)
+    assert abs(same.effect).max() < 1e-5
+
+
+def test_what_each_query_head_reads_of_a_layers_values_is_told_apart(tiny_llama: Model):
+    """To first order the parts add up; with one reading token of the last layer they do so but for the last norm."""
+    base, donor = two(tiny_llama)
+    sweep = partial(patch_sweep, tiny_llama, base, donor, suffix_of(base), METRIC, parts=("V",), progress=False)
+    all_read = sweep({"layer": [2]}).effect[0]
+    last = sweep({"layer": [2], "query": [SUFFIX - 1]}).effect[0]
+    earlier = sweep({"layer": [2], "query": range(SUFFIX - 1)}).effect
+    assert last == pytest.approx(all_read, abs=1e-5)  # nobody reads what earlier tokens write in the last layer
+    assert abs(earlier).max() < 1e-5
+    heads = sweep({"layer": [2], "query_head": None}).effect
+    assert len(set(heads.round(4))) == len(heads)
+
+
+@pytest.mark.parametrize("part", ["K", "V", *ACTIVATIONS])
+def test_a_total_patch_is_what_TransformerLens_hooks_do(tiny_llama: Model, part: str):
+    base, donor = two(tiny_llama)
+    over = {"layer": [0, 1, 2], "slot": [2, 9]}
+    found = patch_sweep(
+        tiny_llama, base, donor, suffix_of(base), METRIC, over, parts=(part,), reads="total", progress=False
+    )
+    bridge = tiny_llama.lanes.hooked.bridge
+    name = {"K": "attn.hook_rot_k", "V": "attn.hook_v"}.get(part) or HOOKS[part]  # type: ignore[index]
+    positions = torch.arange(COUNT + SUFFIX)[None]
+    here, there = (torch.tensor([[*tokens.ids, *SUFFIX_IDS]]) for tokens in (prompt(0), prompt(20)))
+    for cell, value in zip(found.cells, found.values, strict=True):
+        hook, (slot,) = f"blocks.{cell.layers[0]}.{name}", cell.slots
+        heard: list[Tensor] = []
+
+        def hear(tensor: Tensor, hook: Any, heard: list[Tensor] = heard) -> None:
+            heard.append(tensor.clone())
+
+        def write(tensor: Tensor, hook: Any, heard: list[Tensor] = heard, slot: int = slot) -> Tensor:
+            tensor = tensor.clone()
+            tensor[:, slot] = heard[0][:, slot]
+            return tensor
+
+        with torch.no_grad():
+            bridge.run_with_hooks(there, fwd_hooks=[(hook, hear)], position_ids=positions)
+            logits = bridge.run_with_hooks(here, fwd_hooks=[(hook, write)], position_ids=positions)
+        assert value == pytest.approx(float(METRIC(logits[0])), abs=1e-4)
+    assert abs(found.effect).max() > 1e-3
+
+
+def test_a_total_patch_of_the_last_slot_of_the_last_layer_is_a_readers(tiny: Model):
+    base, donor = two(tiny)
+    over = {"layer": [tiny.geometry.n_layers - 1], "slot": None}
+    total, reader = (
+        patch_sweep(tiny, base, donor, suffix_of(base), METRIC, over, parts=("V",), reads=reads, progress=False)
+        for reads in ("total", "reader")
+    )
+    assert total.values == pytest.approx(reader.values, abs=1e-4)
+
+
+def test_a_segment_of_another_length_is_refused_unless_told_how_and_keys_are_turned(tiny_llama: Model):
+    base, _ = two(tiny_llama)
+    longer = Tokens.of([7, 8], "T1") + Tokens.of(prompt(0).ids[:8], "T1", 2) + Tokens.of(prompt(0).ids[8:], "T2", 10)
+    donor = tiny_llama.prefill(longer)
+    sweep = partial(patch_sweep, tiny_llama, base, donor, suffix_of(base), METRIC, progress=False)
+    with pytest.raises(ValueError, match="'T1' has 8 slots in the base and 10 in the donor; say which"):
+        sweep(("layer", "segment"))
+    first = sweep({"layer": [0], "segment": ["T1"]}, align="end")
+    # The same tokens at the first layer have the same keys, once turned back by two positions.
+    assert abs(first.effect).max() < 1e-4
+    assert abs(sweep({"layer": [0], "segment": ["T1"]}, align="start").effect).max() > 1e-3
+
+
+def test_a_swap_along_all_directions_is_the_whole_and_along_none_is_nothing(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    width = base.n_kv_heads * base.keys[0].shape[3]
+    whole = {(1, "V"): torch.randn(width, width, generator=torch.Generator().manual_seed(0))}
+    over = {"layer": [1], "slot": [5]}
+    table = patch_sweep(
+        tiny_llama, base, donor, suffix_of(base), METRIC, over, parts=("V",), along=whole, progress=False
+    ).df()
+    effect = table.set_index("content")["effect"]
+    assert effect["along"] == pytest.approx(effect["full"], abs=1e-4)
+    assert abs(effect["rest"]) < 1e-4 < abs(effect["full"])
+    with pytest.raises(ValueError, match="KV heads × numbers to a head"):
+        split(base, donor, {(1, "V"): torch.ones(1, 3)})
+
+
+def test_attribution_ranks_cells_as_patching_does_and_is_exact_for_values_of_the_last_layer(tiny: Model):
+    base, donor = two(tiny)
+    guess = attribute(tiny, base, donor, suffix_of(base), METRIC, check=84)
+    assert guess.agreement["score"] > 0.8
+    assert isinstance(guess.map, PatchMap)
+    table = guess.df()
+    assert (table["score"] - table["linear"])[table["part"] == "V"].abs().max() < 1e-4
+
+
+def test_metrics_are_what_their_names_say(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    suffix = suffix_of(base)
+    logits = tiny_llama.extend(base, suffix, logits=2)[1][0].log_softmax(-1)
+    found = patch_sweep(tiny_llama, base, donor, suffix, LogProb((3, 4)), {"layer": [0]}, progress=False)
+    assert found.base == pytest.approx(float(logits[0, 3] + logits[1, 4]), abs=1e-4)
+    kl = patch_sweep(tiny_llama, base, donor, suffix, KL(), {"layer": [0]}, progress=False)
+    assert kl.base == pytest.approx(0, abs=1e-6)
+    assert kl.donor > 1e-3
+    assert (kl.values >= -1e-6).all()
+
+
+def test_pairs_are_pooled_with_intervals(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    pairs = [Pair(base, donor, suffix_of(base), METRIC, "a"), Pair(donor, base, suffix_of(base), METRIC, "b")]
+    maps = patch_pairs(tiny_llama, pairs, (), parts=("V", "KV"), progress=False)
+    table = maps.summary(["part"]).set_index("part")
+    assert table.loc["KV", "pairs"] == 2
+    assert table.loc["KV", "effect"] == pytest.approx(0, abs=1e-3)  # there and back
+    assert table.loc["KV", "effect_low"] < 0 < table.loc["KV", "effect_high"]
+
+
+REFUSED = [
+    ({"over": {"layer": [99]}}, "no layer 99; there are layers 0 to 2"),
+    ({"over": ("layers",)}, "no axis called 'layers'; did you mean 'layer'"),
+    ({"over": {"segment": ["T9"]}}, "no segment called 'T9'"),
+    ({"parts": ("Q",)}, "no part called 'Q'"),
+    ({"metric": lambda logits: logits[-1]}, "returned 64 numbers"),
+    ({"metric": lambda logits: None}, "returned NoneType"),
+    ({"metric": lambda logits: logits.sum() * float("nan")}, "must be a finite number"),
+    ({"reads": "both"}, "no way to read called 'both'"),
+    ({"parts": ("resid_pre",)}, "is no part of a cache"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("change", "sentence"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(tiny_llama: Model, change: dict[str, Any], sentence: str):
+    base, donor = two(tiny_llama)
+    settings: dict[str, Any] = {"metric": METRIC, "over": ("layer",), "parts": ("V",), "reads": "reader"} | change
+    with pytest.raises(ValueError, match=sentence):
+        patch_sweep(tiny_llama, base, donor, suffix_of(base), progress=False, **settings)
+
+
+def test_a_donor_of_another_model_and_an_edited_base_in_total_are_refused(
+    tiny_llama: Model, tiny_models: dict[str, Model]
+):
+    base, donor = two(tiny_llama)
+    with pytest.raises(ValueError, match="both must come from the same model"):
+        kv.patch_sweep(tiny_llama, base, two(tiny_models["gpt_neox"])[1], suffix_of(base), METRIC)
+    for edit, sentence in (("masked", "cannot be read again"), ("evicted", "edited after it was read")):
+        base, donor = two(tiny_llama, edit)
+        with pytest.raises(ValueError, match=sentence):
+            patch_sweep(tiny_llama, base, donor, suffix_of(base), METRIC, ("slot",), reads="total", progress=False)
