@@ -20,6 +20,7 @@ from kvprobe.cache import KVCache
 from kvprobe.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
+from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
 from kvprobe.runs import Run
 from kvprobe.studies.carriers.config import Config
@@ -35,9 +36,6 @@ DIRECTIONS = ("restoring", "removing")
 CODES = "two codes"
 SPARE = 64
 """Codes that are there to be the other one; among so many, some begin with another digit."""
-LOGITS = 2**28
-"""Bytes of logits that are held at once."""
-
 Metrics = Callable[[Float[Tensor, "kept vocab"]], Mapping[str, Metric]]
 """What is measured, once the donor's own logits are known."""
 
@@ -155,7 +153,8 @@ def swaps(
     others = {"full": aligned(model.lanes, base, donor).cache, "self": base}
     reader = Reader(model.lanes, base, others, asked.suffix)
     order = sorted(wanted, key=lambda cell: cell.layers[0])
-    rows = max(1, LOGITS // (4 * asked.kept * theirs.shape[-1]))
+    held = reader.row_bytes(order) + theirs.numel() * theirs.element_size()
+    rows = max(1, min(ROWS, BYTES // held))
     found = [_values(told, reader.logits([], asked.kept)[0])]
     for first in range(0, len(order), rows):
         logits = reader.logits(order[first : first + rows], asked.kept)[1:]
