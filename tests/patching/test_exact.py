@@ -1,5 +1,6 @@
 """Patched runs against the plain way: reading on after a cache that was edited by hand, and TransformerLens hooks."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,10 +177,28 @@ def test_a_swap_along_all_directions_is_the_whole_and_along_none_is_nothing(tiny
         split(base, donor, {(1, "V"): torch.ones(1, 3)})
 
 
-def test_attribution_ranks_cells_as_patching_does_and_is_exact_for_values_of_the_last_layer(tiny: Model):
+def test_attribution_is_the_first_order_of_patching_in_every_cell(tiny: Model):
+    base, donor = two(tiny)
+
+    def near(own: Tensor, other: Tensor) -> Tensor:
+        return own + 0.02 * (other - own)
+
+    keys = tuple(map(near, base.keys, donor.keys))
+    values = tuple(map(near, base.values, donor.values))
+    guess = attribute(tiny, base, replace(base, keys=keys, values=values), suffix_of(base), METRIC, check=84)
+    table = guess.df()
+    # In a mixture a small step may send a token to another expert, which no slope foresees: so in a tenth of the cells here.
+    mixture = tiny.name == "MixtralForCausalLM"
+    size = table["effect"].abs().quantile(0.9 if mixture else 1.0)
+    for score in ("score", "linear"):
+        wrong = (table[score] - table["effect"]).abs() > 0.05 * size
+        assert wrong.mean() <= (0.2 if mixture else 0)
+
+
+def test_attribution_ranks_cells_as_patching_does_and_for_values_both_scores_are_one(tiny: Model):
     base, donor = two(tiny)
     guess = attribute(tiny, base, donor, suffix_of(base), METRIC, check=84)
-    assert guess.agreement["score"] > 0.8
+    assert guess.agreement["score"] > (0.7 if tiny.name == "MixtralForCausalLM" else 0.8)
     assert isinstance(guess.map, PatchMap)
     table = guess.df()
     assert (table["score"] - table["linear"])[table["part"] == "V"].abs().max() < 1e-4
