@@ -233,6 +233,10 @@ class KVCache:
                 f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the "
                 f"base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and see `patching.aligned`."
             )
+        if donor.keys[0].dtype != self.keys[0].dtype:
+            raise ValueError(
+                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model in one dtype."
+            )
         chosen = self._chosen(segments, slots)[:, None, :, None]
         chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
         chosen_heads[_indices("KV head", heads, self.n_kv_heads)] = True

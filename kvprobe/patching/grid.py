@@ -72,6 +72,8 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
     for one, other in (("layer", "band"), ("slot", "segment")):
         if one in chosen and other in chosen:
             raise ValueError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
+    if isinstance(parts, str):
+        raise ValueError(f"There may be several parts, and {parts!r} is one text; give a tuple, as in ({parts!r},).")
     for part in parts:
         if part not in (*get_args(Part), *ACTIVATIONS):
             raise ValueError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
@@ -155,7 +157,9 @@ def _even(layers: int) -> list[range]:
 
 
 def _band(band: Any, layers: int) -> Value:
-    members = tuple(_numbers("layer", band, range(layers)))
+    if not isinstance(band, Iterable):
+        raise ValueError(f"The band {band!r} is no range of layers; give each as in range(0, 8).")
+    members = tuple(sorted(set(_numbers("layer", band, range(layers)))))
     if not members:
         raise ValueError("A band has no layer; give each at least one, as in range(0, 8).")
     adjacent = members == tuple(range(members[0], members[-1] + 1))
@@ -165,8 +169,8 @@ def _band(band: Any, layers: int) -> Value:
 def _numbers(kind: str, given: Iterable[Any] | None, allowed: range) -> list[int]:
     if given is None:
         return list(allowed)
-    numbers = [int(number) for number in given]
+    numbers = list(given)
     for number in numbers:
         if number not in allowed:
             raise ValueError(f"There is no {kind} {number}; there are {kind}s 0 to {allowed.stop - 1}.")
-    return numbers
+    return [int(number) for number in numbers]

@@ -24,6 +24,7 @@ class LogitDiff:
     wrong: int
 
     def __call__(self, logits: Float[Tensor, "kept vocab"]) -> Float[Tensor, ""]:
+        _refuse_unknown((self.right, self.wrong), logits)
         return logits[-1, self.right].float() - logits[-1, self.wrong].float()
 
 
@@ -49,6 +50,7 @@ class LogProb:
         return len(self.tokens)
 
     def __call__(self, logits: Float[Tensor, "kept vocab"]) -> Float[Tensor, ""]:
+        _refuse_unknown(self.tokens, logits)
         said = torch.tensor(self.tokens, device=logits.device)
         return logits.float().log_softmax(-1).gather(1, said[:, None]).sum()
 
@@ -93,6 +95,12 @@ def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
             f"divides by or takes the logarithm of."
         )
     return found.reshape(())
+
+
+def _refuse_unknown(tokens: Sequence[int], logits: Float[Tensor, "kept vocab"]) -> None:
+    for token in tokens:
+        if not 0 <= token < logits.shape[1]:
+            raise ValueError(f"There is no token {token}; the vocabulary goes from 0 to {logits.shape[1] - 1}.")
 
 
 def _number(metric: Metric, value: Any) -> Tensor:

@@ -78,6 +78,8 @@ def patch_sweep(
     """
     if reads not in get_args(Reads):
         raise ValueError(unknown("way to read", reads, get_args(Reads)))
+    if rows < 1:
+        raise ValueError(f"There are rows={rows} cells to a pass; give at least one.")
     lanes = model.lanes
     prepared = prepare(model, base, donor, suffix, over, parts, align, along)
     _refuse_unreadable(prepared.cells, reads)

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvprobe.cache import KVCache
 from kvprobe.capture import capture, plain_sites
-from kvprobe.forward import new_slots
+from kvprobe.forward import as_seen, new_slots
 from kvprobe.lanes import Attending, Lanes
 from kvprobe.lens import Family
 from kvprobe.live import tokens_at
@@ -41,7 +41,8 @@ class Total:
         source: the donor's slot for each of the base's, −1 where it has none.
 
     Raises:
-        ValueError: a cell swaps an activation that the plain model does not compute by itself.
+        ValueError: a cell swaps an activation that the plain model does not compute by itself; or the base, or a donor whose
+            activations are wanted, was edited after it was read.
     """
 
     def __init__(
@@ -105,7 +106,12 @@ class Total:
         if not families:
             return {}
         held = (~donor.ledger.padding[0]).nonzero()[:, 0]
-        captured = capture(self.lanes, [tokens_at(donor.ledger, 0, held)], families)
+        captured = capture(self.lanes, [tokens_at(donor.ledger, 0, held)], families, keep_cache=True)
+        assert captured.cache is not None
+        stored = as_seen(self.lanes, donor)
+        for layer in range(donor.n_layers):
+            pairs = ((captured.cache.keys, stored.keys), (captured.cache.values, stored.values))
+            refuse_changed("donor", layer, [(found[layer][0], own[layer][0, :, held]) for found, own in pairs])
         place = torch.zeros(donor.slots, dtype=torch.long, device=held.device)
         place[held] = torch.arange(len(held), device=held.device)
         rows = place[source.clamp(min=0)]
@@ -129,7 +135,10 @@ class _Pass:
 
     def attend(self, given: Attending) -> Float[Tensor, "rows heads queries d_value"]:
         total, layer, rows = self.total, given.layer, given.query.shape[0]
-        self._refuse_changed(given)
+        base, held = total.base, ~total.base.ledger.padding[0, self.start :]
+        read_again = [tensor[0, :, : base.slots - self.start][:, held] for tensor in (given.key, given.value)]
+        stored = [tensor[0, :, self.start :][:, held] for tensor in (base.keys[layer], base.values[layer])]
+        refuse_changed("base", layer, list(zip(read_again, stored, strict=True)))
         keys, values = given.key, given.value
         for row, cell in self.present.get(layer, []):
             heads = list(range(keys.shape[1]) if cell.kv_heads is None else cell.kv_heads)
@@ -201,14 +210,12 @@ class _Pass:
         finally:
             handle.remove()
 
-    def _refuse_changed(self, given: Attending) -> None:
-        """Refuse a base that reading its tokens again does not give."""
-        base, layer = self.total.base, given.layer
-        held = ~base.ledger.padding[0, self.start :]
-        for own, stored in ((given.key, base.keys[layer]), (given.value, base.values[layer])):
-            found, expected = own[0, :, : base.slots - self.start][:, held], stored[0, :, self.start :][:, held]
-            if found.numel() and float((found - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
-                raise ValueError(
-                    f"Reading the base's tokens again gives other K or V at layer {layer} than it holds: it was edited after it "
-                    f"was read (evicted, damaged, patched, read in parts); use reads='reader', or a base read in one go."
-                )
+
+def refuse_changed(name: str, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Refuse a run whose tokens, read again, do not give the K and V that it holds (found and held, of each)."""
+    for found, held in pairs:
+        if found.numel() and float((found - held).abs().max()) > TOLERANCE * float(held.abs().max()):
+            raise ValueError(
+                f"Reading the {name}'s tokens again gives other K or V at layer {layer} than it holds: it was edited after it was "
+                f"read (masked, evicted, damaged, patched, read in parts); use reads='reader', or a {name} read in one go."
+            )

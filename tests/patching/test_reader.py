@@ -1,0 +1,585 @@
+"""Patches that only the suffix sees, against one pass without a cache in which only the suffix sees them."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.model import Model
+from kvprobe.patching import KL, LogitDiff, LogProb, PatchMap, patch_sweep
+from kvprobe.transcript import Tokens
+from tests.models import N_LAYERS, VOCABULARY, WINDOW, llama
+from tests.patching.oracle import EDITS, Op, Run, Swap, patched_pass, swaps_of, twins
+from tests.random_caches import assert_bit_identical, copy_of, random_tokens
+
+TOLERANCE = 1e-5
+"""Of a metric that weighs logits, none of which is above 5; the promise is 1e-4."""
+WEIGHTS = torch.nn.functional.normalize(torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=0)
+SPANS = {"system": 4, "T1": 6, "T2": 3}
+EVERYTHING: list[Op] = [(kind, seed) for seed, kind in enumerate(["read", "read padded", "mask", *EDITS, "read"])]
+seeds = st.integers(0, 2**31)
+few = settings(max_examples=6)
+
+
+def weighed(logits: Tensor) -> Tensor:
+    """A number that every logit has a part in."""
+    return logits[-1] @ WEIGHTS
+
+
+def near(found: Any, expected: Any) -> bool:
+    found, expected = (
+        each.float() if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float32)
+        for each in (found, expected)
+    )
+    return found.shape == expected.shape and bool(((found - expected).abs() < TOLERANCE).all())
+
+
+def two(model: Model, spans: dict[str, int] = SPANS) -> tuple[Run, Run]:
+    """A base and a donor of these segments, never edited."""
+    return Run(model, 1).read(spans), Run(model, 2).read(spans)
+
+
+def swept(base: Run, donor: Run, suffix: Tokens, metric: Any = weighed, **settings: Any) -> PatchMap:
+    return patch_sweep(base.model, base.cache, donor.cache, suffix, metric, progress=False, **settings)
+
+
+def logits_of(cache: KVCache, model: Model, suffix: Tokens) -> Tensor:
+    """After each token of the suffix, nothing patched."""
+    return model.extend(cache, suffix, logits=len(suffix))[1][0]
+
+
+# ---- any history, any grid
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Op]:
+    kinds = ("read", "read padded", *EDITS)
+    middle = draw(st.lists(st.tuples(st.sampled_from(kinds), seeds), min_size=1, max_size=5))
+    return [(draw(st.sampled_from(["read", "read padded"])), draw(seeds)), ("read", draw(seeds)), *middle]
+
+
+def run(model: Model, seed: int, history: Sequence[Op]) -> Run:
+    found = Run(model, seed)
+    for kind, of in history:
+        found.do(kind, of)
+    return found
+
+
+def some_grid(base: Run, count: int, rng: random.Random) -> dict[str, Any]:
+    """Some axes, and all their values or a few; slots may be masked, but are never padding."""
+    held = [slot for slot, token in enumerate(base.row.held) if token is not None]
+    names = [name for name in base.cache.ledger.names if base.slots_of(name)]
+    axes: list[list[tuple[str, Any]]] = [
+        [("layer", None), ("layer", [2, 0]), ("band", [range(2), [2, 0], range(3)]), ("band", None)],
+        [("slot", held), ("slot", rng.sample(held, 1)), ("segment", names), ("segment", names[-1:])],
+        [("head", None), ("head", [base.row.kv_heads - 1])],
+        [("query_head", [0, 3])],
+        [("query", sorted({0, count - 1}))],
+    ]
+    return dict(rng.choice(axis) for axis in rng.sample(axes, rng.randint(1, 4)))
+
+
+@given(
+    history=histories(),
+    alone=st.lists(st.tuples(st.sampled_from(["mask", "mask ragged", "reindex"]), seeds), max_size=2),
+    count=st.integers(1, 8),
+    seed=seeds,
+)
+@example(history=EVERYTHING, alone=[], count=8, seed=1)
+@example(history=EVERYTHING[:4], alone=[("reindex", 3)], count=1, seed=2)
+@few
+def test_any_cell_after_any_history_equals_one_pass_without_a_cache(
+    tiny: Model, history: list[Op], alone: list[Op], count: int, seed: int
+):
+    """The donor shares the base's history, but for what happens to it `alone` at the end."""
+    rng = random.Random(seed)
+    base, donor = run(tiny, seed, history), run(tiny, seed + 1, [*history, *alone])
+    suffix = base.suffix(seed, count, gap=rng.choice([0, 0, 2]))
+    over, parts = some_grid(base, count, rng), rng.sample(["K", "V", "KV"], rng.randint(1, 3))
+    patched = swept(base, donor, suffix, over=over, parts=parts)
+    some = rng.sample(range(len(patched.cells)), min(len(patched.cells), 30))
+    swaps = swaps_of(patched, base)
+    logits = patched_pass(tiny, base, donor, suffix, [swaps[number] for number in some])
+    assert near(patched.values[some], logits[:, -1] @ WEIGHTS)
+    assert near(patched.base, weighed(logits_of(base.cache, tiny, suffix)))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_single_layers_and_slots_and_heads_are_told_apart(tiny: Model, count: int):
+    """The whole product, so that a cell that was taken for its neighbour is seen: their effects differ."""
+    base, donor = two(tiny)
+    suffix = base.suffix(0, count)
+    patched = swept(base, donor, suffix, over=("head", "slot", "layer"), parts=("V", "K"))
+    logits = patched_pass(tiny, base, donor, suffix, swaps_of(patched, base))
+    assert near(patched.values, logits[:, -1] @ WEIGHTS)
+    gaps = torch.as_tensor(patched.values).sort().values.diff()
+    assert float((gaps > TOLERANCE).float().mean()) > 0.5
+
+
+def test_a_cell_equals_reading_on_after_a_cache_that_was_overwritten(tiny: Model):
+    base, donor = two(tiny)
+    suffix = base.suffix(0, 3)
+    patched = swept(base, donor, suffix, over=("layer", "segment"), parts=("K", "V", "KV"))
+    for cell, value in zip(patched.cells, patched.values, strict=True):
+        slots = torch.zeros(1, base.cache.slots, dtype=torch.bool)
+        slots[0, list(cell.slots)] = True
+        cache = base.cache.patch(donor.cache, slots=slots, layers=cell.layers, part=cell.part)
+        assert near(value, weighed(logits_of(cache, tiny, suffix)))
+
+
+def test_llama_is_patched_as_TransformerLens_hooks_would(tiny_llama: Model):
+    """By public hooks alone: the patched layer's z is computed again for the suffix, from its own q, k and v."""
+    base, donor = two(tiny_llama)
+    suffix = base.suffix(0, 4)
+    bridge, length = tiny_llama.lanes.hooked.bridge, base.cache.slots
+
+    def read(ids: Sequence[int], hooks: list[tuple[str, Callable[..., Any]]]) -> Tensor:
+        positions = torch.arange(len(ids))[None]
+        with torch.no_grad():
+            return bridge.run_with_hooks(
+                torch.tensor([ids]), fwd_hooks=hooks, position_ids=positions, return_type="logits"
+            )
+
+    def keep(found: dict[str, Tensor], layer: int) -> list[tuple[str, Callable[..., Any]]]:
+        names = {name: f"blocks.{layer}.attn.{name}" for name in ("hook_rot_q", "hook_rot_k", "hook_v")}
+
+        def keeping(name: str) -> Callable[..., None]:
+            return lambda tensor, hook: found.__setitem__(name, tensor[0].transpose(0, 1).clone())
+
+        return [(path, keeping(name)) for name, path in names.items()]
+
+    patched = swept(base, donor, suffix, over={"layer": None, "slot": [0, 7, 12], "head": [1]}, parts=("K", "V"))
+    for cell, value in zip(patched.cells, patched.values, strict=True):
+        [layer] = cell.layers
+        ours: dict[str, Tensor] = {}
+        theirs: dict[str, Tensor] = {}
+        read(donor.row.ids, keep(theirs, layer))
+
+        def rewrite(z: Tensor, hook: Any, cell: Any = cell, ours: Any = ours, theirs: Any = theirs) -> Tensor:
+            name = {"K": "hook_rot_k", "V": "hook_v"}[cell.part]
+            for head, slot in product(cell.kv_heads, cell.slots):
+                ours[name][head, slot] = theirs[name][head, slot]
+            keys, values = (ours[each].repeat_interleave(2, 0) for each in ("hook_rot_k", "hook_v"))
+            scores = ours["hook_rot_q"] @ keys.transpose(1, 2) / 8**0.5
+            weights = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1)
+            z = z.clone()
+            z[0, length:] = (weights @ values).transpose(0, 1)[length:]
+            return z
+
+        hooks = [*keep(ours, layer), (f"blocks.{layer}.attn.hook_z", rewrite)]
+        assert near(value, weighed(read([*base.row.ids, *suffix.ids], hooks)[0]))
+
+
+# ---- who is not heard
+
+
+def test_a_slot_beyond_the_window_is_not_heard_by_windowed_layers(tiny_gemma: Model):
+    base, donor = two(tiny_gemma, {"T1": 12})
+    suffix = base.suffix(0, 4)
+    patched = swept(base, donor, suffix, over={"slot": range(12), "layer": None}, parts=("KV",))
+    cells = list(zip(patched.cells, patched.effect, strict=True))
+    assert base.row.ids[0] == donor.row.ids[0]  # by chance, so there is nothing to hear
+    for cell, effect in cells[len(tiny_gemma.geometry.windows) :]:
+        heard = cell.layers == (2,) or suffix.positions[0] - cell.slots[0] < WINDOW
+        assert (abs(effect) > TOLERANCE) == heard
+    # The window ends among these slots: some are seen by the suffix's first tokens and not by its last.
+    assert {cell.slots[0] for cell, effect in cells if cell.layers == (0,) and abs(effect) > TOLERANCE} == {
+        *range(5, 12)
+    }
+    logits = patched_pass(tiny_gemma, base, donor, suffix, swaps_of(patched, base))
+    assert near(patched.values, logits[:, -1] @ WEIGHTS)
+
+
+def test_a_masked_slot_has_no_effect_where_it_is_masked_and_has_elsewhere(tiny: Model):
+    base, donor = two(tiny)
+    base.mask([2, 5]).mask([7], layers=[1]).mask([8], heads=[0])
+    patched = swept(base, donor, base.suffix(0, 3), over={"slot": [2, 5, 6, 7, 8], "layer": None, "head": [0, 1]}, parts=("KV",))  # fmt: skip
+    for cell, effect in zip(patched.cells, patched.effect, strict=True):
+        [slot], [layer], [head] = cell.slots, cell.layers, cell.kv_heads or ()
+        masked = slot in (2, 5) or (slot, layer) == (7, 1) or (slot, head) == (8, 0)
+        assert (abs(effect) < 1e-6) == masked, cell
+
+
+def test_a_donor_that_equals_the_base_has_no_effect(tiny: Model):
+    base, _ = two(tiny)
+    for donor in (base, Run(tiny, 1).read(SPANS)):
+        patched = swept(base, donor, base.suffix(0, 3), over=("layer", "slot"), parts=("K", "V", "KV"))
+        assert near(patched.effect, torch.zeros(len(patched.cells)))
+        assert torch.as_tensor(patched.normalised).isnan().all()
+
+
+def test_what_the_donor_masked_is_patched_all_the_same(tiny: Model):
+    base, donor = two(tiny)
+    hidden = Run(tiny, 2).read(SPANS).mask([4, 5, 6, 7])
+    one, other = (swept(base, each, base.suffix(0, 3), over=("layer", "slot")) for each in (donor, hidden))
+    assert near(one.values, other.values)
+    assert not near(one.donor, other.donor)
+
+
+# ---- rows
+
+
+def test_a_row_does_not_depend_on_what_runs_beside_it(tiny: Model):
+    base, donor = two(tiny)
+    suffix = base.suffix(0, 3)
+    together = swept(base, donor, suffix, over=("layer", "slot", "head"), parts=("K", "V", "KV"))
+    for index in random.Random(0).sample(range(len(together.cells)), 8):
+        cell = together.cells[index]
+        over = {"slot": cell.slots, "head": cell.kv_heads, "layer": cell.layers}
+        [alone] = swept(base, donor, suffix, over=over, parts=(cell.part,)).values
+        assert near(together.values[index], alone)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_sweep_in_small_batches_is_the_same_sweep(tiny: Model, rows: int):
+    base, donor = two(tiny)
+    base.mask([3, 4], layers=[0])
+    sweeps = [
+        swept(base, donor, base.suffix(0, 2), LogProb.of([3, 5]), over=("segment", "layer"), parts=("K", "V"), **how)
+        for how in ({}, {"rows": rows})
+    ]
+    assert sweeps[0].cells == sweeps[1].cells
+    assert near(sweeps[0].values, sweeps[1].values)
+
+
+def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):
+    base, donor = run(tiny, 1, EVERYTHING[:5]), run(tiny, 2, EVERYTHING[:5])
+    before = [copy_of(each.cache) for each in (base, donor)]
+    suffix, config = base.suffix(0, 3), tiny.lanes.plain.config
+    attention, logits = config._attn_implementation, logits_of(base.cache, tiny, suffix)
+
+    def failing(logits: Tensor) -> Tensor:
+        raise KeyError("a metric of the user's own")
+
+    with pytest.raises(KeyError, match="own"):
+        swept(base, donor, suffix, failing)
+    swept(base, donor, suffix)
+    for each, copy in zip((base, donor), before, strict=True):
+        assert_bit_identical(each.cache, copy)
+    assert config._attn_implementation == attention
+    assert torch.equal(logits_of(base.cache, tiny, suffix), logits)
+
+
+# ---- from base to donor and back
+
+
+@pytest.mark.parametrize("history", [[("read", 5), ("read", 6)], [*EVERYTHING, ("reindex", 0)]])
+def test_all_slots_and_layers_patched_are_the_donor(tiny: Model, history: list[Op]):
+    base, donor = run(tiny, 1, history), run(tiny, 2, history)
+    suffix = base.suffix(0, 4)
+    patched = swept(base, donor, suffix, over={"band": [range(N_LAYERS)]}, parts=("KV",))
+    assert near(patched.values, [patched.donor])
+    assert patched.normalised[0] == pytest.approx(1, abs=1e-3)
+    assert near(patched.donor, weighed(logits_of(donor.cache, tiny, suffix)))
+
+
+def test_noising_is_denoising_with_base_and_donor_changed_over(tiny: Model):
+    one, other = two(tiny)
+    suffix = one.suffix(0, 3)
+    there, back = (swept(*pair, suffix, over=("layer", "segment")) for pair in ((one, other), (other, one)))
+    assert near([there.base, there.donor], [back.donor, back.base])
+    logits = patched_pass(tiny, other, one, suffix, swaps_of(back, other))
+    assert near(back.values, logits[:, -1] @ WEIGHTS)
+    assert not near(there.values, back.values)
+
+
+def test_effects_are_counted_from_the_base_and_as_a_share_of_the_way_to_the_donor(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    patched = swept(base, donor, base.suffix(0, 3))
+    values = torch.as_tensor(patched.values)
+    assert near(patched.effect, values - patched.base)
+    assert near(patched.normalised, (values - patched.base) / (patched.donor - patched.base))
+
+
+# ---- donors of another length
+
+
+@pytest.mark.parametrize("align", ["start", "end"])
+@pytest.mark.parametrize("history", [[], [("mask ragged", 1)], [("evict", 2), ("reindex", 3)]])
+def test_a_longer_or_shorter_segment_is_met_at_its_start_or_end_with_its_keys_turned(
+    tiny: Model, align: str, history: list[Op]
+):
+    base, donor = Run(tiny, 1), Run(tiny, 2)
+    for each, spans in ((base, {"system": 4, "T1": 3, "T2": 5}), (donor, {"system": 3, "T1": 6, "T2": 5})):
+        each.read(spans)
+        for kind, seed in history:
+            each.do(kind, seed)
+    pairs = twins(base, donor, from_end=align == "end")
+    suffix = base.suffix(0, 3)
+    slots = [base.row.held.index(token) for token in sorted(pairs)]
+    parts = ("K", "V", "KV")
+    settings: dict[str, Any] = {"over": {"slot": slots, "layer": None}, "parts": parts, "align": align}
+    if not base.turns:
+        with pytest.raises(ValueError, match="learned positions"):
+            swept(base, donor, suffix, **settings)
+        return
+    patched = swept(base, donor, suffix, **settings)
+    assert len(patched.cells) == len(slots) * N_LAYERS * len(parts)
+    logits = patched_pass(tiny, base, donor, suffix, swaps_of(patched, base), pairs)
+    assert near(patched.values, logits[:, -1] @ WEIGHTS)
+
+
+@pytest.mark.parametrize("align", ["start", "end"])
+def test_slots_that_the_donor_has_nothing_for_are_left_as_they_are(tiny_llama: Model, align: str):
+    base = Run(tiny_llama, 1).read({"system": 4, "T1": 6, "T2": 2})
+    donor = Run(tiny_llama, 2).read({"system": 4, "T1": 3, "T2": 2})
+    suffix = base.suffix(0, 3)
+    patched = swept(base, donor, suffix, over=("segment",), parts=("KV",), align=align)
+    [cell] = [cell for cell in patched.cells if cell.labels["segment"] == "T1"]
+    assert cell.slots == ((4, 5, 6) if align == "start" else (7, 8, 9))
+    pairs = twins(base, donor, from_end=align == "end")
+    logits = patched_pass(tiny_llama, base, donor, suffix, swaps_of(patched, base), pairs)
+    assert near(patched.values, logits[:, -1] @ WEIGHTS)
+
+
+# ---- what is measured
+
+
+def test_metrics_are_what_their_names_say(tiny: Model):
+    base, donor = two(tiny)
+    answer = [7, 11, 3]
+    suffix = base.suffix(0, 2) + Tokens.of(answer[:2], "answer", base.row.following + 2)
+    over = {"layer": None, "segment": ["T1"]}
+
+    def values(metric: Any) -> Tensor:
+        return torch.as_tensor(swept(base, donor, suffix, metric, over=over, parts=("KV",)).values)
+
+    swaps = [Swap([layer], base.tokens_at(base.slots_of("T1")), range(base.row.kv_heads), "KV") for layer in range(3)]
+    logits = patched_pass(tiny, base, donor, suffix, swaps)
+    said, clean = logits.log_softmax(-1), logits_of(base.cache, tiny, suffix).log_softmax(-1)
+    assert near(values(LogitDiff(right=5, wrong=9)), logits[:, -1, 5] - logits[:, -1, 9])
+    assert near(values(LogProb.of(answer)), sum(said[:, 1 + place, token] for place, token in enumerate(answer)))
+    assert near(values(LogProb.of(answer[2:])), said[:, 3, 3])
+    assert near(values(KL()), (clean.exp() * (clean - said)).sum(-1)[:, -1])
+    assert near(values(lambda logits: float(logits.max())), logits[:, -1].amax(-1))
+
+
+def test_a_text_is_read_where_the_base_ends(tiny: Model):
+    base, donor = two(tiny)
+    base.read({"T3": 2}, gap=3)
+    donor.read({"T3": 2}, gap=3)
+    ids = tiny.tokenizer("the bus.", add_special_tokens=False)["input_ids"]
+    suffixes = ("the bus.", Tokens.of(ids, "text", base.row.following))
+    one, other = (patch_sweep(tiny, base.cache, donor.cache, each, weighed, progress=False) for each in suffixes)
+    assert near(one.values, other.values)
+    assert near([one.base, one.donor], [other.base, other.donor])
+
+
+# ---- the grid
+
+
+def test_a_grid_is_the_product_of_its_axes_and_what_it_does_not_name_is_whole(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    base.read({"T3": 2}, padding=2)
+    donor.read({"T3": 2})
+    base.mask([1])
+    live = [0, *range(2, 15)]
+    segments = {"system": (0, 1, 2, 3), "T1": (4, 5, 6, 7, 8, 9), "T2": (10, 11, 12), "T3": (13, 14)}
+    heads, layers = (0, 1), (0, 1, 2)
+
+    def cells(over: Any, parts: Sequence[str] = ("KV",)) -> list[tuple[Any, ...]]:
+        found = swept(base, donor, base.suffix(0, 1), over=over, parts=parts).cells
+        return [
+            (cell.layers, cell.slots, heads if cell.kv_heads is None else cell.kv_heads, cell.part) for cell in found
+        ]
+
+    assert cells(("layer", "slot")) == [((layer,), (slot,), heads, "KV") for layer in layers for slot in live]
+    assert cells({"slot": [1, 0]}) == [(layers, (slot,), heads, "KV") for slot in (1, 0)]
+    assert cells(("head", "segment"), ("V", "K")) == [
+        (layers, slots, (head,), part) for head in heads for slots in segments.values() for part in "VK"
+    ]
+    assert cells({"band": [range(1, 3), [0, 2]], "segment": ["T3", "T1"]}) == [
+        (band, segments[name], heads, "KV") for band in ((1, 2), (0, 2)) for name in ("T3", "T1")
+    ]
+    assert {layers for layers, *_ in cells(("band",))} == {(0,), (1,), (2,)}
+
+
+def test_a_table_has_a_row_for_each_cell(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    patched = swept(
+        base, donor, base.suffix(0, 2), over={"slot": [11, 4], "layer": [2], "head": None}, parts=("V", "K")
+    )
+    table = patched.df()
+    assert table[["slot", "layer", "head", "part"]].values.tolist() == [
+        [slot, 2, head, part] for slot in (11, 4) for head in (0, 1) for part in "VK"
+    ]
+    assert table["segment"].tolist() == ["T2"] * 4 + ["T1"] * 4
+    assert table["token"].tolist() == [base.row.ids[slot] for slot in (11, 4) for _ in range(4)]
+    assert near(table["value"].to_numpy(), patched.values)
+    assert near(table["effect"].to_numpy(), patched.effect)
+    assert near(table["normalised"].to_numpy(), patched.normalised)
+
+
+# ---- KVCache.patch
+
+
+@given(
+    seed=seeds,
+    layers=st.none() | st.lists(st.integers(0, 2), min_size=1, unique=True),
+    heads=st.none() | st.lists(st.integers(0, 1), min_size=1, unique=True),
+    part=st.sampled_from(["K", "V", "KV"]),
+    named=st.booleans(),
+)
+@settings(max_examples=20)
+def test_a_patched_cache_is_one_overwritten_by_hand(
+    tiny_llama: Model, seed: int, layers: list[int] | None, heads: list[int] | None, part: Any, named: bool
+):
+    spans = {"system": 3, "T1": 4}
+    base, donor = (
+        tiny_llama.prefill([random_tokens(seed + of, spans), random_tokens(seed + of + 1, spans)]) for of in (0, 7)
+    )
+    base = base.mask(slots=torch.rand(2, 7, generator=torch.Generator().manual_seed(seed)) < 0.3, layers=[1])
+    slots = torch.rand(2, 7, generator=torch.Generator().manual_seed(seed)) < 0.5
+    before = copy_of(base), copy_of(donor)
+    where: dict[str, Any] = {"layers": layers, "heads": heads, "part": part}
+    patched = base.patch(donor, "T1", **where) if named else base.patch(donor, slots=slots, **where)
+
+    expected = copy_of(base)
+    chosen = base.ledger.in_segments(["T1"]) if named else slots
+    for layer, head, row, slot in product(layers or range(3), heads or range(2), range(2), range(7)):
+        if chosen[row, slot]:
+            for name, ours, theirs in (("K", expected.keys, donor.keys), ("V", expected.values, donor.values)):
+                if name in part:
+                    ours[layer][row, head, slot] = theirs[layer][row, head, slot]
+    assert_bit_identical(patched, expected)
+    assert_bit_identical(base, before[0])
+    assert_bit_identical(donor, before[1])
+
+
+# ---- refusals
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The one sentence with which a call is refused."""
+    with pytest.raises(ValueError, match=r"[.?]\Z") as refused:
+        call()
+    sentence = str(refused.value)
+    assert ". " not in sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"over": ("layer", "token")}, "no axis called 'token'"),
+        ({"over": "layer"}, "axis"),
+        ({"over": ("layer", "band")}, "layers or over bands"),
+        ({"over": ("slot", "segment")}, "slots or over segments"),
+        ({"over": {"layer": [99]}}, "no layer 99"),
+        ({"over": {"layer": [-1]}}, "no layer -1"),
+        ({"over": {"layer": [1.5]}}, "1.5"),
+        ({"over": {"layer": []}}, "at least one"),
+        ({"over": {"band": [range(2, 4)]}}, "no layer 3"),
+        ({"over": {"band": [range(0)]}}, "band"),
+        ({"over": {"band": range(2)}}, "band"),
+        ({"over": {"head": [2]}}, "no KV head 2"),
+        ({"over": {"slot": [13]}}, "no slot 13"),
+        ({"over": {"segment": ["T9"]}}, "no segment called 'T9'"),
+        ({"over": {"query": [3]}}, "no token of the suffix 3"),
+        ({"over": {"query_head": [4]}}, "no query head 4"),
+        ({"parts": ("Q",)}, "no part called 'Q'"),
+        ({"parts": ()}, "no part"),
+        ({"parts": "KV"}, "part"),
+        ({"parts": ("resid_pre",)}, "total"),
+        ({"reads": "everyone"}, "'everyone'"),
+        ({"align": "middle"}, "'middle'"),
+        ({"rows": 0}, "rows"),
+        ({"suffix": Tokens.of([])}, "suffix"),
+        ({"suffix": ""}, "suffix"),
+        ({"metric": lambda logits: logits[-1]}, "64 numbers"),
+        ({"metric": lambda logits: None}, "NoneType"),
+        ({"metric": lambda logits: "high"}, "str"),
+        ({"metric": lambda logits: logits[-1, 0] * torch.nan}, "nan"),
+        ({"metric": lambda logits: logits[-1, 0] / 0}, "inf"),
+        ({"metric": LogProb.of(range(4))}, "suffix"),
+        ({"metric": LogitDiff(right=64, wrong=0)}, "64"),
+        ({"metric": LogitDiff(right=0, wrong=-1)}, "-1"),
+        ({"metric": LogProb.of([64])}, "64"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(tiny_llama: Model, change: dict[str, Any], part: str):
+    base, donor = two(tiny_llama)
+    asked: dict[str, Any] = {"suffix": base.suffix(0, 3), "metric": weighed, "over": ("layer",), "progress": False}
+    assert part in refusal(lambda: patch_sweep(tiny_llama, base.cache, donor.cache, **asked | change))
+
+
+def foreign(changes: dict[str, Any]) -> KVCache:
+    return llama(**changes).prefill(random_tokens(2, SPANS))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 16}])
+def test_a_cache_of_another_model_is_refused(tiny_llama: Model, changes: dict[str, Any]):
+    base, _ = two(tiny_llama)
+    other, suffix = foreign(changes), base.suffix(0, 3)
+    for pair in ((base.cache, other), (other, base.cache), (other, other)):
+        assert "model" in refusal(lambda pair=pair: patch_sweep(tiny_llama, *pair, suffix, weighed, progress=False))
+    assert "donor" in refusal(lambda: base.cache.patch(other, "T1"))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_donors_that_cannot_stand_in_for_the_base_are_refused(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    suffix = base.suffix(0, 3)
+
+    def said(ours: KVCache, theirs: KVCache, over: Any = ("segment",)) -> str:
+        return refusal(lambda: patch_sweep(tiny_llama, ours, theirs, suffix, weighed, over=over, progress=False))
+
+    longer = Run(tiny_llama, 2).read(SPANS | {"T1": 7}).cache
+    assert all(part in said(base.cache, longer) for part in ("'T1'", "6", "7", "align"))
+    assert "'T1'" in said(base.cache, donor.cache.evict("T1"))
+    assert "segment 'T2'" in said(base.cache, Run(tiny_llama, 2).read({"system": 4, "T1": 6, "T3": 3}).cache)
+    assert "2 rows" in said(base.cache.fork(2), donor.cache)
+    assert "2 rows" in said(base.cache, donor.cache.fork(2))
+    assert "'T1'" in said(base.cache.evict("T1"), donor.cache, {"segment": ["T1"]})
+    double = replace(donor.cache, keys=tuple(each.double() for each in donor.cache.keys), values=tuple(each.double() for each in donor.cache.values))  # fmt: skip
+    assert "float64" in said(base.cache, double)
+    assert "float64" in refusal(lambda: base.cache.patch(double, "T1"))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_padding_cannot_be_patched(tiny_llama: Model):
+    base = Run(tiny_llama, 1).read({"T1": 3}, padding=2)
+    donor = Run(tiny_llama, 2).read({"T1": 3})
+    suffix = base.suffix(0, 3)
+    over = {"slot": [4]}
+    assert "padding" in refusal(
+        lambda: patch_sweep(tiny_llama, base.cache, donor.cache, suffix, weighed, over=over, progress=False)
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_learned_positions_cannot_be_moved(tiny_models: dict[str, Model]):
+    model = tiny_models["gpt2"]
+    base = Run(model, 1).read({"system": 4, "T1": 3})
+    donor = Run(model, 2).read({"system": 3, "T1": 3})
+    over = {"segment": ["T1"]}
+    sentence = refusal(lambda: swept(base, donor, base.suffix(0, 3), over=over, parts=("K",), align="start"))
+    assert "learned positions" in sentence
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_patch_of_a_cache_that_cannot_be_is_refused(tiny_llama: Model):
+    base, donor = (each.cache for each in two(tiny_llama))
+    refused: list[tuple[str, Callable[[], KVCache]]] = [
+        ("no layer 3", lambda: base.patch(donor, "T1", layers=[3])),
+        ("no KV head 2", lambda: base.patch(donor, "T1", heads=[2])),
+        ("no part called 'Q'", lambda: base.patch(donor, "T1", part="Q")),  # pyright: ignore[reportArgumentType]
+        ("no segment called 'T4'", lambda: base.patch(donor, "T4")),
+        ("both", lambda: base.patch(donor)),
+        ("shape", lambda: base.patch(donor, slots=torch.ones(1, 4, dtype=torch.bool))),
+        ("slots", lambda: base.patch(donor.evict("T1"), "T1")),
+        ("donor", lambda: base.patch(donor.fork(2), "T1")),
+    ]
+    for part, call in refused:
+        assert part in refusal(call)
