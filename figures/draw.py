@@ -9,20 +9,24 @@ import matplotlib
 
 import kvprobe.studies.bands.study as bands
 import kvprobe.studies.bitflips.study as bitflips
+import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
+import kvprobe.studies.patching.study as patching
 import kvprobe.studies.policies.study as policies
 import kvprobe.studies.robustness.study as robustness
 from kvprobe.plots import save
 from kvprobe.runs import Run
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
+from kvprobe.studies.carriers.config import Config as CarriersConfig
 from kvprobe.studies.compaction.config import Config as CompactionConfig
 from kvprobe.studies.compaction.figures import by_arm, dangling
 from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
 from kvprobe.studies.leakage.config import Config as LeakageConfig
 from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
+from kvprobe.studies.patching.config import Config as PatchingConfig
 from kvprobe.studies.policies.config import Config as PoliciesConfig
 from kvprobe.studies.robustness.config import Config as RobustnessConfig
 
@@ -52,6 +56,11 @@ def main() -> None:
     copy(finished, "accuracy_by_band", "noise_by_band")
     copy(robustness.run(RobustnessConfig(), RUNS), "accuracy_by_rate", "robustness")
     copy(bitflips.run(BitflipsConfig(samples=36), RUNS), "shares_by_bit_1", "bitflips")
+
+    finished = patching.run(PatchingConfig(), RUNS)
+    copy(finished, "layer_by_segment", "patching")
+    copy(finished, "layer_by_head", "patching_by_head")
+    copy(carriers.run(CarriersConfig(), RUNS), "shares", "carriers")
 
 
 def copy(run: Run, figure: str, name: str) -> None:

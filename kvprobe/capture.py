@@ -165,6 +165,31 @@ def _listening(
         raise RuntimeError(f"Modules that were never called: {', '.join(map(str, sorted(silent)))}.")
 
 
+@contextmanager
+def editing(lanes: Lanes, site: Site, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While this lasts, what the plain model computes at a site (see `plain_sites`) goes on as `edit` returns it."""
+    path, end = site
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (edit(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": edit(kwargs["hidden_states"])}
+
+    def after(module: Any, args: Any, output: Any) -> Any:
+        return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
+
+    module = lanes.plain.get_submodule(path)
+    handle = (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if end == "input"
+        else module.register_forward_hook(after)
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _picked(
     tokens: Sequence[Tokens],
     segments: Sequence[str] | None,

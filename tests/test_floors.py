@@ -13,7 +13,7 @@ FLOORS = [
     },
     {"catalog", "loading", "lens", "lanes"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
-    {"probing", "patching", "doctor", "plots", "views"},
+    {"probing", "patching", "attention", "layers", "doctor", "plots", "views"},
     {"studies"},
     {"cli", "report", "__init__"},
 ]  # fmt: skip

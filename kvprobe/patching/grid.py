@@ -116,7 +116,7 @@ def _values(axis: str, given: Iterable[Any] | None, base: KVCache, bounds: Bound
         case "query":
             return [(query, (query,)) for query in _numbers("token of the suffix", given, range(bounds.queries))]
         case "band":
-            return [_band(band, bounds.layers) for band in (_even(bounds.layers) if given is None else given)]
+            return [_band(band, bounds.layers) for band in (even_bands(bounds.layers) if given is None else given)]
         case "slot":
             if given is None:
                 return [(slot, (slot,)) for slot in _held(base)]
@@ -150,7 +150,8 @@ def _held(base: KVCache) -> tuple[int, ...]:
     return tuple((base.ledger.kept[0] & ~base.ledger.padding[0]).nonzero()[:, 0].tolist())
 
 
-def _even(layers: int) -> list[range]:
+def even_bands(layers: int) -> list[range]:
+    """The layers cut into bands as equal as can be."""
     count = min(BANDS, layers)
     ends = [round(layers * band / count) for band in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]

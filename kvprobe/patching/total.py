@@ -7,9 +7,8 @@ as in `kvprobe.patching.reader`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvprobe.cache import KVCache
-from kvprobe.capture import capture, plain_sites
+from kvprobe.capture import capture, editing, plain_sites
 from kvprobe.forward import as_seen, new_slots
 from kvprobe.lanes import Attending, Lanes
 from kvprobe.lens import Family
@@ -180,7 +179,6 @@ class _Pass:
     def _swapping_at(self, site: tuple[Family, int], entries: Sequence[tuple[int, Cell]]) -> Iterator[None]:
         found = self.total.sites[site]
         assert found is not None
-        path, end = found
         theirs = self.total.activations[site]
 
         def swapped(tensor: Tensor) -> Tensor:
@@ -190,25 +188,8 @@ class _Pass:
                 tensor[row, where - self.start] = theirs[where]
             return tensor
 
-        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if args:
-                return (swapped(args[0]), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": swapped(kwargs["hidden_states"])}
-
-        def after(module: Any, args: Any, output: Any) -> Any:
-            return (swapped(output[0]), *output[1:]) if isinstance(output, tuple) else swapped(output)
-
-        module = self.total.lanes.plain.get_submodule(path)
-        hook: Callable[..., Any] = before if end == "input" else after
-        handle = (
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-            if end == "input"
-            else module.register_forward_hook(hook)
-        )
-        try:
+        with editing(self.total.lanes, found, swapped):
             yield
-        finally:
-            handle.remove()
 
 
 def refuse_changed(name: str, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

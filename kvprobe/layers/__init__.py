@@ -1,0 +1,18 @@
+"""Layers: which of them filter damage, and which pass it on."""
+
+from kvprobe.layers.layer_map import LayerMap, layer_map, restored_together, states
+from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
+from kvprobe.layers.verdicts import by_chance, verdicts
+
+__all__ = [
+    "Component",
+    "LayerMap",
+    "Outputs",
+    "Replacement",
+    "Suffix",
+    "by_chance",
+    "layer_map",
+    "restored_together",
+    "states",
+    "verdicts",
+]

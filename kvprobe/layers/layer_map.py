@@ -1,0 +1,210 @@
+"""Which components let damage through: a damaged run, with one output at a time put back as it was.
+
+The causal index of a component is π = 1 − KL(clean ‖ damaged, its output restored) / KL(clean ‖ damaged). Above zero it
+transmits the damage: without its reaction, less arrives. Below zero its reaction was protective. It says nothing of a single
+prompt: see `verdicts`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.cache import KVCache
+from kvprobe.forward import one_row_each
+from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
+from kvprobe.model import Model
+from kvprobe.patching.grid import even_bands
+from kvprobe.patching.metrics import KL
+from kvprobe.transcript import Tokens
+
+LEAST = 1e-4
+"""Damage of fewer nats than this is rounding, and no share of it means anything."""
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """What becomes of damage on its way through the layers.
+
+    Attributes:
+        groups: components restored together, by row.
+        labels: what each row is: kind (attn, mlp, head, band), layer, head, band.
+        damage: KL(clean ‖ damaged), in nats, the mean over the last tokens of the suffix.
+        restored: KL(clean ‖ damaged with the row's outputs restored).
+        noised: KL(clean ‖ clean with the row's outputs as in the damaged run).
+        states: by layer, see `states`.
+    """
+
+    groups: tuple[tuple[Component, ...], ...]
+    labels: tuple[dict[str, int | str], ...]
+    damage: float
+    restored: Float[np.ndarray, "rows"]
+    noised: Float[np.ndarray, "rows"]
+    states: pd.DataFrame
+
+    @property
+    def pi(self) -> Float[np.ndarray, "rows"]:
+        """The causal index; NaN where there is no damage to speak of."""
+        return 1 - self.restored / self.damage if self.damage >= LEAST else np.full(len(self.restored), np.nan)
+
+    def df(self) -> pd.DataFrame:
+        """One row per component or band: kind, layer, head, band; damage, restored and noised in nats; pi."""
+        frame = pd.DataFrame(list(self.labels), columns=["kind", "layer", "head", "band"])
+        frame = frame.astype({"layer": "Int64", "head": "Int64"})
+        return frame.assign(damage=self.damage, restored=self.restored, noised=self.noised, pi=self.pi)
+
+
+def layer_map(
+    model: Model,
+    clean: KVCache,
+    damaged: KVCache,
+    suffix: Tokens | str,
+    *,
+    kept: int = 1,
+    heads: bool = True,
+    bands: Iterable[range] | None = None,
+    progress: bool = True,
+) -> LayerMap:
+    """Restore every attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
+
+    The two caches need not hold the same tokens, or as many: only what is computed over the suffix is exchanged.
+
+    Args:
+        clean: a cache of one row, without the damage.
+        damaged: a cache of one row, with it.
+        suffix: what is read after either: a text where each of them ends, tokens at their positions after the clean cache,
+            and as far from the end of the damaged one.
+        kept: last tokens of the suffix over which KL is averaged.
+        heads: single heads too, the greater part of the rows.
+        bands: of layers whose attention and MLP are restored together; quarters by default.
+
+    Raises:
+        ValueError: a cache of several rows or of another model; a suffix that is empty.
+    """
+    readings = _readings(model, clean, damaged, suffix)
+    runs = [reading.outputs(kept) for reading in readings]
+    shape = model.geometry
+    rows = list(_rows(shape.n_layers, shape.n_heads if heads else 0, bands))
+    groups = [components for components, _ in rows]
+    divergence = KL(kept).to(runs[0].logits)
+    drops = [(Component("attn", layer), Component("mlp", layer)) for layer in range(shape.n_layers)]
+
+    def measured(reading: Suffix, groups: Sequence[tuple[Component, ...]], other: Outputs) -> list[float]:
+        found = []
+        for logits in reading.replaced([Replacement(group, other) for group in groups], kept):
+            found.append(float(divergence(logits)))
+            bar.update()
+        return found
+
+    with tqdm(total=2 * len(groups) + len(drops), desc="Restoring", unit="row", disable=not progress) as bar:
+        restored = measured(readings[1], groups, runs[0])
+        noised = measured(readings[0], groups, runs[1])
+        dropped = measured(readings[0], drops, runs[0].silent)
+    table = states(*runs, parallel=not model.lanes.hooked.fires("resid_mid")).assign(drop=dropped)
+    labels = tuple(label for _, label in rows)
+    damage = float(divergence(runs[1].logits))
+    return LayerMap(tuple(groups), labels, damage, np.array(restored), np.array(noised), table)
+
+
+def restored_together(
+    model: Model,
+    clean: KVCache,
+    damaged: KVCache,
+    suffix: Tokens | str,
+    groups: Sequence[Sequence[Component]],
+    *,
+    kept: int = 1,
+) -> tuple[float, Float[np.ndarray, "groups"]]:
+    """KL(clean ‖ damaged) and the same with each group of components restored together; see `layer_map`.
+
+    Raises:
+        ValueError: as `layer_map`; or a group is empty or names a component that the model does not have.
+    """
+    shape = model.geometry
+    for component in (component for group in groups for component in group):
+        head = component.head if component.kind == "head" else 0
+        if not (0 <= component.layer < shape.n_layers and head is not None and 0 <= head < shape.n_heads):
+            raise ValueError(
+                f"There is no {component}; layers go from 0 to {shape.n_layers - 1}, heads from 0 to {shape.n_heads - 1}."
+            )
+    if not all(groups):
+        raise ValueError("A group is empty; give at least one component to restore.")
+    before, after = _readings(model, clean, damaged, suffix)
+    own = before.outputs(kept)
+    divergence = KL(kept).to(own.logits)
+    rows = [Replacement(tuple(group), own) for group in groups]
+    restored = np.array([float(divergence(logits)) for logits in after.replaced(rows, kept)])
+    return float(divergence(after.outputs(kept).logits)), restored
+
+
+def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataFrame:
+    """How far the residual stream over the suffix is off, layer by layer, and what each layer does about it.
+
+    Columns: `rho` = ‖δ‖/‖h‖ before the layer; `gain` = rho after it / rho before; `erasure` = −⟨Δf, δ⟩/‖δ‖² of the layer, and of
+    its attention and its MLP (1 undoes the deviation, below 0 adds to it; growth of the stream alone lowers `rho`, but is no
+    erasure); `angle` = 1 − mean cos(h before, h after) in the clean run, a baseline. NaN where there is no deviation yet: that
+    of a damaged cache enters with the first attention.
+
+    Args:
+        parallel: attention and MLP read the same stream.
+    """
+    stream, delta = clean.hidden.double(), (damaged.hidden - clean.hidden).double()
+    rho = _ratio(delta.flatten(1).norm(dim=1), stream.flatten(1).norm(dim=1))
+    attn, mlp = (damaged.attn - clean.attn).double(), (damaged.mlp - clean.mlp).double()
+    between = delta[:-1] if parallel else delta[:-1] + attn
+    cosine = _ratio((stream[:-1] * stream[1:]).sum(-1), stream[:-1].norm(dim=-1) * stream[1:].norm(dim=-1))
+    return pd.DataFrame(
+        {
+            "layer": range(len(attn)),
+            "rho": rho[:-1],
+            "rho_after": rho[1:],
+            "gain": _divided(rho[1:], rho[:-1]),
+            "erasure": _erased(delta[1:] - delta[:-1], delta[:-1]),
+            "erasure_attn": _erased(attn, delta[:-1]),
+            "erasure_mlp": _erased(mlp, between),
+            "angle": 1 - cosine.mean(1),
+        }
+    )
+
+
+def _readings(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | str) -> tuple[Suffix, Suffix]:
+    for cache in (clean, damaged):
+        one_row_each(model.lanes, cache, 1)
+    rows = model.tokens_after(clean, suffix)
+    if len(rows) != 1 or not len(rows[0]):
+        raise ValueError("There is nothing to read after the caches; give a suffix of at least one token.")
+    start = rows[0].positions[0] + int(damaged.ledger.following[0] - clean.ledger.following[0])
+    return Suffix(model.lanes, clean, rows[0]), Suffix(model.lanes, damaged, rows[0].shifted(start))
+
+
+def _rows(
+    layers: int, heads: int, bands: Iterable[range] | None
+) -> Iterable[tuple[tuple[Component, ...], dict[str, int | str]]]:
+    for layer in range(layers):
+        for kind in ("attn", "mlp"):
+            yield (Component(kind, layer),), {"kind": kind, "layer": layer}
+        for head in range(heads):
+            yield (Component("head", layer, head),), {"kind": "head", "layer": layer, "head": head}
+    for band in even_bands(layers) if bands is None else bands:
+        members = tuple(Component(kind, layer) for layer in band for kind in ("attn", "mlp"))
+        if not members or not 0 <= min(band) <= max(band) < layers:
+            raise ValueError(f"{band} is no band of the layers 0 to {layers - 1}; give each as in range(0, 8).")
+        yield members, {"kind": "band", "band": f"{band[0]}–{band[-1]}"}
+
+
+def _ratio(top: Tensor, bottom: Tensor) -> Float[np.ndarray, "..."]:
+    return _divided(top.cpu().numpy(), bottom.cpu().numpy())
+
+
+def _divided(top: Float[np.ndarray, "..."], bottom: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)
+
+
+def _erased(
+    change: Float[Tensor, "layers queries d_model"], delta: Float[Tensor, "layers queries d_model"]
+) -> Float[np.ndarray, "layers"]:
+    return _ratio(-(change * delta).flatten(1).sum(1), delta.flatten(1).square().sum(1))

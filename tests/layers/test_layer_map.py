@@ -1,0 +1,311 @@
+"""Restored components against TransformerLens hooks, and against models of which we know what each part does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvprobe as kv
+from kvprobe.cache import KVCache
+from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
+from kvprobe.layers.suffix import Suffix
+from kvprobe.model import Model
+from kvprobe.transcript import Tokens
+
+COUNT, KEPT = 12, 3
+SUFFIX = [7, 3, 11, 5]
+
+
+def ids(seed: int) -> list[int]:
+    return torch.randint(2, 60, (COUNT,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def cache_of(model: Model, seed: int) -> KVCache:
+    return model.prefill(Tokens.of(ids(seed), "T1"))
+
+
+def suffix_of(cache: KVCache) -> Tokens:
+    return Tokens.of(SUFFIX, "question", int(cache.ledger.following[0]))
+
+
+def divergence(clean: Tensor, other: Tensor) -> float:
+    """KL(clean ‖ other), the mean over the last tokens."""
+    clean, other = (logits[-KEPT:].log_softmax(-1) for logits in (clean, other))
+    return float((clean.exp() * (clean - other)).sum(-1).mean())
+
+
+def mapped(model: Model, clean: KVCache, damaged: KVCache, **settings: Any) -> LayerMap:
+    return layer_map(model, clean, damaged, suffix_of(clean), kept=KEPT, progress=False, **settings)
+
+
+# ---- restoring is what hooks do
+
+
+class Bridge:
+    """The same restorations, one whole pass each, by hooks of TransformerBridge."""
+
+    NAMES = ("hook_attn_out", "hook_mlp_out", "attn.hook_z")
+
+    def __init__(self, model: Model) -> None:
+        self.bridge = model.lanes.hooked.bridge
+        self.layers = model.geometry.n_layers
+
+    def read(self, context: list[int], hooks: list[tuple[str, Callable[..., Any]]]) -> Tensor:
+        tokens = torch.tensor([[*context, *SUFFIX]])
+        with torch.no_grad():
+            return self.bridge.run_with_hooks(
+                tokens, fwd_hooks=hooks, position_ids=torch.arange(tokens.shape[1])[None], return_type="logits"
+            )[0]
+
+    def run(self, context: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        kept: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda tensor, hook: kept.__setitem__(name, tensor.clone())
+
+        names = [f"blocks.{layer}.{name}" for layer in range(self.layers) for name in self.NAMES]
+        return self.read(context, [(name, keep(name)) for name in names]), kept
+
+    def restored(self, context: list[int], group: tuple[Component, ...], other: dict[str, Tensor]) -> Tensor:
+        def hook_of(component: Component) -> tuple[str, Callable[..., Tensor]]:
+            end = {"attn": "hook_attn_out", "mlp": "hook_mlp_out", "head": "attn.hook_z"}[component.kind]
+            name = f"blocks.{component.layer}.{end}"
+
+            def write(tensor: Tensor, hook: Any) -> Tensor:
+                tensor = tensor.clone()
+                new = slice(len(context), None)
+                if component.kind == "head":
+                    shape = tensor.shape
+                    tensor, theirs = tensor.view(*shape[:2], -1), other[name].view(*shape[:2], -1)
+                    size = tensor.shape[2] // self.bridge.cfg.n_heads
+                    own = slice(component.head * size, (component.head + 1) * size)
+                    tensor[:, new, own] = theirs[:, new, own]
+                    return tensor.view(shape)
+                tensor[:, new] = other[name][:, new]
+                return tensor
+
+            return name, write
+
+        return self.read(context, [hook_of(component) for component in group])
+
+
+def test_restoring_and_noising_are_what_TransformerLens_hooks_do(tiny: Model):
+    bridge, (clean, damaged) = Bridge(tiny), (ids(0), ids(1))
+    own, outputs = bridge.run(clean)
+    theirs, theirs_outputs = bridge.run(damaged)
+    found = mapped(tiny, cache_of(tiny, 0), cache_of(tiny, 1))
+    assert found.damage == pytest.approx(divergence(own, theirs), abs=1e-5)
+    assert len(found.groups) == 3 * (2 + tiny.geometry.n_heads) + 3
+    for group, restored, noised in zip(found.groups, found.restored, found.noised, strict=True):
+        assert restored == pytest.approx(divergence(own, bridge.restored(damaged, group, outputs)), abs=2e-5), group
+        assert noised == pytest.approx(divergence(own, bridge.restored(clean, group, theirs_outputs)), abs=2e-5), group
+    assert len({round(float(value), 7) for value in found.restored}) > 0.9 * len(found.groups)
+
+
+def test_after_all_that_layers_add_is_restored_there_is_no_damage(tiny: Model):
+    clean, damaged = cache_of(tiny, 0), cache_of(tiny, 1)
+    found = mapped(tiny, clean, damaged, heads=False, bands=[range(tiny.geometry.n_layers), range(1, 3)])
+    assert found.pi[-2] == pytest.approx(1, abs=1e-3)
+    assert found.noised[-2] == pytest.approx(found.damage, abs=1e-4)
+    assert found.pi[-1] < 0.999
+
+
+def test_without_damage_there_is_no_index(tiny_llama: Model):
+    clean = cache_of(tiny_llama, 0)
+    found = mapped(tiny_llama, clean, clean, heads=False)
+    assert abs(found.damage) < 1e-6
+    assert np.isnan(found.pi).all()
+    assert found.states["rho"].max() == 0
+
+
+def test_masking_in_one_head_is_transmitted_by_that_head_alone(tiny_llama: Model):
+    clean = cache_of(tiny_llama, 0)
+    group = tiny_llama.geometry.n_heads // tiny_llama.geometry.n_kv_heads
+    damaged = clean.mask("T1", layers=[2], heads=[1])
+    table = mapped(tiny_llama, clean, damaged).df()
+    last = table[(table["kind"] == "head") & (table["layer"] == 2)].set_index("head")["pi"]
+    assert (last.loc[: group - 1].abs() < 1e-3).all()
+    assert (last.loc[group:].abs() > 1e-3).all()
+    attention = table[(table["kind"] == "attn") & (table["layer"] == 2)]["pi"]
+    assert float(attention.iloc[0]) == pytest.approx(1, abs=1e-3)
+    assert (table[table["layer"] < 2]["pi"].abs() < 1e-3).all()  # nothing is off there yet
+
+
+def test_a_damaged_cache_of_another_length_is_read_where_it_ends(tiny_llama: Model):
+    clean = cache_of(tiny_llama, 0)
+    keep = torch.zeros(1, COUNT, dtype=torch.bool)
+    keep[0, :4] = True
+    evicted = clean.evict(slots=keep).reindex()
+    found = mapped(tiny_llama, clean, evicted, heads=False)
+    scores = [tiny_llama.extend(cache, suffix_of(cache), logits=KEPT)[1][0] for cache in (clean, evicted)]
+    assert found.damage == pytest.approx(divergence(*scores), abs=1e-5)
+
+
+def test_groups_restored_together_are_the_rows_of_the_map(tiny_gemma: Model):
+    clean, damaged = cache_of(tiny_gemma, 0), cache_of(tiny_gemma, 1)
+    found = mapped(tiny_gemma, clean, damaged)
+    damage, restored = restored_together(tiny_gemma, clean, damaged, suffix_of(clean), found.groups[::5], kept=KEPT)
+    assert damage == pytest.approx(found.damage, abs=1e-6)
+    assert restored == pytest.approx(found.restored[::5], abs=1e-5)
+
+
+# ---- a model built by hand: one head copies the damage, another takes some of it back
+
+FLAG, COPY, CONSTANT = 0, 1, 2
+CLEAN_TOKEN, FLAGGED_TOKEN = 1, 2
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> Model:
+    """Two layers of two heads that look everywhere alike. Head 0 of layer 0 adds the flag of the context to `COPY`, head 1 of
+    layer 1 takes three tenths of it back; the others and the MLPs add nothing. The logits of token 3 are `COPY`."""
+    size, heads = 16, 2
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=size, intermediate_size=8, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=heads, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config).eval()
+    width = size // heads
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            weight.zero_() if "norm" not in name else weight.fill_(1)
+        plain.model.embed_tokens.weight[:, CONSTANT] = 10  # so that the norm hardly depends on the rest
+        plain.model.embed_tokens.weight[FLAGGED_TOKEN, FLAG] = 1
+        for layer, head, gain in ((0, 0, 4.0), (1, 1, -1.2)):
+            attention = plain.model.layers[layer].self_attn
+            attention.v_proj.weight[head * width, FLAG] = 1
+            attention.o_proj.weight[COPY, head * width] = gain
+        plain.lm_head.weight[3, COPY] = 4
+    return kv.load(plain)
+
+
+def test_a_head_that_copies_damage_is_poison_and_one_that_takes_it_back_a_filter(by_hand: Model):
+    tables = []
+    for family, flagged in (("few", 3), ("many", 9)):
+        for prompt in range(4):
+            clean = by_hand.prefill(Tokens.of([CLEAN_TOKEN] * (COUNT + prompt), "T1"))
+            context = [FLAGGED_TOKEN] * flagged + [CLEAN_TOKEN] * (COUNT + prompt - flagged)
+            damaged = by_hand.prefill(Tokens.of(context, "T1"))
+            suffix = Tokens.of([CLEAN_TOKEN], "question", COUNT + prompt)
+            found = layer_map(by_hand, clean, damaged, suffix, progress=False)
+            tables.append(found.df().assign(family=family, prompt=prompt))
+    told = verdicts(pd.concat(tables)).set_index(["kind", "layer", "head"])["verdict"]
+    heads = told.loc["head"]
+    assert dict(heads) == {(0, 0): "poison", (0, 1): "neutral", (1, 0): "neutral", (1, 1): "filter"}
+    blocks = {kind: told.loc[kind].tolist() for kind in ("attn", "mlp")}
+    assert blocks == {"attn": ["poison", "filter"], "mlp": ["neutral", "neutral"]}
+
+
+# ---- states
+
+
+def outputs(hidden: Tensor, attn: Tensor, mlp: Tensor) -> Outputs:
+    return Outputs(hidden, attn, mlp, torch.zeros(len(attn), 1, attn.shape[1], 1), torch.zeros(1, 4))
+
+
+def test_erasure_tells_a_layer_that_undoes_the_deviation_from_one_that_only_adds_to_the_stream():
+    stream, off = torch.tensor([3.0, 0.0, 4.0]), torch.tensor([0.0, 1.0, 0.0])
+    zero = torch.zeros(3)
+
+    def run(damage: Tensor, undoes: Tensor) -> Outputs:
+        """Layer 0 doubles the stream whatever comes in; layer 1 adds what is asked for."""
+        hidden = torch.stack([stream + damage, 2 * stream + damage, 2 * stream + damage + undoes])
+        return outputs(hidden[:, None], torch.stack([stream, undoes])[:, None], torch.stack([zero, zero])[:, None])
+
+    found = states(run(zero, zero), run(off, -0.5 * off)).set_index("layer")
+    assert found["rho"].tolist() == pytest.approx([0.2, 0.1])
+    assert found["gain"].tolist() == pytest.approx([0.5, 0.5])
+    assert found["erasure"].tolist() == pytest.approx([0, 0.5])
+    assert found["erasure_attn"].tolist() == pytest.approx([0, 0.5])
+    assert found["erasure_mlp"].tolist() == pytest.approx([0, 0])
+    assert found["angle"].tolist() == pytest.approx([0, 0], abs=1e-7)
+
+
+def test_states_follow_the_stream_of_the_model(tiny: Model):
+    clean, damaged = cache_of(tiny, 0), cache_of(tiny, 1)
+    found = mapped(tiny, clean, damaged, heads=False).states
+    streams = [
+        tiny.capture(suffix_of(cache), ["resid_pre"], past=cache, lane="plain").stack("resid_pre")[:, 0].double()
+        for cache in (clean, damaged)
+    ]
+    delta = streams[1] - streams[0]
+    rho = (delta.flatten(1).norm(dim=1) / streams[0].flatten(1).norm(dim=1)).numpy()
+    assert found["rho"].to_numpy() == pytest.approx(rho, abs=1e-6)
+    assert np.isnan(found["gain"][0])  # the suffix's embeddings are the same
+    assert (found["drop"] > 0).all()
+
+
+def test_the_suffix_read_with_nothing_replaced_is_the_run_itself(tiny: Model):
+    cache = cache_of(tiny, 0)
+    run = Suffix(tiny.lanes, cache, suffix_of(cache)).outputs(KEPT)
+    expected = tiny.extend(cache, suffix_of(cache), logits=KEPT)[1][0]
+    assert torch.allclose(run.logits, expected, atol=1e-5)
+    total = run.hidden[0] + (run.attn + run.mlp).sum(0)
+    assert torch.allclose(total, run.hidden[-1], atol=1e-4)
+
+
+# ---- verdicts
+
+
+def table(pi: dict[str, float], prompts: int = 12, spread: float = 0.1) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(
+        [
+            {"kind": "head", "layer": 0, "head": 0, "family": family, "prompt": prompt, "damage": 1.0,
+             "restored": 1 - mean - spread * rng.standard_normal()}
+            for family, mean in pi.items()
+            for prompt in range(prompts)
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pi", "verdict"),
+    [
+        ({"a": 0.3, "b": 0.3, "c": 0.0}, "poison"),
+        ({"a": -0.3, "b": -0.3, "c": 0.0}, "filter"),
+        ({"a": 0.3, "b": 0.0, "c": 0.0}, "neutral"),
+        ({"a": 0.3, "b": 0.3, "c": -0.3}, "mixed"),
+        ({"a": 0.0, "b": 0.0, "c": 0.0}, "neutral"),
+    ],
+)
+def test_a_verdict_needs_two_families_that_agree(pi: dict[str, float], verdict: str):
+    [found] = verdicts(table(pi)).to_dict("records")
+    assert found["verdict"] == verdict
+    for family, mean in pi.items():
+        assert found[f"low_{family}"] < found[f"pi_{family}"] < found[f"high_{family}"]
+        assert found[f"pi_{family}"] == pytest.approx(mean, abs=0.1)
+
+
+def test_a_prompt_that_was_hardly_damaged_hardly_counts():
+    frame = table({"a": 0.3, "b": 0.3})
+    frame.loc[0, ["damage", "restored"]] = [1e-6, 1.0e-3]
+    assert verdicts(frame)["pi_a"].iloc[0] == pytest.approx(0.3, abs=0.1)
+
+
+def test_how_many_verdicts_chance_alone_would_give():
+    rng = np.random.default_rng(0)
+    signs = rng.choice([-1, 0, 1], p=[0.025, 0.95, 0.025], size=(200_000, 4))
+    above, below = (signs == 1).sum(1), (signs == -1).sum(1)
+    expected = ((above >= 2) | (below >= 2)).mean()
+    assert by_chance(100, 4) == pytest.approx(100 * expected, rel=0.1)
+
+
+def test_one_family_is_too_few():
+    with pytest.raises(ValueError, match="needs 2 families"):
+        verdicts(table({"a": 0.3}))
+
+
+@pytest.mark.parametrize(
+    ("group", "sentence"),
+    [([], "A group is empty"), ([Component("head", 9, 0)], "There is no"), ([Component("head", 0)], "There is no")],
+)
+def test_groups_that_cannot_be_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
+    clean = cache_of(tiny_llama, 0)
+    with pytest.raises(ValueError, match=sentence):
+        restored_together(tiny_llama, clean, clean, suffix_of(clean), [group])
