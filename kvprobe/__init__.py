@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import faults, patching, plots, policies, views
+    from kvprobe import attention, faults, patching, plots, policies, views
+    from kvprobe.attention import Patterns, attend
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
     from kvprobe.doctor import examine
@@ -52,6 +53,7 @@ _HOMES = {
     "PairMaps": "kvprobe.patching",
     "Part": "kvprobe.transcript",
     "PatchMap": "kvprobe.patching",
+    "Patterns": "kvprobe.attention",
     "Probing": "kvprobe.probing.probe",
     "Run": "kvprobe.runs",
     "Sample": "kvprobe.probing.probe",
@@ -60,6 +62,8 @@ _HOMES = {
     "Tokens": "kvprobe.transcript",
     "Transcript": "kvprobe.transcript",
     "Trial": "kvprobe.sweep",
+    "attend": "kvprobe.attention",
+    "attention": "kvprobe.attention",
     "attribute": "kvprobe.patching",
     "examine": "kvprobe.doctor",
     "faults": "kvprobe.faults",
@@ -90,6 +94,7 @@ __all__ = [
     "PairMaps",
     "Part",
     "PatchMap",
+    "Patterns",
     "Probing",
     "Run",
     "Sample",
@@ -98,6 +103,8 @@ __all__ = [
     "Tokens",
     "Transcript",
     "Trial",
+    "attend",
+    "attention",
     "attribute",
     "examine",
     "faults",

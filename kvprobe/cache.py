@@ -110,9 +110,9 @@ class KVCache:
         hidden = self._chosen(segments, slots)[None, :, None, :]
         if layers is not None or heads is not None:
             where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
-            chosen_layers = _indices("layer", layers, self.n_layers)
-            chosen_heads = _indices("KV head", heads, self.n_kv_heads)
-            where[torch.tensor(chosen_layers)[:, None], :, torch.tensor(chosen_heads)] = True
+            chosen_layers = torch.tensor(_indices("layer", layers, self.n_layers), dtype=torch.long)
+            chosen_heads = torch.tensor(_indices("KV head", heads, self.n_kv_heads), dtype=torch.long)
+            where[chosen_layers[:, None], :, chosen_heads] = True
             hidden = hidden & where
         return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
 

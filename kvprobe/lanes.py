@@ -6,6 +6,7 @@ sliding windows by slot index instead of position.
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
 
 from kvprobe.ledger import Ledger
 from kvprobe.lens import Hooked
@@ -26,27 +29,29 @@ from kvprobe.rotary import Layout, Rotary, Turn
 Lane = Literal["plain", "hooked"]
 
 _PROBED_POSITION = 37
-_ATTENTION = "kvprobe"
+_OWN, _OVERHEARD = "kvprobe", "kvprobe_overheard"
 
 
 @dataclass(frozen=True)
 class Attending:
-    """What one layer of the plain lane attends with, for attention of our own making.
+    """What one layer of the plain lane attends with.
 
     Attributes:
         query: as it meets the keys.
-        key: of the tokens being read, as it would be stored; what lies in a cache is not here.
+        key: likewise; of all slots of the cache that the model was given, those being read the last of them.
         value: likewise.
         scale: by what scores are multiplied.
         softcap: where scores saturate (Gemma 2); None where they do not.
+        sinks: scores of the model's own attention sinks (gpt-oss), which take their share and are no slots; None without.
     """
 
     layer: int
     query: Float[Tensor, "rows heads queries d_head"]
-    key: Float[Tensor, "rows kv_heads queries d_head"]
-    value: Float[Tensor, "rows kv_heads queries d_value"]
+    key: Float[Tensor, "rows kv_heads slots d_head"]
+    value: Float[Tensor, "rows kv_heads slots d_value"]
     scale: float
-    softcap: float | None
+    softcap: float | None = None
+    sinks: Float[Tensor, "heads"] | None = None
 
 
 Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
@@ -190,14 +195,47 @@ class Lanes:
 
     @contextmanager
     def attending_by(self, attend: Attend) -> Iterator[None]:
-        """While this lasts, `attend` is the attention of every layer of the plain lane; masks are its own business.
+        """While this lasts, `attend` is the attention of every layer of the plain lane; masks are its own business, and so is
+        what lies in a cache.
+
+        Raises:
+            ValueError: the model does not take its attention from transformers' registry, or has sinks of its own.
+        """
+
+        def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
+            if given.sinks is not None:
+                raise ValueError(
+                    f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
+                )
+            return attend(given).transpose(1, 2).contiguous()
+
+        with self._attention(_OWN, attention):
+            yield
+
+    @contextmanager
+    def overhearing(self, hear: Callable[[Attending], None]) -> Iterator[None]:
+        """While this lasts, `hear` is told what every layer of the plain lane attends with; what it computes stays the same.
 
         Raises:
             ValueError: the model does not take its attention from transformers' registry.
         """
-        layers = {id(module): layer for layer, module in enumerate(self._attention_modules)}
 
-        def attention(
+        def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
+            hear(given)
+            return usual()
+
+        # Under another name the model would make no masks.
+        AttentionMaskInterface.register(_OVERHEARD, AttentionMaskInterface()[self.plain.config._attn_implementation])
+        with self._attention(_OVERHEARD, attention):
+            yield
+
+    @contextmanager
+    def _attention(self, name: str, attention: Callable[[Attending, Callable[[], Tensor]], Tensor]) -> Iterator[None]:
+        """While this lasts, this is the attention of the plain lane, by this name; it is handed the usual one, to be called."""
+        layers = {id(module): layer for layer, module in enumerate(self._attention_modules)}
+        before = self.plain.config._attn_implementation
+
+        def attend(
             module: nn.Module,
             query: Tensor,
             key: Tensor,
@@ -206,22 +244,24 @@ class Lanes:
             scaling: Any = None,
             **settings: Any,
         ) -> tuple[Tensor, None]:
-            if settings.get("s_aux") is not None:
-                raise ValueError(
-                    f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
-                )
             scale = self.geometry.d_head**-0.5 if scaling is None else float(scaling)
-            given = Attending(layers[id(module)], query, key, value, scale, settings.get("softcap"))
-            return attend(given).transpose(1, 2).contiguous(), None
+            softcap, sinks = settings.get("softcap"), settings.get("s_aux")
+            given = Attending(layers[id(module)], query, key, value, scale, softcap, sinks)
 
-        before = self.plain.config._attn_implementation
-        AttentionInterface.register(_ATTENTION, attention)
-        self.plain.set_attn_implementation(_ATTENTION)
+            def usual() -> Tensor:
+                eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+                function = AttentionInterface().get_interface(before, eager)
+                return function(module, query, key, value, mask, scaling=scaling, **settings)[0]
+
+            return attention(given, usual), None
+
+        AttentionInterface.register(name, attend)
+        self.plain.set_attn_implementation(name)
         try:
-            if self.plain.config._attn_implementation != _ATTENTION:
+            if self.plain.config._attn_implementation != name:
                 raise ValueError(
-                    f"{type(self.plain).__name__} does not let its attention be replaced, so rows cannot share a prefix; "
-                    f"patch it with KVCache.patch, one cell at a time."
+                    f"{type(self.plain).__name__} does not take its attention from transformers' registry, so it can be neither "
+                    f"replaced nor overheard; patch with KVCache.patch, one cell at a time, and see patterns on lane='hooked'."
                 )
             yield
         finally:
@@ -287,6 +327,23 @@ class Lanes:
         """By what each layer multiplies its attention scores."""
         usual = self.geometry.d_head**-0.5
         return tuple(float(getattr(module, "scaling", usual)) for module in self._attention_modules)
+
+    def output_weights(self, layer: int) -> Float[Tensor, "heads d_value d_model"]:
+        """What each head of a layer writes into the residual stream for what it reads: W_O.
+
+        Raises:
+            ValueError: the attention module has no output projection of a known name.
+        """
+        module, names = self._attention_modules[layer], ("o_proj", "c_proj", "dense", "out_proj")
+        for name in names:
+            projection = getattr(module, name, None)
+            if projection is not None:
+                # GPT-2's Conv1D holds its weight the other way round.
+                weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
+                return weight.detach().unflatten(0, (self.geometry.n_heads, -1))
+        raise ValueError(
+            f"{type(module).__name__} has no output projection called {', '.join(names)}; W_O is not known."
+        )
 
     def _rotary_candidates(self) -> list[Rotary]:
         found = []

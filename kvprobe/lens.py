@@ -126,27 +126,6 @@ class Hooked:
         with self._hooked({f"blocks.{layer}.attn.hook_pattern": listener(layer) for layer in layers}):
             yield
 
-    @property
-    def turns_queries(self) -> bool:
-        """Whether TransformerLens shows this model's queries after rotary embedding."""
-        return _rotates(self.bridge.blocks[0].attn)
-
-    @contextmanager
-    def querying(self, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call `hear(layer, queries)` with each layer's queries, `[batch, queries, heads, d_head]`: as they meet the keys, where
-        `turns_queries`, else before any rotary embedding.
-
-        Raises:
-            RuntimeError: a hook does not exist, or did not fire.
-        """
-
-        def listener(layer: int) -> Callable[[Tensor], None]:
-            return lambda queries: hear(layer, queries)
-
-        name = "hook_rot_q" if self.turns_queries else "hook_q"
-        with self._hooked({f"blocks.{layer}.attn.{name}": listener(layer) for layer in range(len(self.bridge.blocks))}):
-            yield
-
     @contextmanager
     def _hooked(self, listeners: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
         """While this lasts, these hook points tell their listeners; one that does not exist or stays silent is an error."""

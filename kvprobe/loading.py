@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from kvprobe.catalog import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
+from kvprobe.presets import shipped
 from kvprobe.suggest import unknown
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -107,6 +108,8 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _named(name: str) -> Path:
+    if not NAMED_MODELS[name].wheels:
+        return _checked(shipped("models") / name)
     return _kept(name, lambda scratch: gguf_of(name, scratch))
 
 

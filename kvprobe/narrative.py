@@ -72,6 +72,32 @@ class TokenView:
 
 
 @dataclass(frozen=True)
+class AttentionView:
+    """Attention of chosen queries, of which a reader picks layer and head.
+
+    Attributes:
+        tokens: the text of every slot.
+        layers, heads: their labels.
+        queries: the slots that attend, in order.
+        weights: one text per layer, which `kvprobe.views.attention.pack` makes.
+        masked, damaged: slots that are struck through, and slots that are marked.
+        index: [layers][heads], a number beside each head; `None` where there is none.
+        index_name: what that number is.
+    """
+
+    caption: str
+    tokens: Sequence[str]
+    layers: Sequence[str]
+    heads: Sequence[str]
+    queries: Sequence[int]
+    weights: Sequence[str] = field(repr=False)
+    masked: Sequence[int] = ()
+    damaged: Sequence[int] = ()
+    index: Sequence[Sequence[int | float | None]] | None = None
+    index_name: str = ""
+
+
+@dataclass(frozen=True)
 class Section:
     """A heading and what stands under it, in this order."""
 
@@ -83,6 +109,7 @@ class Section:
     points: Sequence[str] = ()
     maps: Sequence[HeatMap] = ()
     views: Sequence[TokenView] = ()
+    heads: Sequence[AttentionView] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +127,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` gave, now or before sections had maps and views."""
+        """The report that `to_dict` gave, now or before sections had maps, views and heads."""
 
         def section(entry: Mapping[str, Any]) -> Section:
             return Section(
@@ -112,6 +139,7 @@ class Report:
                 points=entry["points"],
                 maps=[HeatMap(**heat_map) for heat_map in entry.get("maps", ())],
                 views=[TokenView(**view) for view in entry.get("views", ())],
+                heads=[AttentionView(**view) for view in entry.get("heads", ())],
             )
 
         return cls(

@@ -1,16 +1,16 @@
 """Who may attend to whom, from the ledger: causal by slot order, windows by position, never by length."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.ledger import Ledger
 
 
 def visible(
-    ledger: Ledger, queries: int, window: int | None = None
+    ledger: Ledger, queries: int | Int[Tensor, "queries"], window: int | None = None
 ) -> Bool[Tensor, "layers batch kv_heads queries slots"]:
-    """Which slots each of the last `queries` slots may attend to.
+    """Which slots each query may attend to: each of the last `queries` slots, or of the slots at these indices.
 
     A query sees the live slots that stand before it, and always itself, so that no row of the mask is empty
     (padding included). Causality goes by slot order. A sliding `window` goes by position, as the model was
@@ -18,10 +18,10 @@ def visible(
     slots stand between them.
     """
     slots = torch.arange(ledger.slots, device=ledger.tokens.device)
-    query_slots = slots[ledger.slots - queries :]
+    query_slots = slots[ledger.slots - queries :] if isinstance(queries, int) else queries
     seen = ledger.live[:, :, :, None, :] & (slots < query_slots[:, None])
     if window is not None:
-        distance = ledger.positions[:, ledger.slots - queries :, None] - ledger.positions[:, None, :]
+        distance = ledger.positions[:, query_slots, None] - ledger.positions[:, None, :]
         seen = seen & (distance < window)[None, :, None]
     return seen | (slots == query_slots[:, None])
 

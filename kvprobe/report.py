@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvprobe.narrative import Figure, Passage, Report
 from kvprobe.runs import Run
-from kvprobe.views import render
+from kvprobe.views.page import Page, Part, render
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def write_report(run: Run) -> Path:
 
     page = render(
         "report.html.j2",
-        [part for section in report.sections for part in (*section.maps, *section.views)],
+        _parts(report),
         title=report.title,
         report=report,
         pieces=_pieces,
@@ -42,6 +42,23 @@ def write_report(run: Run) -> Path:
     partial.write_text(page, encoding="utf-8")
     partial.replace(path)
     return path
+
+
+def write_views(run: Run) -> Path:
+    """Write the maps, token views and attention of a run's report as `views.html`, a page of their own.
+
+    Raises:
+        ValueError: the run is unfinished, or its report has no views.
+    """
+    report = Report.from_dict(run.report)
+    parts = _parts(report)
+    if not parts:
+        raise ValueError(f"The report of {run.path} has no views; see its figures with `kvprobe report {run.path}`.")
+    return Page(parts, report.title).save(run.path / "views.html")
+
+
+def _parts(report: Report) -> list[Part]:
+    return [part for section in report.sections for part in (*section.maps, *section.views, *section.heads)]
 
 
 def _pieces(passage: Passage) -> list[_Piece]:

@@ -20,12 +20,11 @@ from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host, Queries
 from kvprobe.faults.scope import GENERATED
-from kvprobe.forward import as_seen, extend, one_row_each
+from kvprobe.forward import as_seen, extend, one_row_each, read, taps
 from kvprobe.generate import decode_text, stop_tokens
-from kvprobe.lanes import Lane, Lanes
+from kvprobe.lanes import Attending, Lane, Lanes
 from kvprobe.live import tokens_at
 from kvprobe.outcomes import divergence
-from kvprobe.rotary import Turn
 from kvprobe.transcript import Tokens
 
 ROWS = 64
@@ -166,35 +165,25 @@ def prepare(lanes: Lanes, cache: KVCache, faults: Sequence[Fault], donors: Mappi
 
 
 def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
-    """The queries of a cache's last tokens, which are read again for them on the hooked lane."""
+    """The queries of a cache's last tokens, which are read again for them."""
     ledger = cache.ledger
     held = (~ledger.padding[0]).nonzero()[:, 0]
     index = held[-min(count, len(held) - 1) :]
     again = torch.zeros_like(ledger.padding)
     again[0, index] = True
+    kv_heads, group = lanes.geometry.n_kv_heads, lanes.geometry.n_heads // lanes.geometry.n_kv_heads
+    rows: list[Tensor] = []
+    scales: list[float] = []
+
+    def hear(given: Attending) -> None:
+        rows.append(given.query[0].unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(1, 2))
+        scales.append(given.scale)
+
     before = cache.mask(slots=again)
-    tokens = tokens_at(ledger, 0, index)
-    found: dict[int, Tensor] = {}
-
-    def hear(layer: int, queries: Tensor) -> None:
-        found[layer] = queries[0]
-
-    with lanes.hooked.querying(hear):
-        extend(lanes, before, [tokens], "hooked")
-    shape = lanes.geometry
-    if not lanes.hooked.turns_queries and shape.max_position is None:
-        # The hook shows queries before they are turned: turn them as the model does its keys.
-        at = torch.tensor([tokens.positions], device=lanes.device)
-        for layer, rotary in enumerate(lanes.rotaries):
-            if rotary is not None:
-                turn = Turn.between(rotary, torch.zeros_like(at), at)
-                found[layer] = turn.of(found[layer].transpose(0, 1)[None])[0].transpose(0, 1)
-    group = shape.n_heads // shape.n_kv_heads
-    rows = tuple(
-        found[layer].unflatten(1, (shape.n_kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
-        for layer in range(shape.n_layers)
-    )
-    return Queries(rows, lanes.score_scales, group)
+    layers = taps(lanes, before)
+    with lanes.overhearing(hear):
+        read(lanes, before, [tokens_at(ledger, 0, index)], layers, "plain", logits=1)
+    return Queries(tuple(rows), tuple(scales), group)
 
 
 @dataclass

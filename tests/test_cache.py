@@ -48,6 +48,12 @@ def test_masking_in_some_layers_and_heads_leaves_the_others():
     assert cache.ledger.uniform
 
 
+def test_masking_in_no_layer_or_no_head_masks_nothing():
+    cache = random_cache(3, n_layers=3, kv_heads=2)
+    assert cache.mask("T1", layers=[]).ledger.live.all()
+    assert cache.mask("T1", heads=[]).ledger.live.all()
+
+
 def test_masking_every_layer_and_head_in_turn_equals_masking_at_once():
     cache = random_cache(4, some_masked=True)
     in_turn = cache

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.cli import app
+from kvprobe.model import Model
+
 
 def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["run", "leakage", "--help"], ["ls"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["run", "leakage", "--help"], ["attend", "--help"], ["ls"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]):
     check = (
         "import sys\n"
@@ -50,6 +55,9 @@ def test_flags_show_the_presets_own_defaults():
         (["doctor", "smollm2-135"], "smollm2-135m"),
         (["run", "absent.yaml"], "no file"),
         (["report", "absent"], "not a run directory"),
+        (["view", "absent"], "not a run directory"),
+        (["attend"], "--text or --chat"),
+        (["attend", "--chat", "absent.json"], "no file"),
     ],
 )
 def test_a_mistake_is_answered_with_the_near_match(arguments: list[str], near: str):
@@ -65,3 +73,15 @@ def test_a_yaml_file_gives_its_settings_as_defaults(tmp_path: Path):
     assert "[default: 12]" in kvprobe("run", str(path), "--help").stdout.replace("\n", " ")
     path.write_text("study: leakage\nsettings: {contxts: 12}\n")
     assert "contexts" in kvprobe("run", str(path)).stderr
+
+
+def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
+    tmp_path: Path, tiny_llama: Model, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvprobe.model.load", lambda *_, **__: tiny_llama)
+    chat, page = tmp_path / "chat.json", tmp_path / "page.html"
+    chat.write_text('[{"role": "user", "content": "The code is 48213."}, {"role": "user", "content": "Which?"}]')
+    arguments = ["attend", "--chat", str(chat), "--mask", "m0", "--last", "2", "--out", str(page)]
+    command, bound, _ = app.parse_args(arguments)
+    command(*bound.args, **bound.kwargs)
+    assert page.read_text().count('data-component="AttentionView"') == 2

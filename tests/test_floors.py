@@ -8,10 +8,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
-        "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "stats", "runs", "tasks", "narrative",
+        "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
         "studyconfig", "presets", "rotary", "footprint", "policies", "faults", "described", "published", "outcomes", "wording",
     },
-    {"catalog", "loading", "lens", "lanes"},
+    {"catalog", "loading", "lens", "lanes", "train_ordinal"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
     {"probing", "patching", "attention", "layers", "doctor", "plots", "views"},
     {"studies"},

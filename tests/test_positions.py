@@ -41,6 +41,12 @@ def test_fewer_queries_see_what_the_last_of_more_queries_see(ledger: Ledger, dat
     assert torch.equal(visible(ledger, queries, window), visible(ledger, ledger.slots, window)[..., -queries:, :])
 
 
+@given(ledgers(), st.data(), st.one_of(st.none(), st.integers(1, 12)))
+def test_chosen_queries_see_what_they_see_among_all(ledger: Ledger, data: st.DataObject, window: int | None):
+    chosen = torch.tensor(data.draw(st.lists(st.integers(0, ledger.slots - 1), max_size=4)), dtype=torch.long)
+    assert torch.equal(visible(ledger, chosen, window), visible(ledger, ledger.slots, window)[..., chosen, :])
+
+
 def test_a_window_counts_positions_and_not_slots():
     ledger = random_ledger(0, batch=1, slots=4)
     ledger.positions.copy_(torch.tensor([[0, 1, 7, 8]]))

@@ -6,10 +6,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvprobe.narrative import Figure, HeatMap, Passage, Report, Section, Table, TokenView
-from kvprobe.report import write_report
+from kvprobe.report import write_report, write_views
 from kvprobe.runs import Run
+from kvprobe.views import heads_view
 from tests.browser import browse, needs_browser
 
 EVIL = "</title><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -52,6 +54,7 @@ def page(tmp_path: Path) -> Path:
 
 GRID = HeatMap(EVIL, [EVIL, "1"], [EVIL], [[0.5], [None]], EVIL, EVIL, EVIL)
 TOKENS = TokenView(EVIL, [EVIL, "b"], [EVIL], [[0.5, -1.0]])
+HEADS = heads_view(torch.eye(2)[None, None], [EVIL, "b"], EVIL, masked=[0], index_name=EVIL)
 
 
 @pytest.fixture
@@ -60,7 +63,9 @@ def viewed(tmp_path: Path) -> Path:
     run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path, "viewed")
     (run.path / "figures" / "dot.png").write_bytes(b"")
     sections = [Section("First", figures=[Figure("dot", "")], maps=[GRID], views=[TOKENS] * 2)]
-    run.finish({}, Report("Viewed", "q", "a", sections=[*sections, Section("Second", maps=[GRID])]).to_dict())
+    run.finish(
+        {}, Report("Viewed", "q", "a", sections=[*sections, Section("Second", maps=[GRID], heads=[HEADS])]).to_dict()
+    )
     return write_report(run)
 
 
@@ -103,7 +108,16 @@ def test_a_page_without_views_may_run_no_script(page: Path):
 def test_maps_and_views_stand_after_the_figures_of_their_section(viewed: Path):
     order = re.findall(r"<h2>(.*?)</h2>|<img src=\"(data)|data-component=\"(.*?)\"", viewed.read_text())
     titles = ["".join(found) for found in order]
-    assert titles == ["First", "data", "HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "Second", "HeatMap"]
+    assert titles == [
+        "First",
+        "data",
+        "HeatMap",
+        "ColoredTokensMulti",
+        "ColoredTokensMulti",
+        "Second",
+        "HeatMap",
+        "AttentionView",
+    ]
 
 
 def test_a_page_with_views_holds_each_script_once_and_fetches_nothing(viewed: Path):
@@ -122,7 +136,7 @@ def test_no_text_of_a_view_becomes_markup(viewed: Path):
     parser = Collector()
     parser.feed(viewed.read_text())
     scripts = [attributes.get("type") for tag, attributes in parser.tags if tag == "script"]
-    assert sorted(scripts, key=str) == [None, None, *["application/json"] * 4]
+    assert sorted(scripts, key=str) == [None, None, None, *["application/json"] * 5, "application/octet-stream;base64"]
     assert len([tag for tag, _ in parser.tags if tag == "img"]) == 1
     assert not [attributes for _, attributes in parser.tags if any(name.startswith("on") for name in attributes)]
 
@@ -130,7 +144,8 @@ def test_no_text_of_a_view_becomes_markup(viewed: Path):
 @needs_browser
 def test_a_browser_draws_the_views_under_the_pages_policy(viewed: Path, tmp_path: Path):
     done = browse(viewed, tmp_path / "profile", "--dump-dom")
-    assert done.stdout.count("<canvas") == 2
+    # Two maps, and the small and the large pattern of one head.
+    assert done.stdout.count("<canvas") == 4
     assert done.stdout.count('class="colored-tokens"') == 2
     assert "<title>Viewed</title>" in done.stdout
     assert "Content Security Policy" not in done.stderr
@@ -138,15 +153,24 @@ def test_a_browser_draws_the_views_under_the_pages_policy(viewed: Path, tmp_path
 
 def test_a_report_from_before_maps_and_views_still_loads():
     data = Report("t", "q", "a", sections=[Section("s")]).to_dict()
-    del data["sections"][0]["maps"], data["sections"][0]["views"]
+    del data["sections"][0]["maps"], data["sections"][0]["views"], data["sections"][0]["heads"]
     (section,) = Report.from_dict(data).sections
-    assert not [*section.maps, *section.views]
+    assert not [*section.maps, *section.views, *section.heads]
 
 
 def test_maps_and_views_come_back_from_a_report_as_they_were():
-    section = Section("s", maps=[GRID], views=[TOKENS])
+    section = Section("s", maps=[GRID], views=[TOKENS], heads=[HEADS])
     (back,) = Report.from_dict(Report("t", "q", "a", sections=[section]).to_dict()).sections
-    assert (back.maps, back.views) == ([GRID], [TOKENS])
+    assert (back.maps, back.views, back.heads) == ([GRID], [TOKENS], [HEADS])
+
+
+def test_the_views_of_a_run_make_a_page_of_their_own(viewed: Path, page: Path):
+    path = write_views(Run.load(viewed.parent))
+    assert (path.parent, path.name) == (viewed.parent, "views.html")
+    shown = re.findall(r"data-component=\"(.*?)\"", path.read_text())
+    assert shown == ["HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "HeatMap", "AttentionView"]
+    with pytest.raises(ValueError, match="has no views"):
+        write_views(Run.load(page.parent))
 
 
 def test_rendering_again_gives_the_same_page(page: Path):

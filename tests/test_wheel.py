@@ -25,6 +25,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
     for file in (
         "_shipped/analyses/leakage.yaml",
+        "_shipped/models/ordinal/model.safetensors",
+        "_shipped/models/ordinal/tokenizer.json",
         "_shipped/probes/README.md",
         "published.yaml",
         "tasks/facts.yaml",

@@ -35,7 +35,7 @@ class LayerMap:
         labels: what each row is: kind (attn, mlp, head, band), layer, head, band.
         damage: KL(clean ‖ damaged), in nats, the mean over the last tokens of the suffix.
         restored: KL(clean ‖ damaged with the row's outputs restored).
-        noised: KL(clean ‖ clean with the row's outputs as in the damaged run).
+        noised: KL(clean ‖ clean with the row's outputs as in the damaged run); NaN for heads.
         states: by layer, see `states`.
     """
 
@@ -100,14 +100,17 @@ def layer_map(
             bar.update()
         return found
 
-    with tqdm(total=2 * len(groups) + len(drops), desc="Restoring", unit="row", disable=not progress) as bar:
+    count = len(groups) + sum(label["kind"] != "head" for _, label in rows) + len(drops)
+    with tqdm(total=count, desc="Restoring", unit="row", disable=not progress) as bar:
         restored = measured(readings[1], groups, runs[0])
-        noised = measured(readings[0], groups, runs[1])
+        blocks = [number for number, (_, label) in enumerate(rows) if label["kind"] != "head"]
+        noised = np.full(len(rows), np.nan)
+        noised[blocks] = measured(readings[0], [groups[number] for number in blocks], runs[1])
         dropped = measured(readings[0], drops, runs[0].silent)
     table = states(*runs, parallel=not model.lanes.hooked.fires("resid_mid")).assign(drop=dropped)
     labels = tuple(label for _, label in rows)
     damage = float(divergence(runs[1].logits))
-    return LayerMap(tuple(groups), labels, damage, np.array(restored), np.array(noised), table)
+    return LayerMap(tuple(groups), labels, damage, np.array(restored), noised, table)
 
 
 def restored_together(

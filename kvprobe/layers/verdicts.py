@@ -1,6 +1,7 @@
 """When a component may be called filter or poison: only if an interval says so in several kinds of damage."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ LEAST_FAMILIES = 2
 
 
 def verdicts(
-    maps: pd.DataFrame,
+    maps: Any,
     by: Sequence[str] = ("kind", "layer", "head"),
     *,
     family: str = "family",
@@ -38,7 +39,7 @@ def verdicts(
     weights = cluster_weights(len(prompts), np.random.default_rng(seed))
     found = []
     for names, own in maps.groupby(list(by), sort=False, dropna=False):
-        row: dict[str, object] = dict(zip(by, names, strict=True))
+        row: dict[str, Any] = dict(zip(by, names, strict=True))
         signs = []
         for each in families:
             of = own[own[family] == each]
@@ -62,7 +63,7 @@ def by_chance(components: int, families: int, least: int = LEAST_FAMILIES) -> fl
     return 2 * components * float(ways[least:].sum())
 
 
-def _pooled(table: pd.DataFrame, clusters: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+def _pooled(table: Any, clusters: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
     damage, restored = (
         np.bincount(clusters, table[name].to_numpy(float), minlength=weights.shape[1])
         for name in ("damage", "restored")

@@ -50,6 +50,11 @@ STUDIES = {
         Study("bitflips", "What does a single flipped bit of K or V do, by its place in the number?"),
         Study("patching", "From which layers, slots and heads is a fact read, and from K or from V?"),
         Study("carriers", "After a turn was masked, which of the slots that stay carry its effect?"),
+        Study(
+            "dangling",
+            "A turn is hidden: where does the attention go that looked at it, and does anything point there?",
+        ),
+        Study("filter_poison", "Which attention blocks, MLPs and heads pass damage on, and which keep it away?"),
     )
 }
 

@@ -142,17 +142,17 @@ def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict
     `scaffold`, the prompt's own chat template around neutral filler."""
     found = {}
     if "distractor" in wanted:
-        found["distractor"] = model.prefill(unrelated(model, sample))
+        found["distractor"] = model.prefill(unrelated(model.tokenizer, len(sample.tokens), sample.number))
     if "scaffold" in wanted:
         ids = model.tokenizer(FILLER, add_special_tokens=False)["input_ids"]
         found["scaffold"] = model.prefill(scaffold(sample.tokens, ids))
     return found
 
 
-def unrelated(model: Model, sample: Sample) -> Tokens:
-    """Small talk from hand-written contexts, drawn for each sample, cut to the prompt's length."""
+def unrelated(tokenizer: Any, length: int, number: int) -> Tokens:
+    """Small talk from hand-written contexts, drawn for the sample of this number, cut to so many tokens."""
     talk = contexts()
-    order = np.random.default_rng([sample.number, 0x64]).permutation(len(talk))
+    order = np.random.default_rng([number, 0x64]).permutation(len(talk))
     messages: list[dict[str, str]] = []
     while True:
         for index in order:
@@ -161,10 +161,10 @@ def unrelated(model: Model, sample: Sample) -> Tokens:
                 {"role": "user", "content": said.chat_user},
                 {"role": "assistant", "content": said.chat_assistant},
             ]
-            names = [f"d{number}" for number in range(len(messages))]
-            tokens = Transcript.from_messages(messages, names).tokens(model.tokenizer)
-            if len(tokens) >= len(sample.tokens):
-                return tokens[: len(sample.tokens)]
+            names = [f"d{place}" for place in range(len(messages))]
+            tokens = Transcript.from_messages(messages, names).tokens(tokenizer)
+            if len(tokens) >= length:
+                return tokens[:length]
 
 
 @cache

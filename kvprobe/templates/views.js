@@ -1,16 +1,21 @@
-// Draws every view of the page in place of its words: maps here, all else by CircuitsVis.
+// Draws every view of the page in place of its words: maps here, attention by attention.js, all else by CircuitsVis.
 "use strict";
-for (const [number, view] of document.querySelectorAll("[data-component]").entries()) {
-  const props = JSON.parse(view.nextElementSibling.textContent);
-  const words = view.textContent;
-  view.classList.add("drawn");
-  if (view.dataset.component === "HeatMap") {
-    view.replaceChildren(heatMap(props, words));
-  } else {
-    view.id = `view-${number}`;
-    CircuitsVis.render(view.id, CircuitsVis[view.dataset.component], props);
+addEventListener("DOMContentLoaded", () => {
+  for (const [number, view] of document.querySelectorAll("[data-component]").entries()) {
+    const props = JSON.parse(view.nextElementSibling.textContent);
+    const words = view.textContent;
+    view.classList.add("drawn");
+    if (view.dataset.component === "HeatMap") {
+      view.replaceChildren(heatMap(props, words));
+    } else if (view.dataset.component === "AttentionView") {
+      const packed = view.parentElement.querySelectorAll('script[type^="application/octet-stream"]');
+      view.replaceChildren(attentionView(props, packed, words, `view-${number}`));
+    } else {
+      view.id = `view-${number}`;
+      CircuitsVis.render(view.id, CircuitsVis[view.dataset.component], props);
+    }
   }
-}
+});
 
 // Blue above zero and red below, as CircuitsVis and TransformerLens colour; ColorBrewer's RdBu, which any colour vision tells apart.
 function colour(share) {
@@ -91,8 +96,9 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis }, words) {
   });
 
   const legend = make("div", "map-legend", map);
-  make("span", "", legend, signed(-scale));
-  const ticks = Array.from({ length: 21 }, (_, tick) => `rgb(${colour(tick / 10 - 1).map(Math.round)})`);
+  const least = cells.some((value) => value < 0) ? -1 : 0;
+  make("span", "", legend, signed(least * scale));
+  const ticks = Array.from({ length: 21 }, (_, tick) => `rgb(${colour(least + ((1 - least) * tick) / 20).map(Math.round)})`);
   make("i", "", legend).style.background = `linear-gradient(to right, ${ticks})`;
   make("span", "", legend, `${signed(scale)} ${unit}`);
   if (cells.includes(null)) {

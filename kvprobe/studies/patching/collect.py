@@ -5,19 +5,19 @@ suffix, which is the question and the reply up to the value, sees what is swappe
 the residual stream. One file per run is kept, so an interrupted run resumes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
 
 from kvprobe.cache import KVCache
 from kvprobe.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of
 from kvprobe.runs import Run
+from kvprobe.studies.kept import kept_tables
 from kvprobe.studies.patching.config import Config
 from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import Pair, facts, pair
@@ -100,7 +100,7 @@ def collect(model: Model, cases: Sequence[Case], config: Config, run: Run) -> pd
     Columns: `grid`, those of `kvprobe.patching.pairs.table_of` (`cluster` is the fact), `kind`, `half`, `able` (the model says each
     run's own value), and for attribution `score` and `linear`.
     """
-    return _each(cases, run, "maps", "Patching", lambda case: measure(model, case, config))
+    return kept_tables(run, cases, "maps", lambda case: measure(model, case, config), doing="Patching", unit="pair")
 
 
 def measure(model: Model, case: Case, config: Config) -> pd.DataFrame:
@@ -134,7 +134,9 @@ def collect_bands(model: Model, cases: Sequence[Case], table: pd.DataFrame, band
     todo = [case for case in cases if case.number in known]
     if not bands or not todo:
         return table
-    more = _each(todo, run, "bands", "Patching bands", lambda case: measure_bands(model, case, bands))
+    more = kept_tables(
+        run, todo, "bands", lambda case: measure_bands(model, case, bands), doing="Patching bands", unit="pair"
+    )
     return pd.concat([table, more], ignore_index=True)
 
 
@@ -155,7 +157,11 @@ def collect_example(model: Model, cases: Sequence[Case], table: pd.DataFrame, ru
     """The first run that the model can do, slot by slot from the value on; None if there is none."""
     known = set(table.loc[table["able"], "pair"])
     todo = [case for case in cases if case.number in known][:1]
-    return _each(todo, run, "example", "Patching slots", lambda case: measure_slots(model, case)) if todo else None
+    if not todo:
+        return None
+    return kept_tables(
+        run, todo, "example", lambda case: measure_slots(model, case), doing="Patching slots", unit="pair"
+    )
 
 
 def measure_slots(model: Model, case: Case) -> pd.DataFrame:
@@ -190,17 +196,3 @@ def _swept(
 
 def _labelled(table: pd.DataFrame, case: Case, able: bool) -> pd.DataFrame:
     return table.assign(pair=case.number, cluster=case.fact, kind=case.kind, half=case.half, able=able)
-
-
-def _each(
-    cases: Sequence[Case], run: Run, name: str, doing: str, measured: Callable[[Case], pd.DataFrame]
-) -> pd.DataFrame:
-    tables = []
-    for case in tqdm(cases, desc=doing, unit="pair"):
-        path = run.part(f"{case.number:03d}-{name}.parquet")
-        if not path.is_file():
-            partial = path.with_suffix(".partial")
-            measured(case).to_parquet(partial, index=False)
-            partial.replace(path)
-        tables.append(pd.read_parquet(path))
-    return pd.concat(tables, ignore_index=True)

@@ -1,0 +1,136 @@
+"""What masking and damage do to attention: where the attention on hidden slots goes, and what damaged slots draw."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.attention.patterns import Patterns, refuse_missing
+from kvprobe.ledger import Ledger
+
+LOCAL = 32
+"""Slots that count as local: the query's own and those right before it."""
+
+
+def dangling(
+    before: Patterns,
+    after: Patterns,
+    hidden: Sequence[str],
+    *,
+    summary: Sequence[str] = (),
+    sinks: int = 1,
+    local: int = LOCAL,
+) -> pd.DataFrame:
+    """The attention that each head spent on slots that are gone, and what each other part of the cache gained of it.
+
+    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this head
+    cannot see after. `sink`, `summary`, `local` and `elsewhere` are mass after minus mass before, and add up to it; a slot
+    counts in the first of them that it belongs to.
+
+    Args:
+        before: the queries with everything in view.
+        after: the same queries, the hidden segments masked or evicted.
+        hidden: the segments that went.
+        summary: segments that stand in for them.
+        sinks: so many of the first slots that are left are the sink.
+        local: the query's own slot and those right before it, this many in all, are local.
+
+    Raises:
+        ValueError: the two are not of the same tokens, layers and queries, or there is no such segment.
+    """
+    ledger, places = before.cache.ledger, _places(before, after, hidden)
+    heads, kept = before.weights.shape[1], after.cache.ledger.kept[0].nonzero()[:sinks, 0]
+    moved, sees = (
+        torch.zeros_like(before.weights),
+        torch.zeros(len(before.layers), heads, ledger.slots, dtype=torch.bool),
+    )
+    moved[..., places] = after.weights
+    sees = sees.to(moved.device)
+    sees[..., places] = _live(after)
+    gone = (ledger.in_segments(hidden)[0] & ~sees)[:, :, None]
+    index = torch.arange(ledger.slots, device=moved.device)
+    distance = before.queries[:, None] - index
+    parts = {
+        "sink": torch.isin(index, places[kept]).expand_as(distance),
+        "summary": ledger.in_segments(summary)[0].expand_as(distance),
+        "local": (distance >= 0) & (distance < local),
+        "elsewhere": torch.ones_like(distance, dtype=torch.bool),
+    }
+    table = {"dangling": (before.weights * gone).sum(-1).mean(-1)}
+    left = ~gone
+    for name, part in parts.items():
+        table[name] = ((moved - before.weights) * (left & part)).sum(-1).mean(-1)
+        left = left & ~part
+    return _table(before, table)
+
+
+def lift(
+    damaged: Patterns, clean: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"], *, sinks: int = 1
+) -> pd.DataFrame:
+    """How much more attention damaged slots draw than the same positions with clean content.
+
+    One row per layer and head, means over the queries: `damaged` and `clean` are the share that the slots have of the attention
+    that does not go to the sink, and `lift` is their ratio (1 no change; NaN where the clean slots draw nothing).
+
+    Args:
+        slots: of the cache, none of them a sink.
+        sinks: so many of the first live slots are the sink.
+
+    Raises:
+        ValueError: the two differ in their positions, layers or queries, or a slot is a sink or not there.
+    """
+    ours, theirs = damaged.cache.ledger, clean.cache.ledger
+    if not torch.equal(ours.positions, theirs.positions):
+        raise ValueError(
+            "The damaged and the clean run stand at different positions; give two runs slot for slot the same."
+        )
+    _refuse_others(damaged, clean, damaged.queries)
+    index = refuse_missing(clean, slots)
+    sink = theirs.kept[0].nonzero()[:sinks, 0]
+    if bool(torch.isin(index, sink).any()):
+        raise ValueError(f"Slots {sink.tolist()} are the sink, which lift leaves out; leave them out of `slots` too.")
+
+    def share(patterns: Patterns) -> Tensor:
+        return (patterns.mass(slots=index) / (1 - patterns.mass(slots=sink)).clamp(min=torch.finfo().eps)).mean(-1)
+
+    table = {"damaged": share(damaged), "clean": share(clean)}
+    ratio = table["damaged"] / table["clean"]
+    return _table(clean, table | {"lift": ratio.masked_fill(table["clean"] == 0, torch.nan)})
+
+
+def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Tensor, "slots_after"]:
+    """Where each slot of `after` stands in `before`: at the same place, or with the hidden ones left out."""
+    old, new = before.cache.ledger, after.cache.ledger
+    places = torch.arange(old.slots, device=old.tokens.device)
+    if new.slots != old.slots:
+        places = places[~old.in_segments(hidden)[0]]
+    if len(places) != new.slots or not torch.equal(old.tokens[0, places], new.tokens[0]):
+        raise ValueError(
+            f"The patterns after are not of the slots before less {', '.join(hidden)}; read the same text after the same cache, "
+            f"before and after masking or evicting those segments."
+        )
+    _refuse_others(before, after, places[after.queries])
+    return places
+
+
+def _refuse_others(one: Patterns, other: Patterns, queries: Int[Tensor, "queries"]) -> None:
+    """Refuse patterns of other layers or queries, those of `other` being given as slots of `one`."""
+    if one.layers != other.layers or not torch.equal(one.queries, queries):
+        raise ValueError("The two patterns are of different layers or queries; choose the same of both with `attend`.")
+
+
+def _live(patterns: Patterns) -> Bool[Tensor, "layers heads slots"]:
+    """Which slots of the cache each head may still see."""
+    ledger: Ledger = patterns.cache.ledger
+    heads, kv_heads = patterns.weights.shape[1], patterns.cache.n_kv_heads
+    live = ledger.live.expand(patterns.cache.n_layers, -1, kv_heads, -1)[list(patterns.layers), 0]
+    return live.repeat_interleave(heads // kv_heads, 1)
+
+
+def _table(patterns: Patterns, columns: dict[str, Float[Tensor, "layers heads"]]) -> pd.DataFrame:
+    """One row per layer and head."""
+    axes = [list(patterns.layers), range(patterns.weights.shape[1])]
+    index = pd.MultiIndex.from_product(axes, names=["layer", "head"])
+    return pd.DataFrame({name: each.flatten().cpu().numpy() for name, each in columns.items()}, index).reset_index()

@@ -1,0 +1,214 @@
+"""Attention patterns: how much each chosen query attends to each slot, in every layer and head.
+
+A pattern is kept for the chosen queries only, so a T × T matrix never exists. On the plain lane the model runs its fused
+attention as ever, its queries and keys are overheard, and softmax(q kᵀ) is computed again for the chosen queries; on the hooked
+lane TransformerLens computes whole patterns, and the chosen rows are taken from each layer's. A long text is read in chunks.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.forward import cache_of, new_slots, one_row_each, read, taps
+from kvprobe.lanes import Attending, Lane, Lanes
+from kvprobe.model import Model
+from kvprobe.positions import visible
+from kvprobe.suggest import unknown
+from kvprobe.transcript import Tokens, Transcript
+
+CHUNK = 256
+"""Tokens read at a time: enough to fill a matrix product, and few enough that what a pass holds is small."""
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Attention of some queries of one row to all slots.
+
+    Attributes:
+        weights: in fp32. A row sums to 1, or to less where the model has attention sinks of its own (gpt-oss).
+        layers: of the model.
+        queries: their slots, in order.
+        cache: after reading; its ledger tells each slot's token, position, segment and liveness.
+        logits: after the last token.
+    """
+
+    weights: Float[Tensor, "layers heads queries slots"]
+    layers: tuple[int, ...]
+    queries: Int[Tensor, "queries"]
+    cache: KVCache
+    logits: Float[Tensor, "vocab"]
+
+    def of_layers(self, layers: Sequence[int]) -> "Patterns":
+        """The same for some of its layers; one that it does not have is refused."""
+        if missing := [layer for layer in layers if layer not in self.layers]:
+            raise ValueError(f"The patterns have no layer {missing[0]}; they have {', '.join(map(str, self.layers))}.")
+        places = [self.layers.index(layer) for layer in layers]
+        return replace(self, weights=self.weights[places], layers=tuple(layers))
+
+    def slots(self, *segments: str) -> Int[Tensor, "chosen"]:
+        """The slots of these segments; an unknown one is refused."""
+        return self.cache.ledger.in_segments(segments)[0].nonzero()[:, 0]
+
+    def mass(
+        self, *segments: str, slots: Sequence[int] | Int[Tensor, "chosen"] | None = None
+    ) -> Float[Tensor, "layers heads queries"]:
+        """How much of its attention each query spends on these segments, or on these slots.
+
+        Raises:
+            ValueError: neither or both were given, or there is no such segment or slot.
+        """
+        if bool(segments) == (slots is not None):
+            raise ValueError("Name one or more segments, or give `slots`, but not both.")
+        index = self.slots(*segments) if slots is None else refuse_missing(self, slots)
+        return self.weights[..., index].sum(-1)
+
+    def df(self) -> pd.DataFrame:
+        """One row per layer, head, query (its slot) and segment, with the attention that the query spends there."""
+        names = self.cache.ledger.names
+        mass = torch.stack([self.mass(name) for name in names], -1).cpu()
+        axes = [list(self.layers), range(mass.shape[1]), self.queries.tolist(), names]
+        index = pd.MultiIndex.from_product(axes, names=["layer", "head", "query", "segment"])
+        return pd.DataFrame({"mass": mass.flatten().numpy()}, index=index).reset_index()
+
+
+def attend(
+    model: Model,
+    text: Tokens | str | Transcript,
+    past: KVCache | None = None,
+    *,
+    queries: str | Sequence[str] | Sequence[int] = "last",
+    layers: Sequence[int] | None = None,
+    lane: Lane = "plain",
+    chunk: int = CHUNK,
+) -> Patterns:
+    """Read a text, after `past` if there is one, and keep what some of its tokens attend to.
+
+    Args:
+        text: one row; a bare text takes the positions that follow the cache.
+        queries: the `last` token, a segment of the text or several, or tokens of it by index (negative from the end).
+        layers: all by default.
+        chunk: tokens to read at a time.
+
+    Raises:
+        ValueError: the text is empty or several rows, `chunk` is below 1, or there is no such query or layer.
+    """
+    rows = model.tokens_after(past, text)
+    if len(rows) != 1 or not len(rows[0]):
+        raise ValueError(
+            f"Patterns are of one row with a token at least; there are {len(rows)} rows, or nothing to read."
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; read at least 1 token at a time.")
+    tokens, n_layers = rows[0], model.geometry.n_layers
+    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
+    if not wanted or not set(wanted) <= set(range(n_layers)):
+        raise ValueError(
+            f"Layers {list(wanted)} were asked for; the model has layers 0 to {n_layers - 1}, give one at least."
+        )
+    chosen, before = _chosen(tokens, queries), 0 if past is None else past.slots
+    cache, logits, found = one_row_each(model.lanes, past, 1), torch.empty(0), []
+    for start in range(0, len(tokens), chunk):
+        piece = tokens[start : start + chunk]
+        here = [index - start for index in chosen if start <= index < start + len(piece)]
+        reading = _Reading(model.lanes, cache, piece, here, wanted)
+        grown = taps(model.lanes, cache)
+        with reading.listening(lane):
+            ledger, logits = read(model.lanes, cache, [piece], grown, lane, logits=1)
+        cache = cache_of(grown, ledger)
+        if here:
+            found.append(reading.weights)
+    assert cache is not None
+    weights = torch.cat([torch.nn.functional.pad(each, (0, cache.slots - each.shape[-1])) for each in found], 2)
+    return Patterns(weights, wanted, torch.tensor(chosen, device=weights.device) + before, cache, logits[0, -1])
+
+
+def refuse_missing(patterns: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"]) -> Int[Tensor, "chosen"]:
+    """These slots as a tensor; one that the cache does not have, or that is named twice, is refused."""
+    index = torch.as_tensor(slots, dtype=torch.long, device=patterns.weights.device)
+    count = patterns.cache.slots
+    if bool(((index < 0) | (index >= count)).any()) or len(index.unique()) != len(index):
+        raise ValueError(f"Slots {index.tolist()} were given; name slots from 0 to {count - 1}, each once.")
+    return index
+
+
+class _Reading:
+    """One chunk to be read, and the weights of the chosen queries among it, layer by layer, as they become known."""
+
+    def __init__(
+        self, lanes: Lanes, past: KVCache | None, piece: Tokens, here: Sequence[int], layers: Sequence[int]
+    ) -> None:
+        self.lanes, self.layers = lanes, layers
+        self.here = torch.tensor(here, dtype=torch.long, device=lanes.device)
+        self.found: dict[int, Tensor] = {}
+        new = new_slots([piece], lanes.device)
+        self.ledger = new if past is None else past.ledger.append(new)
+        windows = {lanes.geometry.windows[layer] for layer in layers}
+        slots = self.here + self.ledger.slots - len(piece)
+        self._seen: Mapping[int | None, Tensor] = {window: visible(self.ledger, slots, window) for window in windows}
+
+    @property
+    def weights(self) -> Float[Tensor, "layers heads queries slots"]:
+        return torch.stack([self.found[layer] for layer in self.layers])
+
+    def listening(self, lane: Lane) -> AbstractContextManager[None]:
+        if not len(self.here):
+            return nullcontext()
+        return self.lanes.overhearing(self._overhear) if lane == "plain" else self.lanes.hooked.attending(self._take)
+
+    def _overhear(self, given: Attending) -> None:
+        if given.layer in self.layers:
+            seen = self._seen[self.lanes.geometry.windows[given.layer]]
+            live = seen[given.layer if seen.shape[0] > 1 else 0, 0]
+            self.found[given.layer] = _softmax(given, given.query[0, :, self.here], given.key[0], live)
+
+    def _take(self, layer: int, pattern: Tensor) -> None:
+        if layer in self.layers:
+            self.found[layer] = pattern[0, :, self.here].float()
+
+
+def _softmax(
+    given: Attending,
+    query: Float[Tensor, "heads queries d_head"],
+    key: Float[Tensor, "kv_heads slots d_head"],
+    seen: Bool[Tensor, "kv_heads_or_1 queries slots"],
+) -> Float[Tensor, "heads queries slots"]:
+    """The attention of one row's queries, in fp32."""
+    heads, count, _ = query.shape
+    kv_heads = key.shape[0]
+    grouped = query.float().reshape(kv_heads, -1, query.shape[-1])
+    scores = (grouped @ key.float().transpose(1, 2)).view(kv_heads, -1, count, key.shape[1]) * given.scale
+    if given.softcap is not None:
+        scores = (scores / given.softcap).tanh() * given.softcap
+    scores = scores.masked_fill(~seen[:, None], -torch.inf).view(heads, count, -1)
+    if given.sinks is None:
+        return scores.softmax(-1)
+    own = given.sinks.float()[:, None, None].expand(heads, count, 1)
+    return torch.cat([scores, own], -1).softmax(-1)[..., :-1]
+
+
+def _chosen(tokens: Tokens, queries: str | Sequence[str] | Sequence[int]) -> list[int]:
+    """Indices of the chosen queries among the tokens, in order."""
+    if queries == "last":
+        return [len(tokens) - 1]
+    asked = [queries] if isinstance(queries, str) else list(queries)
+    found = set()
+    for each in asked:
+        if isinstance(each, str):
+            if each not in tokens.names:
+                raise ValueError(unknown("segment", each, tokens.names))
+            found |= {index for index, name in enumerate(tokens.segments) if name == each}
+        elif -len(tokens) <= each < len(tokens):
+            found.add(each % len(tokens))
+        else:
+            raise ValueError(
+                f"There is no query {each}; the text has {len(tokens)} tokens, counted from 0 or back from -1."
+            )
+    if not found:
+        raise ValueError("No query was chosen; give 'last', a segment, or tokens by index.")
+    return sorted(found)

@@ -1,0 +1,211 @@
+"""From maps to numbers: which components may be called filter or poison, and whether heads so called do on other conversations
+what the name says."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.layers import Component, by_chance, verdicts
+from kvprobe.stats import cluster_weights
+from kvprobe.studies.filter_poison.collect import NONE, Heads
+from kvprobe.studies.filter_poison.config import Config, families
+
+POISON, FILTER = "poison", "filter"
+MATCHED = " (random)"
+"""Added to the name of a set of heads: others of the same layers."""
+BY = ("kind", "layer", "head", "band")
+FEW = 8
+"""Conversations below which intervals that resample them are too narrow to rely on."""
+
+
+def called(maps: Any, config: Config) -> Any:
+    """Every component and band: π in each family with intervals, the mean of the families, and the verdict."""
+    return verdicts(maps[maps["family"] != NONE], BY, seed=config.seed)
+
+
+def heads_by_half(maps: Any, config: Config) -> dict[int, Heads]:
+    """The heads with the highest and the lowest mean index on each half, and random heads of the same layers.
+
+    Indices are means over families, so that no family decides alone; a head need not have a verdict.
+    """
+    found: dict[int, Heads] = {}
+    known = maps[(maps["family"] != NONE) & (maps["kind"] == "head")]
+    for half in sorted(known["half"].unique()):
+        mean = called(known[known["half"] == half], config).set_index(["layer", "head"])["pi"].sort_values()
+        top = min(config.top, len(mean) // 2)
+        every = [Component("head", int(layer), int(head)) for layer, head in mean.index]
+        chosen = {POISON: every[-top:], FILTER: every[:top]}
+        rng = np.random.default_rng([config.seed, 2, int(half)])
+        taken = {*chosen[POISON], *chosen[FILTER]}
+        sets: dict[str, list[list[Component]]] = {}
+        for name, heads in chosen.items():
+            sets[name] = [heads]
+            sets[name + MATCHED] = [_matched(heads, every, taken, rng) for _ in range(config.random)]
+        found[int(half)] = sets
+    return found
+
+
+def _matched(
+    heads: Sequence[Component], every: Sequence[Component], taken: set[Component], rng: np.random.Generator
+) -> list[Component]:
+    """As many heads of each layer, none of which was chosen while there are others."""
+    found: list[Component] = []
+    for layer in dict.fromkeys(head.layer for head in heads):
+        count = sum(head.layer == layer for head in heads)
+        others = [head for head in every if head.layer == layer and head not in taken]
+        spare = [head for head in every if head.layer == layer and head in taken]
+        others = [others[place] for place in rng.permutation(len(others))] + [
+            spare[place] for place in rng.permutation(len(spare))
+        ]
+        found += others[:count]
+    return found
+
+
+def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], config: Config) -> dict[str, Any]:
+    """All numbers of a run."""
+    names = list(families(config))
+    verdict = called(maps, config)
+    single = verdict[verdict["kind"] != "band"]
+    control = maps[(maps["family"] == NONE) & (maps["kind"] == "attn")]
+    whole = maps[(maps["kind"] == "band") & (maps["family"] != NONE)].groupby(["prompt", "family"]).tail(1)
+    layers = int(maps["layer"].max()) + 1
+    return {
+        "families": names,
+        "prompts": int(maps["prompt"].nunique()),
+        "n_layers": layers,
+        "n_heads": int(maps["head"].max()) + 1,
+        "damage": [_damage(maps, name, config) for name in names],
+        "components": _records(single),
+        "bands": _records(verdict[verdict["kind"] == "band"]),
+        "noised": _noised(maps),
+        "counts": [
+            {
+                "kind": kind,
+                "verdict": name,
+                "count": int(((single["kind"] == kind) & (single["verdict"] == name)).sum()),
+            }
+            for kind in ("attn", "mlp", "head")
+            for name in (POISON, FILTER, "mixed", "neutral")
+        ],
+        "by_chance": {
+            kind: by_chance(int((single["kind"] == kind).sum()), len(names)) for kind in ("attn", "mlp", "head")
+        },
+        "states": _states(states, names),
+        "baselines": _baselines(single, states),
+        "tested": _tested(heads, names, config),
+        "sets": {
+            str(half): {name: [[head.layer, head.head] for head in sets[name][0]] for name in (POISON, FILTER)}
+            for half, sets in by_half.items()
+        },
+        "overlap": _overlap(by_half),
+        "controls": {
+            "undamaged": float(control["damage"].abs().max()),
+            "everything": float((whole["restored"] / whole["damage"]).abs().max()),
+        },
+    }
+
+
+def _records(table: Any) -> list[dict[str, Any]]:
+    """Rows as JSON holds them: what is missing is None."""
+    return [
+        {
+            name: None if pd.isna(value) else (int(value) if name in ("layer", "head") else value)
+            for name, value in row.items()
+        }
+        for row in table.to_dict("records")
+    ]
+
+
+def _damage(maps: Any, family: str, config: Config) -> dict[str, Any]:
+    own = maps[maps["family"] == family].drop_duplicates("prompt")["damage"].to_numpy(float)
+    weights = cluster_weights(len(own), np.random.default_rng(config.seed))
+    low, high = np.percentile(weights @ own / len(own), [2.5, 97.5])
+    return {
+        "family": family,
+        "mean": float(own.mean()),
+        "low": float(low),
+        "high": float(high),
+        "median": float(np.median(own)),
+    }
+
+
+def _noised(maps: Any) -> list[dict[str, Any]]:
+    """The share of the damage that the damaged output of one block alone brings into the clean run."""
+    own = maps[maps["kind"].isin(["attn", "mlp"]) & (maps["family"] != NONE)]
+    sums = own.groupby(["kind", "layer", "family"], sort=False)[["noised", "damage"]].sum().reset_index()
+    return [
+        {
+            "kind": row["kind"],
+            "layer": int(row["layer"]),
+            "family": row["family"],
+            "share": row["noised"] / row["damage"],
+        }
+        for row in sums.to_dict("records")
+    ]
+
+
+def _states(states: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """By family and layer: medians over conversations, because a ratio of small numbers has wild means."""
+    columns = ["rho", "rho_after", "gain", "erasure", "erasure_attn", "erasure_mlp", "angle", "drop"]
+    known = states[states["family"].isin(names)]
+    table = known.groupby(["family", "layer"], sort=False)[columns].median().reset_index()
+    return _records(table)
+
+
+def _baselines(single: Any, states: Any) -> dict[str, float]:
+    """Rank correlations over layers of what is told without damage with the mean index of attention and of MLP."""
+    clean = states[states["family"] == NONE].groupby("layer")[["angle", "drop"]].median()
+    found = {}
+    for kind in ("attn", "mlp"):
+        own = single[single["kind"] == kind].set_index("layer")["pi"]
+        for name in ("angle", "drop"):
+            found[f"{name}_{kind}"] = float(own.rank().corr(clean[name].rank()))
+    return found
+
+
+def _tested(heads: Any, names: Sequence[str], config: Config) -> list[dict[str, Any]]:
+    """The index of each set on the half that it was not found on, that of random heads, and the difference."""
+    prompts = {name: number for number, name in enumerate(dict.fromkeys(heads["prompt"]))}
+    weights = cluster_weights(len(prompts), np.random.default_rng(config.seed))
+    found = []
+    for family in (*names, "all"):
+        own = heads if family == "all" else heads[heads["family"] == family]
+        # Every family counts alike, and every conversation of it by its damage.
+        scale = own.groupby("family")["damage"].transform("mean")
+        own = own.assign(damage=own["damage"] / scale, restored=own["restored"] / scale)
+        for sort in (POISON, FILTER):
+            chosen, random = (_summed(own[own["sort"] == name], prompts) for name in (sort, sort + MATCHED))
+            entry: dict[str, Any] = {"family": family, "sort": sort}
+            drawn = []
+            for name, (damage, restored) in (("chosen", chosen), ("random", random)):
+                resampled = 1 - (weights @ restored) / (weights @ damage)
+                drawn.append(resampled)
+                entry[name] = _interval(1 - restored.sum() / damage.sum(), resampled)
+            difference = entry["chosen"]["mean"] - entry["random"]["mean"]
+            entry["difference"] = _interval(difference, drawn[0] - drawn[1])
+            found.append(entry)
+    return found
+
+
+def _summed(table: Any, prompts: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Damage and what is left of it, by conversation."""
+    numbers = table["prompt"].map(prompts).to_numpy()
+    damage, restored = (
+        np.bincount(numbers, table[name].to_numpy(float), len(prompts)) for name in ("damage", "restored")
+    )
+    return damage, restored
+
+
+def _interval(mean: float, resampled: np.ndarray) -> dict[str, float]:
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return {"mean": float(mean), "low": float(low), "high": float(high)}
+
+
+def _overlap(by_half: Mapping[int, Heads]) -> dict[str, int]:
+    """Heads that both halves chose."""
+    halves = list(by_half.values())
+    return {
+        name: len({*halves[0][name][0]} & {*halves[-1][name][0]}) if len(halves) > 1 else 0 for name in (POISON, FILTER)
+    }

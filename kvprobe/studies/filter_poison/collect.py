@@ -1,0 +1,152 @@
+"""Every component restored while the last words before an answer are read after a damaged cache.
+
+Damage strikes what was said (the segments T1, fact and T2), not the system prompt, which holds the attention sink, nor the
+question. In the family `false` nothing is broken: the cache is that of the same conversation with another fact. One file per
+conversation and stage is kept, so an interrupted run resumes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.cache import KVCache
+from kvprobe.faults import Draws, Fault, Scope
+from kvprobe.layers import Component, layer_map, restored_together
+from kvprobe.model import Model
+from kvprobe.patching.grid import even_bands
+from kvprobe.runs import Run
+from kvprobe.studies.filter_poison.config import FALSE, Config, families
+from kvprobe.studies.kept import kept_tables
+from kvprobe.studies.robustness.kinds import KINDS
+from kvprobe.studies.trialconfig import listed
+from kvprobe.studies.trials import unrelated
+from kvprobe.suggest import unknown
+from kvprobe.sweep import prepare
+from kvprobe.tasks.facts import facts, pair
+from kvprobe.transcript import Tokens
+
+STRUCK = ("T1", "fact", "T2")
+"""Segments in which slots are damaged."""
+NONE = "none"
+"""The control: the clean cache in the place of the damaged one."""
+
+STATE = "state"
+"""Rows that tell the state of the residual stream, by layer; see `kvprobe.layers.states`."""
+_SHARED = ("kind", "layer", "family", "prompt", "half")
+
+Heads = Mapping[str, Sequence[Sequence[Component]]]
+"""Sets of heads to be restored together, by the name of what they are."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation up to the last tokens before its answer.
+
+    Attributes:
+        half: heads that were found on the conversations of one half are tested on those of the other.
+        true, false: what is cached, with the one fact and with the other.
+        suffix: what is read after it.
+    """
+
+    number: int
+    name: str
+    half: int
+    true: Tokens
+    false: Tokens
+    suffix: Tokens
+
+
+def cases_of(config: Config, model: Model) -> list[Case]:
+    """The conversations of a config.
+
+    Raises:
+        ValueError: a family is no fault that there is.
+    """
+    for family in families(config):
+        if family not in (*KINDS, FALSE):
+            raise ValueError(unknown("fault", family, (*KINDS, FALSE)))
+    kinds = listed("kinds", config.kinds, str)
+    picked = [fact for kind in kinds for fact in facts((kind,))[: config.prompts]]
+    halves = np.random.default_rng([config.seed, 1]).permutation(len(picked)) % 2
+    found = []
+    for number, (fact, half) in enumerate(zip(picked, halves.tolist(), strict=True)):
+        own = pair(fact, model.tokenizer)
+        way = number % 2
+        whole, other = (own.prompts[at] + own.suffix for at in (way, 1 - way))
+        cut = len(whole) - config.suffix
+        found.append(Case(number, fact.id, half, whole[:cut], other[:cut], whole[cut:]))
+    return found
+
+
+def collect(model: Model, config: Config, cases: Sequence[Case], run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The maps, one row per conversation, family and component (see `LayerMap.df`), and the states of its layers."""
+
+    def measure(case: Case) -> pd.DataFrame:
+        tables = []
+        for family, clean, damaged in damages(model, config, case, control=True):
+            layers = model.geometry.n_layers
+            found = layer_map(
+                model, clean, damaged, case.suffix, kept=config.suffix, heads=family != NONE,
+                bands=[*even_bands(layers), range(layers)], progress=False,
+            )  # fmt: skip
+            table = pd.concat([found.df(), found.states.assign(kind=STATE)], ignore_index=True)
+            tables.append(_labelled(table, case, family))
+        return pd.concat(tables, ignore_index=True)
+
+    table = kept_tables(run, cases, "map", measure, doing="Restoring components", unit="conversation")
+    of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi")]
+    states = table.loc[table["kind"] == STATE, of_states]
+    of_maps = [name for name in table if name not in of_states or name in _SHARED]
+    return table.loc[table["kind"] != STATE, of_maps], states
+
+
+def collect_heads(
+    model: Model, config: Config, cases: Sequence[Case], by_half: Mapping[int, Heads], run: Run
+) -> pd.DataFrame:
+    """Sets of heads found on the other half, each restored together: `sort`, `draw`, `damage` and `restored`."""
+
+    def measure(case: Case) -> pd.DataFrame:
+        sets = by_half[1 - case.half]
+        labels = [(sort, draw) for sort, groups in sets.items() for draw in range(len(groups))]
+        groups = [group for each in sets.values() for group in each]
+        tables = []
+        for family, clean, damaged in damages(model, config, case):
+            damage, restored = restored_together(model, clean, damaged, case.suffix, groups, kept=config.suffix)
+            table = pd.DataFrame(labels, columns=["sort", "draw"]).assign(damage=damage, restored=restored)
+            tables.append(_labelled(table, case, family))
+        return pd.concat(tables, ignore_index=True)
+
+    return kept_tables(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
+
+
+def damages(model: Model, config: Config, case: Case, control: bool = False) -> list[tuple[str, KVCache, KVCache]]:
+    """For each family the clean cache and the damaged one."""
+    clean = model.prefill(case.true)
+    found = [(NONE, clean, clean)] if control else []
+    for family, percent in families(config).items():
+        if family == FALSE:
+            found.append((family, clean, model.prefill(case.false)))
+            continue
+        fault = fault_of(family, percent)
+        donors = (
+            {"distractor": model.prefill(unrelated(model.tokenizer, len(case.true), case.number))}
+            if fault.lender == "distractor"
+            else {}
+        )
+        host = prepare(model.lanes, clean, [fault], donors)
+        draws = [Draws(seed=config.seed, sample=case.number)]
+        found.append((family, clean, clean.corrupt(fault, draws=draws, hosts=[host])))
+    return found
+
+
+def fault_of(family: str, percent: float) -> Fault:
+    """The fault of the robustness study under this name, striking so many slots of what was said."""
+    kind = KINDS[family]
+    scope = Scope(rate=percent / 100, segments=STRUCK, parts=kind.parts, unit=kind.unit("slot"))
+    return kind.make(scope=scope, at=0, transient=False)
+
+
+def _labelled(table: pd.DataFrame, case: Case, family: str) -> pd.DataFrame:
+    return table.assign(family=family, prompt=case.name, half=case.half)

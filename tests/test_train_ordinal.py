@@ -1,0 +1,242 @@
+"""The model `ordinal`: its training pass against caches, its training in small, and what the shipped weights do."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvprobe import train_ordinal
+from kvprobe.cache import KVCache
+from kvprobe.model import Model, load
+from kvprobe.presets import shipped
+from kvprobe.tasks.ordinal import PLACES, SEGMENTS, VERBS, Memo, Reference, draw
+from kvprobe.train_ordinal import Batch, Example, Training, accuracy, config_of, draw_examples, tokenizer, train
+
+# What a list saw reaches the question over a summary only in the third layer.
+SMALL = Training(steps=30, batch=16, layers=3, width=16, heads=2)
+COUNT = 200
+
+
+@pytest.fixture(scope="module")
+def untrained() -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return load(train_ordinal.LlamaForCausalLM(config_of(SMALL)), tokenizer=tokenizer())
+
+
+@pytest.fixture(scope="module")
+def ordinal() -> Model:
+    return load("ordinal")
+
+
+def memos(count: int, *references: Reference) -> list[Memo]:
+    rng = np.random.default_rng(11)
+    return [draw("held_out", rng, references or tuple(VERBS)) for _ in range(count)]
+
+
+def other_place(memo: Memo) -> Memo:
+    return memo.swapped((memo.place + 2) % len(PLACES))
+
+
+def read(model: Model, some: list[Memo], upto: str) -> KVCache:
+    """The cache of these memos before the segment `upto`."""
+    return model.prefill([tokens[: tokens.span(upto).start] for tokens in rows(model, some)])
+
+
+def rows(model: Model, some: list[Memo]) -> list:
+    return model.tokens([memo.conversation() for memo in some])
+
+
+def reading_on(model: Model, cache: KVCache, some: list[Memo], segment: str) -> tuple[KVCache, torch.Tensor]:
+    """The longer cache and the logits after `segment` was read."""
+    longer, logits = model.extend(cache, [tokens[tokens.span(segment)] for tokens in rows(model, some)])
+    return longer, logits[:, -1]
+
+
+def said(model: Model, cache: KVCache, some: list[Memo]) -> list[str]:
+    """The likeliest word after the question."""
+    _, logits = reading_on(model, cache, some, "question")
+    return [model.tokenizer.decode([token]) for token in logits.argmax(-1).tolist()]
+
+
+def share(found: list[str], expected: list[str]) -> float:
+    return float(np.mean([a == b for a, b in zip(found, expected, strict=True)]))
+
+
+# The pass with two lists, held to caches
+
+
+def logits_of(model: Model, examples: list[Example]) -> torch.Tensor:
+    batch = Batch.of(examples)
+    with torch.no_grad():
+        output = model.lanes.plain(
+            input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.visible, use_cache=False
+        )
+    return output.logits[:, -3]
+
+
+def test_two_equal_lists_are_an_ordinary_run(untrained: Model):
+    some = memos(4)
+    _, expected = reading_on(untrained, read(untrained, some, "question"), some, "question")
+    torch.testing.assert_close(logits_of(untrained, [Example(memo, memo) for memo in some]), expected)
+
+
+def test_two_lists_are_a_summary_patched_from_the_swapped_run(untrained: Model):
+    some = memos(4)
+    swapped = [other_place(memo) for memo in some]
+    patched = read(untrained, some, "question").patch(read(untrained, swapped, "question"), "summary")
+    _, expected = reading_on(untrained, patched, some, "question")
+    found = logits_of(untrained, [Example(memo, other) for memo, other in zip(some, swapped, strict=True)])
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, logits_of(untrained, [Example(memo, memo) for memo in some]))
+
+
+def test_a_blind_question_is_a_masked_block(untrained: Model):
+    some = memos(4)
+    _, expected = reading_on(untrained, read(untrained, some, "question").mask("block"), some, "question")
+    found = logits_of(untrained, [Example(memo, memo, question_sees=False) for memo in some])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_blind_summary_is_read_after_a_masked_block(untrained: Model):
+    some = memos(4)
+    masked, _ = reading_on(untrained, read(untrained, some, "summary").mask("block"), some, "summary")
+    whole = read(untrained, some, "question")
+    _, expected = reading_on(untrained, whole.patch(masked, "summary"), some, "question")
+    found = logits_of(untrained, [Example(memo, memo, summary_sees=False) for memo in some])
+    torch.testing.assert_close(found, expected)
+
+
+# Examples
+
+
+def test_the_forced_answer_follows_the_summary_for_a_payload_and_the_question_for_a_pointer():
+    (memo,) = memos(1)
+    for reference, follows in (("payload", "summary"), ("pointer", "question")):
+        forced = replace(memo, reference=reference)
+        example = Example(forced, other_place(forced))
+        assert example.answer == (example.summarised if follows == "summary" else example.seen).answer
+        assert example.seen.answer != example.summarised.answer
+
+
+def test_the_right_answer_is_never_hidden_from_where_it_has_to_come_from():
+    rng = np.random.default_rng(0)
+    examples = draw_examples("train", 600, rng)
+    for example in examples:
+        payload, pointer = example.seen.reference == "payload", example.seen.reference == "pointer"
+        assert example.summary_sees or pointer
+        assert example.question_sees or payload
+        assert example.seen == example.summarised or payload or pointer
+    assert any(not example.summary_sees for example in examples)
+    assert any(not example.question_sees for example in examples)
+    assert any(example.seen != example.summarised for example in examples)
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[dict[str, torch.Tensor], list[float]]:
+    model, losses = train(SMALL)
+    return model.state_dict(), losses
+
+
+def test_training_lowers_the_loss(trained: tuple[dict[str, torch.Tensor], list[float]]):
+    _, losses = trained
+    assert len(losses) == SMALL.steps
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+
+
+def test_the_same_seed_gives_the_same_weights_and_touches_no_other_randomness(
+    trained: tuple[dict[str, torch.Tensor], list[float]],
+):
+    weights, losses = trained
+    before = torch.get_rng_state()
+    again, same = train(SMALL)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same == losses
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
+    _, other = train(replace(SMALL, steps=2, seed=1))
+    assert other != losses[:2]
+
+
+def test_what_is_written_loads_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train_ordinal, "Training", lambda: replace(SMALL, steps=1))
+    monkeypatch.setattr("sys.argv", ["train_ordinal", str(tmp_path / "out")])
+    train_ordinal.main()
+    model = load(tmp_path / "out")
+    (memo,) = memos(1)
+    assert len(model.generate(memo.conversation(), max_new_tokens=2).tokens[0]) > 0
+
+
+# The weights that ship
+
+
+def test_the_shipped_files_are_those_of_this_training(ordinal: Model):
+    assert ordinal.tokenizer.get_vocab() == tokenizer().get_vocab()
+    expected = config_of(Training()).to_dict()
+    found = ordinal.lanes.plain.config.to_dict()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters"):
+        assert found[name] == expected[name]
+    assert (shipped("models") / "ordinal" / "model.safetensors").stat().st_size < 2e6
+    assert (shipped("models") / "ordinal" / "README.md").is_file()
+
+
+def test_it_loads_by_name_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVPROBE_CACHE", str(tmp_path / "cache"))
+    assert load("ordinal").name == "ordinal"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_each_word_is_a_token_of_its_segment(ordinal: Model):
+    (memo,) = memos(1)
+    (tokens,) = ordinal.tokens(memo.conversation())
+    words = [ordinal.tokenizer.decode([token]) for token in tokens.ids]
+    assert words == ["<bos>", *" ".join(memo.texts()).split()]
+    assert tokens.names == SEGMENTS
+    for name, text in zip(SEGMENTS[1:], memo.texts()[1:], strict=True):
+        assert words[tokens.span(name)] == text.split()
+
+
+@pytest.mark.parametrize("reference", VERBS)
+def test_questions_about_held_out_pairs_are_answered(ordinal: Model, reference: Reference):
+    some = memos(COUNT, reference)
+    found = said(ordinal, read(ordinal, some, "question"), some)
+    assert share(found, [memo.answer for memo in some]) > 0.95
+
+
+def test_accuracy_is_the_share_of_answers_that_are_likeliest(ordinal: Model):
+    some = memos(60, "pointer")
+    found = said(ordinal, read(ordinal, some, "question").mask("block"), some)
+    expected = share(found, [memo.answer for memo in some])
+    assert 0 < expected < 1
+    blind = [Example(memo, memo, question_sees=False) for memo in some]
+    assert accuracy(ordinal.lanes.plain, blind) == pytest.approx(expected)
+
+
+def test_an_answer_is_one_word_and_then_ends(ordinal: Model):
+    (memo,) = memos(1)
+    answer = ordinal.generate(memo.conversation(), max_new_tokens=4)
+    assert answer.text == memo.answer
+    assert answer.stopped == (True,)
+
+
+def test_after_an_interchange_a_payload_follows_the_thing_and_a_pointer_the_place(ordinal: Model):
+    for reference in ("payload", "pointer"):
+        some = memos(COUNT, reference)
+        swapped = [other_place(memo) for memo in some]
+        patched = read(ordinal, some, "question").patch(read(ordinal, swapped, "question"), "summary")
+        followed = swapped if reference == "payload" else some
+        assert share(said(ordinal, patched, some), [memo.answer for memo in followed]) > 0.95
+
+
+def test_once_the_block_is_masked_a_payload_is_still_there_and_a_pointer_dangles(ordinal: Model):
+    right = {}
+    for reference in ("payload", "pointer"):
+        some = memos(COUNT, reference)
+        found = said(ordinal, read(ordinal, some, "question").mask("block"), some)
+        right[reference] = share(found, [memo.answer for memo in some])
+    assert right["payload"] > 0.95
+    assert right["pointer"] < 0.5
