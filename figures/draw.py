@@ -11,6 +11,8 @@ import kvprobe.studies.bands.study as bands
 import kvprobe.studies.bitflips.study as bitflips
 import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
+import kvprobe.studies.dangling.study as dangling_study
+import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
 import kvprobe.studies.patching.study as patching
@@ -23,6 +25,8 @@ from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig
 from kvprobe.studies.compaction.config import Config as CompactionConfig
 from kvprobe.studies.compaction.figures import by_arm, dangling
+from kvprobe.studies.dangling.config import Config as DanglingConfig
+from kvprobe.studies.filter_poison.config import Config as FilterPoisonConfig
 from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
 from kvprobe.studies.leakage.config import Config as LeakageConfig
 from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
@@ -61,6 +65,14 @@ def main() -> None:
     copy(finished, "layer_by_segment", "patching")
     copy(finished, "layer_by_head", "patching_by_head")
     copy(carriers.run(CarriersConfig(), RUNS), "shares", "carriers")
+
+    finished = filter_poison.run(FilterPoisonConfig(), RUNS)
+    copy(finished, "strips", "filter_poison")
+    copy(finished, "tested", "filter_poison_tested")
+    finished = dangling_study.run(DanglingConfig(), RUNS)
+    copy(finished, "went", "dangling")
+    copy(finished, "rescues", "dangling_rescued")
+    copy(finished, "memos", "payload_or_pointer")
 
 
 def copy(run: Run, figure: str, name: str) -> None:

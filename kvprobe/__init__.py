@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import attention, faults, patching, plots, policies, views
+    from kvprobe import attention, faults, layers, patching, plots, policies, views
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
     from kvprobe.doctor import examine
     from kvprobe.generate import Generation, row_generators
+    from kvprobe.layers import LayerMap, layer_map
     from kvprobe.ledger import Ledger
     from kvprobe.live import Kept
     from kvprobe.model import Model, load
@@ -44,6 +45,7 @@ _HOMES = {
     "KL": "kvprobe.patching",
     "KVCache": "kvprobe.cache",
     "Kept": "kvprobe.live",
+    "LayerMap": "kvprobe.layers",
     "Ledger": "kvprobe.ledger",
     "LogProb": "kvprobe.patching",
     "LogitDiff": "kvprobe.patching",
@@ -67,6 +69,8 @@ _HOMES = {
     "attribute": "kvprobe.patching",
     "examine": "kvprobe.doctor",
     "faults": "kvprobe.faults",
+    "layer_map": "kvprobe.layers",
+    "layers": "kvprobe.layers",
     "load": "kvprobe.model",
     "patch_pairs": "kvprobe.patching",
     "patch_sweep": "kvprobe.patching",
@@ -85,6 +89,7 @@ __all__ = [
     "Generation",
     "KVCache",
     "Kept",
+    "LayerMap",
     "Ledger",
     "LogProb",
     "LogitDiff",
@@ -108,6 +113,8 @@ __all__ = [
     "attribute",
     "examine",
     "faults",
+    "layer_map",
+    "layers",
     "load",
     "patch_pairs",
     "patch_sweep",

@@ -120,7 +120,7 @@ def memos(metrics: Mapping[str, Any]) -> Any:
 
     table: Any = pd.DataFrame(metrics["memos"])
     with styled():
-        figure, axes = plt.subplots(1, len(ARM_NAMES), figsize=(9.4, 2.8), sharey=True, layout="constrained")
+        figure, axes = plt.subplots(1, len(ARM_NAMES), figsize=(10.4, 2.8), sharey=True, layout="constrained")
         for axis, (arm, title) in zip(axes, ARM_NAMES.items(), strict=True):
             for follows, colour, shift in (("payload", "#0072b2", -0.12), ("pointer", "#d55e00", 0.12)):
                 if arm != "crossed" and follows == "pointer":
@@ -134,9 +134,10 @@ def memos(metrics: Mapping[str, Any]) -> Any:
                 axis.plot(places, own["mean"], "o", color=colour, ms=5, label=label)
             axis.set_xticks(range(len(VERBS)), [f"{verb}\n({reference})" for reference, verb in VERBS.items()])
             axis.set_ylim(-0.03, 1.03)
+            axis.set_xlim(-0.4, len(VERBS) - 0.6)
             axis.set_title(title, fontsize=9)
             if arm == "crossed":
-                axis.legend(frameon=False, fontsize=8)
+                axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes[0].set_ylabel("share of answers")
         figure.suptitle("ordinal: the thing that the summary saw, or the thing that stands there now", fontsize=10)
     return figure

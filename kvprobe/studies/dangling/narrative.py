@@ -12,6 +12,7 @@ from kvprobe.studies.dangling.config import Config
 from kvprobe.studies.dangling.figures import ARM_NAMES, PLACE_NAMES, maps
 from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
+from kvprobe.tasks.ordinal import PLACES as PLACES_OF_LIST
 from kvprobe.tasks.ordinal import VERBS, Memo
 from kvprobe.wording import percent, plain, reproduce_section, signed
 
@@ -61,7 +62,7 @@ def answer(metrics: Mapping[str, Any]) -> str:
     largest = max(PLACES, key=lambda place: metrics["went"][place]["mean"])
     said = (
         f"The tokens of the question and the reply spend {percent(_estimate(metrics['mass']))} of their attention on the turn; when it is hidden, "
-        f"most of that goes to {PLACE_NAMES[largest]}: {percent(_estimate(metrics['went'][largest]))}. {rescued(metrics)}"
+        f"the largest part of that goes to {PLACE_NAMES[largest]}: {percent(_estimate(metrics['went'][largest]))}. {rescued(metrics)}"
     )
     return f"{said} {memo_sentence(metrics)}" if metrics["memos"] else said
 
@@ -241,7 +242,7 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
                     "crossed: what stands there now",
                 ],
                 rows=rows,
-                caption=f"Answers of {metrics['memos'][0]['memos']} memos of each verb, with Wilson intervals. Crossed: the summary's K and V are those of "
+                caption=f"Answers of {metrics['memos'][0]['memos']} memos of each verb, with Wilson intervals; a guess among the things of the list is right in {1 / len(PLACES_OF_LIST):.1%}. Crossed: the summary's K and V are those of "
                 "a run in whose list the named thing had changed places with another.",
             )
         ],
