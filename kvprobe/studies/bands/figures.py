@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pandas as pd
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import save, styled
 from kvprobe.studies.bands.analyse import conditions
 from kvprobe.studies.bands.collect import CUTS, SINGLES
 from kvprobe.studies.bands.config import Config
+from kvprobe.studies.maps import map_of
 from kvprobe.studies.trialconfig import percents
 
 NOISE_NAMES = {
@@ -188,6 +191,24 @@ def kl_by_layer(task: Mapping[str, Any], config: Config, title: str) -> Any:
             "noise matched to:",
         )
     return figure
+
+
+def layer_map(task: Mapping[str, Any]) -> HeatMap:
+    """KL of every single layer under each noise in each part; missing where too many rows broke."""
+    cells = [cell for cell in task["cells"] if cell["group"] == SINGLES]
+    rows = pd.DataFrame(
+        {
+            "layer": [cell["first"] for cell in cells],
+            "noise matched to": [f"{NOISE_LABELS[cell['noise']]}, in {PART_LABELS[cell['parts']]}" for cell in cells],
+            "kl": [cell["kl"] and cell["kl"]["mean"] for cell in cells],
+        }
+    )
+    table = rows.pivot(index="layer", columns="noise matched to", values="kl")
+    return map_of(
+        table[rows["noise matched to"].unique()],
+        f"KL from the clean run with {cells[0]['rate']:g} % of the slots of one layer struck, mean over items.",
+        "nats per token",
+    )
 
 
 def _cells(

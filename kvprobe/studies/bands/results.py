@@ -8,7 +8,7 @@ from kvprobe.narrative import Figure, Section, Table
 from kvprobe.studies.bands.analyse import BUFFER, LAST, conditions, told
 from kvprobe.studies.bands.collect import CUTS, SINGLES
 from kvprobe.studies.bands.config import NOISES, Config
-from kvprobe.studies.bands.figures import NOISE_NAMES, PART_LABELS, file_of, main_part
+from kvprobe.studies.bands.figures import NOISE_NAMES, PART_LABELS, file_of, layer_map, main_part
 from kvprobe.wording import estimate_of, percent, plain, points, signed
 
 MEASURE_NAMES = {"kl": "KL from the clean run", "lost": "accuracy lost"}
@@ -260,6 +260,7 @@ def layers_section(
             "from each noise's correlation with itself, between halves of the items.",
         ],
         figures=[Figure(file_of("kl_by_layer", place), "Bands: 95 % intervals over items.")],
+        maps=[layer_map(task)],
         tables=[
             Table(
                 columns=["in", "noises", "rank correlation", "first with itself", "second with itself"],

@@ -1,6 +1,6 @@
 """The figures of the bit-flip study."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -8,10 +8,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import save, styled
 from kvprobe.studies.bitflips.analyse import harm, of_field
 from kvprobe.studies.bitflips.collect import ANY, FIELDS
+from kvprobe.studies.maps import map_of
 
 BREAKS, LOUD, WORDS, NOTHING = "#d55e00", "#222222", "#56b4e9", "#e3e3e3"
 LINES = {
@@ -157,6 +160,26 @@ def damage_by_rate(task: Mapping[str, Any], title: str) -> Any:
         figure.suptitle(f"Flips at a rate, numbers stored in {dtype}. {title}, {task['items']} items", fontsize=10)
         _finish(figure, handles, labels)
     return figure
+
+
+def bit_maps(task: Mapping[str, Any]) -> list[HeatMap]:
+    """Bit by dtype: flips that break a right answer and flips that reword it; flips that change it, where right says nothing."""
+    ranked = task["too_hard"] is None
+    told: dict[str, Callable[[Any], float]] = {
+        "break a right answer" if ranked else "change the answer": lambda each: harm(each, ranked).mean
+    }
+    if ranked:
+        told["change the words of an answer that stays right"] = lambda each: each["right"]["words"]["mean"]
+
+    def table(value: Callable[[Any], float]) -> pd.DataFrame:
+        shares = {each["dtype"]: {bit["bit"]: value(bit) for bit in each["bits"]} for each in task["dtypes"]}
+        return pd.DataFrame(shares).sort_index().rename_axis(index="bit", columns="dtype")
+
+    items = f"{task['right']} items answered rightly" if ranked else f"{task['items']} items"
+    return [
+        map_of(table(value), f"Share of single flips that {what}, mean over {items}; bit 0 is the lowest of the mantissa.", "of the flips")
+        for what, value in told.items()
+    ]
 
 
 def _stack(shares: Sequence[Mapping[str, Any]], ranked: bool) -> list[tuple[str, str, Any]]:

@@ -12,7 +12,7 @@ from kvprobe.narrative import Figure, Passage, Report, Section, Table
 from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.studies.bitflips.figures import LINES, has_kl
+from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
 from kvprobe.studies.trialconfig import TIMINGS
 from kvprobe.wording import estimate_of, percent, points, reproduce_section
 
@@ -221,6 +221,7 @@ def _bits_section(task: Mapping[str, Any], number: int) -> Section:
             f"Shares are over {of}; NaN or infinity and KL over all items.",
         ],
         figures=figures,
+        maps=bit_maps(task),
         tables=[
             Table(
                 columns=["dtype", "field", *columns],

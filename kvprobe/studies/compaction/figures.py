@@ -1,14 +1,18 @@
 """The figures of the compaction study."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS
+from kvprobe.studies.maps import map_of
 
 COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}
 SHOWN = ("kl", "agreement", "right_summary", "margin", "paired", "prefix_hidden")
@@ -121,3 +125,22 @@ def dangling(measured: dict[str, Any]) -> Any:
         right.legend(frameon=False, fontsize=8)
         figure.tight_layout()
     return figure
+
+
+def dangling_maps(measured: Mapping[str, Any]) -> list[HeatMap]:
+    """Head by layer for what is spent on the hidden turns, and layer by place for where it goes."""
+    heads = pd.DataFrame(measured["by_head"]).rename_axis(index="layer", columns="head")
+    went = pd.DataFrame(measured["went_by_layer"]).rename_axis(index="layer", columns="to")
+    return [
+        map_of(
+            heads,
+            "T3's attention on the hidden turns while they are in view, mean over conversations and queries.",
+            "of all attention",
+        ),
+        map_of(
+            went,
+            "Change of T3's attention when the hidden turns are masked, mean over conversations, heads and queries; a layer's sum is what it spent "
+            "on them. The table above has the intervals of the means over layers.",
+            "of all attention",
+        ),
+    ]

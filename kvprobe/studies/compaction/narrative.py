@@ -285,6 +285,7 @@ def _dangling_section(dangling: Mapping[str, Any]) -> Section:
             )
         ],
         figures=[Figure("dangling", "Left: who would have looked at what is gone. Right: where that attention goes.")],
+        maps=dangling_maps(dangling),
     )
 
 

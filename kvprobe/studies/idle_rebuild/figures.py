@@ -7,8 +7,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, MEASURED, SHARED
+from kvprobe.studies.maps import map_of
 
 ARM_NAMES = {
     "kept": "kept: nothing ever hidden",
@@ -24,6 +26,9 @@ COLOURS = {
     "rebuilt": ARM_COLOURS["restart"],
     "control": ARM_COLOURS["before"],
 }
+FAMILY_NAMES = {"k": "K (keys)", "v": "V (values)"}
+DRIFTING = [segment for segment in SHARED if segment != "system"]
+"""Segments that may differ: the system prompt stands before everything that is hidden."""
 _COMPACTION = AFTER[0] - 0.5
 """Where it stands on an axis of turns."""
 _NOTE: dict[str, Any] = {"color": "0.35", "fontsize": 8}
@@ -130,12 +135,11 @@ def drift_by_layer(layers: Any) -> Any:
     import matplotlib.pyplot as plt
     import seaborn as sns
 
-    segments = [segment for segment in SHARED if segment != "system"]
     colours = ["0.1", *sns.color_palette("viridis", len(AFTER))]
     with styled():
         figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6))
-        for axis, (family, name) in zip(axes, {"k": "K (keys)", "v": "V (values)"}.items(), strict=True):
-            for segment, colour in zip(segments, colours, strict=True):
+        for axis, (family, name) in zip(axes, FAMILY_NAMES.items(), strict=True):
+            for segment, colour in zip(DRIFTING, colours, strict=True):
                 line = layers[(layers["family"] == family) & (layers["segment"] == segment)].sort_values("layer")
                 axis.fill_between(line["layer"], line["low"], line["high"], color=colour, alpha=0.18, lw=0)
                 axis.plot(line["layer"], line["distance"], color=colour, label=segment)
@@ -146,6 +150,19 @@ def drift_by_layer(layers: Any) -> Any:
         axes[0].legend(frameon=False)
         figure.tight_layout()
     return figure
+
+
+def layer_maps(layers: Any) -> list[HeatMap]:
+    """Layer by segment for K and V: the means that `drift_by_layer` draws."""
+    return [
+        map_of(
+            layers[layers["family"] == family].pivot(index="layer", columns="segment", values="distance")[DRIFTING],
+            f"{name}: distance of the run rebuilt in place from the compacted one, relative to the compacted one's size, mean over "
+            "sessions.",
+            "of its size",
+        )
+        for family, name in FAMILY_NAMES.items()
+    ]
 
 
 def drift_in_reply(in_reply: Mapping[str, Any]) -> Any:

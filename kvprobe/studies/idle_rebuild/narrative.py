@@ -8,6 +8,7 @@ from kvprobe.narrative import Figure, Passage, Report, Section, Table
 from kvprobe.studies.idle_rebuild.analyse import SHOWN
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, LISTENERS, SPEAKERS
 from kvprobe.studies.idle_rebuild.config import Config
+from kvprobe.studies.idle_rebuild.figures import layer_maps
 from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
 from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
 
@@ -23,7 +24,9 @@ _FEW = 6
 """Sessions below which a bootstrap over them is not to be trusted."""
 
 
-def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
+def narrate(
+    metrics: Mapping[str, Any], layers: Any, config: Config, model: Model, environment: Mapping[str, Any]
+) -> Report:
     """The report of a run."""
     return Report(
         title=f"Rebuilding an idle session's cache: {model.name}",
@@ -35,7 +38,7 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
             _drift_section(metrics),
             _own_section(metrics, config),
             _healing_section(metrics),
-            _cache_section(),
+            _cache_section(layers),
             _controls_section(metrics),
             _limits_section(metrics, model),
             reproduce_section(
@@ -310,7 +313,7 @@ def _healing_section(metrics: Mapping[str, Any]) -> Section:
     )
 
 
-def _cache_section() -> Section:
+def _cache_section(layers: Any) -> Section:
     return Section(
         title="Where in the cache",
         paragraphs=[
@@ -325,6 +328,7 @@ def _cache_section() -> Section:
                 "before everything and is not shown.",
             )
         ],
+        maps=layer_maps(layers),
     )
 
 

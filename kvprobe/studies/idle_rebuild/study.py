@@ -30,6 +30,6 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     directory.save_table("layers", analysis.layers)
     draw_all(analysis.layers, analysis.metrics, directory.path / "figures")
     analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    report = narrate(analysis.metrics, config, model, directory.environment)
+    report = narrate(analysis.metrics, analysis.layers, config, model, directory.environment)
     directory.finish(analysis.metrics, report.to_dict())
     return directory

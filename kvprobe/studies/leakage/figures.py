@@ -6,9 +6,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS
+from kvprobe.studies.maps import map_of
 
 FAMILY_NAMES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
 ARM_NAMES = {
@@ -18,6 +21,14 @@ ARM_NAMES = {
     "restart": "restart: T3 recomputed (floor)",
     "before": "before: summary 1",
 }
+SEGMENTS = {
+    "before": "summary 1",
+    "hidden": "T2 after code",
+    "direct": "summary 2",
+    "masked": "T3 masked",
+    "restart": "T3 restart",
+}
+"""What each arm reads, in the order of the conversation."""
 
 
 def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> None:
@@ -26,7 +37,7 @@ def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> None:
     for read in probes["read"].unique():
         figure = accuracy_by_layer(probes[probes["read"] == read], metrics["chance"])
         save(figure, folder / f"accuracy_by_layer_{read}")
-    save(heatmap(probes[probes["read"] == "mean"], metrics), folder / "layer_by_segment")
+    save(heatmap(probes, metrics), folder / "layer_by_segment")
     save(use(metrics["use"]), folder / "use")
 
 
@@ -73,21 +84,13 @@ def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
     import matplotlib.pyplot as plt
     import seaborn as sns
 
-    probes = probes[probes["split"] == metrics["headline_split"]]
-    columns = {
-        "before": "summary 1",
-        "hidden": "T2 after code",
-        "direct": "summary 2",
-        "masked": "T3 masked",
-        "restart": "T3 restart",
-    }
-    top = max(0.2, float(probes["accuracy"].max()))
+    tables = {family: layer_table(probes, metrics, family) for family in FAMILIES}
+    top = max(0.2, *(float(table.to_numpy().max()) for table in tables.values()))
     with styled():
         figure, axes = plt.subplots(1, len(FAMILIES), figsize=(10.5, 5.6), sharey=True)
         for axis, family in zip(axes, FAMILIES, strict=True):
-            table = probes[probes["family"] == family].pivot_table(index="layer", columns="arm", values="accuracy")
             sns.heatmap(
-                table[list(columns)].rename(columns=columns),
+                tables[family],
                 ax=axis,
                 vmin=metrics["chance"],
                 vmax=top,
@@ -104,6 +107,27 @@ def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
             plt.setp(axis.get_xticklabels(), ha="right")
         figure.tight_layout()
     return figure
+
+
+def layer_table(probes: Any, metrics: dict[str, Any], family: str) -> pd.DataFrame:
+    """Layers by segments: accuracy per digit from averaged slots, on the headline split."""
+    chosen = {"split": metrics["headline_split"], "family": family, "read": "mean"}
+    own = probes[(probes[list(chosen)] == pd.Series(chosen)).all(axis=1)]
+    table = own.pivot(index="layer", columns="arm", values="accuracy")[list(SEGMENTS)]
+    return table.rename(columns=SEGMENTS).rename_axis(columns="segment")
+
+
+def layer_maps(probes: Any, metrics: dict[str, Any]) -> list[HeatMap]:
+    """Layer by segment for K, V and the residual stream, chance taken off."""
+    return [
+        map_of(
+            layer_table(probes, metrics, family) - metrics["chance"],
+            f"{FAMILY_NAMES[family]}: accuracy per digit above chance ({metrics['chance']:.0%}), slots averaged, "
+            f"{metrics['headline_split']} split. T3 restart cannot know the code: it shows what luck gives.",
+            "of the digits above chance",
+        )
+        for family in FAMILIES
+    ]
 
 
 def use(measured: dict[str, Any]) -> Any:

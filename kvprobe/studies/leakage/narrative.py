@@ -10,7 +10,7 @@ from kvprobe.narrative import Figure, Passage, Report, Section, Table
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
 from kvprobe.studies.leakage.config import Config
-from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES
+from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES, layer_maps
 from kvprobe.tasks.passcode import contexts, conversation, draw_codes
 from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section
 
@@ -31,7 +31,9 @@ SPLIT_MEANING = {
 }
 
 
-def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
+def narrate(
+    metrics: dict[str, Any], probes: Any, config: Config, model: Model, environment: Mapping[str, Any]
+) -> Report:
     """The report of a run."""
     single = config.contexts == 1
     return Report(
@@ -41,7 +43,7 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
         warnings=[SINGLE_CONTEXT_WARNING] if single else [],
         sections=[
             _conversation_section(model, config),
-            _accuracy_section(metrics),
+            _accuracy_section(metrics, probes),
             _use_section(metrics),
             _controls_section(metrics),
             _limits_section(metrics, model),
@@ -152,7 +154,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     )
 
 
-def _accuracy_section(metrics: Mapping[str, Any]) -> Section:
+def _accuracy_section(metrics: dict[str, Any], probes: Any) -> Section:
     splits = list(metrics["accuracy"])
     rows = [
         [ARM_NAMES[arm], *(percent(estimate_of(metrics["accuracy"][split][arm])) for split in splits)]
@@ -187,6 +189,7 @@ def _accuracy_section(metrics: Mapping[str, Any]) -> Section:
                 f"Where the code can be read: accuracy by layer and segment ({metrics['headline_split']} split, mean).",
             ),
         ],
+        maps=layer_maps(probes, metrics),
     )
 
 

@@ -29,6 +29,6 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     directory.save_table("probes", analysis.probes)
     draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
     analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    report = narrate(analysis.metrics, config, model, directory.environment)
+    report = narrate(analysis.metrics, analysis.probes, config, model, directory.environment)
     directory.finish(analysis.metrics, report.to_dict())
     return directory

@@ -6,8 +6,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import save, styled
+from kvprobe.studies.maps import map_of
 from kvprobe.studies.policies.analyse import full_condition, judged_budgets
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM
 from kvprobe.studies.policies.config import Config
@@ -19,6 +22,13 @@ PANELS = {
     "code": "digits of the hidden code recalled (share)",
     "instructions": "instructions followed (share)",
 }
+MAPS = {
+    "kl": ("KL from the full cache", "nats"),
+    "agreement": ("Next tokens as with the full cache, less than all of them", "of the tokens"),
+    "code": ("Digits of the hidden code recalled, beside the full cache", "of the code"),
+    "instructions": ("Instructions followed, beside the full cache", "of the instructions"),
+}
+"""What a map of each measure holds, and its unit."""
 
 
 def draw_all(metrics: Mapping[str, Any], config: Config, name: str, folder: Path) -> None:
@@ -91,6 +101,25 @@ def instructions_by_place(metrics: Mapping[str, Any], config: Config, title: str
         figure.suptitle(f"Instructions followed (%; chance {chance:g} %). {title}", fontsize=10)
         figure.tight_layout()
     return figure
+
+
+def budget_maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
+    """Policy by budget for each measure that can be judged: the difference from the full cache."""
+    budgeted = [each for each in metrics["conditions"] if each["kind"] != FULL and not KINDS[each["kind"]].bits]
+    found = []
+    for measure, (what, unit) in MAPS.items():
+        if metrics["judged"].get(measure, True):
+            rows = pd.DataFrame(
+                {
+                    "policy": [KINDS[each["kind"]].label for each in budgeted],
+                    "budget": [each["level"] for each in budgeted],
+                    "value": [each["from_full"][measure]["mean"] for each in budgeted],
+                }
+            )
+            table = rows.pivot(index="policy", columns="budget", values="value").loc[rows["policy"].unique()]
+            caption = f"{what}, mean over conversations. Quantisation alone has no budget and stands in the tables."
+            found.append(map_of(table.rename(columns="{} %".format), caption, unit))
+    return found
 
 
 def at_budget(metrics: Mapping[str, Any], budget: int) -> list[Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from kvprobe.studies.policies.collect import (
     sample_conversation,
 )
 from kvprobe.studies.policies.config import Config
-from kvprobe.studies.policies.figures import at_budget, label_of
+from kvprobe.studies.policies.figures import at_budget, budget_maps, label_of
 from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed
 
 QUESTION = (
@@ -284,6 +284,7 @@ def _quality_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 "that keeps everything has a KL of zero, which is off the scale.",
             )
         ],
+        maps=budget_maps(metrics),
         tables=tables,
     )
 

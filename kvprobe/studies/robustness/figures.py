@@ -7,10 +7,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 
+from kvprobe.narrative import HeatMap
 from kvprobe.plots import save, styled
 from kvprobe.published import Published
 from kvprobe.stats import wilson
+from kvprobe.studies.maps import map_of
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.kinds import ENGINE, KINDS, WRITTEN
@@ -62,6 +65,27 @@ def kl_by_rate(metrics: Mapping[str, Any], title: str) -> Any:
             axis.set_ylabel("KL from the sound cache (nats per token)")
     _finish(figure, grid)
     return figure
+
+
+def loss_maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
+    """Fault by rate for each task that the model can do: right answers lost, by the task's first scorer."""
+    found = []
+    for name, task in metrics["tasks"].items():
+        if task["rankable"]:
+            scorer = task["scorers"][0]
+            lost = {(each["fault"], each["rate"]): each["lost"][scorer]["mean"] for each in task["levels"]}
+            rows = [[lost[fault, rate] for rate in metrics["rates"]] for fault in metrics["faults"]]
+            table = pd.DataFrame(
+                rows,
+                index=pd.Index([KINDS[fault].label for fault in metrics["faults"]], name="fault"),
+                columns=pd.Index([f"{rate:g} %" for rate in metrics["rates"]], name="struck"),
+            )
+            caption = (
+                f"{shown_task(name)}: right answers ({scorer}) lost to each fault, of all items, of which a sound cache gets "
+                f"{task['clean'][scorer]['mean']:.1%} right and guessing {task['chance']:.1%}; the tables have the intervals."
+            )
+            found.append(map_of(table, caption, "of the items lost"))
+    return found
 
 
 def shown_task(name: str) -> str:

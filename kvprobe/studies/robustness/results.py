@@ -9,7 +9,7 @@ from kvprobe.stats import Estimate, wilson
 from kvprobe.studies.robustness.analyse import CONTRASTS
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.figures import shown_task
+from kvprobe.studies.robustness.figures import loss_maps, shown_task
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.studies.trialconfig import TIMINGS
 from kvprobe.wording import estimate_of, percent, points, signed
@@ -45,6 +45,7 @@ def accuracy_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 + (" Hollow: published, with the intervals of their sample size." if config.published else ""),
             )
         ],
+        maps=loss_maps(metrics),
         tables=tables,
     )
 
