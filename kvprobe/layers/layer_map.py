@@ -155,9 +155,10 @@ def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataF
     Args:
         parallel: attention and MLP read the same stream.
     """
-    stream, delta = clean.hidden.double(), (damaged.hidden - clean.hidden).double()
+    stream = clean.hidden.double()
+    delta = damaged.hidden.double() - stream
     rho = _ratio(delta.flatten(1).norm(dim=1), stream.flatten(1).norm(dim=1))
-    attn, mlp = (damaged.attn - clean.attn).double(), (damaged.mlp - clean.mlp).double()
+    attn, mlp = (damaged.attn.double() - clean.attn.double(), damaged.mlp.double() - clean.mlp.double())
     between = delta[:-1] if parallel else delta[:-1] + attn
     cosine = _ratio((stream[:-1] * stream[1:]).sum(-1), stream[:-1].norm(dim=-1) * stream[1:].norm(dim=-1))
     return pd.DataFrame(

@@ -121,7 +121,9 @@ class Suffix:
 
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:
         """Logits after the suffix's last tokens with each replacement, in order, as they become known."""
-        at_once = max(1, min(ROWS, BYTES // self.reader.row_bytes([])) - 1)
+        # A row's logits, once more while they are put in order.
+        logits = 8 * kept * self.lanes.plain.get_output_embeddings().weight.shape[0]
+        at_once = max(1, min(ROWS, BYTES // (self.reader.row_bytes([]) + logits)) - 1)
         for start in range(0, len(rows), at_once):
             yield from self._pass(rows[start : start + at_once], kept)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+import numpy as np
 import yaml
 
 from kvprobe.suggest import unknown
@@ -69,6 +70,23 @@ def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
         if kind not in KINDS:
             raise ValueError(unknown("kind of fact", kind, KINDS))
     return tuple(fact for kind in kinds for fact in _shipped() if fact.kind == kind)
+
+
+def halves(chosen: Sequence[Fact], seed: int) -> list[int]:
+    """Half 0 or 1 for each fact, so that what is found on one half can be tested on the other; each kind in both alike.
+
+    Raises:
+        ValueError: there is only one fact.
+    """
+    if len(chosen) < 2:
+        raise ValueError("One conversation leaves no other half to test on; give prompts=2 or more, or more kinds.")
+    rng, found, start = np.random.default_rng([seed, 1]), [0] * len(chosen), 0
+    for kind in dict.fromkeys(fact.kind for fact in chosen):
+        places = rng.permutation([place for place, fact in enumerate(chosen) if fact.kind == kind])
+        for number, place in enumerate(places, start):
+            found[place] = number % 2
+        start += len(places)
+    return found
 
 
 def conversation(fact: Fact, value: str) -> Transcript:

@@ -291,12 +291,43 @@ def test_a_prompt_that_was_hardly_damaged_hardly_counts():
     assert verdicts(frame)["pi_a"].iloc[0] == pytest.approx(0.3, abs=0.1)
 
 
+def null(rng: np.random.Generator, components: int = 80, prompts: int = 10) -> pd.DataFrame:
+    """Effects of either sign, which the prompts' families share in part."""
+    shared = rng.standard_normal((components, prompts))
+    return pd.DataFrame(
+        [
+            {"kind": "head", "layer": layer, "head": 0, "family": family, "prompt": prompt, "damage": 1.0,
+             "restored": 1 - 0.1 * (shared[layer, prompt] + rng.standard_normal())}
+            for family in "abc"
+            for layer in range(components)
+            for prompt in range(prompts)
+        ]
+    )  # fmt: skip
+
+
 def test_how_many_verdicts_chance_alone_would_give():
     rng = np.random.default_rng(0)
-    signs = rng.choice([-1, 0, 1], p=[0.025, 0.95, 0.025], size=(200_000, 4))
-    above, below = (signs == 1).sum(1), (signs == -1).sum(1)
-    expected = ((above >= 2) | (below >= 2)).mean()
-    assert by_chance(100, 4) == pytest.approx(100 * expected, rel=0.1)
+    called, expected = [], []
+    for _ in range(6):
+        maps = null(rng)
+        called.append((verdicts(maps)["verdict"].isin(["poison", "filter"])).sum())
+        [row] = by_chance(maps, flips=40, resamples=200).to_dict("records")
+        expected.append(row["mean"])
+        assert row["high"] >= row["mean"]
+    # Families that share their prompts agree by chance more often than independent ones, of which about one in 80 would.
+    assert np.mean(expected) == pytest.approx(np.mean(called), rel=0.5)
+    assert np.mean(expected) > 2
+
+
+def test_what_is_surely_there_is_more_than_chance():
+    strong = pd.concat([table({"a": 0.3, "b": 0.3}).assign(layer=layer) for layer in range(20)])
+    [row] = by_chance(strong, flips=40).to_dict("records")
+    assert (verdicts(strong)["verdict"] == "poison").sum() == 20 > row["mean"]
+
+
+def test_damage_that_does_nothing_is_refused():
+    with pytest.raises(ValueError, match="no share means anything"):
+        verdicts(pd.concat([table({"a": 0.3}), table({"b": 0.3}).assign(damage=1e-9)]))
 
 
 def test_one_family_is_too_few():

@@ -22,6 +22,7 @@ from kvprobe.studies.dangling.collect import (
     HIDDEN,
     MASKED,
     RANDOM,
+    SHARED,
     TOP,
     cases_of,
     in_view_of,
@@ -156,6 +157,7 @@ def test_heads_are_ranked_by_the_mass_of_their_group(deep: Model):
 
 def tables(top: float, random: float) -> tuple[pd.DataFrame, pd.DataFrame]:
     heads = heads_table(np.full((2, 2), 0.2))
+    heads = pd.concat([heads, heads.assign(arm=SHARED)])
     arms = pd.DataFrame(
         [
             {"grid": "arms", "arm": arm, "prompt": f"p{half}", "half": half, "margin": margin, "kl": kl, "kl_masked": 0.1}
@@ -217,6 +219,37 @@ def test_the_trained_model_says_whether_the_interchange_can_tell(crossed: dict[s
     assert said in memo_sentence(metrics)
     assert memo_sentence(metrics) in answer(metrics)
     assert all(holds for _, holds in controls(metrics))
+
+
+def test_sizes_at_which_the_heads_do_worse_are_named():
+    told = rescued(analyse(*tables(0.2, 0.6), None, SMALL))
+    assert told.endswith("With 1 or 2 they bring back less than random ones.")
+
+
+def test_where_nothing_was_lost_nothing_is_brought_back():
+    table, rescues = tables(0.8, 0.2)
+    table.loc[(table["grid"] == "arms") & (table["arm"] == MASKED), "margin"] = 4.5
+    assert "nothing to bring back" in rescued(analyse(table, rescues, None, SMALL))
+
+
+def test_the_softmax_alone_shares_attention_out_in_proportion(deep: Model):
+    case = cases_of(SMALL, deep)[0]
+    arms = {
+        arm: collecting.read(deep, cache, case)
+        for arm, cache in collecting.arms_of(deep, deep.prefill(case.prompt)).items()
+    }
+    shared, full = collecting.shared_out(arms), arms[FULL]
+    assert torch.allclose(shared.weights.sum(-1), torch.ones(()), atol=1e-5)
+    assert float(shared.mass(HIDDEN).max()) == 0
+    kept = 1 - full.mass(HIDDEN)
+    assert torch.allclose(shared.mass("T2") * kept, full.mass("T2"), atol=1e-5)
+    # In the first layer no score can have changed: there it is what masking does.
+    assert torch.allclose(shared.weights[0], arms[MASKED].weights[0], atol=1e-5)
+
+
+def test_more_heads_than_there_are_is_refused(deep: Model, tmp_path: Path):
+    with pytest.raises(ValueError, match="has 8"):
+        run_tiny(deep, tmp_path, Config(kinds="code", rescued="1,8", memos=0))
 
 
 def test_what_cannot_be_right_is_said():

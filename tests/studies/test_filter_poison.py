@@ -159,6 +159,8 @@ def table(pi: dict[tuple[int, int], float], prompts: int = 8, noise: float = 0.0
             for layer in dict.fromkeys(layer for layer, _ in pi):
                 rows += [row(1.0, kind=kind, layer=layer) for kind in ("attn", "mlp")]
             rows.append(row(0.0, kind="band", band="0–1"))
+            if family == NONE:
+                rows = [each | ({"restored": 0.0, "noised": 0.0} if each["family"] == NONE else {}) for each in rows]
     frame = pd.DataFrame(rows).astype({"layer": "Int64", "head": "Int64"})
     return frame.assign(pi=1 - frame["restored"])
 
@@ -260,6 +262,23 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Config(**wrong)
+
+
+def test_one_conversation_is_refused_before_anything_is_run(deep: Model, tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beginning, "load", lambda *_, **__: deep)
+        with pytest.raises(ValueError, match="no other half"):
+            study.run(Config(kinds="code", prompts=1, families=FAMILIES), tmp_path)
+
+
+def test_a_few_verdicts_that_chance_may_give_are_called_so():
+    metrics = analysed({POISON: 0.5, FILTER: -0.3})
+    chance = metrics["by_chance"] | {"head": {"mean": 1.0, "high": 3.0}}
+    assert any("may be chance" in text for text in warnings(metrics | {"by_chance": chance}))
+    assert not any(
+        "may be chance" in text
+        for text in warnings(metrics | {"by_chance": chance | {"head": {"mean": 0.1, "high": 1.0}}})
+    )
 
 
 def test_a_fault_that_does_not_exist_is_refused(deep: Model, tmp_path: Path):

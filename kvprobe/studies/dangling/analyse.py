@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.stats import cluster_weights, wilson
-from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, TOP
+from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, SHARED, TOP
 from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.ordinal import VERBS
 
@@ -27,6 +27,8 @@ def analyse(table: Any, rescues: Any, memos: Any, config: Config) -> dict[str, A
         "able_masked": int((wide[MASKED]["margin"] > 0).sum()),
         "mass": _pooled(_mean(heads, "dangling", prompts), weights),
         "went": _went(heads, prompts, weights),
+        "expected": _went(table[(table["grid"] == "heads") & (table["arm"] == SHARED)], prompts, weights),
+        "way": _pooled((wide[FULL]["margin"] - wide[MASKED]["margin"]).to_numpy(float), weights),
         "heads": _by_head(heads),
         "arms": {
             arm: {name: _pooled(own[name].to_numpy(float), weights) for name in ("margin", "kl", "kl_masked")}

@@ -6,7 +6,7 @@ it. One file per conversation and stage is kept, so an interrupted run resumes.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,15 @@ from kvprobe.runs import Run
 from kvprobe.studies.dangling.config import Config, sizes
 from kvprobe.studies.kept import kept_tables
 from kvprobe.studies.trialconfig import listed
-from kvprobe.tasks.facts import facts, pair
+from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
 from kvprobe.transcript import Tokens
 
 HIDDEN, LATER = "fact", "T2"
 FULL, MASKED, CLOSED = "full", "masked", "closed up"
 """Arms: everything in view; the turn masked; the turn evicted and the gap between positions closed."""
+SHARED = "shared out"
+"""Not a run, but what the softmax alone would make of the attention that is lost."""
 TOP, RANDOM = "top", "random"
 ROWS = 12
 """Caches that are read on from at once."""
@@ -55,11 +57,19 @@ class Case:
 
 
 def cases_of(config: Config, model: Model) -> list[Case]:
-    """The conversations of a config."""
+    """The conversations of a config.
+
+    Raises:
+        ValueError: more heads are to see the turn again than there are.
+    """
     picked = [fact for kind in listed("kinds", config.kinds, str) for fact in facts((kind,))[: config.prompts]]
-    halves = np.random.default_rng([config.seed, 1]).permutation(len(picked)) % 2
+    heads = model.geometry.n_layers * model.geometry.n_kv_heads
+    if (most := sizes(config)[-1]) >= heads:
+        raise ValueError(
+            f"Setting 'rescued' asks for {most} KV heads, but {model.name} has {heads}; give numbers below that."
+        )
     found = []
-    for number, (fact, half) in enumerate(zip(picked, halves.tolist(), strict=True)):
+    for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
         own, way = pair(fact, model.tokenizer), number % 2
         metric = LogitDiff(own.answers[way], own.answers[1 - way])
         found.append(Case(fact.id, half, own.prompts[way], own.suffix, metric))
@@ -83,10 +93,18 @@ def measure(model: Model, case: Case) -> pd.DataFrame:
         masked = patterns[MASKED].logits[None].float()
         to_masked = float(KL().to(masked)(own.logits[None].float()))
         tables.append(pd.DataFrame([{"grid": "arms", "arm": arm, **outcome, "kl_masked": to_masked}]))
-        if arm != FULL:
-            went = dangling(patterns[FULL], own, (HIDDEN,), summary=(LATER,), local=len(case.suffix))
-            tables.append(went.rename(columns={"summary": "later"}).assign(grid="heads", arm=arm))
+    seen = {arm: own for arm, own in patterns.items() if arm != FULL} | {SHARED: shared_out(patterns)}
+    for arm, own in seen.items():
+        went = dangling(patterns[FULL], own, (HIDDEN,), summary=(LATER,), local=len(case.suffix))
+        tables.append(went.rename(columns={"summary": "later"}).assign(grid="heads", arm=arm))
     return pd.concat(tables, ignore_index=True).assign(prompt=case.name, half=case.half)
+
+
+def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
+    """What the queries would attend to if no score changed: the softmax alone shares the lost attention out in proportion."""
+    full = patterns[FULL]
+    left = full.weights.masked_fill(full.cache.ledger.in_segments((HIDDEN,))[0], 0)
+    return replace(patterns[MASKED], weights=left / left.sum(-1, keepdim=True))
 
 
 def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
@@ -121,7 +139,7 @@ def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
         ranked = [(int(layer), int(head)) for layer, head in mass.sort_values(ascending=False).index]
         rng = np.random.default_rng([config.seed, 2, int(half)])
         sets: dict[tuple[str, int, int], Sequence[KVHead]] = {}
-        for size in (size for size in sizes(config) if size < len(every)):
+        for size in sizes(config):
             sets[TOP, size, 0] = ranked[:size]
             for number in range(config.random):
                 sets[RANDOM, size, number] = [every[place] for place in rng.permutation(len(every))[:size]]

@@ -12,8 +12,8 @@ from kvprobe.studies.dangling.config import Config
 from kvprobe.studies.dangling.figures import ARM_NAMES, PLACE_NAMES, maps
 from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
+from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, Memo
 from kvprobe.tasks.ordinal import PLACES as PLACES_OF_LIST
-from kvprobe.tasks.ordinal import VERBS, Memo
 from kvprobe.wording import percent, plain, reproduce_section, signed
 
 QUESTION = (
@@ -22,7 +22,7 @@ QUESTION = (
 )
 EXACT = 1e-4
 """How far attention gained may be from attention lost."""
-FEW = 8
+FEW = 12
 """Conversations below which intervals that resample them are too narrow to rely on."""
 
 
@@ -51,7 +51,9 @@ def narrate(
                 "dangling",
                 config,
                 environment,
-                also=["Data: samples.parquet, rescues.parquet, memos.parquet and metrics.json beside this page."],
+                also=[
+                    f"Data: samples.parquet, rescues.parquet{', memos.parquet' if metrics['memos'] else ''} and metrics.json beside this page."
+                ],
             ),
         ],
     )
@@ -68,20 +70,25 @@ def answer(metrics: Mapping[str, Any]) -> str:
 
 
 def rescued(metrics: Mapping[str, Any]) -> str:
-    """What the heads with the most dangling attention bring back, beside random ones: at the size at which most separates them."""
+    """What the heads with the most dangling attention bring back, beside random ones: at the size that separates the two most."""
     every = metrics["rescues"]
+    if metrics["way"]["low"] <= 0:
+        return "Hiding the turn does not surely lower the right answer's margin, so there is nothing to bring back."
+    worse = [str(entry["size"]) for entry in every if entry["difference"]["margin"]["high"] < 0]
+    against = f" With {' or '.join(worse)} they bring back less than random ones." if worse else ""
     apart = [entry for entry in every if entry["difference"]["margin"]["low"] > 0]
     if not apart:
         entry = every[-1]
         return (
             f"Shown again to the heads that had looked at it most, the turn brings back no more of the answer than shown to random ones, as "
-            f"far as this run can tell (with {entry['size']} KV heads, {percent(_estimate(entry[TOP]['margin']))} of the margin against {percent(_estimate(entry[RANDOM]['margin']))})."
+            f"far as this run can tell (with {entry['size']} KV heads, {percent(_estimate(entry[TOP]['margin']))} of the margin against "
+            f"{percent(_estimate(entry[RANDOM]['margin']))}).{against}"
         )
     entry = max(apart, key=lambda entry: entry["difference"]["margin"]["mean"])
     return (
-        f"Shown again to the {entry['size']} KV heads that had looked at it most on other conversations, the turn brings back "
-        f"{percent(_estimate(entry[TOP]['margin']))} of the right answer's margin; shown to random ones, "
-        f"{percent(_estimate(entry[RANDOM]['margin']))}."
+        f"Shown again to the {entry['size']} KV heads that had looked at it most on other conversations (of {len(every)} numbers of heads tried, the "
+        f"one that tells most), the turn brings back {percent(_estimate(entry[TOP]['margin']))} of the right answer's margin; shown to "
+        f"random ones, {percent(_estimate(entry[RANDOM]['margin']))}.{against}"
     )
 
 
@@ -93,9 +100,9 @@ def memo_sentence(metrics: Mapping[str, Any]) -> str:
 
     told = of("payload", "payload").low > 0.5 and of("pointer", "pointer").low > 0.5
     lead = (
-        "In a model trained to hold either, the same interchange tells a payload from a pointer"
+        "In a model trained to hold either, an interchange of the summary tells a payload from a pointer"
         if told
-        else ("In a model trained to hold either, the same interchange does not tell a payload from a pointer")
+        else ("In a model trained to hold either, an interchange of the summary does not tell a payload from a pointer")
     )
     return (
         f"{lead}: with the summary of another list, answers follow what that summary saw in {percent(of('payload', 'payload'))} of payloads and "
@@ -148,7 +155,11 @@ def _attention_section(metrics: Mapping[str, Any], views: Sequence[AttentionView
     return Section(
         title="Where the attention goes",
         points=[
-            *(f"{PLACE_NAMES[place]}: {percent(_estimate(metrics['went'][place]))} of it." for place in PLACES),
+            *(
+                f"{PLACE_NAMES[place]}: {percent(_estimate(metrics['went'][place]))} of it; were no score to change, the softmax alone would give "
+                f"{percent(_estimate(metrics['expected'][place]))}."
+                for place in PLACES
+            ),
             "Heads that looked at the turn most: "
             + ", ".join(f"{row['layer']}.{row['head']} ({100 * row['dangling']:.0f} % of its attention)" for row in top)
             + ".",
@@ -242,7 +253,8 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
                     "crossed: what stands there now",
                 ],
                 rows=rows,
-                caption=f"Answers of {metrics['memos'][0]['memos']} memos of each verb, with Wilson intervals; a guess among the things of the list is right in {1 / len(PLACES_OF_LIST):.1%}. Crossed: the summary's K and V are those of "
+                caption=f"Answers of {metrics['memos'][0]['memos']} memos of each verb, with Wilson intervals; a guess that knows the list is right in {1 / len(PLACES_OF_LIST):.1%}, one that does not in "
+                f"{(1 / len(ITEMS) + 1 / len(COLOURS)) / 2:.1%}. Crossed: the summary's K and V are those of "
                 "a run in whose list the named thing had changed places with another.",
             )
         ],
@@ -279,7 +291,8 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "Attention on a slot is not use of it; the heads given back say what is used, attention alone does not.",
             "Query heads that share a KV head see the same slots, so that views are given back by KV head.",
             "The trained model shows that the interchange can tell a payload from a pointer, not which of them a large model holds.",
-            "Random sets may hold some of the same heads, the more so the larger they are.",
+            "Random sets are of any layer and may hold some of the same heads, the more so the larger they are: a difference may be of layers "
+            "as well as of heads.",
         ],
     )
 

@@ -1,5 +1,5 @@
-"""From maps to numbers: which components may be called filter or poison, and whether heads so called do on other conversations
-what the name says."""
+"""From maps to numbers: which components may be called filter or poison, and whether heads with a high or low index on some
+conversations have it on others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.layers import Component, by_chance, verdicts
+from kvprobe.layers.layer_map import LEAST
 from kvprobe.stats import cluster_weights
 from kvprobe.studies.filter_poison.collect import NONE, Heads
 from kvprobe.studies.filter_poison.config import Config, families
@@ -16,7 +17,7 @@ POISON, FILTER = "poison", "filter"
 MATCHED = " (random)"
 """Added to the name of a set of heads: others of the same layers."""
 BY = ("kind", "layer", "head", "band")
-FEW = 8
+FEW = 12
 """Conversations below which intervals that resample them are too narrow to rely on."""
 
 
@@ -68,8 +69,10 @@ def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], co
     names = list(families(config))
     verdict = called(maps, config)
     single = verdict[verdict["kind"] != "band"]
-    control = maps[(maps["family"] == NONE) & (maps["kind"] == "attn")]
+    control = maps.loc[maps["family"] == NONE, ["damage", "restored", "noised"]]
     whole = maps[(maps["kind"] == "band") & (maps["family"] != NONE)].groupby(["prompt", "family"]).tail(1)
+    whole = whole[whole["damage"] >= LEAST]
+    chance = by_chance(maps[(maps["family"] != NONE) & (maps["kind"] != "band")], seed=config.seed)
     layers = int(maps["layer"].max()) + 1
     return {
         "families": names,
@@ -89,19 +92,15 @@ def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], co
             for kind in ("attn", "mlp", "head")
             for name in (POISON, FILTER, "mixed", "neutral")
         ],
-        "by_chance": {
-            kind: by_chance(int((single["kind"] == kind).sum()), len(names)) for kind in ("attn", "mlp", "head")
-        },
+        "by_chance": {row["kind"]: {"mean": row["mean"], "high": row["high"]} for row in chance.to_dict("records")},
         "states": _states(states, names),
         "baselines": _baselines(single, states),
         "tested": _tested(heads, names, config),
-        "sets": {
-            str(half): {name: [[head.layer, head.head] for head in sets[name][0]] for name in (POISON, FILTER)}
-            for half, sets in by_half.items()
-        },
+        "top": len(by_half[0][POISON][0]),
         "overlap": _overlap(by_half),
+        "shared": _shared(by_half),
         "controls": {
-            "undamaged": float(control["damage"].abs().max()),
+            "undamaged": float(control.abs().max().max()),
             "everything": float((whole["restored"] / whole["damage"]).abs().max()),
         },
     }
@@ -132,16 +131,11 @@ def _damage(maps: Any, family: str, config: Config) -> dict[str, Any]:
 
 
 def _noised(maps: Any) -> list[dict[str, Any]]:
-    """The share of the damage that the damaged output of one block alone brings into the clean run."""
-    own = maps[maps["kind"].isin(["attn", "mlp"]) & (maps["family"] != NONE)]
-    sums = own.groupby(["kind", "layer", "family"], sort=False)[["noised", "damage"]].sum().reset_index()
+    """The share of the damage that the damaged outputs of one band alone bring into the clean run."""
+    own = maps[(maps["kind"] == "band") & (maps["family"] != NONE)]
+    sums = own.groupby(["band", "family"], sort=False)[["noised", "damage"]].sum().reset_index()
     return [
-        {
-            "kind": row["kind"],
-            "layer": int(row["layer"]),
-            "family": row["family"],
-            "share": row["noised"] / row["damage"],
-        }
+        {"band": row["band"], "family": row["family"], "share": row["noised"] / row["damage"]}
         for row in sums.to_dict("records")
     ]
 
@@ -185,6 +179,10 @@ def _tested(heads: Any, names: Sequence[str], config: Config) -> list[dict[str, 
                 entry[name] = _interval(1 - restored.sum() / damage.sum(), resampled)
             difference = entry["chosen"]["mean"] - entry["random"]["mean"]
             entry["difference"] = _interval(difference, drawn[0] - drawn[1])
+            sums = own[own["sort"] == sort + MATCHED].groupby("draw")[["damage", "restored"]].sum()
+            each = 1 - sums["restored"] / sums["damage"]
+            as_far = each >= entry["chosen"]["mean"] if sort == POISON else each <= entry["chosen"]["mean"]
+            entry |= {"as_far": int(as_far.sum()), "sets": len(sums)}
             found.append(entry)
     return found
 
@@ -209,3 +207,17 @@ def _overlap(by_half: Mapping[int, Heads]) -> dict[str, int]:
     return {
         name: len({*halves[0][name][0]} & {*halves[-1][name][0]}) if len(halves) > 1 else 0 for name in (POISON, FILTER)
     }
+
+
+def _shared(by_half: Mapping[int, Heads]) -> dict[str, float]:
+    """The share of the random heads that are of those with the highest or lowest index, for want of others in their layer."""
+    found = {}
+    for name in (POISON, FILTER):
+        taken = [
+            head in {*sets[POISON][0], *sets[FILTER][0]}
+            for sets in by_half.values()
+            for group in sets[name + MATCHED]
+            for head in group
+        ]
+        found[name] = float(np.mean(taken))
+    return found

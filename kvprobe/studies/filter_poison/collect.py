@@ -8,7 +8,6 @@ conversation and stage is kept, so an interrupted run resumes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
 from kvprobe.cache import KVCache
@@ -24,7 +23,7 @@ from kvprobe.studies.trialconfig import listed
 from kvprobe.studies.trials import unrelated
 from kvprobe.suggest import unknown
 from kvprobe.sweep import prepare
-from kvprobe.tasks.facts import facts, pair
+from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.transcript import Tokens
 
 STRUCK = ("T1", "fact", "T2")
@@ -69,9 +68,8 @@ def cases_of(config: Config, model: Model) -> list[Case]:
             raise ValueError(unknown("fault", family, (*KINDS, FALSE)))
     kinds = listed("kinds", config.kinds, str)
     picked = [fact for kind in kinds for fact in facts((kind,))[: config.prompts]]
-    halves = np.random.default_rng([config.seed, 1]).permutation(len(picked)) % 2
     found = []
-    for number, (fact, half) in enumerate(zip(picked, halves.tolist(), strict=True)):
+    for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
         own = pair(fact, model.tokenizer)
         way = number % 2
         whole, other = (own.prompts[at] + own.suffix for at in (way, 1 - way))

@@ -164,7 +164,7 @@ def tested(metrics: Mapping[str, Any], name: str) -> Any:
                     )
             axis.axvline(0, color="0.4", lw=0.8)
             axis.set_yticks(range(len(rows)), [family_name(row) if row != "all" else "all" for row in rows])
-            axis.set_title(f"{sort} heads", fontsize=9)
+            axis.set_title(f"heads with the {'highest' if sort == POISON else 'lowest'} index", fontsize=9)
             axis.set_xlabel("share of the damage that goes away")
         axes[0].invert_yaxis()
         for axis in axes:

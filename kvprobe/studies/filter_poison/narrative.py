@@ -66,12 +66,15 @@ def told_of(metrics: Mapping[str, Any], sort: str) -> str:
     chosen, random, difference = (_estimate(own[name]) for name in ("chosen", "random", "difference"))
     which = "highest" if sort == POISON else "lowest"
     done = (
-        f"Restoring together the heads with the {which} index on one half of the conversations {removed(chosen)} the damage on the other; "
-        f"doing so with random heads of the same layers {removed(random)} it"
+        f"Restoring together the {metrics['top']} heads with the {which} index on one half of the conversations {removed(chosen)} the damage on "
+        f"the other; doing so with random heads of the same layers {removed(random)} it, and {own['as_far']} of {own['sets']} random sets go "
+        f"as far"
     )
-    predicted = difference.low > 0 if sort == POISON else difference.high < 0
+    beyond = difference.low > 0 if sort == POISON else difference.high < 0
     contrary = difference.high < 0 if sort == POISON else difference.low > 0
-    if predicted:
+    if beyond and own["as_far"] <= 0.05 * own["sets"]:
+        if sort == FILTER and chosen.high >= 0:
+            return f"{done}: less than random heads, but they are not shown to keep any damage away."
         return f"{done}: as predicted."
     return f"{done}: the opposite of what was predicted." if contrary else f"{done}: the prediction is not confirmed."
 
@@ -90,11 +93,11 @@ def warnings(metrics: Mapping[str, Any]) -> list[str]:
             f"A first look: {metrics['prompts']} conversations, and below {FEW} intervals are narrower than they should be."
         )
     for kind in KIND_NAMES:
-        called = sum(_count(metrics, kind, name) for name in (POISON, FILTER))
-        if called and called <= 2 * metrics["by_chance"][kind]:
+        called, chance = sum(_count(metrics, kind, name) for name in (POISON, FILTER)), metrics["by_chance"][kind]
+        if 0 < called <= chance["high"]:
             found.append(
-                f"{called} of the {KIND_NAMES[kind]} have a verdict, where chance alone would give about "
-                f"{metrics['by_chance'][kind]:.1f}: most of them may be chance."
+                f"{called} of the {KIND_NAMES[kind]} have a verdict, where chance gives {chance['mean']:.1f} on average and up to "
+                f"{chance['high']:.0f} in 95 % of cases: they may be chance."
             )
     if failed := [text for text, holds in controls(metrics) if not holds]:
         found.append(f"A control does not hold, doubt this run: {failed[0]}")
@@ -110,7 +113,10 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
         return f"{claim} {own[name]:.1e} (allowed: {EXACT:g}). It {'holds' if holds else 'DOES NOT HOLD'}.", holds
 
     return [
-        checked("undamaged", "With the clean cache in place of the damaged one, KL in nats is at most"),
+        checked(
+            "undamaged",
+            "With the clean cache in place of the damaged one, blocks and bands restored or not, KL in nats is at most",
+        ),
         checked(
             "everything", "With all outputs of all layers restored, the share of the damage that is left is at most"
         ),
@@ -119,15 +125,12 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 def _found_section(metrics: Mapping[str, Any], views: Sequence[AttentionView]) -> Section:
     points = [_named_sentence(metrics, kind) for kind in KIND_NAMES]
-    points += [
-        f"Verdicts that chance alone would give: {metrics['by_chance'][kind]:.1f} of {_all(metrics, kind)} {KIND_NAMES[kind]}."
-        for kind in KIND_NAMES
-    ]
+    points += [_chance_sentence(metrics, kind) for kind in KIND_NAMES]
     own = metrics["baselines"]
     points.append(
         f"Beside measures that need no damage, as rank correlations over layers with the mean index: KL when the layer is dropped, "
         f"{own['drop_attn']:+.2f} for attention and {own['drop_mlp']:+.2f} for MLPs; 1 − cos of the stream before and after the layer, "
-        f"{own['angle_attn']:+.2f} and {own['angle_mlp']:+.2f}."
+        f"{own['angle_attn']:+.2f} and {own['angle_mlp']:+.2f} (without intervals)."
     )
     return Section(
         title="What was found",
@@ -159,14 +162,28 @@ def _named_sentence(metrics: Mapping[str, Any], kind: str) -> str:
     return f"Of the {KIND_NAMES[kind]}, with the mean index of the families in brackets. {'; '.join(said)}."
 
 
+def _chance_sentence(metrics: Mapping[str, Any], kind: str) -> str:
+    """Verdicts, beside what chance alone would give."""
+    called, chance = sum(_count(metrics, kind, name) for name in (POISON, FILTER)), metrics["by_chance"][kind]
+    told = "more than chance gives" if called > chance["high"] else "no more than chance may give"
+    return (
+        f"Verdicts on {KIND_NAMES[kind]}: {called}, {told}: {chance['mean']:.1f} on average and at most {chance['high']:.0f} in 95 % of cases, were each "
+        f"conversation's effects as likely of either sign."
+    )
+
+
 def _bands_table(metrics: Mapping[str, Any]) -> Table:
+    noised = {(row["band"], row["family"]): row["share"] for row in metrics["noised"]}
+
     def cell(row: Mapping[str, Any], family: str) -> str:
-        return percent(Estimate(row[f"pi_{family}"], row[f"low_{family}"], row[f"high_{family}"]))
+        restored = percent(Estimate(row[f"pi_{family}"], row[f"low_{family}"], row[f"high_{family}"]))
+        return f"{restored}; {100 * noised[row['band'], family]:.0f} %"
 
     return Table(
-        columns=["layers restored", *(family_name(family) for family in metrics["families"])],
+        columns=["layers", *(family_name(family) for family in metrics["families"])],
         rows=[[row["band"], *(cell(row, family) for family in metrics["families"])] for row in metrics["bands"]],
-        caption="Attention and MLPs of a band of layers restored together: the share of the damage that goes away.",
+        caption="Attention and MLPs of a band of layers together: the share of the damage that goes away when they are restored; and, after the "
+        "semicolon, the share that they alone bring into the clean run when their outputs are as in the damaged one.",
     )
 
 
@@ -176,23 +193,29 @@ def _tested_section(metrics: Mapping[str, Any], config: Config) -> Section:
         for sort in (POISON, FILTER):
             own = _tested(metrics, family, sort)
             name = "all" if family == "all" else family_name(family)
-            rows.append([name, sort, *(percent(_estimate(own[which])) for which in ("chosen", "random", "difference"))])
+            rows.append(
+                [
+                    name,
+                    "highest" if sort == POISON else "lowest",
+                    *(percent(_estimate(own[which])) for which in ("chosen", "random", "difference")),
+                ]
+            )
     overlap = metrics["overlap"]
     return Section(
         title="Do they do it elsewhere?",
         paragraphs=[
-            f"The {config.top} heads with the highest and the {config.top} with the lowest mean index on each half of the conversations are restored "
+            f"The {metrics['top']} heads with the highest and the {metrics['top']} with the lowest mean index on each half of the conversations are restored "
             f"together on the other half, beside {config.random} sets of random heads, as many of each layer. "
             f"Prediction: restoring the first removes more damage than random heads do, restoring the second less.",
         ],
         points=[
             told_of(metrics, POISON),
             told_of(metrics, FILTER),
-            f"Heads that both halves chose: {overlap[POISON]} of {config.top} with the highest, {overlap[FILTER]} with the lowest index.",
+            f"Heads that both halves chose: {overlap[POISON]} of {metrics['top']} with the highest, {overlap[FILTER]} with the lowest index.",
         ],
         tables=[
             Table(
-                columns=["damage", "heads", "found on the other half", "random, same layers", "difference"],
+                columns=["damage", "index", "found on the other half", "random, same layers", "difference"],
                 rows=rows,
                 caption="Share of the damage that goes away; in “all” every family counts alike.",
             )
@@ -206,9 +229,9 @@ def _states_section(metrics: Mapping[str, Any]) -> Section:
     points = []
     for family in metrics["families"]:
         own = {row["layer"]: row for row in metrics["states"] if row["family"] == family}
-        top = max(own.values(), key=lambda row: row["rho"] or 0)
+        top = max(own.values(), key=lambda row: row["rho_after"] or 0)
         points.append(
-            f"{family_name(family)}: the stream is most off before layer {top['layer']} ({top['rho']:.2f} of its norm), and "
+            f"{family_name(family)}: the stream is most off after layer {top['layer']} ({top['rho_after']:.2f} of its norm), and "
             f"{own[layers - 1]['rho_after']:.2f} after the last."
         )
     return Section(
@@ -249,6 +272,10 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         title="Limits",
         points=[
             f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
+            "Damage of a cache comes in through attention alone, so a block that reads the cache passes some of it on: of attention, compare "
+            "sizes, not signs.",
+            f"Of the random heads {100 * metrics['shared'][POISON]:.0f} % (beside the highest) and {100 * metrics['shared'][FILTER]:.0f} % (beside the "
+            "lowest) are themselves among the chosen, for want of others in their layer.",
             "A verdict says that an index is surely not zero, not that it is large; the numbers in brackets do.",
             "Restoring one output leaves what others made of the damage, and they may make up for one another; indices do not add up.",
             "Where the damage is small its shares are unsteady; conversations count by their damage, so the most damaged decide.",
