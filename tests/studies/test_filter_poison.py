@@ -17,7 +17,7 @@ from kvprobe.report import write_report
 from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.analyse import FILTER, MATCHED, POISON, analyse, heads_by_half
-from kvprobe.studies.filter_poison.collect import NONE, STRUCK, cases_of, fault_of
+from kvprobe.studies.filter_poison.collect import NONE, STRUCK, cases_of, fault_of, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
 from kvprobe.studies.filter_poison.narrative import answer, controls, removed, told_of, warnings
 from kvprobe.studyconfig import from_mapping
@@ -155,13 +155,19 @@ def table(pi: dict[tuple[int, int], float], prompts: int = 8, noise: float = 0.0
                 }
 
             for (layer, head), mean in pi.items():
-                rows.append(row(1 - mean - noise * rng.standard_normal(), kind="head", layer=layer, head=head))
+                restored = 1 - mean - noise * rng.standard_normal()
+                looks = {
+                    "mass": mean + 0.5,
+                    "lift": None if family == FALSE and prompt else mean,
+                    "contribution": 0.1 * layer,
+                }
+                rows.append(row(restored, kind="head", layer=layer, head=head, **looks))
             for layer in dict.fromkeys(layer for layer, _ in pi):
                 rows += [row(1.0, kind=kind, layer=layer) for kind in ("attn", "mlp")]
             rows.append(row(0.0, kind="band", band="0–1"))
             if family == NONE:
                 rows = [each | ({"restored": 0.0, "noised": 0.0} if each["family"] == NONE else {}) for each in rows]
-    frame = pd.DataFrame(rows).astype({"layer": "Int64", "head": "Int64"})
+    frame = pd.DataFrame(rows).astype({"layer": "Int64", "head": "Int64", "lift": float})
     return frame.assign(pi=1 - frame["restored"])
 
 
@@ -236,6 +242,31 @@ def test_the_answer_says_whether_the_prediction_held(chosen: dict[str, float], p
     assert told_of(metrics, POISON).endswith(poison)
     assert told_of(metrics, FILTER).endswith(filters)
     assert told_of(metrics, FILTER) in answer(metrics)
+
+
+def test_looks_that_order_heads_as_their_index_does_correlate_with_it():
+    found = {(entry["family"], entry["look"]): entry for entry in analysed({POISON: 0.5, FILTER: -0.3})["looks"]}
+    assert found["zeros", "mass"]["all"]["mean"] > 0.7
+    assert found["zeros", "mass"]["within"]["mean"] > 0.7
+    assert found[FALSE, "lift"]["all"]["mean"] > 0.7  # most prompts have none
+    assert np.isnan(found["zeros", "contribution"]["within"]["mean"])  # the same for all heads of a layer
+
+
+def test_struck_slots_are_those_that_differ(deep: Model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
+        case = cases_of(SMALL, deep)[0]
+    clean = deep.prefill(case.true)
+    every = [place for place, name in enumerate(case.true.segments) if name in STRUCK]
+    assert struck_of(clean, clean.corrupt(fault_of("zeros", 100.0))).tolist() == every
+    value = [
+        place for place, (one, other) in enumerate(zip(case.true.ids, case.false.ids, strict=True)) if one != other
+    ]
+    assert struck_of(clean, deep.prefill(case.false)).tolist() == value
+    looks = collecting.looks(deep, case, clean, clean.corrupt(fault_of("zeros", 100.0)))
+    assert len(looks) == N_LAYERS * N_HEADS
+    assert looks["contribution"].max() == pytest.approx(0, abs=1e-6)  # zeros have nothing to be read
+    assert looks["mass"].min() > 0
 
 
 def test_more_damage_is_not_called_less():

@@ -10,7 +10,7 @@ import pandas as pd
 from kvprobe.layers import Component, by_chance, verdicts
 from kvprobe.layers.layer_map import LEAST
 from kvprobe.stats import cluster_weights
-from kvprobe.studies.filter_poison.collect import NONE, Heads
+from kvprobe.studies.filter_poison.collect import LOOKS, NONE, Heads
 from kvprobe.studies.filter_poison.config import Config, families
 
 POISON, FILTER = "poison", "filter"
@@ -95,6 +95,7 @@ def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], co
         "by_chance": {row["kind"]: {"mean": row["mean"], "high": row["high"]} for row in chance.to_dict("records")},
         "states": _states(states, names),
         "baselines": _baselines(single, states),
+        "looks": _looks(maps, names, config),
         "tested": _tested(heads, names, config),
         "top": len(by_half[0][POISON][0]),
         "overlap": _overlap(by_half),
@@ -157,6 +158,41 @@ def _baselines(single: Any, states: Any) -> dict[str, float]:
         for name in ("angle", "drop"):
             found[f"{name}_{kind}"] = float(own.rank().corr(clean[name].rank()))
     return found
+
+
+def _looks(maps: Any, names: Sequence[str], config: Config) -> list[dict[str, Any]]:
+    """Rank correlation over heads of what they do with struck slots with their index, and the same within layers."""
+    found = []
+    for family in names:
+        own = maps[(maps["family"] == family) & (maps["kind"] == "head")]
+        wide = own.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
+        layers = wide["damage"].columns.get_level_values("layer").to_numpy(int)
+        weights = cluster_weights(len(wide), np.random.default_rng(config.seed), 400)
+        weights = np.concatenate([np.ones((1, len(wide)), int), weights])
+        damage, restored = (weights @ wide[name].to_numpy(float) for name in ("damage", "restored"))
+        index = 1 - restored / damage
+        for look in LOOKS:
+            # Where the clean run gave the slots nothing, a head has no lift.
+            values = wide[look].to_numpy(float)
+            there = np.isfinite(values)
+            with np.errstate(invalid="ignore"):
+                means = (weights @ np.where(there, values, 0.0)) / (weights @ there)
+            entry: dict[str, Any] = {"family": family, "look": look}
+            for name, within in (("all", None), ("within", layers)):
+                each = np.array([_rank_correlation(one, two, within) for one, two in zip(means, index, strict=True)])
+                low, high = np.nanpercentile(each[1:], [2.5, 97.5]) if np.isfinite(each[1:]).any() else (np.nan, np.nan)
+                entry[name] = {"mean": float(each[0]), "low": float(low), "high": float(high)}
+            found.append(entry)
+    return found
+
+
+def _rank_correlation(one: np.ndarray, two: np.ndarray, within: np.ndarray | None) -> float:
+    """Spearman's; with `within`, of ranks from which the mean of each group is taken."""
+    known = np.isfinite(one) & np.isfinite(two)
+    ranks: Any = pd.DataFrame({"one": one[known], "two": two[known]}).rank()
+    if within is not None:
+        ranks -= ranks.groupby(within[known]).transform("mean")
+    return float(ranks["one"].corr(ranks["two"]))
 
 
 def _tested(heads: Any, names: Sequence[str], config: Config) -> list[dict[str, Any]]:

@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
+from kvprobe.attention import attend, contribution, lift
 from kvprobe.cache import KVCache
 from kvprobe.faults import Draws, Fault, Scope
 from kvprobe.layers import Component, layer_map, restored_together
@@ -34,6 +38,10 @@ NONE = "none"
 STATE = "state"
 """Rows that tell the state of the residual stream, by layer; see `kvprobe.layers.states`."""
 _SHARED = ("kind", "layer", "family", "prompt", "half")
+
+LOOKS = ("mass", "lift", "contribution")
+"""What a head does with the struck slots: attention on them, that over the clean run's, and what it reads there of what its layer
+reads in all."""
 
 Heads = Mapping[str, Sequence[Sequence[Component]]]
 """Sets of heads to be restored together, by the name of what they are."""
@@ -89,12 +97,15 @@ def collect(model: Model, config: Config, cases: Sequence[Case], run: Run) -> tu
                 model, clean, damaged, case.suffix, kept=config.suffix, heads=family != NONE,
                 bands=[*even_bands(layers), range(layers)], progress=False,
             )  # fmt: skip
-            table = pd.concat([found.df(), found.states.assign(kind=STATE)], ignore_index=True)
+            table = found.df()
+            if family != NONE:
+                table = table.merge(looks(model, case, clean, damaged), "left", on=["kind", "layer", "head"])
+            table = pd.concat([table, found.states.assign(kind=STATE)], ignore_index=True)
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
     table = kept_tables(run, cases, "map", measure, doing="Restoring components", unit="conversation")
-    of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi")]
+    of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi", *LOOKS)]
     states = table.loc[table["kind"] == STATE, of_states]
     of_maps = [name for name in table if name not in of_states or name in _SHARED]
     return table.loc[table["kind"] != STATE, of_maps], states
@@ -117,6 +128,25 @@ def collect_heads(
         return pd.concat(tables, ignore_index=True)
 
     return kept_tables(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
+
+
+def looks(model: Model, case: Case, clean: KVCache, damaged: KVCache) -> pd.DataFrame:
+    """One row per head: `LOOKS`, means over the suffix; see `kvprobe.attention`."""
+    struck, queries = struck_of(clean, damaged), range(len(case.suffix))
+    before, after = (attend(model, case.suffix, cache, queries=queries) for cache in (clean, damaged))
+    table = lift(after, before, struck)[["layer", "head", "lift"]]
+    mass, read = after.mass(slots=struck).mean(-1), contribution(model, after, struck).heads.mean(-1)
+    table = table.assign(kind="head", mass=mass.flatten().cpu().numpy(), contribution=read.flatten().cpu().numpy())
+    return table.astype({"layer": "Int64", "head": "Int64"})
+
+
+def struck_of(clean: KVCache, damaged: KVCache) -> Int[Tensor, "struck"]:
+    """Slots that hold another token, or where they all hold the same, another K or V."""
+    differs = damaged.ledger.tokens[0] != clean.ledger.tokens[0]
+    if not bool(differs.any()):
+        pairs = zip((*damaged.keys, *damaged.values), (*clean.keys, *clean.values), strict=True)
+        differs = torch.stack([(one != other)[0].any(-1).any(0) for one, other in pairs]).any(0)
+    return differs.nonzero()[:, 0]
 
 
 def damages(model: Model, config: Config, case: Case, control: bool = False) -> list[tuple[str, KVCache, KVCache]]:

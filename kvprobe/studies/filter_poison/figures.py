@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from kvprobe.attention import attend
 from kvprobe.model import Model
 from kvprobe.narrative import AttentionView, HeatMap
 from kvprobe.plots import save, styled
 from kvprobe.studies.filter_poison.analyse import FILTER, POISON
-from kvprobe.studies.filter_poison.collect import Case, damages
+from kvprobe.studies.filter_poison.collect import Case, damages, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.robustness.kinds import KINDS
 from kvprobe.views.attention import patterns_view
@@ -215,11 +214,7 @@ def example(model: Model, config: Config, case: Case, metrics: Mapping[str, Any]
         (damaged, f"with damage by {family_name(family)}, its slots marked"),
     ):
         patterns = attend(model, case.suffix, cache, queries=range(len(case.suffix)), layers=layers)
-        differs = [
-            (one != other).any(3).any(1)[0]
-            for one, other in zip((*cache.keys, *cache.values), (*clean.keys, *clean.values), strict=True)
-        ]
-        struck = torch.stack(differs).any(0).nonzero()[:, 0].tolist()
+        struck = struck_of(clean, cache).tolist()
         index = table.loc[layers].to_numpy(float)
         found.append(
             patterns_view(

@@ -11,7 +11,7 @@ from kvprobe.studies.filter_poison.collect import STRUCK
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
 from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
 from kvprobe.studies.robustness.kinds import KINDS
-from kvprobe.wording import percent, plain, reproduce_section
+from kvprobe.wording import percent, plain, reproduce_section, signed
 
 QUESTION = (
     "A cache is damaged in several ways, or says what is not so. Which attention blocks, MLPs and heads pass the damage on to the "
@@ -39,6 +39,7 @@ def narrate(
         sections=[
             _found_section(metrics, views),
             _tested_section(metrics, config),
+            _looks_section(metrics),
             _states_section(metrics),
             _done_section(metrics, config),
             Section(title="Controls", points=[text for text, _ in controls(metrics)]),
@@ -221,6 +222,41 @@ def _tested_section(metrics: Mapping[str, Any], config: Config) -> Section:
             )
         ],
         figures=[Figure("tested", "The same.")],
+    )
+
+
+def _looks_section(metrics: Mapping[str, Any]) -> Section:
+    names = {"mass": "attention on them", "lift": "the same over the clean run's", "contribution": "what is read there"}
+    of = {(entry["family"], entry["look"]): entry for entry in metrics["looks"]}
+    families = metrics["families"]
+    sure = [entry for entry in metrics["looks"] if entry["within"]["low"] > 0 or entry["within"]["high"] < 0]
+    return Section(
+        title="Does attention tell?",
+        paragraphs=[
+            "Heads that look at struck slots, and heads that pass damage on: are they the same? Rank correlations over heads with the index in the "
+            "same family; the second number compares heads of one layer only."
+        ],
+        points=[
+            f"Within layers, {len(sure)} of {len(metrics['looks'])} correlations exclude zero; the largest is "
+            f"{max((entry['within']['mean'] for entry in metrics['looks']), key=abs):+.2f}, where 1 would be the same order."
+        ],
+        tables=[
+            Table(
+                columns=["struck slots", *(family_name(family) for family in families)],
+                rows=[
+                    [
+                        said,
+                        *(
+                            f"{signed(_estimate(of[family, look]['all']), 2)}; {signed(_estimate(of[family, look]['within']), 2)}"
+                            for family in families
+                        ),
+                    ]
+                    for look, said in names.items()
+                ],
+                caption="Rank correlation over all heads; within layers. 95 % intervals over conversations. “What is read there” is the norm of what a head "
+                "takes from these slots, relative to its layer's attention output.",
+            )
+        ],
     )
 
 
