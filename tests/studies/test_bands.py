@@ -24,6 +24,7 @@ from kvprobe.stats import Estimate, wilson
 from kvprobe.studies.bands.analyse import analyse, newcombe, spearman, verdict
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
 from kvprobe.studies.bands.config import BANDS, NOISES, Config
+from kvprobe.studies.bands.figures import layer_map
 from kvprobe.studies.bands.narrative import findings, warnings
 from kvprobe.studies.bands.results import seed_section
 from kvprobe.studyconfig import from_mapping
@@ -506,6 +507,30 @@ def test_kl_of_a_case_that_broke_in_most_items_is_not_told():
     assert measured == {(1.0, "kl"), (1.0, "lost"), (2.0, "lost"), (None, "lost")}
     assert only(task["last_against_others"], noise="layer", parts="k")["ratio"] is None
     assert "The last quarter's mean KL" not in said_of(task)
+
+
+def test_the_map_of_layers_holds_each_noise_in_each_part_and_nothing_where_most_rows_broke(
+    finished: Run, config: Config
+):
+    def kl(labels: dict[str, Any], item: int) -> float:
+        return (
+            labels["first"]
+            + {"layer": 0.0, "channel": 0.5}[labels["noise"]]
+            + {"kv": 20, "k": 30, "v": 40}[labels["parts"]]
+        )
+
+    table = made_up(kl=kl)
+    broken = (table["group"] == SINGLES) & (table["noise"] == "layer") & (table["parts"] == "v") & (table["first"] == 6)
+    table.loc[broken, "broken"] = "V of layer 6, KV head 1, slot 2"
+    (task,) = analysed(table)["tasks"]
+    found = layer_map(task)
+    assert found.rows == [str(layer) for layer in range(LAYERS)]
+    column = {name: [row[place] for row in found.values] for place, name in enumerate(found.columns)}
+    assert len(column) == 6
+    assert column["channel covariance, in K alone"] == pytest.approx([30.5 + layer for layer in range(LAYERS)])
+    assert column["the layer's scale, in V alone"] == [40, 41, 42, 43, 44, 45, None, 47]
+    (section,) = [each for each in finished.report["sections"] if each["title"].startswith("Single layers")]
+    assert [len(each["rows"]) for each in section["maps"]] == [4]
 
 
 def test_a_control_that_does_not_hold_and_few_items_are_warned_of():

@@ -25,7 +25,7 @@ from kvprobe.studies import trials
 from kvprobe.studies.bitflips.analyse import Bootstrap, analyse, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, cases, places
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.studies.bitflips.figures import draw_all
+from kvprobe.studies.bitflips.figures import bit_maps, draw_all
 from kvprobe.studies.bitflips.narrative import answer, answer_bits, answer_rate, answer_silence, narrate, warnings
 from kvprobe.studies.trials import Sample
 from kvprobe.tasks.task import find_task, prompt
@@ -131,6 +131,10 @@ def test_a_run_holds_every_flip_its_numbers_and_a_report(finished: Run, config: 
     for name in ("shares_by_bit_1", "kl_by_bit_1", "damage_by_rate_1"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()
+    (by_bit,) = [each for each in finished.report["sections"] if each["title"].startswith("By bit")]
+    assert [each["caption"].split(",")[0] for each in by_bit["maps"]] == [
+        each.caption.split(",")[0] for each in bit_maps(task)
+    ]
     page = write_report(finished).read_text(encoding="utf-8")
     assert "Flipped bits in K and V" in page
     assert "The control holds" in page
@@ -239,6 +243,22 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right():
     assert "The worst is bit 14 (exponent), which breaks 75.0 %" in said
     assert "At 2 of the 16 bits of bf16 some flip altered an answer" in said
     assert "20 of 1280 single flips, of bit 14 of bf16" in answer_silence(task)
+
+
+def test_the_maps_of_bits_hold_what_breaks_and_what_is_reworded_and_nothing_beyond_a_dtypes_bits():
+    def became(labels: dict[str, Any], sample: int) -> dict[str, Any]:
+        return WRONG if is_bit(labels, 14, 3) else REWORDED if is_bit(labels, 13, 1) else {}
+
+    (task,) = made_up(became, replace(MADE_UP, dtypes="bf16,fp32"))["tasks"]
+    breaks, words = bit_maps(task)
+    assert breaks.rows == words.rows == [str(bit) for bit in range(32)]
+    assert breaks.columns == ["bf16", "fp32"]
+    assert (breaks.values[14], breaks.values[13]) == ([0.75, 0.75], [0, 0])
+    assert (words.values[14], words.values[13]) == ([0, 0], [0.25, 0.25])
+    assert breaks.values[16] == [None, 0]
+    (hard,) = made_up(became, MADE_UP, right=lambda sample: sample < 2)["tasks"]
+    (changed,) = bit_maps(hard)
+    assert [changed.values[bit] for bit in (12, 13, 14)] == [[0], [0.25], [0.75]]
 
 
 @pytest.mark.parametrize(

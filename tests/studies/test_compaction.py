@@ -229,6 +229,17 @@ def test_a_run_holds_every_number_table_and_figure(finished: Run):
     assert mean == pytest.approx(table[MASK.name] - table[RESTART.name], abs=1e-6)
 
 
+def test_the_reports_maps_are_what_each_head_spends_and_where_it_goes(finished: Run):
+    (section,) = [each for each in finished.report["sections"] if each["title"] == "Dangling attention"]
+    spent, went = section["maps"]
+    measured = finished.metrics["dangling"]
+    assert (spent["row_axis"], spent["column_axis"], spent["values"]) == ("layer", "head", measured["by_head"])
+    assert np.mean(spent["values"], 1) == pytest.approx(measured["by_layer"])
+    for place, name in enumerate(went["columns"]):
+        assert [row[place] for row in went["values"]] == measured["went_by_layer"][name]
+    assert np.sum(went["values"], 1) == pytest.approx(measured["by_layer"], abs=1e-5)
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, measured: dict[str, Any], smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

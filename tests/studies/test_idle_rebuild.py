@@ -237,6 +237,18 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
         assert (finished.path / "figures" / f"{name}.svg").is_file()
 
 
+def test_the_reports_maps_are_the_distances_by_layer_and_segment(finished: Run):
+    (section,) = [each for each in finished.report["sections"] if each["title"] == "Where in the cache"]
+    layers = finished.df("layers")
+    for family, found in zip("kv", section["maps"], strict=True):
+        assert found["caption"].startswith(family.upper())
+        assert found["columns"] == ["summary", *(f"T{turn}" for turn in AFTER)]
+        assert found["rows"] == [str(layer) for layer in range(30)]
+        for place, segment in enumerate(found["columns"]):
+            own = layers[(layers["family"] == family) & (layers["segment"] == segment)].sort_values("layer")
+            assert [row[place] for row in found["values"]] == own["distance"].tolist()
+
+
 def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
     monkeypatch.setattr(study, "collect", None)

@@ -19,6 +19,7 @@ from kvprobe.studies.leakage import collect as collecting
 from kvprobe.studies.leakage.analyse import ARMS
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.config import Config
+from kvprobe.studies.leakage.figures import FAMILY_NAMES
 from kvprobe.studies.leakage.narrative import answer_probe, answer_use
 from kvprobe.tasks.passcode import contexts, conversation
 
@@ -93,6 +94,17 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
         assert (finished.path / "figures" / f"{name}.svg").is_file()
     assert finished.metrics["light_cone"]["layers_0_1"] < 1e-5
     assert finished.metrics["light_cone"]["last_layer"] > 1e-4
+
+
+def test_the_reports_maps_are_the_probes_accuracies_above_chance(finished: Run):
+    (section,) = [each for each in finished.report["sections"] if each["title"] == "What a linear probe reads"]
+    assert [each["caption"].split(":")[0] for each in section["maps"]] == list(FAMILY_NAMES.values())
+    values = section["maps"][FAMILIES.index("v")]
+    probes = finished.df("probes").query("family == 'v' and read == 'mean' and split == 'leave-context-out'")
+    for arm, segment in (("masked", "T3 masked"), ("hidden", "T2 after code")):
+        column = [row[values["columns"].index(segment)] for row in values["values"]]
+        assert column == pytest.approx(list(probes[probes["arm"] == arm].sort_values("layer")["accuracy"] - 0.1))
+    assert values["rows"] == [str(layer) for layer in range(30)]
 
 
 def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):

@@ -38,6 +38,7 @@ from kvprobe.studies.policies.collect import (
     write_script,
 )
 from kvprobe.studies.policies.config import Config
+from kvprobe.studies.policies.figures import MAPS, budget_maps
 from kvprobe.studies.policies.narrative import answer_memory, answer_random, warnings
 from kvprobe.tasks.instructions import DEPTHS, PLACES, VALUES, instructions, needles
 from kvprobe.transcript import Tokens
@@ -216,6 +217,8 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
         assert (finished.path / "figures" / f"{name}.svg").is_file()
     assert finished.metrics["unchanged"]["kl"] < 1e-6
     assert "The control holds." in json.dumps(finished.report)
+    (quality,) = [each for each in finished.report["sections"] if each["title"] == "Quality for memory"]
+    assert len(quality["maps"]) == 2 + sum(finished.metrics["judged"].values())
 
 
 def test_with_everything_in_view_the_model_recalls_the_code(finished: Run):
@@ -306,6 +309,23 @@ def test_a_measure_at_which_the_full_cache_fails_is_not_judged():
     assert "cannot be judged on this model" in answer_random(metrics, MADE_UP)
     assert sum("cannot be judged" in warning for warning in warnings(metrics, MADE_UP)) == 2
     assert "hidden code" not in answer_memory(metrics)
+
+
+def test_the_maps_of_budgets_are_differences_from_the_full_cache_for_measures_that_are_judged():
+    def values(measure: str, kind: str, level: int) -> float:
+        return {"snapkv": 0.6, "quantise": 5.0}.get(kind, 0.2) + level / 1000
+
+    maps = budget_maps(made_up(values))
+    assert [each.caption.split(",")[0] for each in maps] == [caption.split(",")[0] for caption, _ in MAPS.values()]
+    kl, agreement, code, _ = maps
+    assert code.columns == ["20 %", "50 %", "100 %"]
+    assert code.rows == [kind.label for kind in KINDS.values() if not kind.bits]
+    snapkv = code.rows.index(KINDS["snapkv"].label)
+    assert kl.values[snapkv] == pytest.approx([0.62, 0.65, 0.7])
+    assert agreement.values[snapkv] == pytest.approx([-0.38, -0.35, -0.3])
+    assert code.values[snapkv] == pytest.approx([-0.28, -0.25, -0.2])
+    assert code.values[code.rows.index(KINDS["h2o"].label)] == pytest.approx([-0.68, -0.65, -0.6])
+    assert len(budget_maps(made_up(lambda *_: 0.15, full=0.15))) == 2
 
 
 def test_few_conversations_and_a_missing_control_are_warned_of():

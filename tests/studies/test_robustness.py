@@ -30,7 +30,7 @@ from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.studies.robustness.narrative import findings, headline, warnings
-from kvprobe.studies.robustness.results import beside_section
+from kvprobe.studies.robustness.results import accuracy_section, beside_section
 from kvprobe.studyconfig import from_mapping
 from kvprobe.sweep import prepare
 from kvprobe.tasks.task import find_task, prompt
@@ -310,6 +310,18 @@ def test_faults_are_not_ranked_where_the_sound_cache_fails():
     assert task["ranking_kl"] is not None
     assert "costs" not in said_of(found)
     assert task["too_hard"] in warnings(found, MADE_UP)
+
+
+def test_the_map_of_losses_stands_under_accuracy_for_tasks_that_the_model_can_do():
+    (found,) = accuracy_section(numbers(made_up(graded, MADE_UP)), MADE_UP).maps
+    assert list(found.columns) == ["10 %", "50 %"]
+    lost = dict(zip(found.rows, found.values, strict=True))
+    assert lost[KINDS["gaussian"].label] == pytest.approx([1, 1])
+    assert lost[KINDS["zeros"].label] == pytest.approx([0.4, 0.6])
+    assert lost[KINDS["distractor"].label] == pytest.approx([0.1, 0.2])
+    assert lost[KINDS["permuted"].label] == [0, 0]
+    too_hard = numbers(made_up(lambda *_: False, MADE_UP, clean=lambda item: item < 3))
+    assert accuracy_section(too_hard, MADE_UP).maps == []
 
 
 def test_broken_rows_are_wrong_have_no_kl_and_are_reported():

@@ -205,7 +205,7 @@ def layer_map(task: Mapping[str, Any]) -> HeatMap:
     )
     table = rows.pivot(index="layer", columns="noise matched to", values="kl")
     return map_of(
-        table[rows["noise matched to"].unique()],
+        table.reindex(columns=rows["noise matched to"].unique()),
         f"KL from the clean run with {cells[0]['rate']:g} % of the slots of one layer struck, mean over items.",
         "nats per token",
     )

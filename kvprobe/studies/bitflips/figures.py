@@ -177,7 +177,11 @@ def bit_maps(task: Mapping[str, Any]) -> list[HeatMap]:
 
     items = f"{task['right']} items answered rightly" if ranked else f"{task['items']} items"
     return [
-        map_of(table(value), f"Share of single flips that {what}, mean over {items}; bit 0 is the lowest of the mantissa.", "of the flips")
+        map_of(
+            table(value),
+            f"Share of single flips that {what}, mean over {items}; bit 0 is the lowest of the mantissa.",
+            "of the flips",
+        )
         for what, value in told.items()
     ]
 

@@ -12,6 +12,7 @@ from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, HIDDEN_SEGMENTS, MASK, RESTART
 from kvprobe.studies.compaction.collect import CALIBRATION
 from kvprobe.studies.compaction.config import Config
+from kvprobe.studies.compaction.figures import dangling_maps
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
 from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed

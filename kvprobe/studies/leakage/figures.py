@@ -1,6 +1,6 @@
 """The figures of the leakage study."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
     return figure
 
 
-def layer_table(probes: Any, metrics: dict[str, Any], family: str) -> pd.DataFrame:
+def layer_table(probes: Any, metrics: Mapping[str, Any], family: str) -> pd.DataFrame:
     """Layers by segments: accuracy per digit from averaged slots, on the headline split."""
     chosen = {"split": metrics["headline_split"], "family": family, "read": "mean"}
     own = probes[(probes[list(chosen)] == pd.Series(chosen)).all(axis=1)]
@@ -117,7 +117,7 @@ def layer_table(probes: Any, metrics: dict[str, Any], family: str) -> pd.DataFra
     return table.rename(columns=SEGMENTS).rename_axis(columns="segment")
 
 
-def layer_maps(probes: Any, metrics: dict[str, Any]) -> list[HeatMap]:
+def layer_maps(probes: Any, metrics: Mapping[str, Any]) -> list[HeatMap]:
     """Layer by segment for K, V and the residual stream, chance taken off."""
     return [
         map_of(

@@ -32,7 +32,7 @@ SPLIT_MEANING = {
 
 
 def narrate(
-    metrics: dict[str, Any], probes: Any, config: Config, model: Model, environment: Mapping[str, Any]
+    metrics: Mapping[str, Any], probes: Any, config: Config, model: Model, environment: Mapping[str, Any]
 ) -> Report:
     """The report of a run."""
     single = config.contexts == 1
@@ -154,7 +154,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     )
 
 
-def _accuracy_section(metrics: dict[str, Any], probes: Any) -> Section:
+def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
     splits = list(metrics["accuracy"])
     rows = [
         [ARM_NAMES[arm], *(percent(estimate_of(metrics["accuracy"][split][arm])) for split in splits)]

@@ -23,7 +23,7 @@ PANELS = {
     "instructions": "instructions followed (share)",
 }
 MAPS = {
-    "kl": ("KL from the full cache", "nats"),
+    "kl": ("KL from the full cache, more being worse", "nats"),
     "agreement": ("Next tokens as with the full cache, less than all of them", "of the tokens"),
     "code": ("Digits of the hidden code recalled, beside the full cache", "of the code"),
     "instructions": ("Instructions followed, beside the full cache", "of the instructions"),
@@ -117,7 +117,7 @@ def budget_maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
                 }
             )
             table = rows.pivot(index="policy", columns="budget", values="value").loc[rows["policy"].unique()]
-            caption = f"{what}, mean over conversations. Quantisation alone has no budget and stands in the tables."
+            caption = f"{what}, mean over conversations. Quantisation alone has no budget; it is in the tables."
             found.append(map_of(table.rename(columns="{} %".format), caption, unit))
     return found
 

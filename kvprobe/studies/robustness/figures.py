@@ -17,6 +17,7 @@ from kvprobe.studies.maps import map_of
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.kinds import ENGINE, KINDS, WRITTEN
+from kvprobe.wording import estimate_of, percent
 
 Value = Callable[[Mapping[str, Any]], Mapping[str, float] | None]
 
@@ -81,10 +82,10 @@ def loss_maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
                 columns=pd.Index([f"{rate:g} %" for rate in metrics["rates"]], name="struck"),
             )
             caption = (
-                f"{shown_task(name)}: right answers ({scorer}) lost to each fault, of all items, of which a sound cache gets "
-                f"{task['clean'][scorer]['mean']:.1%} right and guessing {task['chance']:.1%}; the tables have the intervals."
+                f"{shown_task(name)}: right answers ({scorer}) lost to each fault, as a share of all. A sound cache gets "
+                f"{percent(estimate_of(task['clean'][scorer]))} right, guessing {100 * task['chance']:.3g} %."
             )
-            found.append(map_of(table, caption, "of the items lost"))
+            found.append(map_of(table, caption, "of all answers"))
     return found
 
 
