@@ -180,7 +180,10 @@ def _looks(maps: Any, names: Sequence[str], config: Config) -> list[dict[str, An
             entry: dict[str, Any] = {"family": family, "look": look}
             for name, within in (("all", None), ("within", layers)):
                 each = np.array([_rank_correlation(one, two, within) for one, two in zip(means, index, strict=True)])
-                low, high = np.nanpercentile(each[1:], [2.5, 97.5]) if np.isfinite(each[1:]).any() else (np.nan, np.nan)
+                if not np.isfinite(each).any():
+                    entry[name] = None  # all heads alike
+                    continue
+                low, high = np.nanpercentile(each[1:], [2.5, 97.5])
                 entry[name] = {"mean": float(each[0]), "low": float(low), "high": float(high)}
             found.append(entry)
     return found

@@ -229,7 +229,13 @@ def _looks_section(metrics: Mapping[str, Any]) -> Section:
     names = {"mass": "attention on them", "lift": "the same over the clean run's", "contribution": "what is read there"}
     of = {(entry["family"], entry["look"]): entry for entry in metrics["looks"]}
     families = metrics["families"]
-    sure = [entry for entry in metrics["looks"] if entry["within"]["low"] > 0 or entry["within"]["high"] < 0]
+    known = [entry["within"] for entry in metrics["looks"] if entry["within"]]
+    sure = [value for value in known if value["low"] > 0 or value["high"] < 0]
+    largest = max((value["mean"] for value in known), key=abs, default=0.0)
+
+    def cell(entry: Mapping[str, Any]) -> str:
+        return "; ".join(signed(_estimate(entry[name]), 2) if entry[name] else "–" for name in ("all", "within"))
+
     return Section(
         title="Does attention tell?",
         paragraphs=[
@@ -237,24 +243,14 @@ def _looks_section(metrics: Mapping[str, Any]) -> Section:
             "same family; the second number compares heads of one layer only."
         ],
         points=[
-            f"Within layers, {len(sure)} of {len(metrics['looks'])} correlations exclude zero; the largest is "
-            f"{max((entry['within']['mean'] for entry in metrics['looks']), key=abs):+.2f}, where 1 would be the same order."
+            f"Within layers, {len(sure)} of {len(known)} correlations exclude zero; the largest is {largest:+.2f}, where 1 would be the same order."
         ],
         tables=[
             Table(
                 columns=["struck slots", *(family_name(family) for family in families)],
-                rows=[
-                    [
-                        said,
-                        *(
-                            f"{signed(_estimate(of[family, look]['all']), 2)}; {signed(_estimate(of[family, look]['within']), 2)}"
-                            for family in families
-                        ),
-                    ]
-                    for look, said in names.items()
-                ],
+                rows=[[said, *(cell(of[family, look]) for family in families)] for look, said in names.items()],
                 caption="Rank correlation over all heads; within layers. 95 % intervals over conversations. “What is read there” is the norm of what a head "
-                "takes from these slots, relative to its layer's attention output.",
+                "takes from these slots, relative to its layer's attention output; there is nothing where all heads are alike (zeros).",
             )
         ],
     )
@@ -267,8 +263,12 @@ def _states_section(metrics: Mapping[str, Any]) -> Section:
         own = {row["layer"]: row for row in metrics["states"] if row["family"] == family}
         top = max(own.values(), key=lambda row: row["rho_after"] or 0)
         points.append(
-            f"{family_name(family)}: the stream is most off after layer {top['layer']} ({top['rho_after']:.2f} of its norm), and "
-            f"{own[layers - 1]['rho_after']:.2f} after the last."
+            f"{family_name(family)}: the stream is off by {own[layers - 1]['rho_after']:.2f} of its norm after the last layer"
+            + (
+                f", and most after layer {top['layer']} ({top['rho_after']:.2f})."
+                if top["layer"] < layers - 1
+                else ", its most."
+            )
         )
     return Section(
         title="The residual stream",
