@@ -34,6 +34,8 @@ benchmark: $(VENV)/.installed
 	$(PY) benchmarks/policies.py
 	$(PY) benchmarks/faults.py
 	$(PY) benchmarks/patching.py
+	$(PY) benchmarks/attention.py
+	$(PY) benchmarks/probes.py
 
 clean:
 	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis

@@ -1,18 +1,20 @@
 """Thousands of multi-class ridge probes in one batched solve.
 
 One-hot labels are regressed on standardised features; the largest score wins. All probes (layers, K or V,
-read-outs) and all targets (digits) are solved together. Each fold's moments are computed once, about its own mean,
-and training sets are merged from folds (Chan, Golub and LeVeque 1979), so cross-validation costs no further pass
-over the features and large means do not cancel. The penalty is chosen on an inner fold; the test fold is touched
-once.
+read-outs) and all targets (digits) are solved together, from moments of each fold (`kvprobe.probing.gram`), so
+cross-validation costs no further pass over the features. The penalty is chosen on an inner fold; the test fold is
+touched once.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from kvprobe.probing.gram import FoldMoments, Moments, one_hot_answers
+from kvprobe.probing.linear import LinearProbes, OutOfFold, check_features
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Ridge penalties per training sample, on features of unit variance."""
@@ -56,90 +58,195 @@ def ridge_probes(
     Raises:
         ValueError: fewer than three folds, labels out of range, or features that are not finite.
     """
+    predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
+    inner_accuracy, chosen_penalty = [], []
+    for fitted in _by_fold(features, labels, folds, classes, penalties, size):
+        inner_accuracy.append(fitted.inner_accuracy)
+        chosen_penalty.append(fitted.penalty)
+        predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
+    return RidgeResult(predicted, torch.stack(inner_accuracy, 1), torch.stack(chosen_penalty, 1))
+
+
+def ridge_evidence(
+    features: Float[Tensor, "probes samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    penalties: Sequence[float] = PENALTIES,
+    size: Float[Tensor, "probes"] | None = None,
+) -> OutOfFold:
+    """The same probes with what they say of every class; arguments and errors are those of `ridge_probes`."""
+    shape = (len(features), *labels.shape)
+    predicted = torch.empty(shape, dtype=torch.long, device=features.device)
+    evidence, inner_evidence = (features.new_empty(*shape, classes) for _ in range(2))
+    inner_accuracy, chosen_penalty = [], []
+    for fitted in _by_fold(features, labels, folds, classes, penalties, size):
+        inner_accuracy.append(fitted.inner_accuracy)
+        chosen_penalty.append(fitted.penalty)
+        predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
+        evidence[:, :, fitted.test] = _above_share(fitted.probes, features[:, fitted.test])
+        inner_evidence[:, :, fitted.inner] = _above_share(fitted.inner_probes, features[:, fitted.inner])
+    penalty = torch.stack(chosen_penalty, 1)[:, None].expand(-1, len(labels), -1)
+    return OutOfFold(predicted, evidence, inner_evidence, torch.stack(inner_accuracy, 1), penalty)
+
+
+def streamed_ridge(
+    batches: Callable[[], Iterable[Float[Tensor, "probes batch dim"]]],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    penalties: Sequence[float] = PENALTIES,
+    size: Float[Tensor, "probes"] | None = None,
+) -> RidgeResult:
+    """`ridge_probes` on features that do not fit in memory, in three passes: moments, penalties, predictions.
+
+    Args:
+        batches: starts a pass over the features, some samples at a time, in the order of `labels`.
+
+    Raises:
+        ValueError: as `ridge_probes`, or a pass that gives another number of samples than there are labels.
+    """
+    count = _checked(labels, folds, classes)
+    moments = FoldMoments(count, classes)
+    for rows, batch in _rows(batches, len(folds)):
+        moments.update(batch, labels[:, rows], folds[rows])
+    whole = moments.of(range(count))
+    floor = (VARIANCE_FLOOR * (whole.size if size is None else size))[:, None]
+    probes, dim = whole.features.shape
+    # The penalties of `ridge_probes` on features of the usual precision, so that both choose from the same.
+    grid = _grid(penalties, dim, torch.float32).to(whole.features)
+
+    hits = torch.zeros(len(grid), probes, count, dtype=torch.float64, device=grid.device)
+    paths = []
+    for fold in range(count):
+        trained = _Ridge(
+            moments.of([other for other in range(count) if other not in (fold, (fold + 1) % count)]), floor
+        )
+        paths.append([trained.at(penalty.expand(probes), classes) for penalty in grid])
+    for rows, batch in _rows(batches, len(folds)):
+        for fold, path in enumerate(paths):
+            inner = torch.nonzero(folds[rows] == (fold + 1) % count)[:, 0]
+            for index, candidate in enumerate(path):
+                right = candidate.scores(batch[:, inner]).argmax(-1).eq(labels[:, rows][:, inner])
+                hits[index, :, fold] += right.sum((1, 2))
+    held = torch.bincount(folds, minlength=count).roll(-1) * len(labels)
+    accuracy, penalty = zip(*(_chosen((hits / held)[:, :, fold], grid) for fold in range(count)), strict=True)
+
+    final = [
+        _Ridge(moments.of([other for other in range(count) if other != fold]), floor).at(penalty[fold], classes)
+        for fold in range(count)
+    ]
+    predicted = torch.empty(probes, *labels.shape, dtype=torch.long, device=grid.device)
+    for rows, batch in _rows(batches, len(folds)):
+        for fold, trained in enumerate(final):
+            test = torch.nonzero(folds[rows] == fold)[:, 0]
+            predicted[:, :, rows.start + test] = trained.scores(batch[:, test]).argmax(-1)
+    return RidgeResult(predicted, torch.stack(accuracy, 1).float(), torch.stack(penalty, 1).float())
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Probes of one outer fold: those that chose the penalty, and those trained on the inner fold too."""
+
+    test: Int[Tensor, "held"]
+    inner: Int[Tensor, "inner_held"]
+    inner_probes: LinearProbes
+    probes: LinearProbes
+    inner_accuracy: Float[Tensor, "probes"]
+    penalty: Float[Tensor, "probes"]
+
+
+def _by_fold(
+    features: Float[Tensor, "probes samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    penalties: Sequence[float],
+    size: Float[Tensor, "probes"] | None,
+) -> Iterator[_Fitted]:
+    """The probes of each outer fold in turn."""
+    count = _checked(labels, folds, classes)
+    check_features(features)
+    if size is None:
+        size = features.square().mean((1, 2)).sqrt()
+    floor = (VARIANCE_FLOOR * size)[:, None]
+    answers = one_hot_answers(labels, classes, features.dtype)
+    members = [torch.nonzero(folds == fold)[:, 0] for fold in range(count)]
+    parts = [Moments.of(features[:, rows], answers[rows]) for rows in members]
+    grid = _grid(penalties, features.shape[2], features.dtype).to(features.device)
+    for fold in range(count):
+        inner = (fold + 1) % count
+        training = Moments.merged([part for other, part in enumerate(parts) if other not in (fold, inner)])
+        trained = _Ridge(training, floor)
+        path = [trained.at(penalty.expand(len(features)), classes) for penalty in grid]
+        held, answer = features[:, members[inner]], labels[:, members[inner]]
+        accuracy = torch.stack([probes.scores(held).argmax(-1).eq(answer).float().mean((1, 2)) for probes in path])
+        best_accuracy, penalty = _chosen(accuracy, grid)
+        training = Moments.merged([part for other, part in enumerate(parts) if other != fold])
+        final = _Ridge(training, floor).at(penalty, classes)
+        yield _Fitted(members[fold], members[inner], _picked(path, penalty, grid), final, best_accuracy, penalty)
+
+
+def _above_share(
+    probes: LinearProbes, features: Float[Tensor, "probes samples dim"]
+) -> Float[Tensor, "probes targets samples classes"]:
+    """What the features add to each class's share of the training set, of which a ridge score is the sum."""
+    return replace(probes, intercept=torch.zeros_like(probes.intercept)).scores(features)
+
+
+def _checked(labels: Int[Tensor, "targets samples"], folds: Int[Tensor, "samples"], classes: int) -> int:
+    """The number of folds."""
     count = int(folds.max()) + 1
     if count < 3:
         raise ValueError(f"Ridge probes need at least 3 folds (train, inner, test); got {count}.")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
-    if not bool(torch.isfinite(features).all()):
-        raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
+    return count
 
-    if size is None:
-        size = features.square().mean((1, 2)).sqrt()
-    floor = (VARIANCE_FLOOR * size)[:, None]
-    onehot = torch.nn.functional.one_hot(labels, classes).to(features.dtype)
-    answers = onehot.permute(1, 0, 2).reshape(labels.shape[1], -1)
 
-    members = [torch.nonzero(folds == fold)[:, 0] for fold in range(count)]
-    parts = [_Moments.of(features[:, rows], answers[rows]) for rows in members]
+def _rows(
+    batches: Callable[[], Iterable[Float[Tensor, "probes batch dim"]]], samples: int
+) -> Iterator[tuple[slice, Float[Tensor, "probes batch dim"]]]:
+    """A pass over the features, each batch with the rows that it holds."""
+    done = 0
+    for batch in batches():
+        rows = slice(done, done + batch.shape[1])
+        done = rows.stop
+        if done <= samples:
+            yield rows, batch
+    if done != samples:
+        raise ValueError(f"A pass over the features gave {done} samples for {samples} labels; each pass must give all.")
 
-    predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
-    inner_accuracy = torch.empty(len(features), count, device=features.device)
-    chosen_penalty = torch.empty(len(features), count, device=features.device)
-    grid = torch.tensor(list(penalties), dtype=features.dtype, device=features.device)
+
+def _grid(penalties: Sequence[float], dim: int, dtype: torch.dtype) -> Float[Tensor, "penalties"]:
     # The eigenvalues of a Gram matrix of unit-variance features reach up to its dimension, and so does their round-off:
     # a smaller penalty could not make it positive definite.
-    grid = grid.clamp(min=4 * torch.finfo(features.dtype).eps * features.shape[2])
-    for fold in range(count):
-        inner = (fold + 1) % count
-        training = _Moments.merged([part for other, part in enumerate(parts) if other not in (fold, inner)])
-        trained = _Ridge(training, floor)
-        accuracy = torch.stack(
-            [
-                trained.classify(penalty.expand(len(features)), features[:, members[inner]], classes)
-                .eq(labels[:, members[inner]])
-                .float()
-                .mean((1, 2))
-                for penalty in grid
-            ]
-        )
-        # Of equally good penalties the largest: argmax of the reversed grid finds the last maximum.
-        best = len(grid) - 1 - accuracy.flip(0).argmax(0)
-        inner_accuracy[:, fold] = accuracy.gather(0, best[None])[0]
-        chosen_penalty[:, fold] = grid[best]
-        training = _Moments.merged([part for other, part in enumerate(parts) if other != fold])
-        trained = _Ridge(training, floor)
-        predicted[:, :, members[fold]] = trained.classify(grid[best], features[:, members[fold]], classes)
-    return RidgeResult(predicted, inner_accuracy, chosen_penalty)
+    return torch.tensor(list(penalties), dtype=dtype).clamp(min=4 * torch.finfo(dtype).eps * dim)
 
 
-@dataclass(frozen=True)
-class _Moments:
-    """What ridge regression needs to know of a set of samples; disjoint sets can be merged."""
+def _chosen(
+    accuracy: Float[Tensor, "penalties probes"], grid: Float[Tensor, "penalties"]
+) -> tuple[Float[Tensor, "probes"], Float[Tensor, "probes"]]:
+    """The best accuracy and its penalty; of equally good penalties the largest."""
+    # argmax of the reversed grid finds the last maximum.
+    best = len(grid) - 1 - accuracy.flip(0).argmax(0)
+    return accuracy.gather(0, best[None])[0], grid[best]
 
-    count: int
-    features: Float[Tensor, "probes dim"]
-    answers: Float[Tensor, "outputs"]
-    gram: Float[Tensor, "probes dim dim"]
-    cross: Float[Tensor, "probes dim outputs"]
 
-    @classmethod
-    def of(cls, features: Float[Tensor, "probes samples dim"], answers: Float[Tensor, "samples outputs"]) -> "_Moments":
-        mean, answer_mean = features.mean(1), answers.mean(0)
-        turned = (features - mean[:, None]).transpose(1, 2)
-        return cls(len(answers), mean, answer_mean, turned @ turned.mT, turned @ (answers - answer_mean))
-
-    @classmethod
-    def merged(cls, parts: Sequence["_Moments"]) -> "_Moments":
-        share = torch.tensor([part.count for part in parts], dtype=parts[0].features.dtype)
-        share = share.to(parts[0].features.device)
-        features = torch.stack([part.features for part in parts], 1)
-        answers = torch.stack([part.answers for part in parts])
-        mean, answer_mean = (share @ features) / share.sum(), (share @ answers) / share.sum()
-        # Between-set scatter: as many rank-one terms as there are sets.
-        away = (features - mean[:, None]).transpose(1, 2)
-        gram = torch.baddbmm(parts[0].gram, away * share, away.mT)
-        cross = parts[0].cross + (away * share) @ (answers - answer_mean)
-        for part in parts[1:]:
-            gram += part.gram
-            cross += part.cross
-        return cls(sum(part.count for part in parts), mean, answer_mean, gram, cross)
+def _picked(
+    path: Sequence[LinearProbes], penalty: Float[Tensor, "probes"], grid: Float[Tensor, "penalties"]
+) -> LinearProbes:
+    """Of a path of probes, each probe at its own penalty."""
+    weights = path[0].weights.clone()
+    for probes, each in zip(path, grid, strict=True):
+        weights = torch.where((penalty == each)[:, None, None], probes.weights, weights)
+    return LinearProbes(path[0].mean, weights, path[0].intercept, path[0].classes)
 
 
 class _Ridge:
     """Ridge regression on standardised features, ready for any penalty."""
 
-    def __init__(self, training: _Moments, floor: Float[Tensor, "probes 1"]) -> None:
+    def __init__(self, training: Moments, floor: Float[Tensor, "probes 1"]) -> None:
         """Scale the moments of `training`, which are used up."""
         self.count, self.mean, self.intercept = training.count, training.features, training.answers
         deviation = (training.gram.diagonal(dim1=1, dim2=2) / self.count).sqrt()
@@ -147,14 +254,11 @@ class _Ridge:
         self.gram = training.gram.mul_(self.scale[:, :, None]).mul_(self.scale[:, None, :])
         self.cross = training.cross.mul_(self.scale[:, :, None])
 
-    def classify(
-        self, penalty: Float[Tensor, "probes"], test: Float[Tensor, "probes samples dim"], classes: int
-    ) -> Int[Tensor, "probes targets samples"]:
-        """The class with the largest score, for each target and test sample."""
+    def at(self, penalty: Float[Tensor, "probes"], classes: int) -> LinearProbes:
+        """The probes at a penalty each."""
         gram = self.gram.clone()
         gram.diagonal(dim1=1, dim2=2).add_((penalty * self.count)[:, None])
         factor = torch.linalg.cholesky(gram)
         half = torch.linalg.solve_triangular(factor, self.cross, upper=False)
         weights = torch.linalg.solve_triangular(factor.mT, half, upper=True).mul_(self.scale[:, :, None])
-        scores = torch.baddbmm(self.intercept.expand(1, -1), test - self.mean[:, None], weights)
-        return scores.unflatten(-1, (-1, classes)).argmax(-1).transpose(1, 2)
+        return LinearProbes(self.mean, weights, self.intercept.expand(len(weights), -1), classes)

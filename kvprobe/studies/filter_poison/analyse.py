@@ -180,7 +180,7 @@ def _looks(maps: Any, names: Sequence[str], config: Config) -> list[dict[str, An
             entry: dict[str, Any] = {"family": family, "look": look}
             for name, within in (("all", None), ("within", layers)):
                 each = np.array([_rank_correlation(one, two, within) for one, two in zip(means, index, strict=True)])
-                if not np.isfinite(each).any():
+                if not np.isfinite(each[0]):
                     entry[name] = None  # all heads alike
                     continue
                 low, high = np.nanpercentile(each[1:], [2.5, 97.5])

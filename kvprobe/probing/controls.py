@@ -1,0 +1,173 @@
+"""Controls: what a probe would score if it read nothing of what it is said to read.
+
+- `selectivity`: the same probe on a hash control task, whose labels can only be memorised.
+- `permuted_within`: labels shuffled inside each context, which leave a probe all that the context alone tells.
+- `lookup`: no probe at all, but a table from a context or a text to its commonest label.
+- `bayes_bound`: what any reader of that context or text could reach.
+- `random_model`: the same architecture before it learned anything.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.model import Model, load
+from kvprobe.probing.linear import check_problem
+from kvprobe.probing.ridge import ridge_probes
+from kvprobe.stats import cluster_bootstrap, cluster_weights
+
+
+class Predictions(Protocol):
+    """What a solver returns: at least the out-of-fold class of each sample."""
+
+    @property
+    def predicted(self) -> Int[Tensor, "probes targets samples"]: ...
+
+
+Solve = Callable[
+    [Float[Tensor, "probes samples dim"], Int[Tensor, "targets samples"], Int[Tensor, "samples"], int], Predictions
+]
+"""Cross-validated probes from features, labels, folds and the number of classes; `ridge_probes` is one."""
+
+
+def hash_control(
+    labels: Int[Tensor, "targets samples"], contexts: Sequence[Hashable], classes: int, seed: int
+) -> Int[Tensor, "targets samples"]:
+    """Labels of the control task: each (context, label) has a random one, drawn by a hash (Hewitt and Liang 2019).
+
+    They depend on the same things as the real labels, but by no rule: under the random split a probe can only
+    memorise them, and under leave-context-out nothing can tell them.
+
+    Raises:
+        ValueError: the contexts and the labels differ in number.
+    """
+    if len(contexts) != labels.shape[1]:
+        raise ValueError(f"Each sample needs one context; got {len(contexts)} contexts for {labels.shape[1]} samples.")
+    drawn = [
+        [
+            _hashed(f"{seed}\0{target}\0{context}\0{label}", classes)
+            for context, label in zip(contexts, row, strict=True)
+        ]
+        for target, row in enumerate(labels.tolist())
+    ]
+    return torch.tensor(drawn, device=labels.device)
+
+
+def selectivity(
+    features: Float[Tensor, "probes samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    contexts: Int[np.ndarray, "samples"],
+    folds: Int[np.ndarray, "samples"],
+    classes: int,
+    *,
+    solve: Solve = ridge_probes,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Accuracy on the task less accuracy on the hash control task, of every probe.
+
+    Args:
+        seed: of the control labels and of the bootstrap of contexts.
+
+    Raises:
+        ValueError: what `check_problem` refuses.
+
+    Returns:
+        One row per probe: `accuracy`, `control` and `selectivity`, each a mean over targets with its interval
+        (`control_low`, …), the same contexts being resampled in all three.
+    """
+    numbers = torch.from_numpy(folds).to(labels.device)
+    check_problem(labels, numbers, classes)
+    control = hash_control(labels, contexts.tolist(), classes, seed)
+    hits = [
+        solve(features, answers, numbers, classes).predicted.eq(answers).double().mean(1).cpu().numpy()
+        for answers in (labels, control)
+    ]
+    found, clusters = np.unique(contexts, return_inverse=True)
+    weights = cluster_weights(len(found), np.random.default_rng(seed))
+    columns: dict[str, np.ndarray] = {"probe": np.arange(len(features))}
+    for name, values in (("accuracy", hits[0]), ("control", hits[1]), ("selectivity", hits[0] - hits[1])):
+        prefix = "" if name == "accuracy" else f"{name}_"
+        columns[name], columns[f"{prefix}low"], columns[f"{prefix}high"] = cluster_bootstrap(values, clusters, weights)
+    return pd.DataFrame(columns)
+
+
+def permuted_within(
+    contexts: Int[np.ndarray, "samples"], count: int, rng: np.random.Generator
+) -> Int[np.ndarray, "count samples"]:
+    """`count` permutations of the samples, each of which moves them only inside their own context."""
+    home = np.argsort(contexts, kind="stable")
+    keys = np.broadcast_to(contexts, (count, len(contexts)))
+    moved = np.empty((count, len(contexts)), dtype=np.int64)
+    moved[:, home] = np.lexsort((rng.random((count, len(contexts))), keys))
+    return moved
+
+
+def lookup(
+    keys: Sequence[Hashable],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[np.ndarray, "samples"],
+    classes: int,
+) -> Int[Tensor, "targets samples"]:
+    """Out-of-fold guesses of a table: the commonest training label of the sample's key, or of all, if it is new.
+
+    With contexts as keys this is what the context alone tells; with the text of the tokens that a probe reads, what
+    the text alone tells.
+    """
+    place, numbers = torch.from_numpy(_numbered(keys)), torch.from_numpy(folds)
+    width = int(place.max()) + 1
+    guesses = torch.empty_like(labels)
+    for target, row in enumerate(labels):
+        cells = place * classes + row.cpu()
+        for fold in range(int(folds.max()) + 1):
+            counted = torch.bincount(cells[numbers != fold], minlength=width * classes).view(-1, classes)
+            overall = counted.sum(0)
+            table = torch.where(counted.sum(1) > 0, counted.argmax(1), overall.argmax())
+            test = numbers == fold
+            guesses[target, test] = table[place[test]].to(labels.device)
+    return guesses
+
+
+def bayes_bound(
+    keys: Sequence[Hashable],
+    labels: Int[Tensor, "samples"],
+    weights: Float[np.ndarray, "samples"] | None = None,
+) -> float:
+    """Accuracy of the best guess from the key, the samples being all there is.
+
+    It is exact for an enumerated population; for a sample with few of each key it lies above the truth.
+
+    Args:
+        weights: probability of each sample, up to a factor; equal by default.
+    """
+    place, classes = _numbered(keys), int(labels.max()) + 1
+    counted = np.bincount(place * classes + labels.cpu().numpy(), weights, minlength=(place.max() + 1) * classes)
+    return float(counted.reshape(-1, classes).max(1).sum() / counted.sum())
+
+
+def random_model(model: Model, seed: int) -> Model:
+    """A model of the same configuration and tokenizer whose weights are drawn anew: what is architecture alone."""
+    from transformers import AutoModelForCausalLM
+
+    plain = model.lanes.plain
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drawn = AutoModelForCausalLM.from_config(copy.deepcopy(plain.config), dtype=plain.dtype)
+    return load(drawn.to(plain.device), tokenizer=model.tokenizer)
+
+
+def _numbered(keys: Sequence[Hashable]) -> Int[np.ndarray, "samples"]:
+    """Equal keys have equal numbers."""
+    names = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([names[key] for key in keys])
+
+
+def _hashed(text: str, classes: int) -> int:
+    """A number below `classes` that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % classes

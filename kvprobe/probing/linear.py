@@ -1,0 +1,125 @@
+"""What every linear probe is made of: weights on centred features, the evidence they give, and the input they need."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearProbes:
+    """Weights of a batch of probes, each for all targets: a class scores `(features - mean) @ weights + intercept`.
+
+    The mean is kept apart from the intercept, since large means would cancel in it.
+    """
+
+    mean: Float[Tensor, "probes dim"]
+    weights: Float[Tensor, "probes dim outputs"]
+    intercept: Float[Tensor, "probes outputs"]
+    classes: int
+
+    def scores(self, features: Float[Tensor, "probes samples dim"]) -> Float[Tensor, "probes targets samples classes"]:
+        """The score of each class, in the precision of `features`."""
+        mean, weights, intercept = (each.to(features.dtype) for each in (self.mean, self.weights, self.intercept))
+        scores = torch.baddbmm(intercept[:, None], features - mean[:, None], weights)
+        return scores.unflatten(-1, (-1, self.classes)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class OutOfFold:
+    """What probes say of samples that they were not trained on; fold f takes fold f + 1 as its inner fold.
+
+    Attributes:
+        predicted: class of each sample, with the sample's fold as test fold.
+        evidence: what the features add to each class's log frequency, up to a temperature.
+        inner_evidence: the same with the sample's fold as inner fold, by the probe of the fold before it at its
+            chosen penalty.
+        inner_accuracy: accuracy on the inner fold, by outer fold.
+        penalty: the chosen penalty, by outer fold.
+    """
+
+    predicted: Int[Tensor, "probes targets samples"]
+    evidence: Float[Tensor, "probes targets samples classes"]
+    inner_evidence: Float[Tensor, "probes targets samples classes"]
+    inner_accuracy: Float[Tensor, "probes folds"]
+    penalty: Float[Tensor, "probes targets folds"]
+
+
+def log_frequency(labels: Int[Tensor, "targets samples"], classes: int) -> Float[Tensor, "targets classes"]:
+    """Log of each class's share of the samples; a class that was not seen counts as half a sample, so that all are finite."""
+    counts = torch.nn.functional.one_hot(labels, classes).sum(1).clamp(min=0.5)
+    return (counts / counts.sum(1, keepdim=True)).log()
+
+
+def check_problem(
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    contexts: Sequence[int] | Int[np.ndarray, "samples"] | None = None,
+) -> None:
+    """Refuse labels and folds that no probe can answer for.
+
+    Args:
+        contexts: number of each sample's context, where no context may be in two folds.
+
+    Raises:
+        ValueError: labels out of range or of one class, fewer samples than classes, fewer than three folds, an empty
+            fold, or a context in two folds.
+    """
+    samples, count = labels.shape[1], int(folds.max()) + 1
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+    if samples < classes:
+        raise ValueError(f"A probe of {classes} classes needs at least {classes} samples; there are {samples}.")
+    for target, each in enumerate(labels):
+        if len(each.unique()) == 1:
+            raise ValueError(
+                f"Target {target} has the one class {int(each[0])} in all {samples} samples; a probe needs at least two."
+            )
+    if count < 3:
+        raise ValueError(f"Probes need at least 3 folds (train, inner, test); got {count}.")
+    empty = torch.nonzero(torch.bincount(folds, minlength=count) == 0)[:, 0].tolist()
+    if empty:
+        raise ValueError(f"Folds are numbered from 0 with none left out; no sample is in fold {empty[0]}.")
+    if contexts is not None:
+        numbers = torch.as_tensor(np.asarray(contexts), device=folds.device)
+        pairs = torch.stack([numbers, folds]).unique(dim=1)[0]
+        context, seen = pairs.unique(return_counts=True)
+        if bool((seen > 1).any()):
+            raise ValueError(
+                f"Context {int(context[seen > 1][0])} is in more than one fold, so its samples would be trained and "
+                "tested on; give all samples of a context the same fold."
+            )
+
+
+def check_features(features: Float[Tensor, "probes samples dim"]) -> None:
+    """Refuse features that are not finite.
+
+    Raises:
+        ValueError: there is NaN or infinity in them.
+    """
+    if not bool(torch.isfinite(features).all()):
+        raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
+
+
+def check_variation(
+    features: Float[Tensor, "probes samples dim"], floor: Float[Tensor, "probes"], first: int = 0
+) -> None:
+    """Refuse a probe that reads nothing but constants.
+
+    Args:
+        floor: standard deviation up to which a feature is constant but for round-off.
+        first: number of the first probe.
+
+    Raises:
+        ValueError: no feature of some probe varies by more than its floor.
+    """
+    still = torch.nonzero(features.std(1, correction=0).amax(1) <= floor)[:, 0].tolist()
+    if still:
+        raise ValueError(
+            f"All features of probe {first + still[0]} are constant over the samples, so there is nothing to read; "
+            "drop the probe, or say may_be_constant=True where it is a floor or a control."
+        )

@@ -1,0 +1,131 @@
+"""Controls: each stays where its design says on planted data."""
+
+from math import log2
+
+import numpy as np
+import pytest
+import torch
+
+from kvprobe.model import Model
+from kvprobe.probing.controls import bayes_bound, hash_control, lookup, permuted_within, random_model, selectivity
+from kvprobe.probing.splits import fold_numbers
+
+CLASSES, TARGETS = 4, 2
+
+
+def planted(contexts: int, each: int, signal: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Two probes: one reads codes of the labels in noise, one noise alone."""
+    generator = torch.Generator().manual_seed(seed)
+    homes = np.repeat(np.arange(contexts), each)
+    labels = torch.randint(0, CLASSES, (TARGETS, len(homes)), generator=generator)
+    codes = torch.randn(TARGETS, CLASSES, 16, generator=generator)
+    noise = torch.randn(2, len(homes), 16, generator=generator)
+    noise[0] += signal * (codes[0][labels[0]] + codes[1][labels[1]])
+    return noise, labels, homes
+
+
+def test_a_hash_control_is_a_function_of_seed_context_and_label_alone():
+    labels = torch.tensor([[0, 1, 0, 1, 0]])
+    control = hash_control(labels, ["a", "a", "a", "b", "b"], 1000, seed=3)
+    assert control[0, 0] == control[0, 2]
+    assert len({int(control[0, index]) for index in (0, 1, 3, 4)}) == 4
+    assert hash_control(labels[:, 3:], ["b", "b"], 1000, seed=3).equal(control[:, 3:])
+    assert not hash_control(labels, ["a", "a", "a", "b", "b"], 1000, seed=4).equal(control)
+
+
+def test_hash_controls_are_uniform_and_independent_of_the_labels():
+    labels = torch.arange(8000)[None] % CLASSES
+    control = hash_control(labels, np.repeat(np.arange(2000), 4).tolist(), CLASSES, seed=0)
+    joint = torch.bincount(labels[0] * CLASSES + control[0], minlength=CLASSES**2).double() / 8000
+    # Five standard deviations of a share of 1/16.
+    assert float((joint - 1 / CLASSES**2).abs().max()) < 5 * np.sqrt(1 / 16 / 8000)
+
+
+def test_a_signal_is_selective_and_noise_is_not():
+    features, labels, homes = planted(30, 8, signal=2.0)
+    folds = fold_numbers("leave-context-out", homes, 5, np.random.default_rng(0))
+    table = selectivity(features, labels, homes, folds, CLASSES)
+    assert table.accuracy[0] > 0.8
+    assert table.selectivity_low[0] > 0.4
+    assert table.selectivity_low[1] < 0 < table.selectivity_high[1]
+    np.testing.assert_allclose(table.accuracy - table.control, table.selectivity)
+
+
+def test_a_probe_that_memorises_is_not_selective():
+    """Features that name (context, label) let a probe learn any labelling of them, if it has seen them all."""
+    contexts, each = 12, 24
+    homes = np.repeat(np.arange(contexts), each)
+    labels = torch.arange(len(homes))[None] % CLASSES
+    features = torch.nn.functional.one_hot(torch.from_numpy(homes) * CLASSES + labels[0], contexts * CLASSES).float()
+    folds = fold_numbers("random", homes, 4, np.random.default_rng(0))
+    table = selectivity(features[None], labels, homes, folds, CLASSES)
+    assert table.accuracy[0] == 1
+    assert table.control[0] > 0.97
+    assert table.selectivity_low[0] <= 0.03
+
+
+def test_permutations_stay_inside_contexts_and_reach_every_order():
+    contexts = np.array([2, 0, 2, 0, 2])
+    orders = permuted_within(contexts, 600, np.random.default_rng(0))
+    assert (np.sort(orders, 1) == np.arange(5)).all()
+    assert (contexts[orders] == contexts).all()
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(counts) == 12
+    # 50 of each order are expected; five standard deviations.
+    assert np.abs(counts - 50).max() < 5 * np.sqrt(50)
+
+
+def test_a_table_reads_what_its_key_tells_and_backs_off_to_the_commonest_label():
+    keys = ["a"] * 6 + ["b"] * 6 + ["new"]
+    labels = torch.tensor([[1] * 6 + [2] * 6 + [0]])
+    folds = np.array([0, 0, 1, 1, 2, 2] * 2 + [0])
+    labels[0, 6] = 1
+    guesses = lookup(keys, labels, folds, 3)
+    assert guesses[0].tolist() == [1] * 6 + [2] * 6 + [1]
+
+
+def test_a_table_never_sees_its_own_fold():
+    keys = np.repeat(np.arange(10), 6).tolist()
+    labels = torch.randint(0, 3, (1, 60), generator=torch.Generator().manual_seed(0))
+    folds = np.arange(60) % 3
+    changed = labels.clone()
+    changed[:, folds == 1] = (changed[:, folds == 1] + 1) % 3
+    one, other = (lookup(keys, answers, folds, 3)[:, folds == 1] for answers in (labels, changed))
+    assert one.equal(other)
+
+
+@pytest.mark.parametrize(("digits", "published"), [(15, 0.1330), (20, 0.1284), (25, 0.1254)])
+def test_the_bayes_bound_of_a_digit_given_a_sum_is_the_published_one(digits: int, published: float):
+    rest = np.ones(1)
+    for _ in range(digits - 1):
+        rest = np.convolve(rest, np.full(10, 0.1))
+    sums = [total + digit for digit in range(10) for total in range(len(rest))]
+    labels = torch.arange(10).repeat_interleave(len(rest))
+    assert bayes_bound(sums, labels, np.tile(rest, 10)) == pytest.approx(published, abs=5e-5)
+
+
+def test_the_bayes_bound_of_a_sample_counts_its_commonest_labels():
+    assert bayes_bound(["a", "a", "a", "b"], torch.tensor([0, 0, 1, 1])) == 0.75
+    assert bayes_bound([0] * 8, torch.arange(8)) == 2 ** -log2(8)
+
+
+def test_a_random_model_keeps_the_geometry_and_none_of_the_weights(tiny: Model):
+    one, same, other = (random_model(tiny, seed) for seed in (1, 1, 2))
+    assert one.geometry == tiny.geometry
+    assert one.fingerprint == same.fingerprint
+    assert len({one.fingerprint, other.fingerprint, tiny.fingerprint}) == 3
+    shapes = {name: weight.shape for name, weight in tiny.lanes.plain.state_dict().items()}
+    assert {name: weight.shape for name, weight in one.lanes.plain.state_dict().items()} == shapes
+
+
+def test_drawing_a_random_model_leaves_the_callers_generator_alone(tiny_llama: Model):
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    random_model(tiny_llama, 1)
+    assert torch.rand(1).equal(expected)
+
+
+def test_a_context_for_each_sample_is_demanded():
+    with pytest.raises(ValueError, match="got 2 contexts for 3 samples"):
+        hash_control(torch.zeros(1, 3, dtype=torch.long), ["a", "b"], 2, 0)

@@ -1,0 +1,179 @@
+"""The scan: its error rates on simulated nulls, and what it finds when there is something to find."""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from kvprobe.probing.controls import permuted_within
+from kvprobe.probing.logistic import logistic_evidence
+from kvprobe.probing.ridge import ridge_probes
+from kvprobe.probing.scan import false_discovery_rate, paired_features, scan, step_down
+from kvprobe.probing.splits import fold_numbers
+from kvprobe.stats import wilson
+
+CLASSES, PROBES, CONTEXTS, EACH, DIM = 3, 6, 12, 6, 4
+HOMES = np.repeat(np.arange(CONTEXTS), EACH)
+
+quick = partial(ridge_probes, penalties=(0.1,))
+"""At a single penalty each target is fitted by itself, so that permutations can share a call."""
+
+
+def null(rng: np.random.Generator, context_signal: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probes of which half know the context, and labels that depend on nothing but the context."""
+    features = rng.standard_normal((PROBES, CONTEXTS * EACH, DIM))
+    features[: PROBES // 2] += 2 * rng.standard_normal((PROBES // 2, CONTEXTS, DIM))[:, HOMES]
+    liked = rng.integers(0, CLASSES, CONTEXTS)[HOMES]
+    free = rng.integers(0, CLASSES, len(HOMES))
+    labels = np.where(rng.random(len(HOMES)) < context_signal, liked, free)
+    return torch.from_numpy(features).float(), torch.from_numpy(labels)[None]
+
+
+@pytest.mark.parametrize(("split", "context_signal"), [("leave-context-out", 0.0), ("random", 0.7)])
+def test_of_200_nulls_a_scan_calls_5_percent(split, context_signal: float):
+    """Family-wise over probes, and of a single probe, also where labels follow the context and probes know it."""
+    rng = np.random.default_rng(1)
+    family, single = 0, 0
+    for _ in range(200):
+        features, labels = null(rng, context_signal)
+        folds = fold_numbers(split, HOMES, 3, rng)
+        table = scan(features, labels, HOMES, folds, CLASSES, permutations=39, at_once=39, solve=quick, rng=rng).df()
+        family += int(table.p_family.min() <= 0.05)
+        single += int(table.p[0] <= 0.05)
+    # 0.05 lies in the 95 % interval of the rate, up to what ties take away.
+    assert wilson(family, 200).low <= 0.05 <= wilson(family, 200).high
+    assert wilson(single, 200).low <= 0.05
+    assert single > 0
+
+
+def test_labels_permuted_over_contexts_would_call_what_only_the_context_tells():
+    """The control of the test above: its data do fool a comparison with chance."""
+    rng = np.random.default_rng(1)
+    features, labels = null(rng, 0.9)
+    folds = fold_numbers("random", HOMES, 3, rng)
+    table = scan(features, labels, HOMES, folds, CLASSES, permutations=99, at_once=99, solve=quick, rng=rng).df()
+    assert table.low[:3].min() > 1 / CLASSES
+    assert table.floor[:3].min() > 0.45
+    assert table.p_family.min() > 0.05
+
+
+def test_the_one_probe_with_a_signal_is_found():
+    rng = np.random.default_rng(2)
+    features, labels = null(rng, 0.5)
+    codes = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(0))
+    features[4] += 2 * codes[labels[0]]
+    folds = fold_numbers("leave-context-out", HOMES, 3, rng)
+    places = pd.DataFrame({"layer": range(PROBES), "part": "k"})
+    found = scan(features, labels, HOMES, folds, CLASSES, places=places, permutations=99, rng=rng)
+    table = found.df()
+    assert list(table.columns[:2]) == ["layer", "part"]
+    assert table.p_family[4] == table.p[4] == 1 / 100
+    assert table.q[4] == pytest.approx(6 / 100)
+    assert table.accuracy[4] > table.floor[4] + 0.3
+    assert table.low[4] <= table.accuracy[4] <= table.high[4]
+    assert table.drop(index=4).p_family.min() > 0.05
+    assert found.chance == 1 / CLASSES
+
+
+def test_p_values_equal_their_definition_probes_fitted_again_for_each_permutation():
+    features, labels = null(np.random.default_rng(4), 0.5)
+    folds = fold_numbers("leave-context-out", HOMES, 3, np.random.default_rng(0))
+    table = scan(features, labels, HOMES, folds, CLASSES, permutations=19, rng=np.random.default_rng(7)).df()
+    orders = [np.arange(len(HOMES)), *permuted_within(HOMES, 19, np.random.default_rng(7))]
+    scores = []
+    for order in orders:
+        answers = labels[:, order]
+        scores.append(
+            ridge_probes(features, answers, torch.from_numpy(folds), CLASSES).predicted.eq(answers).sum((1, 2))
+        )
+    counts = torch.stack(scores).numpy()
+    np.testing.assert_allclose(table.p, (counts >= counts[0]).mean(0))
+    np.testing.assert_allclose(table.floor, counts[1:].mean(0) / len(HOMES))
+    np.testing.assert_allclose(table.accuracy, counts[0] / len(HOMES))
+
+
+def test_permutations_in_one_call_equal_permutations_one_by_one():
+    features, labels = null(np.random.default_rng(3), 0.5)
+    labels = torch.cat([labels, labels.roll(1, 1)])
+    folds = fold_numbers("leave-context-out", HOMES, 3, np.random.default_rng(0))
+    tables = [
+        scan(features, labels, HOMES, folds, CLASSES, permutations=7, at_once=at_once, solve=quick).df()
+        for at_once in (1, 3, 7)
+    ]
+    for table in tables[1:]:
+        pd.testing.assert_frame_equal(table, tables[0])
+
+
+def test_a_scan_takes_logistic_probes():
+    features, labels = null(np.random.default_rng(5), 0.0)
+    features[1] += 3 * torch.nn.functional.one_hot(labels[0], DIM)
+    folds = fold_numbers("leave-context-out", HOMES, 3, np.random.default_rng(0))
+    table = scan(features, labels, HOMES, folds, CLASSES, permutations=19, at_once=19, solve=logistic_evidence).df()
+    assert table.p_family.argmin() == 1
+    assert table.p_family[1] == 1 / 20
+
+
+def test_round_off_about_a_context_is_no_finding():
+    """What the restart floor looks like under the paired split."""
+    rng = np.random.default_rng(6)
+    _, labels = null(rng, 0.0)
+    same = 50 + torch.from_numpy(rng.standard_normal((2, CONTEXTS, DIM))[:, HOMES]).float()
+    same[:, :, 0] += 1e-5 * labels[0]
+    same[1, :, 1] += labels[0]
+    assert same[0, :, 0].std() > 0
+    features = paired_features(same, HOMES)
+    folds = fold_numbers("paired", HOMES, 3, rng)
+    table = scan(features, labels, HOMES, folds, CLASSES, permutations=39, rng=rng).df()
+    assert features[0].abs().max() == 0
+    assert table.p_family[0] > 0.05
+    assert table.p_family[1] == 1 / 40
+
+
+def test_step_down_equals_its_definition():
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((50, 5)) * [1, 2, 3, 4, 5] + [0, 10, 0, -3, 7]
+    scores[0] += [3, 4, 0, 1, 9]
+    standard = (scores - scores.mean(0)) / scores.std(0)
+    remaining, last = list(range(5)), 0.0
+    expected = np.empty(5)
+    while remaining:
+        top = max(remaining, key=lambda probe: standard[0, probe])
+        last = max(last, np.mean(standard[:, remaining].max(1) >= standard[0, top]))
+        expected[top] = last
+        remaining.remove(top)
+    np.testing.assert_allclose(step_down(scores), expected)
+
+
+def test_copies_of_a_probe_cost_no_power():
+    """What sets the maximum apart from a Bonferroni correction."""
+    scores = np.random.default_rng(0).standard_normal((100, 1))
+    scores[0] = 2.0
+    assert (step_down(np.repeat(scores, 50, 1)) == step_down(scores)).all()
+
+
+def test_a_probe_that_never_changes_is_no_finding():
+    scores = np.random.default_rng(0).standard_normal((40, 3))
+    scores[:, 1] = 5.0
+    assert step_down(scores)[1] > 0.3
+
+
+def test_q_values_equal_scipys():
+    from scipy.stats import false_discovery_control
+
+    p = np.random.default_rng(0).random(40) ** 3
+    np.testing.assert_allclose(false_discovery_rate(p), false_discovery_control(p))
+
+
+def test_contexts_with_one_label_each_are_refused():
+    features, _ = null(np.random.default_rng(0), 0)
+    labels = torch.from_numpy(HOMES % CLASSES)[None]
+    folds = fold_numbers("random", HOMES, 3, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="cross contexts with labels"):
+        scan(features, labels, HOMES, folds, CLASSES)
+    labels[0, 0] += 1
+    with pytest.raises(ValueError, match="2 places for 6 probes"):
+        scan(features, labels % CLASSES, HOMES, folds, CLASSES, places=pd.DataFrame({"layer": [0, 1]}))
+    with pytest.raises(ValueError, match="at least one permutation"):
+        scan(features, labels % CLASSES, HOMES, folds, CLASSES, permutations=0)
