@@ -29,7 +29,7 @@ lint: $(VENV)/.developed
 figures: $(VENV)/.installed
 	$(PY) figures/draw.py
 
-benchmark: $(VENV)/.installed
+benchmark: $(VENV)/.developed
 	$(PY) benchmarks/lanes.py
 	$(PY) benchmarks/policies.py
 	$(PY) benchmarks/faults.py
