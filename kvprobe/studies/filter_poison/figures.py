@@ -20,7 +20,7 @@ from kvprobe.views.attention import patterns_view
 BOUND = 1.0
 """Indices below minus this are drawn at the edge: an MLP whose reaction was protective may leave several times the damage."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
-MARKERS = "os^Dvx+P"
+MARKERS = "os^DPx*+"
 VERDICTS = {POISON: "#0072b2", FILTER: "#d55e00", "mixed": "#e69f00", "neutral": "0.75"}
 """Blue above zero and red below it, as in the maps."""
 SHOWN = 4
