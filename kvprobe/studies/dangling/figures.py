@@ -48,7 +48,7 @@ def heads(metrics: Mapping[str, Any], name: str) -> Any:
 
     table = head_table(metrics)
     with styled():
-        size = (1.6 + 0.38 * len(table.columns), 1.2 + 0.2 * len(table))
+        size = (max(7.0, 1.6 + 0.38 * len(table.columns)), 1.2 + 0.14 * len(table))
         figure, axis = plt.subplots(figsize=size, layout="constrained")
         sns.heatmap(
             table, ax=axis, cmap="viridis", vmin=0, cbar_kws={"label": "attention on the hidden turn"}, yticklabels=2

@@ -95,7 +95,7 @@ def heads(metrics: Mapping[str, Any], name: str) -> Any:
     bound = max(1e-3, float(np.nanquantile(table.abs().to_numpy(), 0.99)))
     with styled():
         figure, axis = plt.subplots(
-            figsize=(1.6 + 0.38 * len(table.columns), 1.2 + 0.2 * len(table)), layout="constrained"
+            figsize=(max(7.0, 1.6 + 0.38 * len(table.columns)), 1.2 + 0.14 * len(table)), layout="constrained"
         )
         label = "π, mean of families"
         sns.heatmap(
