@@ -8,9 +8,9 @@ from kvprobe.narrative import Section
 from kvprobe.stats import Estimate
 
 
-def estimate_of(values: Mapping[str, float]) -> Estimate:
-    """An estimate as `metrics.json` holds it."""
-    return Estimate(**values)
+def estimate_of(values: Mapping[str, Any]) -> Estimate:
+    """An estimate as `metrics.json` holds it, whatever stands beside its numbers."""
+    return Estimate(values["mean"], values["low"], values["high"])
 
 
 def percent(value: Estimate) -> str:

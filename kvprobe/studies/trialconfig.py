@@ -11,6 +11,8 @@ TIMINGS = {
     "fresh": "drawn anew before each token, and undone after it",
     "piling": "drawn anew before each token, and left there",
 }
+FACT_KINDS, FACTS_OF_A_KIND = ("code", "name", "number", "instruction"), 12
+"""What `kvprobe.tasks.facts` holds, which a test compares."""
 UNITS = ("slot", "layer", "head", "number")
 
 Value = TypeVar("Value")

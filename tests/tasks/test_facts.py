@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from kvprobe.loading import resolve_folder
 from kvprobe.model import Model
+from kvprobe.studies.trialconfig import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
 from kvprobe.transcript import PLAIN_CHAT_TEMPLATE
 
@@ -30,6 +31,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 def test_there_are_as_many_facts_of_each_kind_and_no_text_stands_twice():
     assert [fact.kind for fact in facts()] == [kind for kind in KINDS for _ in range(PER_KIND)]
+    assert (FACT_KINDS, FACTS_OF_A_KIND) == (KINDS, PER_KIND)  # what settings are checked against
     assert len({fact.id for fact in facts()}) == len(facts())
     for name in TEXTS:
         assert len({getattr(fact, name) for fact in facts()}) == len(facts())

@@ -14,7 +14,7 @@ from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, Memo
 from kvprobe.tasks.ordinal import PLACES as PLACES_OF_LIST
-from kvprobe.wording import percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
 
 QUESTION = (
     "A turn is hidden after later turns have seen it, and then asked about. Where does the attention go that would have looked at it; "
@@ -63,8 +63,8 @@ def answer(metrics: Mapping[str, Any]) -> str:
     """Where the attention goes, and whether the heads that lost most of it are those that matter."""
     largest = max(PLACES, key=lambda place: metrics["went"][place]["mean"])
     said = (
-        f"The tokens of the question and the reply spend {percent(_estimate(metrics['mass']))} of their attention on the turn; when it is hidden, "
-        f"the largest part of that goes to {PLACE_NAMES[largest]}: {percent(_estimate(metrics['went'][largest]))}. {rescued(metrics)}"
+        f"The tokens of the question and the reply spend {percent(estimate_of(metrics['mass']))} of their attention on the turn; when it is hidden, "
+        f"the largest part of that goes to {PLACE_NAMES[largest]}: {percent(estimate_of(metrics['went'][largest]))}. {rescued(metrics)}"
     )
     return f"{said} {memo_sentence(metrics)}" if metrics["memos"] else said
 
@@ -81,14 +81,14 @@ def rescued(metrics: Mapping[str, Any]) -> str:
         entry = every[-1]
         return (
             f"Shown again to the heads that had looked at it most, the turn brings back no more of the answer than shown to random ones, as "
-            f"far as this run can tell (with {entry['size']} KV heads, {percent(_estimate(entry[TOP]['margin']))} of the margin against "
-            f"{percent(_estimate(entry[RANDOM]['margin']))}).{against}"
+            f"far as this run can tell (with {entry['size']} KV heads, {percent(estimate_of(entry[TOP]['margin']))} of the margin against "
+            f"{percent(estimate_of(entry[RANDOM]['margin']))}).{against}"
         )
     entry = max(apart, key=lambda entry: entry["difference"]["margin"]["mean"])
     return (
         f"Shown again to the {entry['size']} KV heads that had looked at it most on other conversations (of {len(every)} numbers of heads tried, the "
-        f"one that tells most), the turn brings back {percent(_estimate(entry[TOP]['margin']))} of the right answer's margin; shown to "
-        f"random ones, {percent(_estimate(entry[RANDOM]['margin']))}.{against}"
+        f"one that tells most), the turn brings back {percent(estimate_of(entry[TOP]['margin']))} of the right answer's margin; shown to "
+        f"random ones, {percent(estimate_of(entry[RANDOM]['margin']))}.{against}"
     )
 
 
@@ -96,7 +96,7 @@ def memo_sentence(metrics: Mapping[str, Any]) -> str:
     """Whether the instrument tells a payload from a pointer where the truth is known."""
 
     def of(reference: str, follows: str) -> Estimate:
-        return _estimate(_memo(metrics, reference, "crossed", follows))
+        return estimate_of(_memo(metrics, reference, "crossed", follows))
 
     told = of("payload", "payload").low > 0.5 and of("pointer", "pointer").low > 0.5
     lead = (
@@ -156,8 +156,8 @@ def _attention_section(metrics: Mapping[str, Any], views: Sequence[AttentionView
         title="Where the attention goes",
         points=[
             *(
-                f"{PLACE_NAMES[place]}: {percent(_estimate(metrics['went'][place]))} of it; were no score to change, the softmax alone would give "
-                f"{percent(_estimate(metrics['expected'][place]))}."
+                f"{PLACE_NAMES[place]}: {percent(estimate_of(metrics['went'][place]))} of it; were no score to change, the softmax alone would give "
+                f"{percent(estimate_of(metrics['expected'][place]))}."
                 for place in PLACES
             ),
             "Heads that looked at the turn most: "
@@ -174,7 +174,7 @@ def _rescue_section(metrics: Mapping[str, Any], config: Config) -> Section:
     rows = [
         [
             str(entry["size"]),
-            *(percent(_estimate(entry[sort][measure])) for measure in ("margin", "kl") for sort in (TOP, RANDOM)),
+            *(percent(estimate_of(entry[sort][measure])) for measure in ("margin", "kl") for sort in (TOP, RANDOM)),
         ]
         for entry in metrics["rescues"]
     ]
@@ -206,10 +206,10 @@ def _closed_section(metrics: Mapping[str, Any]) -> Section:
             "new position: if heads reached for the turn by distance, attention would move."
         ],
         points=[
-            f"Closing the gap moves {percent(_estimate(metrics['closed']['moved']))} as much attention between parts of the cache as hiding the turn did.",
-            f"KL from the masked run {plain(_estimate(closed['kl_masked']), 3)} nats, beside {plain(_estimate(masked['kl']), 3)} that masking itself makes.",
-            f"Margin of the right answer: masked {signed(_estimate(masked['margin']), 2)}, closed up {signed(_estimate(closed['margin']), 2)}, "
-            f"with everything in view {signed(_estimate(metrics['arms'][FULL]['margin']), 2)}.",
+            f"Closing the gap moves {percent(estimate_of(metrics['closed']['moved']))} as much attention between parts of the cache as hiding the turn did.",
+            f"KL from the masked run {plain(estimate_of(closed['kl_masked']), 3)} nats, beside {plain(estimate_of(masked['kl']), 3)} that masking itself makes.",
+            f"Margin of the right answer: masked {signed(estimate_of(masked['margin']), 2)}, closed up {signed(estimate_of(closed['margin']), 2)}, "
+            f"with everything in view {signed(estimate_of(metrics['arms'][FULL]['margin']), 2)}.",
         ],
     )
 
@@ -218,8 +218,8 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
     rows = [
         [
             f"{verb} ({reference})",
-            *(percent(_estimate(_memo(metrics, reference, arm, "payload"))) for arm in ("seen", "masked", "crossed")),
-            percent(_estimate(_memo(metrics, reference, "crossed", "pointer"))),
+            *(percent(estimate_of(_memo(metrics, reference, arm, "payload"))) for arm in ("seen", "masked", "crossed")),
+            percent(estimate_of(_memo(metrics, reference, "crossed", "pointer"))),
         ]
         for reference, verb in VERBS.items()
     ]
@@ -304,7 +304,3 @@ def _memo(metrics: Mapping[str, Any], reference: str, arm: str, follows: str) ->
         if (entry["reference"], entry["arm"], entry["follows"]) == (reference, arm, follows)
     )
     return found
-
-
-def _estimate(entry: Mapping[str, Any]) -> Estimate:
-    return Estimate(entry["mean"], entry["low"], entry["high"])

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import chosen, listed
+from kvprobe.studies.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
 from kvprobe.studyconfig import require
 
-KINDS = ("code", "name", "number", "instruction")
-AVAILABLE_FACTS = 12
-"""Of each kind."""
 FALSE = "false"
 """The family in which nothing of the cache is broken, but what was said in it is not so."""
 
@@ -42,8 +39,8 @@ class Config:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        chosen("kinds", self.kinds, KINDS)
-        require("prompts", self.prompts, 1, AVAILABLE_FACTS)
+        chosen("kinds", self.kinds, FACT_KINDS)
+        require("prompts", self.prompts, 1, FACTS_OF_A_KIND)
         require("suffix", self.suffix, 1, 16)
         require("top", self.top, 1)
         require("random", self.random, 2)

@@ -11,7 +11,7 @@ from kvprobe.studies.filter_poison.collect import STRUCK
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
 from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
 from kvprobe.studies.robustness.kinds import KINDS
-from kvprobe.wording import percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
 
 QUESTION = (
     "A cache is damaged in several ways, or says what is not so. Which attention blocks, MLPs and heads pass the damage on to the "
@@ -64,7 +64,7 @@ def answer(metrics: Mapping[str, Any]) -> str:
 def told_of(metrics: Mapping[str, Any], sort: str) -> str:
     """Whether the heads that were found on one half did on the other what was predicted, in a sentence."""
     own = _tested(metrics, "all", sort)
-    chosen, random, difference = (_estimate(own[name]) for name in ("chosen", "random", "difference"))
+    chosen, random, difference = (estimate_of(own[name]) for name in ("chosen", "random", "difference"))
     which = "highest" if sort == POISON else "lowest"
     done = (
         f"Restoring together the {metrics['top']} heads with the {which} index on one half of the conversations {removed(chosen)} the damage on "
@@ -198,7 +198,7 @@ def _tested_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 [
                     name,
                     "highest" if sort == POISON else "lowest",
-                    *(percent(_estimate(own[which])) for which in ("chosen", "random", "difference")),
+                    *(percent(estimate_of(own[which])) for which in ("chosen", "random", "difference")),
                 ]
             )
     overlap = metrics["overlap"]
@@ -234,7 +234,7 @@ def _looks_section(metrics: Mapping[str, Any]) -> Section:
     largest = max((value["mean"] for value in known), key=abs, default=0.0)
 
     def cell(entry: Mapping[str, Any]) -> str:
-        return "; ".join(signed(_estimate(entry[name]), 2) if entry[name] else "–" for name in ("all", "within"))
+        return "; ".join(signed(estimate_of(entry[name]), 2) if entry[name] else "–" for name in ("all", "within"))
 
     return Section(
         title="Does attention tell?",
@@ -297,7 +297,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
             f"the question), and the last {config.suffix} tokens are read after it, once for each component restored.",
         ],
         points=[
-            f"{said(family, percentage)}. Damage: {plain(_estimate(damage[family]), 3)} nats, median {damage[family]['median']:.3f}."
+            f"{said(family, percentage)}. Damage: {plain(estimate_of(damage[family]), 3)} nats, median {damage[family]['median']:.3f}."
             for family, percentage in families(config).items()
         ],
     )
@@ -324,10 +324,6 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
 def _tested(metrics: Mapping[str, Any], family: str, sort: str) -> Mapping[str, Any]:
     (found,) = (entry for entry in metrics["tested"] if entry["family"] == family and entry["sort"] == sort)
     return found
-
-
-def _estimate(entry: Mapping[str, Any]) -> Estimate:
-    return Estimate(entry["mean"], entry["low"], entry["high"])
 
 
 def _place(row: Mapping[str, Any]) -> str:

@@ -2,12 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import chosen
+from kvprobe.studies.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen
 from kvprobe.studyconfig import require
-
-KINDS = ("code", "name", "number", "instruction")
-AVAILABLE_FACTS = 12
-"""Of each kind."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,8 @@ class Config:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        chosen("kinds", self.kinds, KINDS)
-        require("facts", self.facts, 1, AVAILABLE_FACTS)
+        chosen("kinds", self.kinds, FACT_KINDS)
+        require("facts", self.facts, 1, FACTS_OF_A_KIND)
         require("ways", self.ways, 1, 2)
         require("step", self.step, 0)
         require("check", self.check, 8)

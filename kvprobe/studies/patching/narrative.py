@@ -12,7 +12,7 @@ from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.figures import PART_NAMES, head_maps, layer_maps, slot_maps, token_view
 from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
-from kvprobe.wording import percent, reproduce_section
+from kvprobe.wording import estimate_of, percent, reproduce_section
 
 QUESTION = (
     "A conversation states a fact and is asked for it two turns later. From which layers, slots and heads of the cache is the "
@@ -56,7 +56,7 @@ def answer(metrics: Mapping[str, Any]) -> str:
             f"Too few facts to say: the model says the right value in both runs of {metrics['pairs']['able_facts']} of "
             f"{metrics['pairs']['facts']} facts, and {FEWEST} are the fewest from which anything is said."
         )
-    shares = {part: _estimate(metrics["everything"][part]) for part in PARTS}
+    shares = {part: estimate_of(metrics["everything"][part]) for part in PARTS}
     told = (
         f"V alone carries {percent(shares['V'])} of the way from one answer to the other, K alone {percent(shares['K'])}, both together "
         f"{percent(shares['KV'])}"
@@ -69,25 +69,25 @@ def answer(metrics: Mapping[str, Any]) -> str:
             f"The fact is not read from one of K and V more than from the other, as far as this run can tell: {told}."
         )
     where, band = _main_segment(metrics, part), metrics["bands"][part]
-    slots = f"; {part} of {_name(where['segment'])} alone gives {percent(_estimate(where))}"
+    slots = f"; {part} of {_name(where['segment'])} alone gives {percent(estimate_of(where))}"
     if band is None:
         return f"The fact is read from {part}: {told}{slots}. No band of layers was tested."
     return (
         f"The fact is read from {part}, at {_at(band['layers'])}: {told}{slots}. Bands found on one half of the facts and "
-        f"swapped at once on the other give {percent(_estimate(band['of_whole']))} of what {part} of all layers gives."
+        f"swapped at once on the other give {percent(estimate_of(band['of_whole']))} of what {part} of all layers gives."
     )
 
 
 def leading(metrics: Mapping[str, Any]) -> str | None:
     """The part that surely carries more, and something; None if there is none."""
-    difference = _estimate(metrics["difference"])
+    difference = estimate_of(metrics["difference"])
     part = "V" if difference.low > 0 else "K" if difference.high < 0 else None
     return part if part is not None and metrics["everything"][part]["low"] > 0 else None
 
 
 def findings(metrics: Mapping[str, Any]) -> list[str]:
     """What the numbers show beyond the answer."""
-    difference, rest = (_estimate(metrics[name]) for name in ("difference", "interaction"))
+    difference, rest = (estimate_of(metrics[name]) for name in ("difference", "interaction"))
     sentences = [
         f"V less K: {_signed(difference)} of the way. "
         + _decided(difference, "V carries more", "K carries more", "Which of the two carries more is not decided."),
@@ -104,11 +104,11 @@ def findings(metrics: Mapping[str, Any]) -> list[str]:
     top = max(metrics["heads"], key=lambda cell: cell["mean"])
     sentences.append(
         f"Of the {len(metrics['heads'])} KV heads of K and of V at the value's own slots, the one with the largest attribution is {top['part']} of "
-        f"layer {top['layer']}, head {top['head']}: {percent(_estimate(top))}."
+        f"layer {top['layer']}, head {top['head']}: {percent(estimate_of(top))}."
     )
     kinds = dict.fromkeys(cell["kind"] for cell in metrics["by_kind"])
     for kind in kinds:
-        own = {cell["part"]: _estimate(cell) for cell in metrics["by_kind"] if cell["kind"] == kind}
+        own = {cell["part"]: estimate_of(cell) for cell in metrics["by_kind"] if cell["kind"] == kind}
         sentences.append(f"Facts of kind {kind}: K {percent(own['K'])}, V {percent(own['V'])}.")
     return sentences
 
@@ -146,10 +146,10 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _found_sections(metrics: Mapping[str, Any]) -> list[Section]:
     segments = list(dict.fromkeys(cell["segment"] for cell in metrics["whole"]))
     rows = [
-        [_name(segment), *(percent(_estimate(_cell(metrics["whole"], segment=segment, part=part))) for part in PARTS)]
+        [_name(segment), *(percent(estimate_of(_cell(metrics["whole"], segment=segment, part=part))) for part in PARTS)]
         for segment in segments
     ]
-    rows.append(["all slots", *(percent(_estimate(metrics["everything"][part])) for part in PARTS)])
+    rows.append(["all slots", *(percent(estimate_of(metrics["everything"][part])) for part in PARTS)])
     sections = [
         Section(
             title="What was found",
@@ -186,7 +186,7 @@ def _found_sections(metrics: Mapping[str, Any]) -> list[Section]:
                     "a layer, and all later layers and tokens go on from there. What is read from layers below has then been read "
                     "already: where the line falls, the fact has left the value's slots."
                 ],
-                points=[f"Before layer {cell['layer']}: {percent(_estimate(cell))}." for cell in metrics["residual"]],
+                points=[f"Before layer {cell['layer']}: {percent(estimate_of(cell))}." for cell in metrics["residual"]],
                 figures=[Figure("reader_and_total", "The line may fall before the last layer at which V matters.")],
             )
         )
@@ -212,12 +212,10 @@ def _band_sentence(metrics: Mapping[str, Any], part: str) -> str:
     told = f"{part}: the smallest run of layers that holds {SHARE:.0%} of the sum over single layers is {_run(band['layers'])}; "
     halves = " and ".join(_run(layers) for layers in band["halves"])
     told += f"of the two halves of the facts, {halves}. Each half's band, swapped at once on the other half, moves "
-    told += f"{percent(_estimate(band['inside']))} of the way"
+    told += f"{percent(estimate_of(band['inside']))} of the way"
     if band["outside"] is None:
         return f"{told}; it holds all layers."
-    told += (
-        f"; all other layers move {percent(_estimate(band['outside']))}. Single layers add up to {band['summed']:.1%}."
-    )
+    told += f"; all other layers move {percent(estimate_of(band['outside']))}. Single layers add up to {band['summed']:.1%}."
     return told
 
 
@@ -282,10 +280,6 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "Facts that the model cannot do are left out, so the numbers hold for what it can recall.",
         ],
     )
-
-
-def _estimate(cell: Mapping[str, Any]) -> Estimate:
-    return Estimate(cell["mean"], cell["low"], cell["high"])
 
 
 def _main_segment(metrics: Mapping[str, Any], part: str) -> Mapping[str, Any]:
