@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
-        "studyconfig", "presets", "rotary", "footprint", "policies", "faults", "described", "published", "outcomes", "wording",
+        "studyconfig", "presets", "designs", "rotary", "footprint", "policies", "faults", "described", "published", "outcomes", "wording",
     },
     {"catalog", "loading", "lens", "lanes", "train_ordinal"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},

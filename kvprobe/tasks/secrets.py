@@ -1,0 +1,109 @@
+"""What the hidden turn of the passcode conversations can hold: a code, a name, a topic or a sentiment.
+
+For a code the turn is as `kvprobe.tasks.passcode` has it. For the others the turn keeps one fixed code and tells one more
+thing in a sentence of its own, which no later turn repeats; T3 then asks for that thing. A name's label is its first part
+and a word's is its category, so that each label is told by many texts, and a probe that reads it has read more than a word.
+All texts of a kind take as many tokens, so that no label shifts the tokens after it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+
+import numpy as np
+import yaml
+
+from kvprobe.designs import Design, Target
+from kvprobe.suggest import unknown
+from kvprobe.tasks.passcode import CODE_LENGTH, Context, Encoder, contexts, conversation, draw_codes
+from kvprobe.transcript import Transcript
+
+KINDS = ("code", "name", "topic", "sentiment")
+
+
+@dataclass(frozen=True)
+class Secret:
+    """One kind of hidden thing.
+
+    Attributes:
+        label_of: the class of each text; empty for codes, whose labels are their digits.
+        contexts: conversations with `{code}` where the text goes.
+    """
+
+    target: Target
+    label_of: Mapping[str, int]
+    contexts: tuple[Context, ...]
+
+    def labels(self, text: str) -> tuple[int, ...]:
+        """Class numbers of a text, one per place of the target."""
+        return (self.label_of[text],) if self.label_of else tuple(map(int, text))
+
+    def draw(self, contexts: int, per_context: int, rng: np.random.Generator, encode: Encoder) -> list[list[str]]:
+        """Random texts for each of so many contexts, none twice in a context, all of as many tokens.
+
+        Raises:
+            ValueError: there are not so many different texts.
+        """
+        if not self.label_of:
+            codes = draw_codes(contexts * per_context, rng, encode)
+            return [codes[first : first + per_context] for first in range(0, len(codes), per_context)]
+        lengths = {text: len(encode(" " + text, add_special_tokens=False)["input_ids"]) for text in self.label_of}
+        counted = list(lengths.values())
+        common = max(set(counted), key=counted.count)
+        pool = [text for text, length in lengths.items() if length == common]
+        if per_context > len(pool):
+            raise ValueError(
+                f"{per_context} different texts of kind {self.target.name!r} were asked for in each context; this "
+                f"tokenizer leaves {len(pool)} of {common} tokens."
+            )
+        return [[pool[index] for index in rng.permutation(len(pool))[:per_context]] for _ in range(contexts)]
+
+    def design(self, contexts: int, per_context: int, rng: np.random.Generator, encode: Encoder) -> Design:
+        """The first so many contexts, each with its own random texts."""
+        chosen = self.contexts[:contexts]
+
+        def made(context: Context):
+            def with_text(text: str) -> Transcript:
+                return conversation(context, text)
+
+            return with_text
+
+        texts = self.draw(len(chosen), per_context, rng, encode)
+        return Design.crossed({context.id: made(context) for context in chosen}, texts, self.labels, self.target)
+
+
+@cache
+def secret(kind: str) -> Secret:
+    """What is hidden, by its kind.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(unknown("kind of secret", kind, KINDS))
+    if kind == "code":
+        places = tuple(f"digit {place + 1}" for place in range(CODE_LENGTH))
+        return Secret(Target("code", tuple("0123456789"), places), {}, contexts())
+    entry = yaml.safe_load(resources.files("kvprobe.tasks").joinpath("secrets.yaml").read_text(encoding="utf-8"))[kind]
+    classes = entry["classes"]
+    if kind == "name":
+        classes = {first: [f"{first} {last}" for last in entry["surnames"]] for first in classes}
+    label_of = {text: number for number, texts in enumerate(classes.values()) for text in texts}
+    tellings = entry["tellings"]
+    telling = [tellings[index % len(tellings)] for index in range(len(contexts()))]
+    told = tuple(
+        replace(
+            context,
+            secret_user=f"{context.secret_user.replace('{code}', _fixed_code(index))} {each['said']}",
+            question=each["question"],
+            answer=each["answer"],
+        )
+        for index, (context, each) in enumerate(zip(contexts(), telling, strict=True))
+    )
+    return Secret(Target(kind, tuple(classes)), label_of, told)
+
+
+def _fixed_code(index: int) -> str:
+    """Some code, a context's own."""
+    return f"{(index * 7919 + 31415) % 10**CODE_LENGTH:0{CODE_LENGTH}d}"
