@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
+    from kvprobe.designs import Design, Sample, Target
     from kvprobe.doctor import examine
     from kvprobe.generate import Generation, row_generators
     from kvprobe.layers import LayerMap, layer_map
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
         patch_sweep,
     )
     from kvprobe.policies.policy import Scene
-    from kvprobe.probing.probe import Probing, Sample, probe
+    from kvprobe.probing.claims import Probing
+    from kvprobe.probing.probe import probe
     from kvprobe.runs import Run
     from kvprobe.sweep import Sweep, Trial
     from kvprobe.transcript import Message, Part, Tokens, Transcript
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Attribution": "kvprobe.patching",
     "Captured": "kvprobe.capture",
+    "Design": "kvprobe.designs",
     "Generation": "kvprobe.generate",
     "KL": "kvprobe.patching",
     "KVCache": "kvprobe.cache",
@@ -56,11 +59,12 @@ _HOMES = {
     "Part": "kvprobe.transcript",
     "PatchMap": "kvprobe.patching",
     "Patterns": "kvprobe.attention",
-    "Probing": "kvprobe.probing.probe",
+    "Probing": "kvprobe.probing.claims",
     "Run": "kvprobe.runs",
-    "Sample": "kvprobe.probing.probe",
+    "Sample": "kvprobe.designs",
     "Scene": "kvprobe.policies.policy",
     "Sweep": "kvprobe.sweep",
+    "Target": "kvprobe.designs",
     "Tokens": "kvprobe.transcript",
     "Transcript": "kvprobe.transcript",
     "Trial": "kvprobe.sweep",
@@ -86,6 +90,7 @@ __all__ = [
     "KL",
     "Attribution",
     "Captured",
+    "Design",
     "Generation",
     "KVCache",
     "Kept",
@@ -105,6 +110,7 @@ __all__ = [
     "Sample",
     "Scene",
     "Sweep",
+    "Target",
     "Tokens",
     "Transcript",
     "Trial",

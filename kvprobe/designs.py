@@ -137,14 +137,20 @@ class Design:
     def token_identity(
         cls, transcripts: Mapping[str, Transcript], tokenizer: Tokenizer, at: str, most: int = 10
     ) -> "Design":
-        """Which of its commonest tokens each slot of segment `at` holds; slots of other tokens are left out.
+        """Which of its commonest tokens each slot of segment `at` holds; slots of other tokens are left out, and those from a
+        part `answer` on, which probes never read.
 
         Args:
             transcripts: by context.
             most: how many tokens to tell apart.
         """
         read = {name: transcript.tokens(tokenizer) for name, transcript in transcripts.items()}
-        slots = [(name, slot) for name, row in read.items() for slot in range(row.span(at).start, row.span(at).stop)]
+        slots = [
+            (name, slot)
+            for name, row in read.items()
+            for slot in range(row.span(at).start, row.span(at).stop)
+            if "answer" not in row.parts[row.span(at).start : slot + 1]
+        ]
         common = [token for token, _ in Counter(read[name].ids[slot] for name, slot in slots).most_common(most)]
         samples = tuple(
             Sample(transcripts[name], (common.index(read[name].ids[slot]),), name, slot)

@@ -26,7 +26,7 @@ _SOLVERS = {"ridge": (ridge_evidence, PENALTIES), "logistic": (logistic_evidence
 COLDEST, HOTTEST = 1e-3, 1e3
 """Temperatures between which the best is sought; at the hottest nothing is left of the evidence."""
 
-_HALVINGS = 20
+_HALVINGS = 14  # to a thousandth of the temperature
 _CHUNK_BYTES = 60_000_000  # of features and scores at once on a CPU: more would not be faster
 _DEVICE_SHARE = 0.2  # of a device's free memory, for the features and scores of a chunk
 

@@ -1,6 +1,6 @@
 """Controls: what a probe would score if it read nothing of what it is said to read.
 
-- `selectivity`: the same probe on a hash control task, whose labels can only be memorised.
+- `hash_control`: labels that can only be memorised.
 - `permuted_within`: labels shuffled inside each context, which leave a probe all that the context alone tells.
 - `lookup`: no probe at all, but a table from a context or a text to its commonest label.
 - `bayes_bound`: what any reader of that context or text could reach.
@@ -9,32 +9,14 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.model import Model, load
-from kvprobe.probing.linear import check_problem
-from kvprobe.probing.ridge import ridge_probes
-from kvprobe.stats import cluster_bootstrap, cluster_weights
-
-
-class Predictions(Protocol):
-    """What a solver returns: at least the out-of-fold class of each sample."""
-
-    @property
-    def predicted(self) -> Int[Tensor, "probes targets samples"]: ...
-
-
-Solve = Callable[
-    [Float[Tensor, "probes samples dim"], Int[Tensor, "targets samples"], Int[Tensor, "samples"], int], Predictions
-]
-"""Cross-validated probes from features, labels, folds and the number of classes; `ridge_probes` is one."""
 
 
 def hash_control(
@@ -58,44 +40,6 @@ def hash_control(
         for target, row in enumerate(labels.tolist())
     ]
     return torch.tensor(drawn, device=labels.device)
-
-
-def selectivity(
-    features: Float[Tensor, "probes samples dim"],
-    labels: Int[Tensor, "targets samples"],
-    contexts: Int[np.ndarray, "samples"],
-    folds: Int[np.ndarray, "samples"],
-    classes: int,
-    *,
-    solve: Solve = ridge_probes,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Accuracy on the task less accuracy on the hash control task, of every probe.
-
-    Args:
-        seed: of the control labels and of the bootstrap of contexts.
-
-    Raises:
-        ValueError: what `check_problem` refuses.
-
-    Returns:
-        One row per probe: `accuracy`, `control` and `selectivity`, each a mean over targets with its interval
-        (`control_low`, …), the same contexts being resampled in all three.
-    """
-    numbers = torch.from_numpy(folds).to(labels.device)
-    check_problem(labels, numbers, classes)
-    control = hash_control(labels, contexts.tolist(), classes, seed)
-    hits = [
-        solve(features, answers, numbers, classes).predicted.eq(answers).double().mean(1).cpu().numpy()
-        for answers in (labels, control)
-    ]
-    found, clusters = np.unique(contexts, return_inverse=True)
-    weights = cluster_weights(len(found), np.random.default_rng(seed))
-    columns: dict[str, np.ndarray] = {"probe": np.arange(len(features))}
-    for name, values in (("accuracy", hits[0]), ("control", hits[1]), ("selectivity", hits[0] - hits[1])):
-        prefix = "" if name == "accuracy" else f"{name}_"
-        columns[name], columns[f"{prefix}low"], columns[f"{prefix}high"] = cluster_bootstrap(values, clusters, weights)
-    return pd.DataFrame(columns)
 
 
 def permuted_within(

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.probing.gram import principal_axes
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
 from kvprobe.probing.splits import Split
@@ -129,7 +130,7 @@ def ridge_log_probs(
     onehot = torch.nn.functional.one_hot(labels, classes).to(train)
     answers = onehot.permute(1, 0, 2).flatten(1)
     # One eigendecomposition serves all penalties.
-    values, vectors = torch.linalg.eigh(seen.mT @ seen)
+    values, vectors = principal_axes(seen.mT @ seen)
     turned, cross = asked @ vectors, vectors.mT @ (seen.mT @ (answers - answers.mean(0)))
     penalties = len(seen[0]) * torch.tensor(PENALTIES).to(train)
     shrunk = cross / (values.clamp(min=0)[None] + penalties[:, None, None])[..., None]

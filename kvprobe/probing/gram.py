@@ -118,6 +118,14 @@ class FoldMoments:
         self._parts[fold] = part if before is None else Moments.merged([before, part])
 
 
+def principal_axes(
+    gram: Float[Tensor, "probes dim dim"],
+) -> tuple[Float[Tensor, "probes dim"], Float[Tensor, "probes dim dim"]]:
+    """Eigenvalues and eigenvectors of Gram matrices, found in fp64: in fp32 the search for repeated ones may not end."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    return values.to(gram.dtype), vectors.to(gram.dtype)
+
+
 def one_hot_answers(
     labels: Int[Tensor, "targets samples"], classes: int, dtype: torch.dtype
 ) -> Float[Tensor, "samples outputs"]:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.probing.gram import Moments, one_hot_answers
+from kvprobe.probing.gram import Moments, one_hot_answers, principal_axes
 from kvprobe.probing.lbfgs import SoftmaxLoss, minimised
 from kvprobe.probing.linear import LinearProbes, OutOfFold, log_frequency
 from kvprobe.probing.ridge import VARIANCE_FLOOR
@@ -155,7 +155,7 @@ class _Training:
         deviation = (moments.gram.diagonal(dim1=1, dim2=2) / count).sqrt()
         scale = torch.where(deviation > floor[:, None], 1 / deviation, 0.0)
         correlation = moments.gram / count * scale[:, :, None] * scale[:, None, :]
-        eigenvalues, axes = torch.linalg.eigh(correlation)
+        eigenvalues, axes = principal_axes(correlation)
         self.classes, self.mean = classes, moments.features
         self.turn = scale[:, :, None] * axes
         self.back = (deviation[:, :, None] * axes).mT

@@ -1,116 +1,89 @@
-"""One call from labelled conversations to probe accuracies with intervals, for any label and any segment."""
+"""One call from a design to a claim: what can be read at a segment after others were hidden, above which floors, and
+whether the model uses it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from tqdm import tqdm
 
-from kvprobe.cache import KVCache
+from kvprobe.designs import Design, Sample
 from kvprobe.lens import Family
 from kvprobe.model import Model
-from kvprobe.probing.splits import SPLITS, fold_numbers
-from kvprobe.probing.sweep import accuracy_table, read_outs, sites, sweep
-from kvprobe.stats import cluster_weights
-from kvprobe.transcript import Tokens, Transcript
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A conversation with what a probe is to recover from it.
-
-    Attributes:
-        transcript: the conversation.
-        labels: class numbers, one per target (the digits of a code, say).
-        context: what the sample shares with others; folds and intervals keep samples of one context together.
-    """
-
-    transcript: Transcript
-    labels: tuple[int, ...]
-    context: str
-
-
-@dataclass(frozen=True)
-class Probing:
-    """Accuracy of every probe.
-
-    Attributes:
-        table: one row per split, family, read-out and layer: `accuracy` (mean over targets), `low`, `high`.
-        chance: accuracy of a guess.
-    """
-
-    table: pd.DataFrame
-    chance: float
-
-    def df(self) -> pd.DataFrame:
-        """The table."""
-        return self.table
+from kvprobe.probing.calibration import Solver
+from kvprobe.probing.claims import FLOOR, Probing, probe_features
+from kvprobe.probing.controls import random_model
+from kvprobe.probing.features import Features, Site, read_features
+from kvprobe.probing.use import has_answer, measure_use
 
 
 def probe(
     model: Model,
-    samples: Sequence[Sample],
+    design: Design,
     at: str,
     *,
     hide: Sequence[str] = (),
     families: Sequence[Family] = ("k", "v", "resid_post"),
+    per_head: bool = False,
     folds: int = 5,
+    solver: Solver = "ridge",
+    permutations: int = 99,
+    untrained: bool = False,
     rng: np.random.Generator | None = None,
 ) -> Probing:
-    """How well each layer's K, V and residual stream at segment `at` tell the samples' labels.
+    """What each layer's K, V and residual stream at segment `at` tell of the design's target, and whether that is used.
 
-    Each conversation is read up to the end of `at`; the segments in `hide` are masked when `at` begins. All probes
-    are batched ridge classifiers with the penalty chosen on an inner fold, under the three splits of
-    `kvprobe.probing.splits`. Compare with the same call on transcripts `without` the hidden segments: that is the
-    floor, and only the difference is a leak.
+    Each conversation is read up to the end of `at` (or up to the part `answer` in it); the segments in `hide` are masked when
+    `at` begins. Beside it stand the restart floor (the same tokens at the same positions, computed without `hide`), input
+    embeddings alone, and the controls of `kvprobe.probing.claims`. Where `at` has a part `answer`, the model is asked for it with
+    everything in view, after hiding and after a restart.
 
     Args:
-        rng: of folds and bootstrap; seeded with 0 by default.
+        per_head: probes for each KV head instead of all heads side by side.
+        permutations: of labels within context; 0 leaves p-values out.
+        untrained: also read a model of the same configuration before it learned anything, as a further floor.
+        rng: of folds, controls and bootstrap; seeded with 0 by default.
 
     Raises:
-        ValueError: fewer contexts than folds, labels of unequal number, or an unknown segment.
+        ValueError: fewer contexts than folds, an unknown segment, or what `probe_features` refuses.
     """
     rng = np.random.default_rng(0) if rng is None else rng
-    targets = {len(sample.labels) for sample in samples}
-    if len(targets) != 1 or not min(targets):
-        raise ValueError(f"Each sample needs the same number of labels, at least one; got {sorted(targets)}.")
-    labels = torch.tensor([sample.labels for sample in samples]).T.contiguous()
-    classes = int(labels.max()) + 1
-    _, contexts = np.unique([sample.context for sample in samples], return_inverse=True)
-    weights = cluster_weights(int(contexts.max()) + 1, rng)
+    features = read_features(model, design, at, hide=hide, families=families, per_head=per_head)
+    floors = {"embedding": embeddings(model, features)}
+    if hide:
+        restarted = replace(design, samples=tuple(_restarted(model, sample, hide) for sample in design.samples))
+        floors[FLOOR] = read_features(
+            model, restarted, at, families=families, per_head=per_head, note="Reading the restart floor"
+        )
+    if untrained:
+        floors["untrained"] = read_features(
+            random_model(model, int(rng.integers(2**31))),
+            design,
+            at,
+            hide=hide,
+            families=families,
+            per_head=per_head,
+            note="Reading an untrained model",
+        )
+    found = probe_features(features, floors, folds=folds, solver=solver, permutations=permutations, rng=rng)
+    use = measure_use(model, design, at, hide) if has_answer(model, design, at) else None
+    return replace(found, use=use)
 
-    read = [
-        _features(model, sample.transcript, at, hide, families)
-        for sample in tqdm(samples, desc="Reading conversations", unit="conversation")
-    ]
-    tables = []
-    for split in SPLITS:
-        fold = fold_numbers(split, contexts, folds, rng)
-        for family in families:
-            features = torch.stack([row[family] for row in read])
-            result = sweep(features, np.arange(len(samples)), labels, contexts, split, fold, classes)
-            table = accuracy_table(result, sites(features), labels, contexts, weights, split=split, family=family)
-            tables.append(table)
-    return Probing(pd.concat(tables, ignore_index=True), 1 / classes)
+
+def embeddings(model: Model, features: Features) -> Features:
+    """The same samples, but of the tokens that were read nothing except their input embeddings: mean and last."""
+    assert features.texts is not None
+    distinct = {text: row for row, text in enumerate(dict.fromkeys(features.texts))}
+    table = model.lanes.plain.get_input_embeddings().weight.detach().float().cpu()
+    read = torch.stack([torch.stack([table[list(text)].mean(0), table[text[-1]]]) for text in distinct])
+    rows = np.array([distinct[text] for text in features.texts])
+    sites = (Site(0, None, "mean"), Site(0, None, "last"))
+    return replace(features, tensors={"resid_pre": read}, sites={"resid_pre": sites}, rows=rows)
 
 
-def _features(
-    model: Model, transcript: Transcript, at: str, hide: Sequence[str], families: Sequence[Family]
-) -> dict[Family, Float[Tensor, "layers reads dim"]]:
-    """What the probes read of one conversation."""
-    tokens = transcript.tokens(model.tokenizer)
-    span = tokens.span(at)
-    for name in hide:
-        if tokens.span(name).start >= span.start:
-            raise ValueError(f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it.")
-    past: KVCache | None = None
-    if span.start:
-        past = model.prefill(tokens[: span.start])
-        past = past.mask(*hide) if hide else past
-    segment: Tokens = tokens[span]
-    captured = model.capture(segment, families, past=past)
-    return {family: read_outs(captured.stack(family))[0].cpu() for family in families}
+def _restarted(model: Model, sample: Sample, hide: Sequence[str]) -> Sample:
+    """The sample without these segments; what stands keeps its position, and a slot its token."""
+    slot = sample.slot
+    if slot is not None:
+        slot -= sum(name in hide for name in sample.transcript.tokens(model.tokenizer).segments[:slot])
+    return replace(sample, transcript=sample.transcript.without(*hide), slot=slot)

@@ -172,18 +172,25 @@ def _by_fold(
     floor = (VARIANCE_FLOOR * size)[:, None]
     answers = one_hot_answers(labels, classes, features.dtype)
     members = [torch.nonzero(folds == fold)[:, 0] for fold in range(count)]
-    parts = [Moments.of(features[:, rows], answers[rows]) for rows in members]
+    # Where features outnumber samples, samples are the smaller of the two systems of equations.
+    few = features.shape[2] > features.shape[1]
+    parts = [] if few else [Moments.of(features[:, rows], answers[rows]) for rows in members]
+
+    def trained_on(kept: Sequence[int]) -> _Ridge | _KernelRidge:
+        if few:
+            rows = torch.cat([members[each] for each in kept])
+            return _KernelRidge(features[:, rows], answers[rows], floor)
+        return _Ridge(Moments.merged([parts[each] for each in kept]), floor)
+
     grid = _grid(penalties, features.shape[2], features.dtype).to(features.device)
     for fold in range(count):
         inner = (fold + 1) % count
-        training = Moments.merged([part for other, part in enumerate(parts) if other not in (fold, inner)])
-        trained = _Ridge(training, floor)
+        trained = trained_on([other for other in range(count) if other not in (fold, inner)])
         path = [trained.at(penalty.expand(len(features)), classes) for penalty in grid]
         held, answer = features[:, members[inner]], labels[:, members[inner]]
         accuracy = torch.stack([probes.scores(held).argmax(-1).eq(answer).float().mean((1, 2)) for probes in path])
         best_accuracy, penalty = _chosen(accuracy, grid)
-        training = Moments.merged([part for other, part in enumerate(parts) if other != fold])
-        final = _Ridge(training, floor).at(penalty, classes)
+        final = trained_on([other for other in range(count) if other != fold]).at(penalty, classes)
         yield _Fitted(members[fold], members[inner], _picked(path, penalty, grid), final, best_accuracy, penalty)
 
 
@@ -261,4 +268,30 @@ class _Ridge:
         factor = torch.linalg.cholesky(gram)
         half = torch.linalg.solve_triangular(factor, self.cross, upper=False)
         weights = torch.linalg.solve_triangular(factor.mT, half, upper=True).mul_(self.scale[:, :, None])
+        return LinearProbes(self.mean, weights, self.intercept.expand(len(weights), -1), classes)
+
+
+class _KernelRidge:
+    """The same regression from the inner products of samples, which is less work where features outnumber samples."""
+
+    def __init__(
+        self,
+        features: Float[Tensor, "probes samples dim"],
+        answers: Float[Tensor, "samples outputs"],
+        floor: Float[Tensor, "probes 1"],
+    ) -> None:
+        self.mean, self.intercept = features.mean(1), answers.mean(0)
+        centred = features - self.mean[:, None]
+        deviation = centred.square().mean(1).sqrt()
+        self.scale = torch.where(deviation > floor, 1 / deviation, 0.0)
+        self.seen = centred * self.scale[:, None]
+        self.kernel = self.seen @ self.seen.mT
+        self.answers = answers - self.intercept
+
+    def at(self, penalty: Float[Tensor, "probes"], classes: int) -> LinearProbes:
+        """The probes at a penalty each."""
+        kernel = self.kernel.clone()
+        kernel.diagonal(dim1=1, dim2=2).add_((penalty * len(self.answers))[:, None])
+        dual = torch.cholesky_solve(self.answers.expand(len(kernel), -1, -1), torch.linalg.cholesky(kernel))
+        weights = (self.seen.mT @ dual).mul_(self.scale[:, :, None])
         return LinearProbes(self.mean, weights, self.intercept.expand(len(weights), -1), classes)

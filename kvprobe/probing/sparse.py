@@ -1,7 +1,8 @@
 """How few dimensions carry a label: η² of each dimension, and accuracy of probes on the k best (Gurnee et al. 2023)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -9,11 +10,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.probing.controls import Solve
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import VARIANCE_FLOOR, ridge_probes
 from kvprobe.probing.splits import centred_within
 from kvprobe.stats import cluster_bootstrap, cluster_weights
+
+
+class Predictions(Protocol):
+    """What a solver returns: at least the out-of-fold class of each sample."""
+
+    @property
+    def predicted(self) -> Int[Tensor, "probes targets samples"]: ...
+
+
+Solve = Callable[
+    [Float[Tensor, "probes samples dim"], Int[Tensor, "targets samples"], Int[Tensor, "samples"], int], Predictions
+]
+"""Cross-validated probes from features, labels, folds and the number of classes; `ridge_probes` is one."""
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 

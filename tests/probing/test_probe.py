@@ -1,30 +1,44 @@
-"""kvprobe.probe from conversations to accuracies, on a tiny random model with a known answer."""
+"""kvprobe.probe from a design to a claim, on a tiny random model with a known answer."""
 
 import numpy as np
 import pytest
 import torch
 
 import kvprobe as kv
+from kvprobe.cache import KVCache
+from kvprobe.designs import Design, Sample, Target
+from kvprobe.faults import Scope, Zeros
 from kvprobe.model import Model
-from kvprobe.probing.probe import Sample, probe
+from kvprobe.probing.claims import probe_features
+from kvprobe.probing.damage import damaged_slots
+from kvprobe.probing.features import Site, read_features
+from kvprobe.probing.probe import probe
 from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.use import USE_ARMS, measure_use
 from kvprobe.transcript import Transcript
 
 PLACES = ["shed", "mill", "barn", "inn", "tower", "east desk"]
+DIGITS = Target("digit", ("2", "3", "4", "5"))
 
 
-def sample(place: str, digit: int) -> Sample:
+def conversation(place: str, digit: int) -> Transcript:
     # From 2 on, all digits take one token with this tokenizer; " 1" would shift every position after it.
     messages = [
         {"role": "user", "content": f"the {place} has {digit + 2}."},
-        {"role": "assistant", "content": f"a {place} it is"},
+        {"role": "assistant", "content": [f"a {place} it is ", {"text": str(digit + 2), "name": "answer"}]},
     ]
-    return Sample(Transcript.from_messages(messages, ["T1", "T2"]), (digit,), place)
+    return Transcript.from_messages(messages, ["T1", "T2"])
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return [sample(place, digit) for place in PLACES for digit in (0, 1, 2, 3) for _ in range(2)]
+def design() -> Design:
+    samples = [Sample(conversation(place, digit), (digit,), place) for place in PLACES for digit in (0, 1, 2, 3) * 2]
+    return Design(tuple(samples), DIGITS)
+
+
+@pytest.fixture(scope="module")
+def hidden(tiny_llama: Model, design: Design) -> kv.Probing:
+    return probe(tiny_llama, design, "T2", hide=["T1"], folds=3, permutations=19)
 
 
 def best(probing: kv.Probing, split: str, family: str) -> float:
@@ -32,40 +46,153 @@ def best(probing: kv.Probing, split: str, family: str) -> float:
     return float(table[(table["split"] == split) & (table["family"] == family)]["accuracy"].max())
 
 
-def test_a_digit_in_view_is_read_from_values_in_conversations_never_seen(tiny_llama: Model, samples: list[Sample]):
-    probing = probe(tiny_llama, samples, "T1", families=["v"], folds=3)
+def test_a_digit_in_view_is_read_from_values_in_conversations_never_seen(tiny_llama: Model, design: Design):
+    probing = probe(tiny_llama, design, "T1", families=["v"], folds=3, permutations=0)
     assert probing.chance == 0.25
     assert best(probing, "leave-context-out", "v") > 0.55
+    assert probing.use is None
 
 
-def test_a_later_turn_knows_the_digit_unless_the_turn_was_hidden_from_it(tiny_llama: Model, samples: list[Sample]):
-    seen = probe(tiny_llama, samples, "T2", folds=3)
-    hidden = probe(tiny_llama, samples, "T2", hide=["T1"], folds=3)
+def test_a_later_turn_knows_the_digit_unless_the_turn_was_hidden_from_it(
+    tiny_llama: Model, design: Design, hidden: kv.Probing
+):
+    seen = probe(tiny_llama, design, "T2", folds=3, permutations=0)
     for family in ("k", "v", "resid_post"):
         assert best(seen, "paired", family) > 0.9
         assert best(hidden, "paired", family) <= 0.3
 
 
-def test_the_same_generator_gives_the_same_table(tiny_llama: Model, samples: list[Sample]):
+def test_one_call_returns_floors_controls_p_values_and_use(hidden: kv.Probing):
+    readings = {"retained", "restart", "embedding", "hash control", "context", "text", "majority"}
+    for _, rows in hidden.summary.groupby("split"):
+        assert set(rows["reading"]) == readings
+        assert ((rows["accuracy_low"] <= rows["accuracy"]) & (rows["accuracy"] <= rows["accuracy_high"])).all()
+        assert rows[rows["reading"] != "retained"][["lead", "lead_low", "lead_high"]].notna().all().all()
+    columns = {"accuracy", "bits", "floor", "leak", "selectivity", "permuted", "p", "p_family", "q", "eta_squared"}
+    assert columns <= set(hidden.table.columns)
+    assert len(hidden.table) == 3 * 3 * 3 * 2
+    assert not hidden.table.duplicated(["split", "family", "layer", "head", "read"]).any()
+    assert set(hidden.codelength["split"]) == set(hidden.sparse["split"]) == set(hidden.picks)
+    assert hidden.use is not None
+    assert set(hidden.use["condition"]) == set(USE_ARMS)
+
+
+def test_what_is_hidden_is_read_no_better_than_the_restart_floor(hidden: kv.Probing):
+    leads = hidden.summary[hidden.summary["reading"] == "restart"]
+    assert (leads["lead_low"] <= 0).all()
+    assert hidden.table["p_family"].min() > 0.05
+
+
+def test_an_untrained_model_is_a_further_floor(tiny_llama: Model, design: Design):
+    probing = probe(tiny_llama, design, "T1", families=["v"], folds=3, permutations=0, untrained=True)
+    assert "untrained" in set(probing.summary["reading"])
+
+
+def test_the_same_generator_gives_the_same_table(tiny_llama: Model, design: Design):
     one, other = (
-        probe(tiny_llama, samples, "T1", families=["k"], folds=3, rng=np.random.default_rng(5)) for _ in range(2)
+        probe(tiny_llama, design, "T1", families=["k"], folds=3, permutations=9, rng=np.random.default_rng(5))
+        for _ in range(2)
     )
     assert one.df().equals(other.df())
 
 
-def test_one_row_per_split_layer_and_read_out_with_its_interval(tiny_llama: Model, samples: list[Sample]):
-    table = probe(tiny_llama, samples, "T1", families=["k"], folds=3).df()
-    assert len(table) == 3 * 3 * 2
-    assert not table.duplicated(["split", "family", "layer", "read"]).any()
-    assert ((table["low"] <= table["accuracy"]) & (table["accuracy"] <= table["high"])).all()
+def test_the_answer_is_never_read(tiny_llama: Model, design: Design):
+    features = read_features(tiny_llama, design, "T2", families=["v"])
+    tokens = design.samples[0].transcript.tokens(tiny_llama.tokenizer)
+    assert features.texts is not None
+    assert features.texts[0] == tokens.ids[tokens.span("T2").start : tokens.part("answer").start]
 
 
-def test_labels_of_unequal_number_and_unknown_segments_are_refused(tiny_llama: Model, samples: list[Sample]):
-    uneven = [*samples, Sample(samples[0].transcript, (1, 2), "shed")]
-    with pytest.raises(ValueError, match="same number of labels"):
-        probe(tiny_llama, uneven, "T1", folds=3)
+def test_each_head_is_a_site_of_its_own(tiny_llama: Model, design: Design):
+    joined, apart = (read_features(tiny_llama, design, "T1", families=["k"], per_head=each) for each in (False, True))
+    heads, d_head = tiny_llama.geometry.n_kv_heads, tiny_llama.geometry.d_head
+    for head in range(heads):
+        torch.testing.assert_close(
+            apart.at("k", Site(1, head, "last")),
+            joined.at("k", Site(1, None, "last"))[..., head * d_head : (head + 1) * d_head],
+        )
+    assert len(apart.sites["k"]) == heads * len(joined.sites["k"])
+
+
+def test_conversations_that_do_not_differ_are_read_once(tiny_llama: Model, design: Design):
+    features = read_features(tiny_llama, design, "T1", families=["v"])
+    assert features.tensors["v"].shape[0] == 4 * len(PLACES)
+    assert (features.rows[:4] == features.rows[4:8]).all()
+
+
+def test_single_slots_are_read_where_they_stand(tiny_llama: Model):
+    transcripts = {place: conversation(place, 1) for place in PLACES}
+    design = Design.token_identity(transcripts, tiny_llama.tokenizer, "T1", most=3)
+    features = read_features(tiny_llama, design, "T1", families=["v", "resid_post"])
+    number = len(design.samples) - 1
+    sample = design.samples[number]
+    whole = tiny_llama.capture(sample.transcript, ["v"], segments=["T1"]).stack("v")
+    expected = whole[1, 0, :, sample.slot].flatten()
+    torch.testing.assert_close(features.at("v", Site(1, None, "slot"))[0, number], expected, atol=1e-5, rtol=0)
+    probing = probe(tiny_llama, design, "T1", families=["v"], folds=3, permutations=0)
+    assert best(probing, "leave-context-out", "v") > 0.9
+    moved = Design((Sample(sample.transcript, (0,), "shed", 10_000),), Target("token", ("a", "b")))
+    with pytest.raises(ValueError, match="Sample 0 reads slot 10000"):
+        read_features(tiny_llama, moved, "T1")
+
+
+def test_a_slot_keeps_its_token_after_a_restart(tiny_llama: Model):
+    transcripts = {place: conversation(place, 1) for place in PLACES}
+    design = Design.token_identity(transcripts, tiny_llama.tokenizer, "T2", most=3)
+    probing = probe(tiny_llama, design, "T2", hide=["T1"], families=["v"], folds=3, permutations=0)
+    assert best(probing, "leave-context-out", "v") > 0.9
+    assert float(probing.table["floor"].max()) > 0.9
+
+
+def test_whether_a_slot_is_damaged_is_read_from_the_layers_that_were_struck(tiny_llama: Model):
+    transcripts = {place: conversation(place, 1) for place in PLACES}
+    fault = Zeros(scope=Scope(rate=0.4, layers=[1], parts="v", segments=["T1"]))
+    features = damaged_slots(tiny_llama, transcripts, fault, "T1")
+    struck = features.at("v", Site(1, None, "slot"))[0].eq(0).all(1)
+    assert struck.long().equal(features.labels[0])
+    assert 0.2 < float(struck.double().mean()) < 0.6
+    probing = probe_features(features, {}, folds=3, permutations=0, rng=np.random.default_rng(0))
+    table = probing.table.query("split == 'leave-context-out'").set_index(["family", "layer"])["bits"]
+    # Zeros lie close to the mean, where a line tells them apart with some errors.
+    assert table["v", 1] > 0.2
+    assert table["k", 1] < 0.1
+    with pytest.raises(ValueError, match="struck every slot"):
+        damaged_slots(tiny_llama, transcripts, Zeros(), "T1")
+
+
+def test_what_is_done_to_a_cache_before_it_is_read_is_the_user_s_own(tiny_llama: Model):
+    transcripts = [conversation(place, digit) for place in PLACES for digit in (0, 1)]
+    struck = np.random.default_rng(0).integers(0, 2, len(transcripts))
+    design = Design.labelled(transcripts, struck.tolist(), [place for place in PLACES for _ in (0, 1)], "damaged")
+
+    def treat(cache: KVCache, sample: int) -> KVCache:
+        return cache.corrupt(Zeros()) if struck[sample] else cache
+
+    clean, hit = (read_features(tiny_llama, design, "T2", families=["v"], treat=each) for each in (None, treat))
+    changed = (clean.tensors["v"][clean.rows] - hit.tensors["v"][hit.rows]).abs().amax((1, 2)) > 1e-4
+    assert changed.tolist() == struck.astype(bool).tolist()
+
+
+def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, design: Design):
+    use = measure_use(tiny_llama, design, "T2", ["T1"])
+    assert len(use) == len(design.samples) * len(USE_ARMS)
+    tokens = design.samples[5].transcript.tokens(tiny_llama.tokenizer)
+    answer = tokens.part("answer").start
+    expected = tiny_llama.extend(None, tokens[:answer])[1][0, -1].log_softmax(-1)[tokens.ids[answer]]
+    found = use[(use["sample"] == 5) & (use["condition"] == "full")]["logprob"].iloc[0]
+    assert found == pytest.approx(float(expected), abs=1e-4)
+    # Without knowledge of the answer, no answer is preferred on average.
+    assert use[use["condition"] == "restart"].groupby("context")["margin"].mean().abs().max() < 1e-4
+    alone = Design((design.samples[0],), DIGITS)
+    with pytest.raises(ValueError, match="has 1 samples"):
+        measure_use(tiny_llama, alone, "T2", ["T1"])
+
+
+def test_unknown_segments_and_wrong_orders_are_refused(tiny_llama: Model, design: Design):
     with pytest.raises(ValueError, match="'T2'"):
-        probe(tiny_llama, samples, "T22", folds=3)
+        probe(tiny_llama, design, "T22", folds=3)
+    with pytest.raises(ValueError, match="cannot be hidden"):
+        probe(tiny_llama, design, "T1", hide=["T2"], folds=3)
 
 
 def test_read_outs_put_heads_side_by_side_and_take_mean_and_last():

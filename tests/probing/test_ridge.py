@@ -23,8 +23,12 @@ def problem(seed: int = 0, signal: float = 1.0) -> tuple[torch.Tensor, torch.Ten
     return (signal * clean + noise) * scale + 50, labels, folds
 
 
-def test_predictions_equal_scikit_learns():
+@pytest.mark.parametrize("spare", [0, 200])
+def test_predictions_equal_scikit_learns(spare: int):
+    """With fewer dimensions than samples, and with more."""
     features, labels, folds = problem()
+    noise = torch.randn(3, SAMPLES, spare, generator=torch.Generator().manual_seed(1))
+    features = torch.cat([features, 3 * noise + 7], 2)
     result = ridge_probes(features, labels, folds, CLASSES)
     for probe in range(3):
         for fold in range(5):

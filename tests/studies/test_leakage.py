@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import kvprobe.studies.begin as beginning
+import kvprobe.studies.leakage.analyse as analysing
+import kvprobe.studies.leakage.figures as drawing
 import kvprobe.studies.leakage.study as study
 from kvprobe.model import Model
 from kvprobe.outcomes import use_measurements
@@ -23,7 +25,7 @@ from kvprobe.studies.leakage.figures import FAMILY_NAMES
 from kvprobe.studies.leakage.narrative import answer_probe, answer_use
 from kvprobe.tasks.passcode import contexts, conversation
 
-SMALL = Config(contexts=6, samples=60, folds=3, batch=7)
+SMALL = Config(contexts=6, samples=60, folds=3, permutations=19, batch=7)
 CODES = ("48213", "90577", "13662")
 
 
@@ -101,10 +103,45 @@ def test_the_reports_maps_are_the_probes_accuracies_above_chance(finished: Run):
     assert [each["caption"].split(":")[0] for each in section["maps"]] == list(FAMILY_NAMES.values())
     values = section["maps"][FAMILIES.index("v")]
     probes = finished.df("probes").query("family == 'v' and read == 'mean' and split == 'leave-context-out'")
-    for arm, segment in (("masked", "T3 masked"), ("hidden", "T2 after code")):
+    for arm, segment in (("masked", "T3 masked"), ("hidden", "T2 after it")):
         column = [row[values["columns"].index(segment)] for row in values["values"]]
         assert column == pytest.approx(list(probes[probes["arm"] == arm].sort_values("layer")["accuracy"] - 0.1))
     assert values["rows"] == [str(layer) for layer in range(30)]
+
+
+def test_a_leak_is_stated_with_its_split_floor_selectivity_and_use(finished: Run):
+    answer = finished.report["answer"]
+    assert all(word in answer for word in ("chance", "restart floor", "selectivity", "not trained on", "nats"))
+    readings = finished.df("readings")
+    kinds = {"retained", "restart", "before", "embedding", "hash control", "context", "text", "majority"}
+    assert set(readings[readings["arm"] == "masked"]["reading"]) == kinds
+    (section,) = [each for each in finished.report["sections"] if each["title"] == "What else would be read"]
+    assert len(section["tables"][0]["rows"]) == len(kinds)
+    for split, arms in finished.metrics["scan"].items():
+        assert arms["masked"]["sites"] == 180
+        own = readings[(readings["arm"] == "direct") & (readings["split"] == split)].set_index("reading")
+        leak = own.loc["retained", "accuracy"] - own.loc["restart", "accuracy"]
+        assert finished.metrics["leak"][split]["direct"]["mean"] == pytest.approx(leak)
+
+
+def test_each_floor_is_the_same_tokens_computed_without_the_hidden_turns(smol: Model, read: dict[str, torch.Tensor]):
+    tokens = conversation(contexts()[0], CODES[0]).without("T1", "T2").tokens(smol.tokenizer)
+    for arm, segment in (("direct restart", "summary2"), ("restart", "T3")):
+        span = tokens.span(segment)
+        stop = tokens.part("answer").start if segment == "T3" else span.stop
+        fresh = smol.capture(tokens[:stop], ["v"], segments=[segment])
+        close(read[f"{arm}.v"], read_outs(fresh.stack("v")))
+
+
+@pytest.mark.usefixtures("without_residual")
+def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(tmp_path: Path):
+    config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
+    run = study.run(config, tmp_path)
+    readings = run.df("readings").query("arm == 'masked' and split == 'paired'").set_index("reading")["accuracy"]
+    assert "untrained" in readings
+    assert "topics" in run.report["answer"]
+    assert run.metrics["use"]["full"]["margin"]["low"] > 1
+    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
 
 
 def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):
@@ -126,28 +163,38 @@ def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, m
     assert study.run(SMALL, finished.path.parent).path == finished.path
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    finished: Run, smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def without_residual(smol: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of K and V alone, where it is not the numbers that matter."""
     monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
+    for module in (collecting, analysing, drawing):
+        monkeypatch.setattr(module, "FAMILIES", ("k", "v"))
+
+
+@pytest.mark.usefixtures("without_residual")
+def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    small = dataclasses.replace(SMALL, contexts=4, samples=32)
+    whole = study.run(small, tmp_path / "whole")
     calls = []
 
     def read_and_stop(*arguments: object) -> dict[str, torch.Tensor]:
         calls.append(arguments)
-        if len(calls) == 4:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return read_context(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(collecting, "read_context", read_and_stop)
     with pytest.raises(KeyboardInterrupt):
-        study.run(SMALL, tmp_path)
-    resumed = study.run(SMALL, tmp_path)
-    assert len(calls) == 4 + 3
-    assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
+        study.run(small, tmp_path / "stopped")
+    resumed = study.run(small, tmp_path / "stopped")
+    assert len(calls) == 3 + 2
+    assert json.dumps(resumed.metrics) == json.dumps(whole.metrics)
 
 
-def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
+@pytest.mark.usefixtures("without_residual")
+def test_one_context_says_that_it_does_not_generalise(tmp_path: Path):
     run = study.run(dataclasses.replace(SMALL, contexts=1, samples=40), tmp_path)
     assert list(run.metrics["accuracy"]) == ["random"]
     assert "does not say" in run.report["warnings"][0]
@@ -175,10 +222,12 @@ def metrics_with(leak: float, paired: float = 0.0, gain: float = 0.0, split: str
     accuracy = {"masked": of(0.3), "restart": of(0.1)}
     arm = {"token_accuracy": of(0.5), "margin": of(5.0)}
     return {
+        "secret": "code",
         "chance": 0.1,
         "headline_split": split,
         "accuracy": {split: accuracy, "paired": accuracy},
         "leak": {split: {"masked": of(leak)}, "paired": {"masked": of(paired)}},
+        "selectivity": {split: {"masked": of(leak)}},
         "use": {"full": arm, "retained": arm, "restart": arm, "delta_margin": of(gain)},
     }
 
@@ -186,9 +235,9 @@ def metrics_with(leak: float, paired: float = 0.0, gain: float = 0.0, split: str
 @pytest.mark.parametrize(
     ("leak", "paired", "start", "end"),
     [
-        (0.2, 0.2, "Information leaks: ", "centred on other codes of the same conversation, a probe reads"),
+        (0.2, 0.2, "Information leaks: ", "centred on other secrets of the same conversation, a probe reads"),
         (0.2, 0.0, "Information leaks: ", "no more than the floor."),
-        (0.0, 0.2, "No leak that a probe can read in new", "Something of the number is there all the same"),
+        (0.0, 0.2, "No leak that a probe can read in new", "Something of the code is there all the same"),
         (0.0, 0.0, "No leak that a probe can read in new", "no more than the floor."),
         (-0.2, 0.0, "No leak that a probe can read in new", "doubt the run"),
     ],

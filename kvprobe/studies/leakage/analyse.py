@@ -1,4 +1,4 @@
-"""From features to numbers: probes for every arm, layer, family, read-out and split, and the use measurements."""
+"""From features to numbers: probes with all their controls for every arm, and the use measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,16 +11,23 @@ import torch
 from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
-from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
-from kvprobe.probing.sweep import accuracy_table, best_by_inner_fold, sites, sweep
+from kvprobe.designs import Target
+from kvprobe.model import Model
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
+from kvprobe.probing.features import Features
+from kvprobe.probing.probe import embeddings
+from kvprobe.probing.splits import centred_within
 from kvprobe.stats import cluster_weights, estimate
-from kvprobe.studies.leakage.collect import FAMILIES, PER_CODE, PER_CONTEXT, USE_ARMS
+from kvprobe.studies.leakage.collect import FAMILIES, PER_CONTEXT, PER_SECRET, USE_ARMS
 from kvprobe.studies.leakage.config import Config
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")
-CHANCE = 0.1
+FLOORS = {"direct": "direct restart", "masked": "restart"}
+"""Which arm holds the same tokens at the same positions, computed without the hidden turns."""
+
+LEVEL = 0.05
+"""Family-wise level at which a site is counted."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +35,54 @@ class Collected:
     """All contexts together.
 
     Attributes:
-        features: by (arm, family); one row per sample, or one per context for the arms that no code can reach.
-        digits: of each sample's code.
+        vectors: by (arm, family); one row per sample, or one per context for the arms that no secret can reach.
+        texts: by arm, the tokens that were read, per context.
+        labels: of each sample's secret.
         contexts: number of the context of each sample.
-        use: `logprob`, `margin`, `correct` (per use arm and code token) and `kl` (per use arm), samples first.
+        use: `logprob`, `margin`, `correct` (per use arm and token) and `kl` (per use arm), samples first.
+        target: what is to be recovered.
     """
 
-    features: dict[tuple[str, str], Float[Tensor, "rows layers reads dim"]]
-    digits: Int[np.ndarray, "samples digits"]
+    vectors: dict[tuple[str, str], Float[Tensor, "rows layers reads dim"]]
+    texts: dict[str, tuple[tuple[int, ...], ...]]
+    labels: Int[np.ndarray, "samples targets"]
     contexts: Int[np.ndarray, "samples"]
     use: dict[str, np.ndarray]
+    target: Target
 
     @classmethod
-    def load(cls, paths: Sequence[Path]) -> "Collected":
+    def load(cls, paths: Sequence[Path], target: Target) -> "Collected":
         """Join the files that `collect` wrote, one tensor at a time so that nothing is held twice."""
 
-        def joined(name: str) -> Tensor:
-            pieces = []
+        def pieces(name: str) -> list[Tensor]:
+            found = []
             for path in paths:
                 with safe_open(path, framework="pt") as file:
-                    pieces.append(file.get_tensor(name))
-            return torch.cat(pieces)
+                    found.append(file.get_tensor(name))
+            return found
 
-        features = {(arm, family): joined(f"{arm}.{family}") for arm in PER_CODE + PER_CONTEXT for family in FAMILIES}
-        digits = joined("digits").numpy()
-        use = {name: joined(name).numpy() for name in ("logprob", "margin", "correct", "kl")}
-        return cls(features, digits, np.repeat(np.arange(len(paths)), len(digits) // len(paths)), use)
+        vectors = {
+            (arm, family): torch.cat(pieces(f"{arm}.{family}"))
+            for arm in PER_SECRET + PER_CONTEXT
+            for family in FAMILIES
+        }
+        texts = {arm: tuple(tuple(each.tolist()) for each in pieces(f"text.{arm}")) for arm in FLOORS}
+        labels = torch.cat(pieces("labels")).numpy()
+        use = {name: torch.cat(pieces(name)).numpy() for name in ("logprob", "margin", "correct", "kl")}
+        return cls(vectors, texts, labels, np.repeat(np.arange(len(paths)), len(labels) // len(paths)), use, target)
+
+    def features(self, arm: str) -> Features:
+        """What probes read of an arm."""
+        samples = np.arange(len(self.contexts))
+        texts = self.texts.get(arm)
+        return Features.of_read_outs(
+            {family: self.vectors[arm, family] for family in FAMILIES},
+            self.contexts if arm in PER_CONTEXT else samples,
+            torch.from_numpy(self.labels.T.copy()),
+            self.contexts,
+            self.target,
+            None if texts is None else tuple(texts[context] for context in self.contexts),
+        )
 
 
 @dataclass(frozen=True)
@@ -61,63 +90,110 @@ class Analysis:
     """The numbers of a run.
 
     Attributes:
-        probes: one row per arm, split, family, read-out and layer: accuracy per digit with its interval.
-        samples: one row per sample and condition: what the model made of the code, and what the probe read.
+        probings: by arm, what probes made of it.
+        probes: one row per arm, split, family, read-out and layer; see `Probing.table`.
+        readings: one row per arm, split and reading; see `Probing.summary`.
+        samples: one row per sample and condition: what the model made of the secret, and what the probe read.
         metrics: the headline numbers.
     """
 
+    probings: dict[str, Probing]
     probes: pd.DataFrame
+    readings: pd.DataFrame
     samples: pd.DataFrame
     metrics: dict[str, Any]
 
 
-def analyse(collected: Collected, config: Config) -> Analysis:
-    """Fit all probes and bootstrap all intervals."""
+def analyse(model: Model, collected: Collected, untrained: Collected | None, config: Config) -> Analysis:
+    """Fit all probes and bootstrap all intervals.
+
+    Args:
+        untrained: what a model before training gave on the same conversations.
+    """
     rng = np.random.default_rng([config.seed, 2])
-    single = config.contexts == 1
-    splits: tuple[Split, ...] = ("random",) if single else SPLITS
+    probings = {}
+    for arm in ("masked", "direct", "hidden"):
+        features = collected.features(arm)
+        floors = {}
+        if arm in FLOORS:
+            floors = {FLOOR: collected.features(FLOORS[arm]), "embedding": embeddings(model, features)}
+            if untrained is not None:
+                floors["untrained"] = untrained.features(arm)
+        if arm == "masked":
+            floors["before"] = collected.features("before")
+        # The ceiling needs no p-values.
+        permutations = config.permutations if arm in FLOORS else 0
+        probings[arm] = probe_features(
+            features, floors, folds=config.folds, permutations=permutations, rng=rng, note=f"Fitting probes, {arm}"
+        )
+
+    tables = {arm: probing.table for arm, probing in probings.items()}
+    floors = probings["masked"].floors
+    tables |= {arm: floors[floors["floor"] == arm].drop(columns="floor") for arm in ("before", "restart")}
+    probes = pd.concat([tables[arm].assign(arm=arm) for arm in ARMS], ignore_index=True)
+    readings = pd.concat([each.summary.assign(arm=arm) for arm, each in probings.items()], ignore_index=True)
+    splits = list(probings["masked"].picks)
+    headline = "leave-context-out" if "leave-context-out" in splits else "random"
     # With one context there is nothing to resample but its samples, and no claim beyond it.
-    clusters = np.arange(len(collected.contexts)) if single else collected.contexts
+    clusters = np.arange(len(collected.contexts)) if config.contexts == 1 else collected.contexts
     weights = cluster_weights(int(clusters.max()) + 1, rng)
-    labels = torch.from_numpy(collected.digits.T.copy())
+    masked = probings["masked"].right[headline, "retained"]
+    metrics = {
+        "secret": config.secret,
+        "chance": collected.target.chance,
+        "headline_split": headline,
+        **_headlines(probings, splits),
+        "by_place": {
+            place: asdict(estimate(masked[index].astype(float), clusters, weights))
+            for index, place in enumerate(collected.target.places)
+        },
+        "use": _use(collected.use, clusters, weights),
+        "light_cone": _light_cone(collected),
+        "samples": len(clusters),
+        "contexts": config.contexts,
+    }
+    right = {arm: probing.right[headline, "retained"] for arm, probing in probings.items()}
+    right |= {arm: probings["masked"].right[headline, arm] for arm in ("before", "restart")}
+    texts = ["-".join(collected.target.classes[label] for label in row) for row in collected.labels]
+    return Analysis(probings, probes, readings, _sample_table(collected, texts, right), metrics)
 
-    tables, chosen_hits, metrics = [], {}, {"chance": CHANCE, "accuracy": {}, "leak": {}, "chosen": {}}
-    with tqdm(total=len(splits) * len(ARMS) * len(FAMILIES), desc="Fitting probes", unit="sweep") as bar:
+
+def _headlines(probings: Mapping[str, Probing], splits: Sequence[str]) -> dict[str, Any]:
+    """By split and arm, of the probe chosen on inner folds: accuracy, bits, leak, selectivity; and what the scan of all sites
+    found."""
+    out: dict[str, Any] = {
+        name: {split: {} for split in splits} for name in ("accuracy", "bits", "leak", "selectivity")
+    }
+    out |= {"chosen": {split: {} for split in splits}, "scan": {split: {} for split in splits}}
+    for arm, probing in probings.items():
         for split in splits:
-            folds = fold_numbers(split, collected.contexts, config.folds, rng)
-            for arm in ARMS:
-                candidates = []
-                for family in FAMILIES:
-                    features = collected.features[arm, family]
-                    rows = collected.contexts if arm in PER_CONTEXT else np.arange(len(collected.contexts))
-                    result = sweep(features, rows, labels, collected.contexts, split, folds, classes=10)
-                    places = sites(features)
-                    tables.append(
-                        accuracy_table(result, places, labels, clusters, weights, arm=arm, split=split, family=family)
-                    )
-                    candidates += [(family, site, result, index) for index, site in enumerate(places)]
-                    bar.update()
-                predicted, picks = best_by_inner_fold(candidates, folds)
-                chosen_hits[split, arm] = (predicted == collected.digits).astype(float)
-                metrics["chosen"].setdefault(split, {})[arm] = picks
-                metrics["accuracy"].setdefault(split, {})[arm] = asdict(
-                    estimate(chosen_hits[split, arm].mean(1), clusters, weights)
-                )
-            for arm in ("direct", "masked"):
-                leak = (chosen_hits[split, arm] - chosen_hits[split, "restart"]).mean(1)
-                metrics["leak"].setdefault(split, {})[arm] = asdict(estimate(leak, clusters, weights))
+            rows: Any = probing.summary[probing.summary["split"] == split].set_index("reading")
+            out["accuracy"][split][arm] = _numbers(rows.loc["retained"], "accuracy")
+            out["bits"][split][arm] = _numbers(rows.loc["retained"], "bits")
+            out["selectivity"][split][arm] = _numbers(rows.loc[CONTROL], "lead")
+            out["chosen"][split][arm] = [
+                {"fold": fold, "family": family, **site._asdict()}
+                for fold, (family, site) in enumerate(probing.picks[split])
+            ]
+            if arm in FLOORS:
+                out["leak"][split][arm] = _numbers(rows.loc[FLOOR], "lead")
+                own: Any = probing.table[probing.table["split"] == split]
+                found = own[own["p_family"] <= LEVEL]
+                out["scan"][split][arm] = {
+                    "sites": len(own),
+                    "found": len(found),
+                    "lowest_layer": int(found["layer"].min()) if len(found) else None,
+                    "best": float(own["accuracy"].max()),
+                }
+            if arm == "masked":
+                for floor in ("restart", "before"):
+                    out["accuracy"][split][floor] = _numbers(rows.loc[floor], "accuracy")
+                    out["bits"][split][floor] = _numbers(rows.loc[floor], "bits")
+    return out
 
-    headline: Split = "random" if single else "leave-context-out"
-    metrics["headline_split"] = headline
-    metrics["by_digit"] = [
-        asdict(estimate(chosen_hits[headline, "masked"][:, digit], clusters, weights))
-        for digit in range(collected.digits.shape[1])
-    ]
-    metrics["use"] = _use(collected.use, clusters, weights)
-    metrics["light_cone"] = _light_cone(collected)
-    metrics["samples"], metrics["contexts"] = len(clusters), config.contexts
-    samples = _sample_table(collected, {arm: chosen_hits[headline, arm] for arm in ARMS})
-    return Analysis(pd.concat(tables, ignore_index=True), samples, metrics)
+
+def _numbers(row: Any, name: str) -> dict[str, float]:
+    return {"mean": float(row[name]), "low": float(row[f"{name}_low"]), "high": float(row[f"{name}_high"])}
 
 
 def _use(
@@ -144,52 +220,40 @@ def _use(
 
 
 def _light_cone(collected: Collected) -> dict[str, float]:
-    """How far K and V of the masked arm vary with the code, relative to their size, at layers 0 and 1 (which it
+    """How far K and V of the masked arm vary with the secret, relative to their size, at layers 0 and 1 (which it
     cannot reach) and at the last; of what the probes read, the largest over layers and families."""
 
     def variation(layer: int) -> float:
         relative = []
         for family in ("k", "v"):
-            features = collected.features["masked", family][:, layer]
+            features = collected.vectors["masked", family][:, layer]
             varying = centred_within(features, collected.contexts)
             relative.append(varying.abs().max() / features.abs().max())
         return float(torch.stack(relative).max())
 
-    last = collected.features["masked", "k"].shape[1] - 1
+    last = collected.vectors["masked", "k"].shape[1] - 1
     return {"layers_0_1": max(variation(0), variation(1)), "last_layer": variation(last)}
 
 
-def _sample_table(collected: Collected, hits: Mapping[str, np.ndarray]) -> pd.DataFrame:
+def _sample_table(collected: Collected, texts: Sequence[str], right: Mapping[str, np.ndarray]) -> pd.DataFrame:
     """One row per sample and condition."""
-    codes = ["".join(map(str, row)) for row in collected.digits]
-    tables = []
-    for index, arm in enumerate(USE_ARMS):
-        tables.append(
-            pd.DataFrame(
-                {
-                    "sample": np.arange(len(codes)),
-                    "context": collected.contexts,
-                    "code": codes,
-                    "measure": "use",
-                    "condition": arm,
-                    "logprob": collected.use["logprob"][:, index].sum(1),
-                    "margin": collected.use["margin"][:, index].sum(1),
-                    "kl_from_full": collected.use["kl"][:, index],
-                    "token_accuracy": collected.use["correct"][:, index].mean(1),
-                }
-            )
+    samples = {"sample": np.arange(len(texts)), "context": collected.contexts, "secret": texts}
+    tables = [
+        pd.DataFrame(
+            {
+                **samples,
+                "measure": "use",
+                "condition": arm,
+                "logprob": collected.use["logprob"][:, index].sum(1),
+                "margin": collected.use["margin"][:, index].sum(1),
+                "kl_from_full": collected.use["kl"][:, index],
+                "token_accuracy": collected.use["correct"][:, index].mean(1),
+            }
         )
-    for arm, hit in hits.items():
-        tables.append(
-            pd.DataFrame(
-                {
-                    "sample": np.arange(len(codes)),
-                    "context": collected.contexts,
-                    "code": codes,
-                    "measure": "probe",
-                    "condition": arm,
-                    "digits_read": hit.sum(1),
-                }
-            )
-        )
+        for index, arm in enumerate(USE_ARMS)
+    ]
+    tables += [
+        pd.DataFrame({**samples, "measure": "probe", "condition": arm, "places_read": right[arm].sum(0)})
+        for arm in ARMS
+    ]
     return pd.concat(tables, ignore_index=True)

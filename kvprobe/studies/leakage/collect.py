@@ -1,7 +1,7 @@
-"""Reading the conversations: features of every arm, and what the model itself makes of the hidden code.
+"""Reading the conversations: features of every arm, and what the model itself makes of the hidden secret.
 
-Each context is read once up to the code. The codes are rows of one batch from there on, and each row's T3 is read
-twice: with T1 and T2 masked, and with everything in view. The restart arm never sees a code before T3, so it is
+Each context is read once up to the secret. The secrets are rows of one batch from there on, and each row's T3 is read
+twice: with T1 and T2 masked, and with everything in view. The restart arms never see a secret before T3, so they are
 computed once per context. One file per context is kept, so an interrupted run resumes.
 """
 
@@ -22,65 +22,75 @@ from kvprobe.outcomes import use_measurements
 from kvprobe.probing.sweep import read_outs
 from kvprobe.runs import Run
 from kvprobe.studies.leakage.config import Config
-from kvprobe.tasks.passcode import CODE_LENGTH, Context, contexts, conversation, draw_codes
+from kvprobe.tasks.passcode import Context, conversation
+from kvprobe.tasks.secrets import secret
 from kvprobe.transcript import Tokens
 
 FAMILIES: tuple[Family, ...] = ("k", "v", "resid_post")
-PER_CONTEXT = ("before", "restart")
-"""Arms that the code cannot reach: one vector per context."""
-PER_CODE = ("hidden", "direct", "masked")
+PER_CONTEXT = ("before", "direct restart", "restart")
+"""Arms that the secret cannot reach: one vector per context."""
+PER_SECRET = ("hidden", "direct", "masked")
 USE_ARMS = ("full", "retained", "restart")
 HIDDEN_SEGMENTS = ("T1", "T2")
 
 
-def collect(model: Model, config: Config, run: Run) -> list[Path]:
-    """One file of tensors per context (see `read_context`), in order."""
-    chosen = contexts()[: config.contexts]
+def collect(model: Model, config: Config, run: Run, part: str = "context") -> list[Path]:
+    """One file of tensors per context (see `read_context`), in order.
+
+    Args:
+        part: what the files are called.
+    """
+    hidden = secret(config.secret)
     per_context = config.samples // config.contexts
-    codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
+    texts = hidden.draw(config.contexts, per_context, np.random.default_rng([config.seed, 1]), model.tokenizer)
     paths = []
     with tqdm(total=config.samples, desc="Reading conversations", unit="conversation") as bar:
-        for index, context in enumerate(chosen):
-            path = run.part(f"context-{index:03d}.safetensors")
+        for index, (context, own) in enumerate(zip(hidden.contexts, texts, strict=False)):
+            path = run.part(f"{part}-{index:03d}.safetensors")
             if not path.is_file():
-                own = codes[index * per_context : (index + 1) * per_context]
+                labels = torch.tensor([hidden.labels(text) for text in own])
                 partial = path.with_suffix(".partial")
-                save_file(read_context(model, context, own, config.batch), partial)
+                save_file({**read_context(model, context, own, config.batch), "labels": labels}, partial)
                 partial.replace(path)
             paths.append(path)
             bar.update(per_context)
     return paths
 
 
-def read_context(model: Model, context: Context, codes: Sequence[str], batch: int) -> dict[str, Tensor]:
-    """Features and use measurements for one context and its codes.
+def read_context(model: Model, context: Context, secrets: Sequence[str], batch: int) -> dict[str, Tensor]:
+    """Features and use measurements for one context and its secrets.
 
     Returns:
-        `arm.family` of shape `[rows, layers, reads, dim]` with one row per code, or one in all for the arms that
-        the code cannot reach; `digits` `[codes, 5]`; and per use arm and code `logprob` and `correct`
-        `[codes, arms, code_tokens]` (of the true code, token by token, the true tokens before it given), `margin`
-        of the same shape (that log-probability less the mean over the conversation's other codes' tokens) and
-        `kl` `[codes, arms]` (from the full context's distribution of the first code token to the arm's).
+        `arm.family` of shape `[rows, layers, reads, dim]` with one row per secret, or one in all for the arms that
+        the secret cannot reach; `text.direct` and `text.masked`, the tokens that these arms read; and per use arm and
+        secret `logprob` and `correct` `[secrets, arms, tokens]` (of the true secret, token by token, the true tokens
+        before it given), `margin` of the same shape (that log-probability less the mean over the conversation's other
+        secrets' tokens) and `kl` `[secrets, arms]` (from the full context's distribution of the first such token to the
+        arm's).
     """
-    whole = [conversation(context, code).tokens(model.tokenizer) for code in codes]
+    whole = [conversation(context, text).tokens(model.tokenizer) for text in secrets]
     start, third = whole[0].part("code").start, whole[0].span("T3").start
-    answer = whole[0].part("answer")
+    answer, summary = whole[0].part("answer"), whole[0].span("summary2")
     code_tokens = answer.stop - answer.start
 
     _refuse_shifted(whole)
     prefix = model.capture(whole[0][:start], FAMILIES, segments=["summary1"], keep_cache=True)
-    restart_tokens = conversation(context, codes[0]).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
+    restart_tokens = conversation(context, secrets[0]).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
     restart_answer = restart_tokens.part("answer").start
-    restart = model.capture(restart_tokens[:restart_answer], FAMILIES, segments=["T3"], keep_cache=True)
-    features = {
-        f"{arm}.{family}": read_outs(captured.stack(family))
-        for arm, captured in (("before", prefix), ("restart", restart))
-        for family in FAMILIES
-    }
+    restart = model.capture(restart_tokens[:restart_answer], FAMILIES, segments=["summary2", "T3"], keep_cache=True)
+    length = summary.stop - summary.start
+    features = {}
+    for family in FAMILIES:
+        again = restart.stack(family)
+        features[f"before.{family}"] = read_outs(prefix.stack(family))
+        features[f"direct restart.{family}"] = read_outs(again[..., :length, :])
+        features[f"restart.{family}"] = read_outs(again[..., length:, :])
+    features["text.direct"] = torch.tensor(whole[0].ids[summary])
+    features["text.masked"] = torch.tensor(whole[0].ids[third : answer.start])
 
-    every_code = torch.tensor([row.ids[answer] for row in whole])
+    every = torch.tensor([row.ids[answer] for row in whole])
     pieces: list[dict[str, Tensor]] = []
-    for first in range(0, len(codes), batch):
+    for first in range(0, len(secrets), batch):
         rows = whole[first : first + batch]
         turn = model.capture([row[start:third] for row in rows], FAMILIES, past=prefix.cache, keep_cache=True)
         assert turn.cache is not None
@@ -96,21 +106,19 @@ def read_context(model: Model, context: Context, codes: Sequence[str], batch: in
         _, full_logits = model.extend(turn.cache, asked, logits=code_tokens)
         restart_logits = _restart_logits(model, restart, rows, answer)
 
-        summary = whole[0].span("summary2").start - start
+        read = summary.start - start
         piece = {}
         for family in FAMILIES:
             turned = turn.stack(family)
-            piece[f"hidden.{family}"] = read_outs(turned[..., code_tokens:summary, :])
-            piece[f"direct.{family}"] = read_outs(turned[..., summary:, :])
+            piece[f"hidden.{family}"] = read_outs(turned[..., code_tokens:read, :])
+            piece[f"direct.{family}"] = read_outs(turned[..., read:, :])
             piece[f"masked.{family}"] = read_outs(masked.stack(family))
         mine = list(range(first, first + len(rows)))
-        piece |= use_measurements([full_logits, masked.logits, restart_logits], every_code.to(model.lanes.device), mine)
+        piece |= use_measurements([full_logits, masked.logits, restart_logits], every.to(model.lanes.device), mine)
         pieces.append(piece)
 
-    digits = torch.tensor([[int(digit) for digit in code] for code in codes])
-    assert digits.shape[1] == CODE_LENGTH
     joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    return {name: tensor.contiguous().cpu() for name, tensor in (features | joined | {"digits": digits}).items()}
+    return {name: tensor.contiguous().cpu() for name, tensor in (features | joined).items()}
 
 
 def _restart_logits(
@@ -126,7 +134,7 @@ def _restart_logits(
 
 
 def _refuse_shifted(rows: Sequence[Tokens]) -> None:
-    """All codes of a context must stand at the same slots, with the same tokens around them."""
+    """All secrets of a context must stand at the same slots, with the same tokens around them."""
 
     def around(row: Tokens) -> tuple:
         known = tuple(token for token, part in zip(row.ids, row.parts, strict=True) if part is None)
@@ -134,6 +142,6 @@ def _refuse_shifted(rows: Sequence[Tokens]) -> None:
 
     if any(around(row) != around(rows[0]) for row in rows):
         raise ValueError(
-            "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens "
-            "after them; use a model that tokenises digits apart."
+            "This tokenizer joins some secrets with the text around them (the digits of codes, say), so they would shift "
+            "the tokens after them; use a model that tokenises them apart."
         )

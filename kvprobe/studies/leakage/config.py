@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 from kvprobe.studyconfig import require
+from kvprobe.suggest import unknown
+
+KINDS = ("code", "name", "topic", "sentiment")
+"""Of secret; see `kvprobe.tasks.secrets`."""
 
 AVAILABLE_CONTEXTS = 48
 
@@ -13,27 +17,36 @@ class Config:
 
     Attributes:
         model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
+        secret: what the hidden turn holds: code, name, topic or sentiment.
         contexts: different conversations; with 1, every sample shares one template.
-        samples: conversations in all; each context gets samples / contexts codes of its own.
+        samples: conversations in all; each context gets samples / contexts secrets of its own.
         folds: test folds; probes are trained on the others.
+        permutations: of labels within a conversation, for p-values; none can be below 1 / (permutations + 1).
+        untrained: also read everything with a model of the same kind before it learned anything (twice the time).
         batch: conversations that are read side by side.
-        seed: of codes, folds and bootstrap.
+        seed: of secrets, folds, permutations and bootstrap.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """
 
     model: str = "smollm2-135m"
+    secret: str = "code"
     contexts: int = AVAILABLE_CONTEXTS
     samples: int = 768
     folds: int = 5
+    permutations: int = 99
+    untrained: bool = False
     batch: int = 32
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.secret not in KINDS:
+            raise ValueError(unknown("kind of secret", self.secret, KINDS))
         require("contexts", self.contexts, 1, AVAILABLE_CONTEXTS)
         require("folds", self.folds, 3, 20)
+        require("permutations", self.permutations, 1, 10_000)
         require("batch", self.batch, 1)
         require("seed", self.seed, 0)
         if 1 < self.contexts < self.folds:

@@ -15,7 +15,7 @@ from kvprobe.studies.maps import map_of
 
 FAMILY_NAMES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
 ARM_NAMES = {
-    "hidden": "T2 itself, after the code",
+    "hidden": "T2 itself, after the secret",
     "direct": "direct: summary 2, saw T2",
     "masked": "masked: T3, cannot see T2",
     "restart": "restart: T3 recomputed (floor)",
@@ -23,7 +23,7 @@ ARM_NAMES = {
 }
 SEGMENTS = {
     "before": "summary 1",
-    "hidden": "T2 after code",
+    "hidden": "T2 after it",
     "direct": "summary 2",
     "masked": "T3 masked",
     "restart": "T3 restart",
@@ -42,7 +42,7 @@ def draw_all(probes: Any, metrics: dict[str, Any], folder: Path) -> None:
 
 
 def accuracy_by_layer(probes: Any, chance: float, families: Sequence[str] = FAMILIES) -> Any:
-    """Accuracy per digit by layer, one line per arm, families down, splits across; bands are 95 % intervals."""
+    """Accuracy per label by layer, one line per arm, families down, splits across; bands are 95 % intervals."""
     import matplotlib.pyplot as plt
 
     splits = list(probes["split"].unique())
@@ -70,7 +70,7 @@ def accuracy_by_layer(probes: Any, chance: float, families: Sequence[str] = FAMI
         for axis, split in zip(grid[0], splits, strict=True):
             axis.set_title(split if split != "paired" else "paired (centred in context)")
         for axes, family in zip(grid, families, strict=True):
-            axes[0].set_ylabel(f"{FAMILY_NAMES[family]}\naccuracy per digit")
+            axes[0].set_ylabel(f"{FAMILY_NAMES[family]}\naccuracy per label")
         for axis in grid[-1]:
             axis.set_xlabel("layer")
         handles, labels = grid[0, 0].get_legend_handles_labels()
@@ -80,7 +80,7 @@ def accuracy_by_layer(probes: Any, chance: float, families: Sequence[str] = FAMI
 
 
 def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
-    """Accuracy per digit by layer and segment, on the headline split."""
+    """Accuracy per label by layer and segment, on the headline split."""
     import matplotlib.pyplot as plt
     import seaborn as sns
 
@@ -96,7 +96,7 @@ def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
                 vmax=top,
                 cmap="rocket_r",
                 cbar=family == FAMILIES[-1],
-                cbar_kws={"label": f"accuracy per digit (pale = chance, {metrics['chance']:.0%})"},
+                cbar_kws={"label": f"accuracy per label (pale = chance, {metrics['chance']:.0%})"},
             )
             axis.invert_yaxis()
             axis.set_title(FAMILY_NAMES[family])
@@ -110,7 +110,7 @@ def heatmap(probes: Any, metrics: dict[str, Any]) -> Any:
 
 
 def layer_table(probes: Any, metrics: Mapping[str, Any], family: str) -> pd.DataFrame:
-    """Layers by segments: accuracy per digit from averaged slots, on the headline split."""
+    """Layers by segments: accuracy per label from averaged slots, on the headline split."""
     chosen = {"split": metrics["headline_split"], "family": family, "read": "mean"}
     own = probes[(probes[list(chosen)] == pd.Series(chosen)).all(axis=1)]
     table = own.pivot(index="layer", columns="arm", values="accuracy")[list(SEGMENTS)]
@@ -122,22 +122,22 @@ def layer_maps(probes: Any, metrics: Mapping[str, Any]) -> list[HeatMap]:
     return [
         map_of(
             layer_table(probes, metrics, family) - metrics["chance"],
-            f"{FAMILY_NAMES[family]}: accuracy per digit above chance ({metrics['chance']:.0%}), slots averaged, "
-            f"{metrics['headline_split']} split. T3 restart cannot know the code: it shows what luck gives.",
-            "of the digits above chance",
+            f"{FAMILY_NAMES[family]}: accuracy per label above chance ({metrics['chance']:.0%}), slots averaged, "
+            f"{metrics['headline_split']} split. T3 restart cannot know the secret: it shows what luck gives.",
+            "of the labels above chance",
         )
         for family in FAMILIES
     ]
 
 
 def use(measured: dict[str, Any]) -> Any:
-    """What the model says of the true code, and how far its answer is from the full context's, per arm."""
+    """What the model says of the true secret, and how far its answer is from the full context's, per arm."""
     import matplotlib.pyplot as plt
 
     panels = {
-        "margin": "margin of the true code over others (nats)",
-        "token_accuracy": "share of code tokens the model gets right",
-        "kl_from_full": "KL from full context, first code token (nats)",
+        "margin": "margin of the true secret over others (nats)",
+        "token_accuracy": "share of its tokens the model gets right",
+        "kl_from_full": "KL from full context, first token (nats)",
     }
     colours = [ARM_COLOURS[{"full": "direct", "retained": "masked", "restart": "restart"}[arm]] for arm in USE_ARMS]
     with styled():

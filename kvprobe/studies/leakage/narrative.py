@@ -1,6 +1,7 @@
 """What the leakage report says. Every claim is decided by the numbers; none is written beforehand."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,42 +9,66 @@ import numpy as np
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Passage, Report, Section, Table
 from kvprobe.probing.ridge import VARIANCE_FLOOR
+from kvprobe.studies.leakage.analyse import LEVEL, Analysis
 from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES, layer_maps
-from kvprobe.tasks.passcode import contexts, conversation, draw_codes
+from kvprobe.studies.leakage.readings import readings_section
+from kvprobe.tasks.passcode import conversation
+from kvprobe.tasks.secrets import secret
 from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section
 
 QUESTION = (
-    "A conversation holds a random 5-digit number in one turn (T2). The turn is summarised without the number and "
-    "then masked. How much of the number can still be read from the KV cache of the turns that stay, and does the "
-    "model use it?"
+    "A conversation holds {secret} in one turn (T2). The turn is summarised without it and then masked. How much of it can "
+    "still be read from the KV cache of the turns that stay, and does the model use it?"
 )
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a kind of secret is spoken of.
+
+    Attributes:
+        secret: with its article, when first named.
+        known: when known.
+        read: what a probe reads.
+    """
+
+    secret: str
+    known: str
+    read: str
+
+
+WORDS = {
+    "code": Words("a random 5-digit number", "the code", "digits"),
+    "name": Words("a random person's name", "the name", "first names"),
+    "topic": Words("a random word on one of eight topics", "the word", "topics"),
+    "sentiment": Words("a random word for a good or a bad mood", "the word", "moods"),
+}
 
 _ROUND_OFF = 100
 """Steps of the dtype's precision that a control may vary by."""
 
 SPLIT_MEANING = {
-    "random": "the probe has seen the same conversation with other codes",
+    "random": "the probe has seen the same conversation with other secrets",
     "leave-context-out": "the probe never saw the conversation",
-    "paired": "as leave-context-out, but features are centred within each conversation, which takes several codes of "
+    "paired": "as leave-context-out, but features are centred within each conversation, which takes several secrets of "
     "the very conversation that is read",
 }
 
 
-def narrate(
-    metrics: Mapping[str, Any], probes: Any, config: Config, model: Model, environment: Mapping[str, Any]
-) -> Report:
+def narrate(analysis: Analysis, config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
     """The report of a run."""
-    single = config.contexts == 1
+    metrics, words = analysis.metrics, WORDS[config.secret]
     return Report(
-        title=f"Leakage after masking: {model.name}",
-        question=QUESTION,
+        title=f"Leakage after masking: {model.name}, {words.known}",
+        question=QUESTION.format(secret=words.secret),
         answer=" ".join([answer_probe(metrics), answer_use(metrics)]),
-        warnings=[SINGLE_CONTEXT_WARNING] if single else [],
+        warnings=[SINGLE_CONTEXT_WARNING] if config.contexts == 1 else [],
         sections=[
             _conversation_section(model, config),
-            _accuracy_section(metrics, probes),
+            _accuracy_section(metrics, analysis.probes),
+            readings_section(analysis, config),
             _use_section(metrics),
             _controls_section(metrics),
             _limits_section(metrics, model),
@@ -52,10 +77,10 @@ def narrate(
                 config,
                 environment,
                 also=[
-                    f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet and metrics.json "
-                    "beside this page.",
+                    f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet, readings.parquet and "
+                    "metrics.json beside this page.",
                     "Protocol: arXiv 2604.09852 (random number in a masked block), with held-out contexts, a recomputed "
-                    "floor and a measure of use added.",
+                    "floor, control tasks and a measure of use added.",
                 ],
             ),
         ],
@@ -63,9 +88,9 @@ def narrate(
 
 
 SINGLE_CONTEXT_WARNING = (
-    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below tells codes apart within "
+    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below tells secrets apart within "
     "this one template; a probe may do so by features that exist in no other conversation. It does not say that "
-    "the number can be read from a conversation that the probe has not seen. Run with more contexts for that."
+    "they can be read from a conversation that the probe has not seen. Run with more contexts for that."
 )
 
 
@@ -73,16 +98,18 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
     """What the probes found, in a sentence or two."""
     split = metrics["headline_split"]
     masked, floor = (estimate_of(metrics["accuracy"][split][arm]) for arm in ("masked", "restart"))
-    leak = estimate_of(metrics["leak"][split]["masked"])
+    leak, selective = (estimate_of(metrics[name][split]["masked"]) for name in ("leak", "selectivity"))
+    words = WORDS[metrics["secret"]]
     if split == "random":
         found = {True: "Information leaks within this conversation", False: "No leak was found in this conversation"}
-        where = "in this one conversation, having seen it with other codes"
+        where = "in this one conversation, having seen it with other secrets"
     else:
         found = {True: "Information leaks", False: "No leak that a probe can read in new conversations was found"}
         where = "in conversations it was not trained on"
     sentence = (
-        f"{found[leak.low > 0]}: a linear probe on the slots after the masked turn reads {percent(masked)} of the digits "
-        f"{where} (chance {metrics['chance']:.0%}, restart floor {percent(floor)}), a difference of {points(leak)}."
+        f"{found[leak.low > 0]}: a linear probe on the slots after the masked turn reads {percent(masked)} of the {words.read} "
+        f"{where} (chance {metrics['chance']:.0%}, restart floor {percent(floor)}), a difference of {points(leak)}, with a "
+        f"selectivity of {points(selective)}."
     )
     if leak.high < 0:
         sentence += " A difference below zero cannot be information; doubt the run."
@@ -91,65 +118,69 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
     paired, paired_floor = (estimate_of(metrics["accuracy"]["paired"][arm]) for arm in ("masked", "restart"))
     inside = f"reads {percent(paired)} (floor {percent(paired_floor)})"
     if estimate_of(metrics["leak"]["paired"]["masked"]).low <= 0:
-        return f"{sentence} Centred on other codes of the same conversation, a probe {inside}, no more than the floor."
+        return (
+            f"{sentence} Centred on other secrets of the same conversation, a probe {inside}, no more than the floor."
+        )
     if leak.low > 0:
-        return f"{sentence} Centred on other codes of the same conversation, a probe {inside}."
+        return f"{sentence} Centred on other secrets of the same conversation, a probe {inside}."
     return (
-        f"{sentence} Something of the number is there all the same, in a place that differs between conversations: "
-        f"centred on other codes of the same conversation, a probe {inside}."
+        f"{sentence} Something of {words.known} is there all the same, in a place that differs between conversations: "
+        f"centred on other secrets of the same conversation, a probe {inside}."
     )
 
 
 def answer_use(metrics: Mapping[str, Any]) -> str:
-    """Whether the model uses what is left, in a sentence. It is decided by the margin of the true code over other
-    codes, because a cache can make all codes likelier."""
+    """Whether the model uses what is left, in a sentence. It is decided by the margin of the true secret over others,
+    because a cache can make all of them likelier."""
     use = metrics["use"]
     gain = estimate_of(use["delta_margin"])
     share = gain.mean / use["full"]["margin"]["mean"]
     right = {arm: estimate_of(use[arm]["token_accuracy"]) for arm in ("full", "retained", "restart")}
+    known = WORDS[metrics["secret"]].known
     told = (
-        f"asked for the code, it gets {percent(right['full'])} of its tokens right with everything in view, "
+        f"asked for {known}, it gets {percent(right['full'])} of its tokens right with everything in view, "
         f"{percent(right['retained'])} after masking and {percent(right['restart'])} after a restart; masking instead of "
-        f"restarting changes the log-probability of the true code, over that of other codes, by {gain.mean:+.3f} nats "
+        f"restarting changes the log-probability of the true one, over that of others, by {gain.mean:+.3f} nats "
         f"(95 % interval {gain.low:+.3f} to {gain.high:+.3f}), which is {share:.1%} of what the full context gives"
     )
     if gain.low > 0:
         return f"The model uses some of what is left: {told}."
     if gain.high < 0:
-        return f"The retained cache turns the model away from the true code: {told}."
+        return f"The retained cache turns the model away from {known}: {told}."
     return f"No use by the model was found: {told}."
 
 
 def _conversation_section(model: Model, config: Config) -> Section:
-    context = contexts()[0]
-    code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
+    hidden, words = secret(config.secret), WORDS[config.secret]
+    context = hidden.contexts[0]
+    text = hidden.draw(1, 1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0][0]
     passages = [
         Passage(
             segment=message.segment,
             role=message.role,
             text=message.text,
             struck=message.segment in HIDDEN_SEGMENTS,
-            marked=code if message.segment in ("T2", "T3") else None,
+            marked=text if message.segment in ("T2", "T3") else None,
         )
-        for message in conversation(context, code).messages
+        for message in conversation(context, text).messages
     ]
     return Section(
         title="What the model reads",
         paragraphs=[
             f"One of {config.contexts} hand-written conversations, each with {config.samples // config.contexts} "
-            "random codes. T1 and T2 (struck through) are masked when T3 begins: no later token can attend to them, but "
+            f"random secrets (here {words.secret}). T1 and T2 (struck through) are masked when T3 begins: no later token can attend to them, but "
             "summary 2 was computed while T2 was in view, and T3 attends to summary 2. The text of summary 2 is the same "
-            "whatever the code. Nothing moves: every token keeps its position.",
+            f"whatever {words.known} is. Nothing moves: every token keeps its position.",
         ],
         passages=passages,
         points=[
             "direct: the slots of summary 2, computed while T2 was in view.",
-            "masked: the slots of T3 up to the code, computed when T2 could no longer be seen. What they know of the code "
+            f"masked: the slots of T3 up to {words.known}, computed when T2 could no longer be seen. What they know of it "
             "came through summary 2.",
             "restart: the same tokens at the same positions, computed afresh without T1 and T2. This is the floor: it "
-            "cannot know the code.",
-            "before: the slots of summary 1, computed before the code was said.",
-            "hidden: the slots of T2 itself after the code; the ceiling.",
+            f"cannot know {words.known}. The floor of direct is summary 2, computed in the same way.",
+            f"before: the slots of summary 1, computed before {words.known} was said.",
+            f"hidden: the slots of T2 itself after {words.known}; the ceiling.",
         ],
     )
 
@@ -160,14 +191,20 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
         [ARM_NAMES[arm], *(percent(estimate_of(metrics["accuracy"][split][arm])) for split in splits)]
         for arm in ARM_NAMES
     ]
-    rows.append(["leak: masked − restart", *(points(estimate_of(metrics["leak"][s]["masked"])) for s in splits)])
-    rows.append(["leak: direct − restart", *(points(estimate_of(metrics["leak"][s]["direct"])) for s in splits)])
+    for arm in ("masked", "direct"):
+        rows.append([f"leak: {arm} − its restart", *(points(estimate_of(metrics["leak"][s][arm])) for s in splits)])
+        rows.append([f"selectivity of {arm}", *(points(estimate_of(metrics["selectivity"][s][arm])) for s in splits)])
+        rows.append([f"bits per label, {arm}", *(plain(estimate_of(metrics["bits"][s][arm])) for s in splits)])
+        rows.append([f"sites of {arm} at family-wise p ≤ {LEVEL}", *(_found(metrics["scan"][s][arm]) for s in splits)])
     return Section(
         title="What a linear probe reads",
         paragraphs=[
-            "Ridge probes classify each of the five digits from K, V or the residual stream of one layer; a segment's "
-            "slots are averaged, or its last slot is taken. The table holds the accuracy per digit of the one probe "
+            f"Ridge probes classify the {WORDS[metrics['secret']].read} from K, V or the residual stream of one layer; a "
+            "segment's slots are averaged, or its last slot is taken. The table holds the accuracy per label of the one probe "
             "that did best on an inner fold, so the search over layers flatters nothing; the figures show every layer. "
+            "Selectivity is the accuracy less that of the same procedure on a control task, in which each (conversation, "
+            "label) has a random label of its own, so that it can only be memorised. Bits are what the probe's calibrated "
+            "probabilities are worth above class frequencies; below zero they mislead. "
             f"Chance is {metrics['chance']:.0%}. Intervals are 95 %, from a bootstrap that resamples "
             + ("samples." if len(splits) == 1 else "whole conversations."),
         ],
@@ -181,16 +218,22 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
         figures=[
             Figure(
                 "accuracy_by_layer_mean",
-                "Accuracy per digit by layer, slots averaged; bands are 95 % intervals.",
+                "Accuracy per label by layer, slots averaged; bands are 95 % intervals.",
             ),
             Figure("accuracy_by_layer_last", "The same, from the last slot of each segment."),
             Figure(
                 "layer_by_segment",
-                f"Where the code can be read: accuracy by layer and segment ({metrics['headline_split']} split, mean).",
+                f"Where {WORDS[metrics['secret']].known} can be read: accuracy by layer and segment ({metrics['headline_split']} split, mean).",
             ),
         ],
         maps=layer_maps(probes, metrics),
     )
+
+
+def _found(scan: Mapping[str, Any]) -> str:
+    if not scan["found"]:
+        return f"0 of {scan['sites']}"
+    return f"{scan['found']} of {scan['sites']}, from layer {scan['lowest_layer']}"
 
 
 def _use_section(metrics: Mapping[str, Any]) -> Section:
@@ -222,23 +265,23 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
         title="What the model makes of it",
         paragraphs=[
             "That a probe can read something does not mean that the model uses it. Here the model itself is asked for "
-            "the code at the end of T3, under the same text and positions, with three caches. The log-probability is of "
-            "the whole true code, each token given the true ones before it. It may rise because a cache makes all codes "
-            "likelier; only the margin over other codes tells use.",
+            f"{WORDS[metrics['secret']].known} at the end of T3, under the same text and positions, with three caches. The log-probability is of "
+            "the whole true secret, each token given the true ones before it. It may rise because a cache makes all of them "
+            "likelier; only the margin over others tells use.",
         ],
         tables=[
             Table(
                 columns=[
                     "cache",
-                    "log p(true code)",
-                    "margin over other codes",
-                    "code tokens right",
+                    "log p(true)",
+                    "margin over others",
+                    "tokens right",
                     "KL from full context",
                 ],
                 rows=rows,
-                caption="In nats, with 95 % intervals. Margin: log p(true code) less the mean over the other codes of the conversation, "
-                "token by token; its mean is zero for a cache that does not know the code, whatever digits it prefers. KL is of "
-                "the next-token distribution where the code should begin.",
+                caption="In nats, with 95 % intervals. Margin: log p(true) less the mean over the other secrets of the conversation, "
+                "token by token; its mean is zero for a cache that does not know the secret, whatever it prefers. KL is of "
+                "the next-token distribution where the secret should begin.",
             )
         ],
         figures=[Figure("use", "The same three measures; bars are 95 % intervals, often smaller than the dot.")],
@@ -253,15 +296,17 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
     slack = _ROUND_OFF * metrics["precision"]
     holds = "holds" if cone["layers_0_1"] <= slack else "DOES NOT HOLD: doubt this run"
     checks = [
-        f"Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
+        f"Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the secret. They vary by "
         f"{cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
         f"{cone['last_layer']:.1e}. The control {holds}.",
-        f"Before: slots that stand before the code are read at {percent(before)}; chance is {metrics['chance']:.0%}.",
-        f"Ceiling: the slots of T2 after the code are read at {percent(ceiling)} under the same split.",
-        "Codes are drawn uniformly, not balanced within a conversation: balanced labels would push the floor below chance.",
+        f"Before: slots that stand before the secret are read at {percent(before)}; chance is {metrics['chance']:.0%}.",
+        f"Ceiling: the slots of T2 after the secret are read at {percent(ceiling)} under the same split.",
+        "Secrets are drawn at random, not balanced within a conversation: balanced labels would push the floor below chance.",
+        "P-values: labels are permuted within conversations and every probe is fitted again, at one fixed penalty; family-wise by "
+        "the step-down maximum over all layers, families and read-outs.",
         "Penalty, layer, family and read-out are chosen on an inner fold; each test fold is touched once.",
-        "The restart floor is computed once per conversation and shared by its codes, which cannot reach it. In the paired "
-        "split nothing of it is left to read, and the probe guesses the commonest digit.",
+        "The restart floor is computed once per conversation and shared by its secrets, which cannot reach it. In the paired "
+        "split nothing of it is left to read, and the probe guesses the commonest label.",
         f"Features that vary by less than {VARIANCE_FLOOR:.0e} of their size are treated as constant.",
     ]
     return Section(title="Controls", points=checks)
@@ -275,9 +320,9 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. This run has "
             "no arm with an irrelevant masked block to calibrate that.",
             "A linear probe that fails does not prove absence; one that succeeds does not prove use.",
-            f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} codes; intervals resample these "
+            f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} secrets; intervals resample these "
             "conversations with the fitted probes held fixed, so they leave out what other training conversations would do.",
-            "The paired split and the random split need other codes of the same conversation. An attacker who sees one cache "
+            "The paired split and the random split need other secrets of the same conversation. An attacker who sees one cache "
             "once has neither.",
         ],
     )

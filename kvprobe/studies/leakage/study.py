@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from kvprobe.probing.controls import random_model
 from kvprobe.runs import Run
 from kvprobe.studies.begin import begin
 from kvprobe.studies.leakage.analyse import Collected, analyse
@@ -11,6 +12,7 @@ from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import draw_all
 from kvprobe.studies.leakage.narrative import narrate
+from kvprobe.tasks.secrets import secret
 
 NAME = "leakage"
 
@@ -24,11 +26,18 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     model, directory = begin(NAME, config, root, name)
     if directory.finished:
         return directory
-    analysis = analyse(Collected.load(collect(model, config, directory)), config)
+    target = secret(config.secret).target
+    collected = Collected.load(collect(model, config, directory), target)
+    untrained = None
+    if config.untrained:
+        blank = random_model(model, config.seed)
+        untrained = Collected.load(collect(blank, config, directory, "untrained"), target)
+    analysis = analyse(model, collected, untrained, config)
     directory.save_table("samples", analysis.samples)
     directory.save_table("probes", analysis.probes)
+    directory.save_table("readings", analysis.readings)
     draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
     analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    report = narrate(analysis.metrics, analysis.probes, config, model, directory.environment)
+    report = narrate(analysis, config, model, directory.environment)
     directory.finish(analysis.metrics, report.to_dict())
     return directory

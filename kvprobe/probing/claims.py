@@ -1,0 +1,315 @@
+"""From features to a claim: what can be read, beside everything that would be read without any leak.
+
+An accuracy alone says little. Here it comes under three splits, beside the restart floor at the same tokens and positions,
+a control task that can only be memorised, what the context or the text alone tells, and labels permuted within context;
+in bits as well as in hits; and over all sites with family-wise p-values. There is no way to ask for less.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.designs import Target
+from kvprobe.lens import Family
+from kvprobe.probing.calibration import Solver
+from kvprobe.probing.controls import hash_control, lookup, permuted_within
+from kvprobe.probing.description import description
+from kvprobe.probing.features import Features, Site
+from kvprobe.probing.fits import Fits, chosen, fit_sites, permuted_scores
+from kvprobe.probing.scan import false_discovery_rate, p_values, paired_features, step_down
+from kvprobe.probing.sparse import eta_squared, sparse_curves
+from kvprobe.probing.splits import SPLITS, Split, fold_numbers
+from kvprobe.stats import Estimate, cluster_bootstrap, cluster_weights
+from kvprobe.wording import percent, points
+
+FLOOR = "restart"
+"""The name of the floor that a leak is measured from."""
+
+CONTROL = "hash control"
+
+
+@dataclass(frozen=True)
+class Probing:
+    """What was read of a target, and what it is worth.
+
+    Attributes:
+        target: what was to be recovered.
+        table: one row per split and site: `accuracy` (mean over places) and `bits` (told per label), each with `_low` and
+            `_high`; `floor`, `leak` (accuracy − floor, with interval) and `leak_bits`, where there is a restart floor; `control`
+            and `selectivity` (accuracy − hash control); `eta_squared` (mean over dimensions); `permuted` (mean accuracy with
+            labels permuted in context), `p`, `p_family` (step-down max-T over all sites of the split) and `q` (Benjamini and
+            Hochberg).
+        summary: one row per split and reading, `retained` first, then each floor, the hash control, and what `context`, `text`
+            and `majority` alone tell: `accuracy` and `bits` of the site chosen on inner folds, and `lead`, the accuracy of
+            `retained` above it; all with intervals.
+        floors: per split and floor, its own accuracy at every site, with `low` and `high`.
+        codelength: per split and place, bits per label by online coding from the site that most folds chose.
+        sparse: per split and k, accuracy from that site's k best dimensions.
+        picks: per split, the site that each test fold chose.
+        right: per split and reading, which samples' places were read right by the chosen site.
+        use: what the model itself says of the answer, a row per sample and arm; None if it was not asked.
+    """
+
+    target: Target
+    table: pd.DataFrame
+    summary: pd.DataFrame
+    floors: pd.DataFrame
+    codelength: pd.DataFrame
+    sparse: pd.DataFrame
+    picks: Mapping[str, tuple[tuple[Family, Site], ...]]
+    right: Mapping[tuple[str, str], np.ndarray] = field(repr=False)
+    use: pd.DataFrame | None = None
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a blind guess."""
+        return self.target.chance
+
+    def df(self) -> pd.DataFrame:
+        """The table of all sites."""
+        return self.table
+
+    def __str__(self) -> str:
+        return "\n".join(claim(self, split) for split in self.picks)
+
+
+def probe_features(
+    features: Features,
+    floors: Mapping[str, Features],
+    *,
+    folds: int = 5,
+    solver: Solver = "ridge",
+    permutations: int = 99,
+    rng: np.random.Generator,
+    note: str = "Fitting probes",
+) -> Probing:
+    """Fit and test probes at every site under the three splits; with one context, under the random split alone.
+
+    Args:
+        floors: features of the same samples by what they are (`restart`, `embedding`, `random model`); `restart` is what a
+            leak is measured from.
+        permutations: of labels within context; no p can be below 1 / (permutations + 1), and 0 leaves p-values out.
+        rng: of folds, control labels, permutations and bootstrap.
+
+    Raises:
+        ValueError: features of which none varies, fewer contexts than folds, or what `check_problem` refuses.
+    """
+    _check(features, permutations)
+    single = len(np.unique(features.contexts)) == 1
+    splits: tuple[Split, ...] = ("random",) if single else SPLITS
+    # With one context there is nothing to resample but its samples, and no claim beyond it.
+    clusters = np.arange(len(features.contexts)) if single else features.contexts
+    how = _How(folds, solver, permutations, clusters, cluster_weights(int(clusters.max()) + 1, rng))
+    own = sum(map(len, features.sites.values()))
+    probes = own * (2 + (permutations > 0)) + sum(
+        len(sites) for each in floors.values() for sites in each.sites.values()
+    )
+    with tqdm(total=probes * len(splits), desc=note, unit="probe") as bar:
+        parts = [_under(split, features, floors, how, rng, bar.update) for split in splits]
+    return Probing(
+        features.target,
+        *(
+            pd.concat([getattr(part, name) for part in parts], ignore_index=True)
+            for name in ("table", "summary", "floors", "codelength", "sparse")
+        ),
+        picks={split: picks for part in parts for split, picks in part.picks.items()},
+        right={reading: hits for part in parts for reading, hits in part.right.items()},
+    )
+
+
+def claim(probing: Probing, split: str) -> str:
+    """What was read under a split, above what, in a sentence."""
+    rows = probing.summary[probing.summary["split"] == split].set_index("reading")
+    read = _interval(rows.loc["retained"], "accuracy")
+    floor = f"{FLOOR} floor {percent(_interval(rows.loc[FLOOR], 'accuracy'))}, " if FLOOR in rows.index else ""
+    lead = FLOOR if FLOOR in rows.index else "majority"
+    above = _interval(rows.loc[lead], "lead")
+    found = "decodable" if above.low > 0 else "not decodable"
+    return (
+        f"{split}: {found} above the {lead}; a probe reads {percent(read)} of {probing.target.name} ({floor}chance "
+        f"{probing.chance:.0%}), {points(above)} above it, with a selectivity of "
+        f"{points(_interval(rows.loc[CONTROL], 'lead'))}."
+    )
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is the same under all splits."""
+
+    folds: int
+    solver: Solver
+    permutations: int
+    clusters: Int[np.ndarray, "samples"]
+    weights: Int[np.ndarray, "resamples clusters"]
+
+    def interval(
+        self, values: Float[np.ndarray, "*quantities samples"], name: str, low: str = "{}_low", high: str = "{}_high"
+    ) -> dict[str, np.ndarray]:
+        """Columns of a mean over samples and its interval."""
+        found = cluster_bootstrap(values.astype(float), self.clusters, self.weights)
+        return dict(zip((name, low.format(name), high.format(name)), found, strict=True))
+
+
+def _under(
+    split: Split,
+    features: Features,
+    floors: Mapping[str, Features],
+    how: _How,
+    rng: np.random.Generator,
+    done: Callable[[int], object],
+) -> Probing:
+    """Everything under one split."""
+    labels, classes = features.labels, len(features.target.classes)
+    fold = fold_numbers(split, features.contexts, how.folds, rng)
+    drawn = hash_control(labels, features.contexts.tolist(), classes, int(rng.integers(2**31)))
+    fits = fit_sites(features, split, fold, solver=how.solver, done=done)
+    control = fit_sites(features, split, fold, labels=drawn, solver=how.solver, done=done)
+    others = {name: fit_sites(floor, split, fold, solver=how.solver, done=done) for name, floor in floors.items()}
+
+    table = _site_table(split, features, fits, others.get(FLOOR), (control, drawn), how)
+    if how.permutations:
+        orders = permuted_within(features.contexts, how.permutations, rng)
+        scores = permuted_scores(features, split, fold, orders, done=done)
+        p = p_values(scores)
+        table = table.assign(
+            permuted=scores[1:].mean(0) / labels.numel(), p=p, p_family=step_down(scores), q=false_discovery_rate(p)
+        )
+
+    best = chosen(fits, fold)
+    right = {"retained": best.predicted.eq(labels)}
+    bits = {"retained": best.information}
+    for name, other in others.items():
+        own = chosen(other, fold)
+        right[name], bits[name] = own.predicted.eq(labels), own.information
+    own = chosen(control, fold)
+    right[CONTROL], bits[CONTROL] = own.predicted.eq(drawn), own.information
+    keys = {"context": features.contexts.tolist(), "text": features.texts, "majority": [0] * len(fold)}
+    for name, key in keys.items():
+        if key is not None:
+            right[name] = lookup(key, labels, fold, classes).eq(labels)
+    summary = [_summary_row(split, name, right, bits.get(name), how) for name in right]
+
+    family, site = best.usual
+    seen = features.at(family, site)
+    seen = paired_features(seen, features.contexts) if split == "paired" else seen
+    codes = description(seen, labels, features.contexts, classes, split=split, rng=rng).df()
+    sparse = sparse_curves(seen, labels, features.contexts, fold, classes, rng=rng).df()
+    where = {"split": split, "family": family, **site._asdict()}
+    return Probing(
+        features.target,
+        table,
+        pd.DataFrame(summary),
+        _floor_table(split, others, labels, how),
+        codes.drop(columns="probe").assign(**where),
+        sparse.drop(columns="probe").assign(**where),
+        {split: best.picks},
+        {(split, name): hits.numpy() for name, hits in right.items()},
+    )
+
+
+def _site_table(
+    split: Split,
+    features: Features,
+    fits: Fits,
+    floor: Fits | None,
+    control: tuple[Fits, Int[Tensor, "targets samples"]],
+    how: _How,
+) -> pd.DataFrame:
+    """One row per site."""
+    hits = _hits(fits, features.labels)
+    memorised = _hits(control[0], control[1])
+    columns: dict[str, Any] = {
+        "split": split,
+        **_site_columns(fits),
+        **how.interval(hits, "accuracy", "low", "high"),
+        **how.interval(fits.information.double().numpy(), "bits"),
+        "eta_squared": _eta_squared(features, split),
+        "control": memorised.mean(1),
+        **how.interval(hits - memorised, "selectivity"),
+    }
+    if floor is not None and floor.sites == fits.sites:
+        blind = _hits(floor, features.labels)
+        columns |= {"floor": blind.mean(1), **how.interval(hits - blind, "leak")}
+        columns["leak_bits"] = (fits.information - floor.information).double().mean(1).numpy()
+    return pd.DataFrame(columns)
+
+
+def _floor_table(
+    split: Split, floors: Mapping[str, Fits], labels: Int[Tensor, "targets samples"], how: _How
+) -> pd.DataFrame:
+    """One row per floor and site."""
+    tables = [
+        pd.DataFrame(
+            {"split": split, "floor": name, **_site_columns(fits)}
+            | how.interval(_hits(fits, labels), "accuracy", "low", "high")
+        )
+        for name, fits in floors.items()
+    ]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def _site_columns(fits: Fits) -> dict[str, Any]:
+    return {
+        "family": [family for family, _ in fits.sites],
+        "layer": [site.layer for _, site in fits.sites],
+        "head": pd.array([site.head for _, site in fits.sites], dtype="Int64"),
+        "read": [site.read for _, site in fits.sites],
+    }
+
+
+def _summary_row(
+    split: Split,
+    name: str,
+    right: Mapping[str, Bool[Tensor, "targets samples"]],
+    bits: Float[Tensor, "samples"] | None,
+    how: _How,
+) -> dict[str, Any]:
+    """One reading: its accuracy and bits, and how far `retained` is above it."""
+    hits = right[name].double().mean(0).numpy()
+    row: dict[str, Any] = {"split": split, "reading": name, **how.interval(hits, "accuracy")}
+    if bits is not None:
+        row |= how.interval(bits.double().numpy(), "bits")
+    if name != "retained":
+        row |= how.interval(right["retained"].double().mean(0).numpy() - hits, "lead")
+    return {key: value if key in ("split", "reading") else float(value) for key, value in row.items()}
+
+
+def _eta_squared(features: Features, split: Split) -> Float[np.ndarray, "sites"]:
+    """Share of variance between labels, mean over dimensions and places; for the paired split, of that within contexts."""
+    contexts = features.contexts if split == "paired" else None
+    found = [
+        eta_squared(seen, features.labels, len(features.target.classes), contexts=contexts).mean((1, 2))
+        for family in features.tensors
+        for _, seen, _ in features.batches(family, "random")
+    ]
+    return torch.cat(found).double().cpu().numpy()
+
+
+def _hits(fits: Fits, labels: Int[Tensor, "targets samples"]) -> Float[np.ndarray, "sites samples"]:
+    return fits.predicted.eq(labels).double().mean(1).numpy()
+
+
+def _interval(row: Any, name: str) -> Estimate:
+    return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"])
+
+
+def _check(features: Features, permutations: int) -> None:
+    labels, contexts = features.labels, features.contexts
+    if all(not bool(tensor.std(0, correction=0).any()) for tensor in features.tensors.values()):
+        raise ValueError(
+            "Every feature at every site is constant over the samples, so there is nothing to read; check that the "
+            "conversations differ before the segment that is read."
+        )
+    alike = [bool((labels[:, contexts == each] == labels[:, contexts == each][:, :1]).all()) for each in set(contexts)]
+    if permutations and all(alike):
+        raise ValueError(
+            "Every context has the same labels for all its samples, so a probe could tell labels by context and no "
+            "permutation within it shows that; cross contexts with labels, or give permutations=0 to go without."
+        )

@@ -1,0 +1,200 @@
+"""What probes read: one vector per conversation and site, where a site is a layer, KV heads joined or one, and a read-out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.cache import KVCache
+from kvprobe.designs import Design, Target
+from kvprobe.lens import Family
+from kvprobe.model import Model
+from kvprobe.probing.splits import Split, centred_within
+from kvprobe.probing.sweep import READS, read_outs
+from kvprobe.transcript import Tokens, Transcript
+
+_CHUNK_BYTES = 60_000_000
+
+
+class Site(NamedTuple):
+    """Where a probe reads.
+
+    Attributes:
+        layer: whose K, V or residual stream.
+        head: KV head, or None where heads are joined or there are none.
+        read: how a segment's slots become one vector: `mean`, `last`, or `slot` for a design of single slots.
+    """
+
+    layer: int
+    head: int | None
+    read: str
+
+
+@dataclass(frozen=True)
+class Features:
+    """What probes read of every sample, and what they are to recover.
+
+    Attributes:
+        tensors: by family.
+        sites: by family, in the order of its tensor.
+        rows: which row each sample reads; several may read the same.
+        labels: class numbers.
+        contexts: number of each sample's context.
+        texts: the tokens that each sample's vectors were read from.
+    """
+
+    tensors: Mapping[Family, Float[Tensor, "rows sites dim"]]
+    sites: Mapping[Family, tuple[Site, ...]]
+    rows: Int[np.ndarray, "samples"]
+    labels: Int[Tensor, "targets samples"]
+    contexts: Int[np.ndarray, "samples"]
+    target: Target
+    texts: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def of_read_outs(
+        cls,
+        tensors: Mapping[Family, Float[Tensor, "rows layers reads dim"]],
+        rows: Int[np.ndarray, "samples"],
+        labels: Int[Tensor, "targets samples"],
+        contexts: Int[np.ndarray, "samples"],
+        target: Target,
+        texts: tuple[tuple[int, ...], ...] | None = None,
+    ) -> "Features":
+        """Those of `kvprobe.probing.sweep.read_outs`, heads joined."""
+        sites: dict[Family, tuple[Site, ...]] = {
+            family: tuple(Site(layer, None, read) for layer in range(tensor.shape[1]) for read in READS)
+            for family, tensor in tensors.items()
+        }
+        flat: dict[Family, Tensor] = {family: tensor.flatten(1, 2) for family, tensor in tensors.items()}
+        return cls(flat, sites, rows, labels, contexts, target, texts)
+
+    def batches(
+        self, family: Family, split: Split
+    ) -> Iterator[tuple[slice, Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]]:
+        """A few sites at a time, so that little is held at once: which they are, what they read (centred within context
+        for the paired split), and its root mean square before that."""
+        tensor = self.tensors[family]
+        rows = torch.from_numpy(self.rows).to(tensor.device)
+        chunk = max(1, _CHUNK_BYTES // (8 * len(rows) * tensor.shape[2]))
+        for first in range(0, tensor.shape[1], chunk):
+            seen = tensor[:, first : first + chunk][rows]
+            size = seen.square().mean((0, 2)).sqrt()
+            if split == "paired":
+                seen = centred_within(seen, self.contexts)
+            yield slice(first, first + chunk), seen.transpose(0, 1).contiguous(), size
+
+    def at(self, family: Family, site: Site) -> Float[Tensor, "1 samples dim"]:
+        """What the probe at one site reads."""
+        return self.tensors[family][:, self.sites[family].index(site)][torch.from_numpy(self.rows)][None]
+
+
+def read_features(
+    model: Model,
+    design: Design,
+    at: str,
+    *,
+    hide: Sequence[str] = (),
+    families: Sequence[Family] = ("k", "v", "resid_post"),
+    per_head: bool = False,
+    treat: Callable[[KVCache, int], KVCache] | None = None,
+    note: str = "Reading conversations",
+) -> Features:
+    """What stands at segment `at` of each sample's conversation, up to the part `answer` if the segment has one.
+
+    Conversations that do not differ up to there are read once.
+
+    Args:
+        hide: segments that are masked when `at` begins.
+        per_head: a site for each KV head instead of all heads side by side.
+        treat: what is done to the cache when `at` begins, after masking; it is given the sample's number, the first of
+            those that share the conversation.
+
+    Raises:
+        ValueError: an unknown segment, one that cannot be hidden from `at`, or a slot outside of what is read.
+    """
+    groups: dict[Tokens, list[int]] = {}
+    for number, sample in enumerate(design.samples):
+        groups.setdefault(_up_to(model, sample.transcript, at, hide), []).append(number)
+
+    vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in families}
+    sites: dict[Family, tuple[Site, ...]] = {}
+    rows = np.empty(len(design.samples), dtype=np.int64)
+    texts: list[tuple[int, ...]] = [()] * len(design.samples)
+    read = 0
+    for tokens, members in tqdm(groups.items(), desc=note, unit="conversation"):
+        span = tokens.span(at)
+        past = _past(model, tokens[: span.start], hide)
+        if treat is not None and past is not None:
+            past = treat(past, members[0])
+        captured = model.capture(tokens[span], families, past=past)
+        places: dict[int | None, int] = {}
+        for number in members:
+            slot = design.samples[number].slot
+            if slot is not None and not span.start <= slot < span.stop:
+                raise ValueError(
+                    f"Sample {number} reads slot {slot}; what is read of segment {at!r} are the slots {span.start} to {span.stop - 1}."
+                )
+            if slot not in places:
+                places[slot] = read
+                read += 1
+                for family in families:
+                    place = None if slot is None else slot - span.start
+                    each, sites[family] = _vectors(captured.stack(family), place, per_head)
+                    vectors[family].append(each.cpu())
+            rows[number] = places[slot]
+            texts[number] = tokens.ids[span] if slot is None else tokens.ids[slot : slot + 1]
+    _, contexts = np.unique([sample.context for sample in design.samples], return_inverse=True)
+    labels = torch.tensor([sample.labels for sample in design.samples]).T.contiguous()
+    tensors: dict[Family, Tensor] = {family: torch.cat(each) for family, each in vectors.items()}
+    return Features(tensors, sites, rows, labels, contexts, design.target, tuple(texts))
+
+
+def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -> Tokens:
+    """The tokens to the end of what is read."""
+    tokens = transcript.tokens(model.tokenizer)
+    span = tokens.span(at)
+    for name in hide:
+        if tokens.span(name).start >= span.start:
+            raise ValueError(f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it.")
+    answers = [index for index in range(span.start, span.stop) if tokens.parts[index] == "answer"]
+    stop = answers[0] if answers else span.stop
+    if stop == span.start:
+        raise ValueError(f"Nothing of segment {at!r} stands before its part 'answer', so there is nothing to read.")
+    return tokens[:stop]
+
+
+def _past(model: Model, tokens: Tokens, hide: Sequence[str]) -> KVCache | None:
+    if not len(tokens):
+        return None
+    past = model.prefill(tokens)
+    return past.mask(*hide) if hide else past
+
+
+def _vectors(
+    stacked: Tensor, slot: int | None, per_head: bool
+) -> tuple[Float[Tensor, "1 sites dim"], tuple[Site, ...]]:
+    """One conversation's vectors of a family, and where each was read.
+
+    Args:
+        stacked: `[layers, 1, kv_heads, slots, d_head]` or `[layers, 1, slots, d_model]`.
+        slot: the one to read, instead of the read-outs over all.
+    """
+    if slot is not None:
+        stacked = stacked[..., slot : slot + 1, :]
+    reads = READS if slot is None else ("slot",)
+    if per_head and stacked.dim() == 5:
+        heads = stacked.shape[2]
+        by_head = [read_outs(stacked[:, :, head])[0, :, : len(reads)] for head in range(heads)]
+        sites = tuple(
+            Site(layer, head, read) for layer in range(len(stacked)) for head in range(heads) for read in reads
+        )
+        return torch.stack(by_head, 1).flatten(0, 2)[None], sites
+    read = read_outs(stacked)[0, :, : len(reads)]
+    sites = tuple(Site(layer, None, each) for layer in range(len(stacked)) for each in reads)
+    return read.flatten(0, 1)[None], sites

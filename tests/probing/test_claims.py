@@ -1,0 +1,191 @@
+"""Claims on planted features: each split and each control behaves as its design says."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvprobe.designs import Target
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
+from kvprobe.probing.features import Features
+from tests.probing.planted import bayes_accuracy
+
+CLASSES, CONTEXTS, EACH, DIM = 4, 20, 16, 12
+HOMES = np.repeat(np.arange(CONTEXTS), EACH)
+TARGET = Target("letter", tuple("abcd"))
+
+
+def labels(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, CLASSES, (1, len(HOMES)), generator=torch.Generator().manual_seed(seed))
+
+
+def features_of(
+    vectors: torch.Tensor, answers: torch.Tensor, rows: np.ndarray | None = None, **more: object
+) -> Features:
+    """Vectors `[rows, layers, dim]` as values whose mean and last read-outs are the same."""
+    tensor = vectors[:, :, None].expand(-1, -1, 2, -1).contiguous()
+    rows = np.arange(len(HOMES)) if rows is None else rows
+    return Features.of_read_outs({"v": tensor}, rows, answers, HOMES, TARGET, **more)
+
+
+def planted(kind: str, signal: float, context: float = 1.0, seed: int = 0) -> tuple[Features, torch.Tensor]:
+    """Two layers: the first knows the context alone; the second also the label, along axes that are the same for all
+    contexts (`shared`), each context's own (`own`), or none (`none`)."""
+    generator = torch.Generator().manual_seed(seed)
+    answers = labels(seed)
+    noise = torch.randn(2, len(HOMES), DIM, generator=generator)
+    noise += context * torch.randn(2, CONTEXTS, DIM, generator=generator)[:, HOMES]
+    if kind != "none":
+        axes = torch.eye(CLASSES, DIM).expand(CONTEXTS, -1, -1)
+        if kind == "own":
+            axes = torch.linalg.qr(torch.randn(CONTEXTS, DIM, DIM, generator=generator)).Q[:, :CLASSES]
+        noise[1] += signal * axes[HOMES, answers[0]]
+    return features_of(noise.transpose(0, 1), answers), answers
+
+
+def floor_of(features: Features) -> Features:
+    """What no label can reach: one vector per context."""
+    tensor = features.tensors["v"][::EACH]
+    return Features(
+        {"v": tensor}, features.sites, HOMES, features.labels, features.contexts, features.target, features.texts
+    )
+
+
+def accuracy(probing: Probing, split: str, reading: str = "retained") -> float:
+    rows = probing.summary
+    return float(rows[(rows["split"] == split) & (rows["reading"] == reading)]["accuracy"].iloc[0])
+
+
+def lead(probing: Probing, split: str, reading: str) -> tuple[float, float]:
+    rows = probing.summary
+    row = rows[(rows["split"] == split) & (rows["reading"] == reading)].iloc[0]
+    return float(row["lead_low"]), float(row["lead_high"])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Probing]:
+    out = {}
+    for kind in ("shared", "own", "none"):
+        features, _ = planted(kind, 3.0)
+        out[kind] = probe_features(features, {FLOOR: floor_of(features)}, permutations=39, rng=np.random.default_rng(0))
+    return out
+
+
+def test_a_shared_signal_is_read_in_contexts_never_seen_at_the_accuracy_that_theory_gives(found: dict[str, Probing]):
+    assert accuracy(found["shared"], "paired") == pytest.approx(bayes_accuracy(CLASSES, 3.0), abs=0.05)
+    # Where it is not centred, the contexts' variance adds to that of the noise, which it equals.
+    best = bayes_accuracy(CLASSES, 3.0 / np.sqrt(2))
+    assert accuracy(found["shared"], "leave-context-out") == pytest.approx(best, abs=0.08)
+    for split in ("random", "leave-context-out", "paired"):
+        assert lead(found["shared"], split, FLOOR)[0] > 0.2
+        assert lead(found["shared"], split, CONTROL)[0] > 0.2
+
+
+def test_a_signal_of_each_context_s_own_is_not_read_in_others(found: dict[str, Probing]):
+    low, high = lead(found["own"], "leave-context-out", FLOOR)
+    assert low <= 0 <= high
+    assert accuracy(found["own"], "leave-context-out") < 0.35
+
+
+def test_without_a_signal_nothing_leads(found: dict[str, Probing]):
+    for split in ("random", "leave-context-out", "paired"):
+        assert lead(found["none"], split, FLOOR)[0] <= 0
+        assert accuracy(found["none"], split) < 0.35
+        table = found["none"].table
+        assert table[table["split"] == split]["p_family"].min() > 0.05
+
+
+def test_a_scan_finds_the_layer_with_the_signal_alone(found: dict[str, Probing]):
+    table = found["shared"].table
+    for _, rows in table.groupby("split"):
+        assert (rows[rows["layer"] == 1]["p_family"] == 1 / 40).all()
+        assert (rows[rows["layer"] == 0]["p_family"] > 0.05).all()
+        assert rows[rows["layer"] == 1]["leak_low"].min() > 0
+        assert rows[rows["layer"] == 1]["bits_low"].min() > 0.2
+        assert rows[rows["layer"] == 0]["bits"].max() < 0.05
+        assert rows[rows["layer"] == 1]["eta_squared"].min() > rows[rows["layer"] == 0]["eta_squared"].max()
+
+
+def test_bits_codelength_and_sparse_curves_agree_that_there_is_something(found: dict[str, Probing]):
+    codes = found["shared"].codelength.set_index("split")
+    assert codes.loc["paired", "saved_low"] > 0.5
+    assert found["none"].codelength.set_index("split").loc["leave-context-out", "saved_high"] < 0.2
+    curve = found["shared"].sparse.query("split == 'paired'").set_index("k")["accuracy"]
+    assert curve[4] > curve[1] + 0.1
+    assert curve[8] > 0.7
+
+
+def test_memorised_labels_are_not_selective():
+    """Features that name (context, label) let a probe learn any labelling of them, if it has seen them all."""
+    answers = torch.arange(len(HOMES))[None] % CLASSES
+    named = torch.nn.functional.one_hot(torch.from_numpy(HOMES) * CLASSES + answers[0], CONTEXTS * CLASSES).float()
+    features = features_of(named[:, None], answers)
+    probing = probe_features(features, {}, permutations=0, rng=np.random.default_rng(0))
+    assert accuracy(probing, "random") == 1
+    assert lead(probing, "random", CONTROL)[1] < 0.1
+    assert accuracy(probing, "leave-context-out") < 0.4
+    assert "p" not in probing.table
+
+
+def test_a_text_that_tells_the_label_is_its_own_control():
+    features, answers = planted("none", 0.0)
+    texts = tuple((int(label), 7) for label in answers[0])
+    told = features_of(features.tensors["v"][:, ::2], answers, texts=texts)
+    probing = probe_features(told, {}, permutations=0, rng=np.random.default_rng(0))
+    assert accuracy(probing, "leave-context-out", "text") == 1
+    assert lead(probing, "leave-context-out", "text")[1] < -0.5
+
+
+def test_labels_that_follow_the_context_are_told_by_it():
+    features, _ = planted("none", 0.0, context=3.0)
+    generator = torch.Generator().manual_seed(1)
+    liked = torch.randint(0, CLASSES, (CONTEXTS,), generator=generator)[HOMES]
+    free = torch.rand(len(HOMES), generator=generator) < 0.3
+    answers = torch.where(free, labels(3)[0], liked)[None]
+    own = features_of(features.tensors["v"][:, ::2], answers)
+    probing = probe_features(own, {}, permutations=39, rng=np.random.default_rng(0))
+    assert accuracy(probing, "random") > 0.45
+    assert accuracy(probing, "random", "context") > 0.6
+    assert lead(probing, "random", "context")[0] <= 0
+    random = probing.table[probing.table["split"] == "random"]
+    assert random["p_family"].min() > 0.05
+    assert random["permuted"].max() > 0.45
+
+
+def test_with_one_context_there_is_only_the_random_split():
+    features, answers = planted("shared", 3.0)
+    one = Features(
+        features.tensors, features.sites, np.arange(len(HOMES)), answers, np.zeros(len(HOMES), dtype=int), TARGET
+    )
+    probing = probe_features(one, {}, permutations=0, rng=np.random.default_rng(0))
+    assert list(probing.picks) == ["random"]
+
+
+def test_the_same_generator_gives_the_same_claim(found: dict[str, Probing]):
+    features, _ = planted("shared", 3.0)
+    again = probe_features(features, {FLOOR: floor_of(features)}, permutations=39, rng=np.random.default_rng(0))
+    assert again.table.equals(found["shared"].table)
+    assert again.summary.equals(found["shared"].summary)
+
+
+def test_a_claim_says_what_was_read_above_what(found: dict[str, Probing]):
+    said = str(found["shared"]).splitlines()
+    assert [line.split(":")[0] for line in said] == ["random", "leave-context-out", "paired"]
+    assert all("decodable above the restart" in line and "not" not in line for line in said)
+    assert all("chance 25%" in line and "selectivity" in line for line in said)
+    assert "not decodable" in str(found["none"]).splitlines()[1]
+
+
+def test_what_cannot_be_claimed_is_refused_in_a_sentence():
+    features, answers = planted("shared", 1.0)
+    rng = np.random.default_rng(0)
+    still = features_of(torch.ones(len(HOMES), 2, DIM), answers)
+    with pytest.raises(ValueError, match="constant over the samples"):
+        probe_features(still, {}, rng=rng)
+    uncrossed = features_of(features.tensors["v"][:, ::2], torch.from_numpy(HOMES % CLASSES)[None])
+    with pytest.raises(ValueError, match="cross contexts with labels"):
+        probe_features(uncrossed, {}, rng=rng)
+    alike = features_of(features.tensors["v"][:, ::2], torch.zeros_like(answers))
+    with pytest.raises(ValueError, match="one class"):
+        probe_features(alike, {}, permutations=0, rng=rng)
+    with pytest.raises(ValueError, match="needs at least 30 contexts"):
+        probe_features(features, {}, folds=30, rng=rng)
