@@ -47,6 +47,18 @@ def test_the_tutorials_faults_run_and_noise_does_more_than_noise_that_looks_like
     assert sum(layer.kl) > sum(channel.kl)
 
 
+def test_the_tutorials_probe_runs_and_says_what_was_read_above_what(
+    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "kv.probe" in each]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "tutorial.md", "exec"), {"model": smol, "kv": kvprobe})
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["random", "leave-context-out", "paired"]
+    assert (tmp_path / "leak.png").stat().st_size > 10_000
+
+
 def test_the_doctor_finds_nothing_wrong_with_a_sound_model_and_much_with_a_broken_one(tiny_llama: Model):
     from kvprobe.doctor import examine
 

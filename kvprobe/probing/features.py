@@ -19,6 +19,7 @@ from kvprobe.probing.sweep import READS, read_outs
 from kvprobe.transcript import Tokens, Transcript
 
 _CHUNK_BYTES = 60_000_000
+_ROWS = 16  # conversations that are read side by side
 
 
 class Site(NamedTuple):
@@ -107,7 +108,7 @@ def read_features(
 ) -> Features:
     """What stands at segment `at` of each sample's conversation, up to the part `answer` if the segment has one.
 
-    Conversations that do not differ up to there are read once.
+    Conversations that do not differ up to there are read once, and so is what those of one context begin with.
 
     Args:
         hide: segments that are masked when `at` begins.
@@ -118,41 +119,78 @@ def read_features(
     Raises:
         ValueError: an unknown segment, one that cannot be hidden from `at`, or a slot outside of what is read.
     """
-    groups: dict[Tokens, list[int]] = {}
+    groups: dict[str, dict[Tokens, list[int]]] = {}
     for number, sample in enumerate(design.samples):
-        groups.setdefault(_up_to(model, sample.transcript, at, hide), []).append(number)
+        tokens = _up_to(model, sample.transcript, at, hide)
+        groups.setdefault(sample.context, {}).setdefault(tokens, []).append(number)
 
     vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in families}
     sites: dict[Family, tuple[Site, ...]] = {}
     rows = np.empty(len(design.samples), dtype=np.int64)
     texts: list[tuple[int, ...]] = [()] * len(design.samples)
     read = 0
-    for tokens, members in tqdm(groups.items(), desc=note, unit="conversation"):
-        span = tokens.span(at)
-        past = _past(model, tokens[: span.start], hide)
-        if treat is not None and past is not None:
-            past = treat(past, members[0])
-        captured = model.capture(tokens[span], families, past=past)
-        places: dict[int | None, int] = {}
-        for number in members:
-            slot = design.samples[number].slot
-            if slot is not None and not span.start <= slot < span.stop:
-                raise ValueError(
-                    f"Sample {number} reads slot {slot}; what is read of segment {at!r} are the slots {span.start} to {span.stop - 1}."
-                )
-            if slot not in places:
-                places[slot] = read
-                read += 1
-                for family in families:
-                    place = None if slot is None else slot - span.start
-                    each, sites[family] = _vectors(captured.stack(family), place, per_head)
-                    vectors[family].append(each.cpu())
-            rows[number] = places[slot]
-            texts[number] = tokens.ids[span] if slot is None else tokens.ids[slot : slot + 1]
+    with tqdm(total=sum(map(len, groups.values())), desc=note, unit="conversation") as bar:
+        for conversations in groups.values():
+            for tokens, stacked in _stacked(model, conversations, at, hide, families, treat):
+                span, places = tokens.span(at), {}
+                for number in conversations[tokens]:
+                    slot = design.samples[number].slot
+                    if slot is not None and not span.start <= slot < span.stop:
+                        raise ValueError(
+                            f"Sample {number} reads slot {slot}; what is read of segment {at!r} are the slots {span.start} "
+                            f"to {span.stop - 1}."
+                        )
+                    if slot not in places:
+                        places[slot] = read
+                        read += 1
+                        for family in families:
+                            place = None if slot is None else slot - span.start
+                            each, sites[family] = _vectors(stacked[family], place, per_head)
+                            vectors[family].append(each.cpu())
+                    rows[number] = places[slot]
+                    texts[number] = tokens.ids[span] if slot is None else tokens.ids[slot : slot + 1]
+                bar.update()
     _, contexts = np.unique([sample.context for sample in design.samples], return_inverse=True)
     labels = torch.tensor([sample.labels for sample in design.samples]).T.contiguous()
     tensors: dict[Family, Tensor] = {family: torch.cat(each) for family, each in vectors.items()}
     return Features(tensors, sites, rows, labels, contexts, design.target, tuple(texts))
+
+
+def _stacked(
+    model: Model,
+    conversations: Mapping[Tokens, Sequence[int]],
+    at: str,
+    hide: Sequence[str],
+    families: Sequence[Family],
+    treat: Callable[[KVCache, int], KVCache] | None,
+) -> Iterator[tuple[Tokens, dict[Family, Tensor]]]:
+    """What stands at segment `at` of each conversation of a context, layer axis first.
+
+    What the conversations have in common is read once, and from there on they are rows of one batch.
+    """
+    every = list(conversations)
+    starts = [tokens.span(at).start for tokens in every]
+    common = 0
+    while common < min(starts) and len({(tokens.ids[common], tokens.positions[common]) for tokens in every}) == 1:
+        common += 1
+    # A row of a batch cannot be empty.
+    common -= common in starts and len(set(starts)) > 1
+    prefix = model.prefill(every[0][:common]) if common else None
+    for first in range(0, len(every), 1 if treat is not None else _ROWS):
+        chunk = every[first : first + (1 if treat is not None else _ROWS)]
+        between = [tokens[common : tokens.span(at).start] for tokens in chunk]
+        past = model.extend(prefix, between)[0] if len(between[0]) else prefix
+        past = past.mask(*hide) if past is not None and hide else past
+        if treat is not None and past is not None:
+            past = treat(past, conversations[chunk[0]][0])
+        asked = [tokens[tokens.span(at)] for tokens in chunk]
+        captured = model.capture(asked, families, past=past)
+        stacks: dict[Family, Tensor] = {family: captured.stack(family) for family in families}
+        for row, (tokens, own) in enumerate(zip(chunk, asked, strict=True)):
+            one: dict[Family, Tensor] = {
+                family: each[:, row : row + 1, ..., : len(own), :] for family, each in stacks.items()
+            }
+            yield tokens, one
 
 
 def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -> Tokens:
@@ -167,13 +205,6 @@ def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -
     if stop == span.start:
         raise ValueError(f"Nothing of segment {at!r} stands before its part 'answer', so there is nothing to read.")
     return tokens[:stop]
-
-
-def _past(model: Model, tokens: Tokens, hide: Sequence[str]) -> KVCache | None:
-    if not len(tokens):
-        return None
-    past = model.prefill(tokens)
-    return past.mask(*hide) if hide else past
 
 
 def _vectors(

@@ -15,6 +15,8 @@ from kvprobe.transcript import Tokens
 
 USE_ARMS = ("full", "retained", "restart")
 
+_ROWS = 16  # conversations that are asked side by side
+
 
 def has_answer(model: Model, design: Design, at: str) -> bool:
     """Whether segment `at` of the conversations holds a part `answer` that the model can be asked for."""
@@ -32,10 +34,11 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
     contexts: dict[str, list[int]] = {}
     for number, sample in enumerate(design.samples):
         contexts.setdefault(sample.context, []).append(number)
-    rows = []
+    tables = []
     with tqdm(total=len(design.samples), desc="Asking the model", unit="conversation") as bar:
         for context, members in contexts.items():
-            answers = [_answer(model, design.samples[number], at) for number in members]
+            samples = [design.samples[number] for number in members]
+            answers = [_answer(model, sample, at) for sample in samples]
             if len(members) < 2 or len({len(answer) for answer in answers}) > 1:
                 raise ValueError(
                     f"Context {context!r} has {len(members)} samples whose answers take "
@@ -43,23 +46,26 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
                     "same length, at least one."
                 )
             codes = torch.tensor(answers, device=model.lanes.device)
-            for index, number in enumerate(members):
-                logits = _arms(model, design.samples[number], at, hide, len(answers[0]))
-                found = use_measurements(logits, codes, [index])
+            for first in range(0, len(members), _ROWS):
+                mine = list(range(first, min(first + _ROWS, len(members))))
+                logits = _arms(model, [samples[index] for index in mine], at, hide, len(answers[0]))
+                found = use_measurements(logits, codes, mine)
                 for place, arm in enumerate(USE_ARMS):
-                    rows.append(
-                        {
-                            "sample": number,
-                            "context": context,
-                            "condition": arm,
-                            "logprob": float(found["logprob"][0, place].sum()),
-                            "margin": float(found["margin"][0, place].sum()),
-                            "token_accuracy": float(found["correct"][0, place].double().mean()),
-                            "kl_from_full": float(found["kl"][0, place]),
-                        }
+                    tables.append(
+                        pd.DataFrame(
+                            {
+                                "sample": [members[index] for index in mine],
+                                "context": context,
+                                "condition": arm,
+                                "logprob": found["logprob"][:, place].sum(1).tolist(),
+                                "margin": found["margin"][:, place].sum(1).tolist(),
+                                "token_accuracy": found["correct"][:, place].double().mean(1).tolist(),
+                                "kl_from_full": found["kl"][:, place].tolist(),
+                            }
+                        )
                     )
-                bar.update()
-    return pd.DataFrame(rows)
+                bar.update(len(mine))
+    return pd.concat(tables, ignore_index=True)
 
 
 def _answer(model: Model, sample: Sample, at: str) -> tuple[int, ...]:
@@ -69,16 +75,20 @@ def _answer(model: Model, sample: Sample, at: str) -> tuple[int, ...]:
 
 
 def _arms(
-    model: Model, sample: Sample, at: str, hide: Sequence[str], length: int
-) -> list[Float[Tensor, "1 length vocab"]]:
-    """The distributions of the answer's tokens under each arm, the true ones before each being given."""
-    whole = sample.transcript.tokens(model.tokenizer)
-    fresh = sample.transcript.without(*hide).tokens(model.tokenizer) if hide else whole
-    asked, again = _before_last(whole, at), _before_last(fresh, at)
-    past, restarted = (model.prefill(before) if len(before) else None for before in (asked[0], again[0]))
+    model: Model, samples: Sequence[Sample], at: str, hide: Sequence[str], length: int
+) -> list[Float[Tensor, "rows length vocab"]]:
+    """The distributions of the answers' tokens under each arm, the true ones before each being given."""
+    whole = [sample.transcript.tokens(model.tokenizer) for sample in samples]
+    fresh = [sample.transcript.without(*hide).tokens(model.tokenizer) for sample in samples] if hide else whole
+    before, asked = zip(*(_before_last(tokens, at) for tokens in whole), strict=True)
+    again, asked_again = zip(*(_before_last(tokens, at) for tokens in fresh), strict=True)
+    past = model.prefill(list(before)) if len(before[0]) else None
     retained = past.mask(*hide) if past is not None and hide else past
-    arms = ((past, asked[1]), (retained, asked[1]), (restarted, again[1]))
-    return [model.extend(cache, turn, logits=length)[1] for cache, turn in arms]
+    # Without what was hidden, the conversations of a context are mostly one.
+    alone = again[:1] if len(set(again)) == 1 else again
+    restarted = model.prefill(list(alone)) if len(again[0]) else None
+    arms = ((past, asked), (retained, asked), (restarted, asked_again))
+    return [model.extend(cache, list(turns), logits=length)[1] for cache, turns in arms]
 
 
 def _before_last(tokens: Tokens, at: str) -> tuple[Tokens, Tokens]:
