@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     )
     from kvprobe.policies.policy import Scene
     from kvprobe.probing.claims import Probing
+    from kvprobe.probing.live_scan import live_scan
     from kvprobe.probing.probe import probe
+    from kvprobe.probing.published_probe import Probe
     from kvprobe.runs import Run
     from kvprobe.sweep import Sweep, Trial
     from kvprobe.transcript import Message, Part, Tokens, Transcript
@@ -59,6 +61,7 @@ _HOMES = {
     "Part": "kvprobe.transcript",
     "PatchMap": "kvprobe.patching",
     "Patterns": "kvprobe.attention",
+    "Probe": "kvprobe.probing.published_probe",
     "Probing": "kvprobe.probing.claims",
     "Run": "kvprobe.runs",
     "Sample": "kvprobe.designs",
@@ -75,6 +78,7 @@ _HOMES = {
     "faults": "kvprobe.faults",
     "layer_map": "kvprobe.layers",
     "layers": "kvprobe.layers",
+    "live_scan": "kvprobe.probing.live_scan",
     "load": "kvprobe.model",
     "patch_pairs": "kvprobe.patching",
     "patch_sweep": "kvprobe.patching",
@@ -105,6 +109,7 @@ __all__ = [
     "Part",
     "PatchMap",
     "Patterns",
+    "Probe",
     "Probing",
     "Run",
     "Sample",
@@ -121,6 +126,7 @@ __all__ = [
     "faults",
     "layer_map",
     "layers",
+    "live_scan",
     "load",
     "patch_pairs",
     "patch_sweep",

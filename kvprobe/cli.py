@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from kvprobe.presets import Preset, presets, read_preset
+from kvprobe.presets import Preset, presets, read_preset, shipped
 from kvprobe.studies import STUDIES, find
-from kvprobe.studyconfig import from_mapping
+from kvprobe.studyconfig import from_mapping, read_yaml
 
 app = App(
     name="kvprobe",
@@ -36,7 +36,7 @@ def main() -> None:
 
 @app.command(name="ls")
 def list_everything() -> None:
-    """Studies, presets and models that kvprobe knows."""
+    """Studies, presets, models and published probes that kvprobe knows."""
     from kvprobe.catalog import NAMED_MODELS
 
     print("studies")
@@ -50,6 +50,9 @@ def list_everything() -> None:
     print("\nmodels (or any hub id, local folder or .gguf file)")
     for name, model in NAMED_MODELS.items():
         print(f"  {name:24}{model.title}; {model.licence}; {model.size} MB")
+    print("\npublished probes (kvprobe scan, kv.Probe.load)")
+    for card in sorted(shipped("probes").glob("*/card.yaml")):
+        print(f"  {card.parent.name:40}{read_yaml(card)['training']['what']}")
 
 
 @app.command
@@ -96,6 +99,60 @@ def attend(
     from kvprobe.views.attend import attend_page
 
     print(attend_page(load(model, device=device, dtype=dtype), read, mask, last).save(out))
+
+
+@app.command
+def publish(
+    run: Path,
+    *,
+    to: Annotated[Path, Parameter(help="Folder that holds the probes.")] = Path("probes"),
+    name: Annotated[str | None, Parameter(help="Only the probe of this name; all by default.")] = None,
+) -> None:
+    """Publish the probes of a finished run: a folder each, with weights, a card, and the card in words."""
+    from kvprobe.probing.publishing import publish as published
+    from kvprobe.runs import Run
+
+    for folder in published(Run.load(run), to, name):
+        print(folder)
+
+
+@app.command
+def scan(
+    model: str = "smollm2-135m",
+    *,
+    chat: Annotated[Path, Parameter(help='A JSON file: a list of {"role": …, "content": …}.')],
+    mask: Annotated[
+        tuple[str, ...], Parameter(help="Messages to hide: m0, m1, ….", consume_multiple=True, negative="")
+    ],
+    until: Annotated[
+        str | None, Parameter(help="The last message that still sees them; the assistant's next answer by default.")
+    ] = None,
+    probes: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Names or folders of probes; all published ones of the model by default.",
+            consume_multiple=True,
+            negative="",
+        ),
+    ] = (),
+    out: Annotated[Path, Parameter(help="The page.")] = Path("scan.html"),
+    device: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Show, segment by segment, what published probes can still read of hidden messages; as a table and a page."""
+    from kvprobe.chat_file import read_chat
+
+    conversation = read_chat(chat)
+    _set_threads()
+    from kvprobe.model import load
+    from kvprobe.probing.live_scan import live_scan
+    from kvprobe.probing.published_probe import Probe
+    from kvprobe.views.scan import save_scan, scan_lines
+
+    chosen = [Probe.load(name) for name in probes] or None
+    found = live_scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
+    print("\n".join(scan_lines(found)))
+    print(f"\nPage: {save_scan(found, out)}")
 
 
 @app.command

@@ -11,6 +11,8 @@ ARM_COLOURS = {
     "masked": "#d55e00",
     "restart": "#009e73",
     "before": "#cc79a7",
+    "direct less restart": "#56b4e9",
+    "masked less restart": "#e69f00",
 }
 """Colours that readers with any colour vision can tell apart (Okabe and Ito)."""
 

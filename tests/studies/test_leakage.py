@@ -12,27 +12,36 @@ import kvprobe.studies.begin as beginning
 import kvprobe.studies.leakage.analyse as analysing
 import kvprobe.studies.leakage.figures as drawing
 import kvprobe.studies.leakage.study as study
+from kvprobe.lens import Family
 from kvprobe.model import Model
 from kvprobe.outcomes import use_measurements
 from kvprobe.probing.sweep import best_by_inner_fold, read_outs
 from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting
-from kvprobe.studies.leakage.analyse import ARMS
+from kvprobe.studies.leakage.analyse import ARMS, CHANGED
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import FAMILY_NAMES
 from kvprobe.studies.leakage.narrative import answer_probe, answer_use
 from kvprobe.tasks.passcode import contexts, conversation
 
-SMALL = Config(contexts=6, samples=60, folds=3, permutations=19, batch=7)
+SMALL = Config(contexts=5, samples=50, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
+KEYS_AND_VALUES: tuple[Family, ...] = ("k", "v")
+
+
+def without_residual(patch: pytest.MonkeyPatch, smol: Model) -> None:
+    """Runs of K and V alone: probes of the residual stream take most of the time, and nothing else."""
+    patch.setattr(beginning, "load", lambda *_, **__: smol)
+    for module in (collecting, analysing, drawing):
+        patch.setattr(module, "FAMILIES", KEYS_AND_VALUES)
 
 
 @pytest.fixture(scope="module")
 def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: smol)
+        without_residual(patch, smol)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
@@ -85,23 +94,26 @@ def test_the_full_arm_is_no_distance_from_itself_and_the_others_are(read: dict[s
 def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert finished.finished
     probes = finished.df("probes")
-    sites = 30 * 2 * len(FAMILIES)
-    assert len(probes) == sites * len(ARMS) * 3
+    sites = 30 * 2 * len(KEYS_AND_VALUES)
+    assert len(probes) == sites * (len(ARMS) + len(CHANGED)) * 3
     assert ((probes["low"] <= probes["accuracy"]) & (probes["accuracy"] <= probes["high"])).all()
     samples = finished.df()
-    assert len(samples) == 60 * (len(USE_ARMS) + len(ARMS))
-    assert samples.groupby(["measure", "condition"]).size().eq(60).all()
+    assert len(samples) == 50 * (len(USE_ARMS) + len(ARMS))
+    assert samples.groupby(["measure", "condition"]).size().eq(50).all()
     for name in ("accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert len(list((finished.path / "probes").glob("*/card.yaml"))) == 5
     assert finished.metrics["light_cone"]["layers_0_1"] < 1e-5
     assert finished.metrics["light_cone"]["last_layer"] > 1e-4
 
 
 def test_the_reports_maps_are_the_probes_accuracies_above_chance(finished: Run):
     (section,) = [each for each in finished.report["sections"] if each["title"] == "What a linear probe reads"]
-    assert [each["caption"].split(":")[0] for each in section["maps"]] == list(FAMILY_NAMES.values())
-    values = section["maps"][FAMILIES.index("v")]
+    assert [each["caption"].split(":")[0] for each in section["maps"]] == [
+        FAMILY_NAMES[family] for family in KEYS_AND_VALUES
+    ]
+    values = section["maps"][1]
     probes = finished.df("probes").query("family == 'v' and read == 'mean' and split == 'leave-context-out'")
     for arm, segment in (("masked", "T3 masked"), ("hidden", "T2 after it")):
         column = [row[values["columns"].index(segment)] for row in values["values"]]
@@ -118,7 +130,7 @@ def test_a_leak_is_stated_with_its_split_floor_selectivity_and_use(finished: Run
     (section,) = [each for each in finished.report["sections"] if each["title"] == "What else would be read"]
     assert len(section["tables"][0]["rows"]) == len(kinds)
     for split, arms in finished.metrics["scan"].items():
-        assert arms["masked"]["sites"] == 180
+        assert arms["masked"]["sites"] == 120
         own = readings[(readings["arm"] == "direct") & (readings["split"] == split)].set_index("reading")
         leak = own.loc["retained", "accuracy"] - own.loc["restart", "accuracy"]
         assert finished.metrics["leak"][split]["direct"]["mean"] == pytest.approx(leak)
@@ -133,8 +145,42 @@ def test_each_floor_is_the_same_tokens_computed_without_the_hidden_turns(smol: M
         close(read[f"{arm}.v"], read_outs(fresh.stack("v")))
 
 
-@pytest.mark.usefixtures("without_residual")
-def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(tmp_path: Path):
+def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(
+    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    without_residual(monkeypatch, smol)
+    config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
+    run = study.run(config, tmp_path)
+    readings = run.df("readings").query("arm == 'masked' and split == 'paired'").set_index("reading")["accuracy"]
+    assert "untrained" in readings
+    assert "topics" in run.report["answer"]
+    assert run.metrics["use"]["full"]["margin"]["low"] > 1
+    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
+
+
+def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):
+    random = finished.metrics["accuracy"]["random"]
+    assert random["hidden"]["low"] > 0.2
+    for arm in ("restart", "before"):
+        assert random[arm]["mean"] < 0.2
+
+
+def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
+    use = finished.metrics["use"]
+    assert use["full"]["token_accuracy"]["mean"] > 0.9
+    assert use["restart"]["token_accuracy"]["mean"] < 0.3
+
+
+def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
+    monkeypatch.setattr(study, "collect", None)
+    assert study.run(SMALL, finished.path.parent).path == finished.path
+
+
+def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(
+    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    without_residual(monkeypatch, smol)
     config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
     run = study.run(config, tmp_path)
     readings = run.df("readings").query("arm == 'masked' and split == 'paired'").set_index("reading")["accuracy"]
@@ -171,10 +217,10 @@ def without_residual(smol: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FAMILIES", ("k", "v"))
 
 
-@pytest.mark.usefixtures("without_residual")
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    without_residual(monkeypatch, smol)
     small = dataclasses.replace(SMALL, contexts=4, samples=32)
     whole = study.run(small, tmp_path / "whole")
     calls = []
@@ -193,8 +239,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     assert json.dumps(resumed.metrics) == json.dumps(whole.metrics)
 
 
-@pytest.mark.usefixtures("without_residual")
-def test_one_context_says_that_it_does_not_generalise(tmp_path: Path):
+def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    without_residual(monkeypatch, smol)
     run = study.run(dataclasses.replace(SMALL, contexts=1, samples=40), tmp_path)
     assert list(run.metrics["accuracy"]) == ["random"]
     assert "does not say" in run.report["warnings"][0]
@@ -213,20 +259,25 @@ def test_the_choice_between_probes_looks_at_the_inner_fold_alone():
     assert [pick["layer"] for pick in picks] == [4, 7, 4]
 
 
-def metrics_with(leak: float, paired: float = 0.0, gain: float = 0.0, split: str = "leave-context-out") -> dict:
+def metrics_with(
+    leak: float, paired: float = 0.0, gain: float = 0.0, split: str = "leave-context-out", changed: float | None = None
+) -> dict:
     """Metrics whose differences are these, each give or take 0.1."""
 
     def of(mean: float) -> dict[str, float]:
         return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
 
-    accuracy = {"masked": of(0.3), "restart": of(0.1)}
+    accuracy = {"masked": of(0.3), "restart": of(0.1), "masked less restart": of(0.3)}
     arm = {"token_accuracy": of(0.5), "margin": of(5.0)}
     return {
         "secret": "code",
         "chance": 0.1,
         "headline_split": split,
         "accuracy": {split: accuracy, "paired": accuracy},
-        "leak": {split: {"masked": of(leak)}, "paired": {"masked": of(paired)}},
+        "leak": {
+            split: {"masked": of(leak), "masked less restart": of(leak if changed is None else changed)},
+            "paired": {"masked": of(paired)},
+        },
         "selectivity": {split: {"masked": of(leak)}},
         "use": {"full": arm, "retained": arm, "restart": arm, "delta_margin": of(gain)},
     }
@@ -247,6 +298,12 @@ def test_the_sentence_on_leakage_follows_the_intervals(leak: float, paired: floa
     assert sentence.startswith(start)
     assert end.lower() in sentence.lower()
     assert ("all the same" in sentence) == (leak <= 0.1 < paired)
+
+
+def test_what_differs_from_the_restart_is_enough_for_a_leak():
+    sentence = answer_probe(metrics_with(0.0, 0.2, changed=0.2))
+    assert sentence.startswith("Information leaks: ")
+    assert "all the same" not in sentence
 
 
 @pytest.mark.parametrize(("leak", "start"), [(0.2, "Information leaks within"), (0.0, "No leak was found in this")])

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvprobe.designs import Target
 from kvprobe.model import Model
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
+from kvprobe.probing.differences import less_restart, nothing
 from kvprobe.probing.features import Features
 from kvprobe.probing.probe import embeddings
 from kvprobe.probing.splits import centred_within
@@ -23,6 +24,9 @@ from kvprobe.studies.leakage.collect import FAMILIES, PER_CONTEXT, PER_SECRET, U
 from kvprobe.studies.leakage.config import Config
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")
+CHANGED = {"masked": "masked less restart", "direct": "direct less restart"}
+"""Arms of what the hidden turns changed: slots less those of their restart."""
+
 FLOORS = {"direct": "direct restart", "masked": "restart"}
 """Which arm holds the same tokens at the same positions, computed without the hidden turns."""
 
@@ -126,11 +130,23 @@ def analyse(model: Model, collected: Collected, untrained: Collected | None, con
         probings[arm] = probe_features(
             features, floors, folds=config.folds, permutations=permutations, rng=rng, note=f"Fitting probes, {arm}"
         )
+    # In one conversation the restart is one vector, and taking it away changes nothing.
+    for arm, name in CHANGED.items() if config.contexts > 1 else ():
+        changed = less_restart(collected.features(arm), collected.features(FLOORS[arm]))
+        probings[name] = probe_features(
+            changed,
+            {FLOOR: nothing(changed)},
+            folds=config.folds,
+            permutations=config.permutations,
+            rng=rng,
+            note=f"Fitting probes, {name}",
+        )
 
     tables = {arm: probing.table for arm, probing in probings.items()}
     floors = probings["masked"].floors
     tables |= {arm: floors[floors["floor"] == arm].drop(columns="floor") for arm in ("before", "restart")}
-    probes = pd.concat([tables[arm].assign(arm=arm) for arm in ARMS], ignore_index=True)
+    drawn = [*ARMS, *(name for name in CHANGED.values() if name in tables)]
+    probes = pd.concat([tables[arm].assign(arm=arm) for arm in drawn], ignore_index=True)
     readings = pd.concat([each.summary.assign(arm=arm) for arm, each in probings.items()], ignore_index=True)
     splits = list(probings["masked"].picks)
     headline = "leave-context-out" if "leave-context-out" in splits else "random"
@@ -175,7 +191,7 @@ def _headlines(probings: Mapping[str, Probing], splits: Sequence[str]) -> dict[s
                 {"fold": fold, "family": family, **site._asdict()}
                 for fold, (family, site) in enumerate(probing.picks[split])
             ]
-            if arm in FLOORS:
+            if FLOOR in rows.index:
                 out["leak"][split][arm] = _numbers(rows.loc[FLOOR], "lead")
                 own: Any = probing.table[probing.table["split"] == split]
                 found = own[own["p_family"] <= LEVEL]

@@ -20,6 +20,8 @@ ARM_NAMES = {
     "masked": "masked: T3, cannot see T2",
     "restart": "restart: T3 recomputed (floor)",
     "before": "before: summary 1",
+    "direct less restart": "direct, less its restart",
+    "masked less restart": "masked, less its restart",
 }
 SEGMENTS = {
     "before": "summary 1",
@@ -60,6 +62,8 @@ def accuracy_by_layer(probes: Any, chance: float, families: Sequence[str] = FAMI
                 panel = probes[(probes["family"] == family) & (probes["split"] == split)]
                 for arm, name in ARM_NAMES.items():
                     line = panel[panel["arm"] == arm].sort_values("layer")
+                    if not len(line):
+                        continue
                     axis.fill_between(
                         line["layer"], line["low"], line["high"], color=ARM_COLOURS[arm], alpha=0.18, lw=0
                     )

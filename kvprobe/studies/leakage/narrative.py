@@ -9,7 +9,8 @@ import numpy as np
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Passage, Report, Section, Table
 from kvprobe.probing.ridge import VARIANCE_FLOOR
-from kvprobe.studies.leakage.analyse import LEVEL, Analysis
+from kvprobe.stats import Estimate
+from kvprobe.studies.leakage.analyse import CHANGED, LEVEL, Analysis
 from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES, layer_maps
@@ -96,37 +97,56 @@ SINGLE_CONTEXT_WARNING = (
 
 def answer_probe(metrics: Mapping[str, Any]) -> str:
     """What the probes found, in a sentence or two."""
-    split = metrics["headline_split"]
-    masked, floor = (estimate_of(metrics["accuracy"][split][arm]) for arm in ("masked", "restart"))
-    leak, selective = (estimate_of(metrics[name][split]["masked"]) for name in ("leak", "selectivity"))
-    words = WORDS[metrics["secret"]]
+    split, words = metrics["headline_split"], WORDS[metrics["secret"]]
+    leak = estimate_of(metrics["leak"][split]["masked"])
+    read = f"{_read(metrics, split, 'masked')} (chance {metrics['chance']:.0%}, restart floor {_floor(metrics, split)})"
+    told = f"{read}, a difference of {points(leak)}, with a selectivity of {_selective(metrics, split, 'masked')}"
     if split == "random":
-        found = {True: "Information leaks within this conversation", False: "No leak was found in this conversation"}
-        where = "in this one conversation, having seen it with other secrets"
-    else:
-        found = {True: "Information leaks", False: "No leak that a probe can read in new conversations was found"}
-        where = "in conversations it was not trained on"
-    sentence = (
-        f"{found[leak.low > 0]}: a linear probe on the slots after the masked turn reads {percent(masked)} of the {words.read} "
-        f"{where} (chance {metrics['chance']:.0%}, restart floor {percent(floor)}), a difference of {points(leak)}, with a "
-        f"selectivity of {points(selective)}."
-    )
-    if leak.high < 0:
-        sentence += " A difference below zero cannot be information; doubt the run."
-    if split == "random":
-        return sentence
-    paired, paired_floor = (estimate_of(metrics["accuracy"]["paired"][arm]) for arm in ("masked", "restart"))
-    inside = f"reads {percent(paired)} (floor {percent(paired_floor)})"
-    if estimate_of(metrics["leak"]["paired"]["masked"]).low <= 0:
-        return (
-            f"{sentence} Centred on other secrets of the same conversation, a probe {inside}, no more than the floor."
+        found = (
+            "Information leaks within this conversation" if leak.low > 0 else "No leak was found in this conversation"
         )
-    if leak.low > 0:
-        return f"{sentence} Centred on other secrets of the same conversation, a probe {inside}."
-    return (
-        f"{sentence} Something of {words.known} is there all the same, in a place that differs between conversations: "
-        f"centred on other secrets of the same conversation, a probe {inside}."
+        return (
+            f"{found}: a linear probe on the slots after the masked turn reads {told}, in this one conversation, having seen it "
+            "with other secrets." + _doubt(leak)
+        )
+    name = CHANGED["masked"]
+    changed = estimate_of(metrics["leak"][split][name])
+    leaks = leak.low > 0 or changed.low > 0
+    found = "Information leaks" if leaks else "No leak that a probe can read in new conversations was found"
+    sentence = (
+        f"{found}: in conversations it was not trained on, a linear probe on the slots after the masked turn reads {told}; of "
+        f"what differs from the restart, which anyone can compute from the visible text, it reads {_read(metrics, split, name)}, "
+        f"{points(changed)} above its floor."
     )
+    inside = estimate_of(metrics["leak"]["paired"]["masked"])
+    centred = (
+        f"centred on other secrets of the same conversation, a probe reads {_read(metrics, 'paired', 'masked')} (floor "
+        f"{_floor(metrics, 'paired')})"
+    )
+    if inside.low <= 0:
+        return f"{sentence}{_doubt(leak)} {centred.capitalize()}, no more than the floor."
+    if leaks:
+        return f"{sentence}{_doubt(leak)} {centred.capitalize()}."
+    return (
+        f"{sentence}{_doubt(leak)} Something of {words.known} is there all the same, in a place that differs between "
+        f"conversations: {centred}."
+    )
+
+
+def _read(metrics: Mapping[str, Any], split: str, arm: str) -> str:
+    return f"{percent(estimate_of(metrics['accuracy'][split][arm]))} of the {WORDS[metrics['secret']].read}"
+
+
+def _floor(metrics: Mapping[str, Any], split: str) -> str:
+    return percent(estimate_of(metrics["accuracy"][split]["restart"]))
+
+
+def _selective(metrics: Mapping[str, Any], split: str, arm: str) -> str:
+    return points(estimate_of(metrics["selectivity"][split][arm]))
+
+
+def _doubt(leak: Estimate) -> str:
+    return " A difference below zero cannot be information; doubt the run." if leak.high < 0 else ""
 
 
 def answer_use(metrics: Mapping[str, Any]) -> str:
@@ -179,6 +199,8 @@ def _conversation_section(model: Model, config: Config) -> Section:
             "came through summary 2.",
             "restart: the same tokens at the same positions, computed afresh without T1 and T2. This is the floor: it "
             f"cannot know {words.known}. The floor of direct is summary 2, computed in the same way.",
+            "less its restart: the slots of an arm minus those of its restart, which takes away all that the visible text itself puts "
+            "there. Whoever has the visible text can compute that; it takes no other secret of the conversation.",
             f"before: the slots of summary 1, computed before {words.known} was said.",
             f"hidden: the slots of T2 itself after {words.known}; the ceiling.",
         ],
@@ -187,11 +209,11 @@ def _conversation_section(model: Model, config: Config) -> Section:
 
 def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
     splits = list(metrics["accuracy"])
+    arms = [arm for arm in ARM_NAMES if arm in metrics["accuracy"][splits[0]]]
     rows = [
-        [ARM_NAMES[arm], *(percent(estimate_of(metrics["accuracy"][split][arm])) for split in splits)]
-        for arm in ARM_NAMES
+        [ARM_NAMES[arm], *(percent(estimate_of(metrics["accuracy"][split][arm])) for split in splits)] for arm in arms
     ]
-    for arm in ("masked", "direct"):
+    for arm in (arm for arm in arms if arm in metrics["leak"][splits[0]]):
         rows.append([f"leak: {arm} − its restart", *(points(estimate_of(metrics["leak"][s][arm])) for s in splits)])
         rows.append([f"selectivity of {arm}", *(points(estimate_of(metrics["selectivity"][s][arm])) for s in splits)])
         rows.append([f"bits per label, {arm}", *(plain(estimate_of(metrics["bits"][s][arm])) for s in splits)])

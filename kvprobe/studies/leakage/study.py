@@ -11,6 +11,7 @@ from kvprobe.studies.leakage.analyse import Collected, analyse
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import draw_all
+from kvprobe.studies.leakage.kept import keep_probes
 from kvprobe.studies.leakage.narrative import narrate
 from kvprobe.tasks.secrets import secret
 
@@ -38,6 +39,8 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     directory.save_table("readings", analysis.readings)
     draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
     analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
+    if config.contexts > 1:
+        keep_probes(model, collected, analysis, config, directory)
     report = narrate(analysis, config, model, directory.environment)
     directory.finish(analysis.metrics, report.to_dict())
     return directory

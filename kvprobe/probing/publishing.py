@@ -1,0 +1,78 @@
+"""From a finished run to published probes: the probes that the run kept, with the command that makes them again."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from kvprobe.probing.probe_card import CARD, Made
+from kvprobe.probing.published_probe import Probe
+from kvprobe.runs import Run
+from kvprobe.suggest import unknown
+
+KEPT = "probes"
+"""Where a run keeps its probes: a folder each, as `Probe.save` writes it."""
+
+
+def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
+    """Write the probes of a finished run to `to`, a folder each, and return these folders.
+
+    Args:
+        name: only this one.
+
+    Raises:
+        ValueError: the run is unfinished, keeps no probes or none of this name, its probes read other weights than it ran
+            on, or another probe of the same name is there already.
+    """
+    if not run.finished:
+        raise ValueError(f"{run.path} is unfinished; start it again to resume, then publish.")
+    kept = {path.parent.name: path.parent for path in sorted((run.path / KEPT).glob(f"*/{CARD}"))}
+    if not kept:
+        raise ValueError(
+            f"{run.path} kept no probes; publish a run of the leakage study, of more than one context and this version."
+        )
+    if name is not None and name not in kept:
+        raise ValueError(unknown(f"probe in {run.path}", name, kept))
+
+    environment = run.environment
+    made = Made(
+        command=_line(environment.get("command")),
+        commit=_line(environment.get("commit")),
+        kvprobe=_line(environment.get("versions", {}).get("kvprobe")),
+        seed=int(environment.get("seed") or 0),
+    )
+    chosen = [Probe.load(folder) for each, folder in kept.items() if name in (None, each)]
+    for probe in chosen:
+        if probe.card.weights != environment["model"]:
+            raise ValueError(
+                f"{probe.name} reads the weights {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
+            )
+        _refuse_other(probe, to / probe.name)
+    return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen]
+
+
+def _refuse_other(probe: Probe, folder: Path) -> None:
+    """Refuse to write over the probe of another run."""
+    if not folder.exists():
+        return
+    there = Probe.load(folder) if (folder / CARD).is_file() else None
+    if (
+        there is None
+        or there.card.weights != probe.card.weights
+        or not there.linear.weights.equal(probe.linear.weights)
+    ):
+        raise ValueError(f"{folder} holds something else; delete it, or publish to another folder with --to.")
+
+
+def _saved(probe: Probe, folder: Path) -> Path:
+    """Written beside its place and then moved there, so that no half of it is ever found."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    probe.save(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    return partial.rename(folder)
+
+
+def _line(value: object) -> str:
+    """Something that a run recorded, as a card takes it."""
+    return "".join(each if each.isprintable() else " " for each in str(value or ""))[:600]

@@ -1,0 +1,36 @@
+"""The probes that a run keeps, for `kvprobe publish`."""
+
+from kvprobe.model import Model
+from kvprobe.probing.kept_probe import kept_probe
+from kvprobe.probing.probe_card import Arm, Training
+from kvprobe.probing.publishing import KEPT
+from kvprobe.runs import Run
+from kvprobe.studies.leakage.analyse import CHANGED, FLOORS, Analysis, Collected
+from kvprobe.studies.leakage.config import Config
+from kvprobe.wording import estimate_of
+
+READ_FROM: dict[str, tuple[str, Arm, str]] = {
+    "masked": ("T3", "retained", "the {secret} that a turn told before it was masked"),
+    "direct": ("summary2", "direct", "the {secret} that a turn told, from the summary that is read after it"),
+    "hidden": ("T2", "hidden", "the {secret} that a turn tells, from that turn itself"),
+}
+"""By arm: the segment, what the model sees there, and what is read."""
+
+
+def keep_probes(model: Model, collected: Collected, analysis: Analysis, config: Config, run: Run) -> None:
+    """Train a probe for each arm on all samples, and write it with its card into the run."""
+    use = estimate_of(analysis.metrics["use"]["delta_margin"])
+    for arm, (segment, seen, what) in READ_FROM.items():
+        restart = collected.features(FLOORS[arm]) if arm in FLOORS else None
+        for changed in (False, True) if arm in CHANGED else (False,):
+            probe = kept_probe(
+                model,
+                collected.features(arm),
+                analysis.probings[CHANGED[arm] if changed else arm],
+                Training("leakage", what.format(secret=config.secret), segment, seen),
+                restart=restart,
+                less_restart=changed,
+                use=use if arm == "masked" else None,
+                seed=config.seed,
+            )
+            probe.save(run.path / KEPT / probe.name)
