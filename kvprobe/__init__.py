@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import attention, faults, layers, patching, plots, policies, views
+    from kvprobe import attention, erasing, faults, features, layers, patching, plots, policies, views
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache import KVCache
     from kvprobe.capture import Captured
@@ -74,8 +74,10 @@ _HOMES = {
     "attend": "kvprobe.attention",
     "attention": "kvprobe.attention",
     "attribute": "kvprobe.patching",
+    "erasing": "kvprobe.erasing",
     "examine": "kvprobe.doctor",
     "faults": "kvprobe.faults",
+    "features": "kvprobe.features",
     "layer_map": "kvprobe.layers",
     "layers": "kvprobe.layers",
     "live_scan": "kvprobe.probing.live_scan",
@@ -122,8 +124,10 @@ __all__ = [
     "attend",
     "attention",
     "attribute",
+    "erasing",
     "examine",
     "faults",
+    "features",
     "layer_map",
     "layers",
     "live_scan",

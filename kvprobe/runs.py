@@ -18,7 +18,7 @@ import yaml
 
 from kvprobe.studyconfig import read_yaml
 
-PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "numpy")
+PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
 
 
 @dataclass(frozen=True)

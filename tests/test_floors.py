@@ -13,7 +13,7 @@ FLOORS = [
     },
     {"catalog", "loading", "lens", "lanes", "train_ordinal"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
-    {"probing", "patching", "attention", "layers", "doctor", "plots", "views"},
+    {"probing", "erasing", "patching", "attention", "layers", "features", "doctor", "plots", "views"},
     {"studies"},
     {"cli", "report", "__init__"},
 ]  # fmt: skip

@@ -27,6 +27,7 @@ def kept_probe(
     less_restart: bool = False,
     use: Estimate | None = None,
     name: str | None = None,
+    folds: int = 5,
     seed: int = 0,
 ) -> Probe:
     """A probe of the site that most folds chose when whole contexts were held out, trained on all samples.
@@ -38,7 +39,7 @@ def kept_probe(
             called a leak.
         less_restart: the probing was of the differences of the two; see `kvprobe.probing.differences`.
         use: what the retained cache adds to the model's margin for the truth; see `Measure`.
-        name: see `Probe.fit`.
+        name, folds, seed: see `Probe.fit`.
 
     Raises:
         ValueError: all samples share a context, the site reads single slots, or no site shows anything that varies.
@@ -79,6 +80,7 @@ def kept_probe(
         measures,
         restart=None if restart is None else restart.at(family, site)[0],
         name=name,
+        folds=folds,
         seed=seed,
     )
 

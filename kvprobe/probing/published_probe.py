@@ -72,6 +72,7 @@ class Probe:
         *,
         restart: Float[Tensor, "samples dim"] | None = None,
         name: str | None = None,
+        folds: int = 5,
         seed: int = 0,
     ) -> "Probe":
         """A probe trained on all samples (see `fitted_probe`), with the numbers that were found for its site.
@@ -84,6 +85,7 @@ class Probe:
             restart: what the site shows of each sample when it is computed again without the hidden text. A probe of differences
                 needs it; of others nothing may be called a leak without it.
             name: made from model, target and segment by default.
+            folds: of whole contexts, on which penalty, temperature and thresholds are found.
             seed: of the folds.
 
         Raises:
@@ -97,7 +99,14 @@ class Probe:
             features, restart = difference(features, restart), torch.zeros_like(features)
         rng = np.random.default_rng([seed, 7])
         fitted = fitted_probe(
-            features, labels, contexts, len(target.classes), restart=restart, through_origin=site.less_restart, rng=rng
+            features,
+            labels,
+            contexts,
+            len(target.classes),
+            restart=restart,
+            through_origin=site.less_restart,
+            folds=folds,
+            rng=rng,
         )
         gain, power = _gain(fitted)
         typical, far = fitted.distances.double().quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()

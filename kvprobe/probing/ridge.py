@@ -60,7 +60,7 @@ def ridge_probes(
     """
     predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
     inner_accuracy, chosen_penalty = [], []
-    for fitted in _by_fold(features, labels, folds, classes, penalties, size):
+    for fitted in fitted_by_fold(features, labels, folds, classes, penalties, size):
         inner_accuracy.append(fitted.inner_accuracy)
         chosen_penalty.append(fitted.penalty)
         predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
@@ -80,7 +80,7 @@ def ridge_evidence(
     predicted = torch.empty(shape, dtype=torch.long, device=features.device)
     evidence, inner_evidence = (features.new_empty(*shape, classes) for _ in range(2))
     inner_accuracy, chosen_penalty = [], []
-    for fitted in _by_fold(features, labels, folds, classes, penalties, size):
+    for fitted in fitted_by_fold(features, labels, folds, classes, penalties, size):
         inner_accuracy.append(fitted.inner_accuracy)
         chosen_penalty.append(fitted.penalty)
         predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
@@ -145,7 +145,7 @@ def streamed_ridge(
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class FittedFold:
     """Probes of one outer fold: those that chose the penalty, and those trained on the inner fold too."""
 
     test: Int[Tensor, "held"]
@@ -156,14 +156,14 @@ class _Fitted:
     penalty: Float[Tensor, "probes"]
 
 
-def _by_fold(
+def fitted_by_fold(
     features: Float[Tensor, "probes samples dim"],
     labels: Int[Tensor, "targets samples"],
     folds: Int[Tensor, "samples"],
     classes: int,
     penalties: Sequence[float],
     size: Float[Tensor, "probes"] | None,
-) -> Iterator[_Fitted]:
+) -> Iterator[FittedFold]:
     """The probes of each outer fold in turn."""
     count = _checked(labels, folds, classes)
     check_features(features)
@@ -191,7 +191,7 @@ def _by_fold(
         accuracy = torch.stack([probes.scores(held).argmax(-1).eq(answer).float().mean((1, 2)) for probes in path])
         best_accuracy, penalty = _chosen(accuracy, grid)
         final = trained_on([other for other in range(count) if other != fold]).at(penalty, classes)
-        yield _Fitted(members[fold], members[inner], _picked(path, penalty, grid), final, best_accuracy, penalty)
+        yield FittedFold(members[fold], members[inner], _picked(path, penalty, grid), final, best_accuracy, penalty)
 
 
 def _above_share(

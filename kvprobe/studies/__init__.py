@@ -54,7 +54,16 @@ STUDIES = {
             "dangling",
             "A turn is hidden: where does the attention go that looked at it, and does anything point there?",
         ),
+        Study("use", "Does the model use what a probe reads in its cache, and where?"),
         Study("filter_poison", "Which attention blocks, MLPs and heads pass damage on, and which keep it away?"),
+        Study(
+            "multihop",
+            "Every turn is summarised and masked: how many turns later can the first still be read, and by which way?",
+        ),
+        Study(
+            "features",
+            "Which sparse features differ after a turn was masked, which tell what it said, and do they matter?",
+        ),
     )
 }
 

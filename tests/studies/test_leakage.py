@@ -177,46 +177,6 @@ def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, m
     assert study.run(SMALL, finished.path.parent).path == finished.path
 
 
-def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(
-    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    without_residual(monkeypatch, smol)
-    config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
-    run = study.run(config, tmp_path)
-    readings = run.df("readings").query("arm == 'masked' and split == 'paired'").set_index("reading")["accuracy"]
-    assert "untrained" in readings
-    assert "topics" in run.report["answer"]
-    assert run.metrics["use"]["full"]["margin"]["low"] > 1
-    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
-
-
-def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):
-    random = finished.metrics["accuracy"]["random"]
-    assert random["hidden"]["low"] > 0.2
-    for arm in ("restart", "before"):
-        assert random[arm]["mean"] < 0.2
-
-
-def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
-    use = finished.metrics["use"]
-    assert use["full"]["token_accuracy"]["mean"] > 0.9
-    assert use["restart"]["token_accuracy"]["mean"] < 0.3
-
-
-def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
-    monkeypatch.setattr(study, "collect", None)
-    assert study.run(SMALL, finished.path.parent).path == finished.path
-
-
-@pytest.fixture
-def without_residual(smol: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of K and V alone, where it is not the numbers that matter."""
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
-    for module in (collecting, analysing, drawing):
-        monkeypatch.setattr(module, "FAMILIES", ("k", "v"))
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -31,6 +31,7 @@ def keep_probes(model: Model, collected: Collected, analysis: Analysis, config: 
                 restart=restart,
                 less_restart=changed,
                 use=use if arm == "masked" else None,
+                folds=config.folds,
                 seed=config.seed,
             )
             probe.save(run.path / KEPT / probe.name)

@@ -1,0 +1,135 @@
+"""Erasers at work inside a cache: a concept taken out of K and V where they lie, or exchanged for another run's.
+
+An eraser belongs to one layer and to K or V, and reads a slot's vectors of all KV heads side by side, or each head's by itself
+(then its tensors begin with an axis of KV heads). Keys are taken as they are stored: fit on the same kind of key.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.erasing.subspace import Eraser, Subspace
+
+Site = tuple[int, str]
+"""A layer, and `K` or `V`."""
+
+
+def erase(
+    cache: KVCache,
+    erasers: Mapping[Site, Eraser],
+    *segments: str,
+    slots: Bool[Tensor, "batch slots"] | None = None,
+    strength: float = 1.0,
+) -> KVCache:
+    """The cache without the concept in these slots.
+
+    Args:
+        segments: names of segments to erase in.
+        slots: or, the slots, as a boolean per row and slot.
+        strength: see `Eraser.erased`.
+
+    Raises:
+        ValueError: a layer or part that does not exist, an eraser of another width, or no such segment.
+    """
+
+    def erased(site: Site, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
+        return _of_slots(vectors, erasers[site], lambda own: erasers[site].erased(own, strength))
+
+    return _rewritten(cache, erasers, _chosen(cache, segments, slots), erased)
+
+
+def interchange(
+    base: KVCache,
+    donor: KVCache,
+    subspaces: Mapping[Site, Subspace],
+    *segments: str,
+    slots: Bool[Tensor, "batch slots"] | None = None,
+    strength: float = 1.0,
+) -> KVCache:
+    """The base with what the donor holds inside these subspaces, slot by slot (Geiger et al. 2023, arXiv 2303.02536).
+
+    With a donor that holds the average of many runs which differ in a concept, this erases it: so do erasers that were fitted on
+    features from which each run's own average had been taken.
+
+    Args:
+        donor: of the same slots; see `kvprobe.patching.aligned` for one of others.
+        segments: names of segments to exchange in.
+        slots: or, the slots, as a boolean per row and slot.
+        strength: 0 leaves the base as it is, 1 exchanges, between them is a mixture, and beyond 1 an exaggeration.
+
+    Raises:
+        ValueError: as `erase`, or a donor of another shape.
+    """
+    if donor.shape != base.shape or donor.ledger.tokens.shape != base.ledger.tokens.shape:
+        raise ValueError(
+            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the base "
+            f"{base.shape} and {base.batch} × {base.slots}; give a donor of the same model, and see `patching.aligned`."
+        )
+
+    def toward(site: Site, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
+        layer, part = site
+        change = (donor.keys if part == "K" else donor.values)[layer].index_select(2, where) - vectors
+        return vectors + strength * _of_slots(change, subspaces[site], subspaces[site].inside)
+
+    return _rewritten(base, subspaces, _chosen(base, segments, slots), toward)
+
+
+def refuse_unfit(cache: KVCache, subspaces: Mapping[Site, Subspace]) -> None:
+    """Refuse subspaces of a layer or part that does not exist, or of another width than its slots."""
+    for (layer, part), subspace in subspaces.items():
+        if part not in ("K", "V") or not 0 <= layer < cache.n_layers:
+            raise ValueError(
+                f"There is no {part!r} at layer {layer}; give subspaces for K or V of layers 0 to {cache.n_layers - 1}."
+            )
+        heads, width = cache.n_kv_heads, (cache.keys if part == "K" else cache.values)[layer].shape[3]
+        *sites, dim, _ = subspace.read.shape
+        if (tuple(sites), dim) not in (((), heads * width), ((heads,), width)):
+            raise ValueError(
+                f"The subspace for {part} of layer {layer} is of vectors of shape {(*sites, dim)}; expected ({heads * width},), which "
+                f"is KV heads × numbers to a head, or ({heads}, {width}) for each head by itself."
+            )
+
+
+def _chosen(
+    cache: KVCache, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
+) -> Bool[Tensor, "batch slots"]:
+    if bool(segments) == (slots is not None):
+        raise ValueError("Name one or more segments, or give `slots`, but not both.")
+    return cache.ledger.in_segments(segments) if slots is None else slots
+
+
+def _rewritten(
+    cache: KVCache,
+    sites: Mapping[Site, Subspace],
+    chosen: Bool[Tensor, "batch slots"],
+    written: Callable[[Site, Tensor, Tensor], Tensor],
+) -> KVCache:
+    """The cache with what a function makes of the vectors of these slots at each site."""
+    refuse_unfit(cache, sites)
+    where = chosen.any(0).nonzero()[:, 0]
+    picked = chosen[:, where][:, None, :, None]
+
+    def every(part: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found = list(tensors)
+        for layer, tensor in enumerate(tensors):
+            if (layer, part) in sites:
+                vectors = tensor.index_select(2, where)
+                own = torch.where(picked, written((layer, part), vectors, where), vectors)
+                found[layer] = tensor.index_copy(2, where, own)
+        return tuple(found)
+
+    return replace(cache, keys=every("K", cache.keys), values=every("V", cache.values))
+
+
+def _of_slots(
+    tensor: Float[Tensor, "batch kv_heads slots d"], subspace: Subspace, of: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "batch kv_heads slots d"]:
+    """What a function makes of the vectors that a subspace reads: of each head, or of all heads side by side."""
+    if subspace.read.dim() == 3:
+        return of(tensor).to(tensor.dtype)
+    heads, width = tensor.shape[1], tensor.shape[3]
+    return of(tensor.transpose(1, 2).flatten(2)).unflatten(2, (heads, width)).transpose(1, 2).to(tensor.dtype)

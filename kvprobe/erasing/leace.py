@@ -1,0 +1,76 @@
+"""LEACE: of all affine maps after which no linear probe can tell a concept, the one that changes the features least.
+
+Least-squares concept erasure (Belrose et al. 2023, arXiv 2306.03819): in whitened coordinates, the directions in which
+features and labels covary are projected away. What is left has no covariance with the labels, so that of every linear probe
+with any convex loss the best is the constant one; and the mean squared change is the least that does so.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.erasing.subspace import Eraser
+from kvprobe.erasing.whitening import Whitening
+from kvprobe.probing.gram import Moments, one_hot_answers
+from kvprobe.probing.linear import check_features
+
+_NEGLIGIBLE = 1e-4
+"""Covariance of a label with features of unit variance up to which it is round-off."""
+
+
+def leace(
+    features: Float[Tensor, "*sites samples dim"],
+    labels: Int[Tensor, "samples"] | Int[Tensor, "targets samples"],
+    classes: int,
+) -> Eraser:
+    """The eraser of all targets together, for each site of a batch (layer × K or V × head, say).
+
+    Where each slot is a sample, the mean over a conversation's slots is guarded, too: it is linear in them.
+
+    Args:
+        labels: class number of each sample, for each target.
+        classes: of every target.
+
+    Raises:
+        ValueError: labels out of range or not as many as samples, fewer than two samples, or features that are not finite.
+    """
+    labels = torch.atleast_2d(labels)
+    if labels.shape[1] != features.shape[-2] or labels.shape[1] < 2:
+        raise ValueError(
+            f"There are {features.shape[-2]} samples with {labels.shape[1]} labels; an eraser needs a label for each of at "
+            f"least two samples."
+        )
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+    sites = features.shape[:-2]
+    flat = features.reshape(-1, *features.shape[-2:]).double()
+    check_features(flat)
+    found = leace_of(Moments.of(flat, one_hot_answers(labels, classes, flat.dtype)))
+    return Eraser(
+        *(each.reshape(*sites, *each.shape[1:]) for each in (found.read, found.write, found.mean, found.covariance))
+    )
+
+
+def leace_of(moments: Moments, shrinkage: float = 0.0) -> Eraser:
+    """The eraser from what features and answers, as one-hot columns or any numbers, have in common; see `FoldMoments`.
+
+    Args:
+        shrinkage: share of the covariance that is replaced by a sphere of the same trace. Nothing more can be told of the labels
+            with it than without; but where samples are few, directions along which they hardly vary by chance then no longer
+            count as if nothing ever varied along them.
+    """
+    covariance = moments.gram.double() / moments.count
+    sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)
+    covariance = (1 - shrinkage) * covariance + shrinkage * sphere
+    whitening = Whitening.of(covariance, moments.features)
+    shared = whitening.whiten @ (moments.cross.double() / moments.count)
+    directions, strength, _ = torch.linalg.svd(shared, full_matrices=False)
+    told = strength > _NEGLIGIBLE
+    rank = max(1, int(told.sum(1).max()))
+    kept = directions[:, :, :rank] * told[:, None, :rank]
+    return Eraser(
+        (whitening.whiten @ kept).float(),
+        (kept.mT @ whitening.unwhiten).float(),
+        moments.features.float(),
+        covariance.float(),
+    )

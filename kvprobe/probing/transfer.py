@@ -1,0 +1,94 @@
+"""Transfer: a probe that was trained at one place (a segment, a layer, a distance) and is tested at another.
+
+If it reads there as well as one trained there, the two places hold the same thing in the same directions. What each place
+reads is centred by that place's own training mean, and its evidence brought to the spread that the probe's evidence has where
+it was trained: neither an offset nor a fading of the signal is an obstacle, since neither tells of a label. No context is
+trained and tested on, at whatever place.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.probing.linear import check_problem
+from kvprobe.probing.ridge import PENALTIES, fitted_by_fold
+from kvprobe.stats import cluster_bootstrap, cluster_weights
+
+
+def transfer(
+    features: Float[Tensor, "places samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    contexts: Int[np.ndarray, "samples"],
+    folds: Int[np.ndarray, "samples"],
+    classes: int,
+    *,
+    places: Sequence[Hashable] | None = None,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Accuracy of the probe of each place at each place; see `transferred`.
+
+    Args:
+        contexts: number of each sample's context; all samples of a context share a fold.
+        places: what they are called; numbers by default.
+        seed: of the bootstrap of contexts.
+
+    Returns:
+        One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 % interval.
+
+    Raises:
+        ValueError: what `check_problem` and `transferred` refuse, or another number of names than of places.
+    """
+    names = list(range(len(features))) if places is None else list(places)
+    if len(names) != len(features):
+        raise ValueError(f"There are {len(names)} names for {len(features)} places; give one for each.")
+    numbers = torch.from_numpy(folds).to(labels.device)
+    check_problem(labels, numbers, classes, contexts)
+    hits = transferred(features, labels, numbers, classes).eq(labels).double().mean(2).cpu().numpy()
+    found, clusters = np.unique(contexts, return_inverse=True)
+    weights = cluster_weights(len(found), np.random.default_rng(seed))
+    accuracy, low, high = cluster_bootstrap(hits, clusters, weights)
+    return pd.DataFrame(
+        {
+            "train": [train for train in names for _ in names],
+            "test": [test for _ in names for test in names],
+            "accuracy": accuracy.ravel(),
+            "low": low.ravel(),
+            "high": high.ravel(),
+        }
+    )
+
+
+def transferred(
+    features: Float[Tensor, "places samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    size: Float[Tensor, "places"] | None = None,
+) -> Int[Tensor, "places places targets samples"]:
+    """What the ridge probe trained at the first place says of each sample at the second, its fold held out.
+
+    The penalty is chosen on the inner fold of the place that is trained at. On the diagonal are the predictions of `ridge_probes`.
+
+    Args:
+        features: of the same samples at each place, all of one kind.
+        size: root mean square of what is read at each place before any centring; that of `features` by default.
+
+    Raises:
+        ValueError: fewer than three folds, labels out of range, or features that are not finite.
+    """
+    shape = (len(features), len(features), *labels.shape)
+    predicted = torch.empty(shape, dtype=torch.long, device=features.device)
+    for fold, fitted in enumerate(fitted_by_fold(features, labels, folds, classes, PENALTIES, size)):
+        seen = features - fitted.probes.mean[:, None]
+        trained = folds != fold
+        for train, (weights, intercept) in enumerate(zip(fitted.probes.weights, fitted.probes.intercept, strict=True)):
+            evidence = seen @ weights
+            spread = evidence[:, trained].square().mean((1, 2)).sqrt()
+            factor = torch.where(spread > 0, spread[train] / spread, 0.0)[:, None, None]
+            scores = (evidence[:, fitted.test] * factor + intercept).unflatten(-1, (-1, classes))
+            predicted[train][..., fitted.test] = scores.argmax(-1).transpose(1, 2)
+    return predicted

@@ -1,0 +1,1 @@
+"""What sparse features see of a turn that was masked."""

@@ -1,0 +1,82 @@
+"""Texts, recordings and dictionaries, each kept as soon as it is there, so that an interrupted run resumes."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from kvprobe.features import Place, Recipe, Shards, SparseFeatures, record, self_written, train
+from kvprobe.model import Model
+from kvprobe.runs import Run
+from kvprobe.studies.features.config import Config
+from kvprobe.studies.kept import kept_tables
+from kvprobe.studies.trialconfig import listed
+from kvprobe.tasks import facts, sessions
+from kvprobe.transcript import Tokens
+
+TRAIN = "train"
+AT_ONCE = 128
+"""Texts that are written side by side."""
+
+
+def places_of(config: Config) -> tuple[Place, ...]:
+    """Where dictionaries are to be trained."""
+    return listed("places", config.places, Place.parse)
+
+
+def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures], Shards]:
+    """The dictionaries to be studied, and a recording of texts at their places.
+
+    They are trained on what is recorded: hand-written conversations (`kvprobe.tasks.facts` and `sessions`) and texts that the model
+    writes. None of them is a conversation that is studied.
+    """
+    texts = hand_written(model)
+    if config.dictionaries == TRAIN:
+        places = places_of(config)
+        shards = record(model, texts + written(model, config, run), places, recording(run))
+        return [_trained(model, config, run, shards, place) for place in places], shards
+    loaded = [SparseFeatures.load(name, model) for name in listed("dictionaries", config.dictionaries, str)]
+    places = [features.place for features in loaded]
+    if len(set(places)) != len(places):
+        raise ValueError(f"Two dictionaries read {places[0]}; give one for each place.")
+    return loaded, record(model, texts, places, recording(run))
+
+
+def recording(run: Run) -> Path:
+    """Where activations lie until the run is finished."""
+    return run.path / "shards"
+
+
+def hand_written(model: Model) -> list[Tokens]:
+    chats = [facts.conversation(fact, value) for fact in facts.facts() for value in fact.values]
+    chats += [sessions.conversation(session) for session in sessions.sessions()]
+    return [chat.tokens(model.tokenizer) for chat in chats]
+
+
+def written(model: Model, config: Config, run: Run) -> list[Tokens]:
+    """What the model writes."""
+    if not config.written:
+        return []
+    rows = range(config.written)
+    blocks: Sequence[Sequence[int]] = [rows[first : first + AT_ONCE] for first in rows[::AT_ONCE]]
+
+    def measure(block: Sequence[int]) -> pd.DataFrame:
+        texts = self_written(model, block, config.length, config.seed)
+        return pd.DataFrame(
+            [{"text": row, "id": token} for row, text in zip(block, texts, strict=True) for token in text.ids]
+        )
+
+    table = kept_tables(run, blocks, "written", measure, doing="Writing texts to train on", unit="block")
+    return [Tokens.of(list(ids)) for _, ids in table.groupby("text")["id"]]
+
+
+def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Place) -> SparseFeatures:
+    folder = run.path / "dictionaries" / str(place)
+    if not folder.is_dir():
+        recipe = Recipe(config.kind, config.width, config.active, config.tokens, seed=config.seed)  # pyright: ignore[reportArgumentType] - checked
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        train(shards, place, recipe, model.name).save(partial).replace(folder)
+    # As it is saved, so that a resumed run has the same: saving rounds TopK dictionaries in the last digit.
+    return SparseFeatures.load(folder, model)

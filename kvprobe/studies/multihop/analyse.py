@@ -1,0 +1,292 @@
+"""From features to numbers: what probes read at each distance in each arm, against the floor; transfer; light cone; use."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.lens import Family
+from kvprobe.probing.calibration import calibrated_probes
+from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
+from kvprobe.probing.sweep import READS, accuracy_table, best_by_inner_fold, sites, sweep
+from kvprobe.probing.transfer import transferred
+from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
+from kvprobe.studies.multihop.arms import ARMS, DISTANCES, lowest_layer
+from kvprobe.studies.multihop.collect import PLACES, USE_ARMS, Place, place
+from kvprobe.studies.multihop.collected import Collected, Pick
+from kvprobe.studies.multihop.config import Config
+
+CHANCE = 0.1
+CONDITIONS = ("retained", "restart")
+TRANSFERRED: tuple[Split, ...] = ("leave-context-out", "paired")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The numbers of a run.
+
+    Attributes:
+        probes: one row per condition, arm, distance, split, family, read-out and layer: accuracy per digit with its interval.
+        samples: one row per sample and condition: what the model made of the code, and what the probes read.
+        metrics: the headline numbers.
+    """
+
+    probes: pd.DataFrame
+    samples: pd.DataFrame
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the probe that did best on each inner fold reads at one place.
+
+    Attributes:
+        hits: whether each digit was right.
+        bits: that the probe tells of a digit, mean over digits.
+        inner: accuracy on the inner fold of every site, families joined.
+    """
+
+    hits: Bool[np.ndarray, "samples digits"]
+    bits: Float[np.ndarray, "samples"]
+    inner: Float[Tensor, "sites folds"]
+    picks: list[dict[str, Any]]
+
+
+def analyse(collected: Collected, config: Config) -> Analysis:
+    """Fit all probes and bootstrap all intervals."""
+    rng = np.random.default_rng([config.seed, 2])
+    clusters = collected.contexts
+    weights = cluster_weights(config.sessions, rng)
+    folds: dict[Split, np.ndarray] = {split: fold_numbers(split, clusters, config.folds, rng) for split in SPLITS}
+
+    def of(values: np.ndarray) -> dict[str, float]:
+        return asdict(estimate(values.astype(float), clusters, weights))
+
+    tables, found = [], {}
+    with tqdm(total=len(PLACES) * len(CONDITIONS) * len(SPLITS), desc="Fitting probes", unit="place") as bar:
+        for at in PLACES:
+            for condition in CONDITIONS:
+                features: dict[Family, Tensor] = {
+                    family: collected.features(condition, at, family) for family in collected.families
+                }
+                for split in SPLITS:
+                    table, reading = read(collected, condition, at, features, split, folds[split], weights)
+                    found[condition, at, split] = reading
+                    tables.append(table)
+                    bar.update()
+
+    metrics: dict[str, Any] = {"chance": CHANCE, "samples": len(clusters), "sessions": config.sessions}
+    for name in ("accuracy", "floor", "leak", "bits", "floor_bits", "chosen", "beyond"):
+        metrics[name] = {split: {} for split in SPLITS}
+    for split in SPLITS:
+        for arm in ARMS:
+            retained, restart = (
+                [found[condition, place(arm, distance), split] for distance in DISTANCES] for condition in CONDITIONS
+            )
+            leaks = [own.hits.mean(1) - floor.hits.mean(1) for own, floor in zip(retained, restart, strict=True)]
+            metrics["accuracy"][split][arm] = [of(own.hits.mean(1)) for own in retained]
+            metrics["floor"][split][arm] = [of(own.hits.mean(1)) for own in restart]
+            metrics["leak"][split][arm] = [of(leak) for leak in leaks]
+            metrics["bits"][split][arm] = [of(own.bits) for own in retained]
+            metrics["floor_bits"][split][arm] = [of(own.bits) for own in restart]
+            metrics["chosen"][split][arm] = [own.picks for own in retained]
+            metrics["beyond"][split][arm] = of(np.mean(leaks[1:], 0))
+    metrics["versus"] = _versus(found, of)
+    metrics["transfer"] = _transfer(collected, found, folds, weights)
+    variation = variation_of(collected)
+    metrics["light_cone"] = _light_cone(variation)
+    metrics["use"] = _use(collected.use, of)
+    probes = pd.concat(tables, ignore_index=True)
+    return Analysis(probes.merge(variation, how="left"), _sample_table(collected, found), metrics)
+
+
+def read(
+    collected: Collected,
+    condition: str,
+    at: Place,
+    features: Mapping[Family, Float[Tensor, "rows layers reads dim"]],
+    split: Split,
+    folds: Int[np.ndarray, "samples"],
+    weights: Int[np.ndarray, "resamples sessions"],
+) -> tuple[pd.DataFrame, Reading]:
+    """Probes of every site of a place under one split: a table of all, and the reading of the best."""
+    labels, contexts = collected.labels, collected.contexts
+    tables, candidates, inner = [], [], []
+    for family, tensor in features.items():
+        result = sweep(tensor, collected.rows(condition), labels, contexts, split, folds, classes=10)
+        named = {"condition": condition, "arm": at[0], "split": split, "family": family}
+        table = accuracy_table(result, sites(tensor), labels, contexts, weights, **named)
+        tables.append(table.assign(distance=at[1]))
+        candidates += [(family, site, result, index) for index, site in enumerate(sites(tensor))]
+        inner.append(result.inner_accuracy)
+    predicted, picks = best_by_inner_fold(candidates, folds)
+
+    bits = np.empty(len(contexts))
+    chosen = [_pick(pick) for pick in picks]
+    for family, tensor in features.items():
+        own = sorted({pick for pick in chosen if pick[0] == family})
+        if not own:
+            continue
+        vectors = [collected.seen(tensor[:, layer, read], condition, split) for _, layer, read in own]
+        seen, size = (torch.stack(each) for each in zip(*vectors, strict=True))
+        told = calibrated_probes(seen, labels, torch.from_numpy(folds), classes=10, size=size, may_be_constant=True)
+        for pick, information in zip(own, told.information.mean(1).numpy(), strict=True):
+            mine = np.isin(folds, [fold for fold, each in enumerate(chosen) if each == pick])
+            bits[mine] = information[mine]
+    reading = Reading(predicted == collected.digits, bits, torch.cat(inner), picks)
+    return pd.concat(tables, ignore_index=True), reading
+
+
+def _pick(pick: Mapping[str, Any]) -> Pick:
+    return pick["family"], pick["layer"], READS.index(pick["read"])
+
+
+def _versus(found: Mapping[tuple[str, Place, Split], Reading], of: Any) -> dict[str, Any]:
+    """By how much more a probe reads in the open arm, and in that which skips, than where every hop is forced."""
+    return {
+        split: {
+            arm: [
+                of(
+                    found["retained", place(arm, distance), split].hits.mean(1)
+                    - found["retained", place("hop-forced", distance), split].hits.mean(1)
+                )
+                for distance in DISTANCES
+            ]
+            for arm in ARMS
+            if arm != "hop-forced"
+        }
+        for split in SPLITS
+    }
+
+
+def _transfer(
+    collected: Collected,
+    found: Mapping[tuple[str, Place, Split], Reading],
+    folds: Mapping[Split, Int[np.ndarray, "samples"]],
+    weights: Int[np.ndarray, "resamples sessions"],
+) -> dict[str, Any]:
+    """Probes trained at each distance, tested at each, all at one site: that of the best inner accuracy, mean over distances."""
+    labels = collected.labels
+    out: dict[str, Any] = {split: {} for split in TRANSFERRED}
+    with tqdm(total=len(out) * len(ARMS), desc="Testing probes at other distances", unit="arm") as bar:
+        for split in TRANSFERRED:
+            number = torch.from_numpy(folds[split])
+            for arm in ARMS:
+                readings = [found["retained", place(arm, distance), split] for distance in DISTANCES]
+                best = torch.stack([own.inner for own in readings]).mean(0).argmax(0).tolist()
+                picks = [_site(collected, index) for index in best]
+                hits = np.empty((len(DISTANCES), len(DISTANCES), len(number)))
+                for pick in set(picks):
+                    read = [collected.vectors("retained", place(arm, distance), pick, split) for distance in DISTANCES]
+                    seen, size = (torch.stack(each) for each in zip(*read, strict=True))
+                    right = transferred(seen, labels, number, 10, size).eq(labels).double().mean(2).numpy()
+                    mine = np.isin(folds[split], [fold for fold, own in enumerate(picks) if own == pick])
+                    hits[:, :, mine] = right[:, :, mine]
+                accuracy, low, high = cluster_bootstrap(hits, collected.contexts, weights)
+                out[split][arm] = {
+                    "accuracy": accuracy.tolist(),
+                    "low": low.tolist(),
+                    "high": high.tolist(),
+                    "picks": [{"family": family, "layer": layer, "read": READS[read]} for family, layer, read in picks],
+                }
+                bar.update()
+    return out
+
+
+def _site(collected: Collected, index: int) -> Pick:
+    """The site of this number, families joined in their order; all have as many layers and read-outs."""
+    layers = collected.features("restart", PLACES[0], collected.families[0]).shape[1]
+    family, site = divmod(index, layers * len(READS))
+    return collected.families[family], *divmod(site, len(READS))
+
+
+def variation_of(collected: Collected) -> pd.DataFrame:
+    """How far what the probes read varies with the code, relative to its size: the largest over samples and numbers."""
+    tables = []
+    for at in PLACES:
+        for family in collected.families:
+            features = collected.features("retained", at, family)
+            varying = centred_within(features, collected.contexts).abs().amax((0, 3)) / features.abs().amax((0, 3))
+            layer, read = zip(*sites(features), strict=True)
+            tables.append(
+                pd.DataFrame(
+                    {
+                        "condition": "retained",
+                        "arm": at[0],
+                        "distance": at[1],
+                        "family": family,
+                        "layer": layer,
+                        "read": [READS[each] for each in read],
+                        "variation": varying.flatten().numpy(),
+                    }
+                )
+            )
+    return pd.concat(tables, ignore_index=True)
+
+
+def _light_cone(variation: Any) -> dict[str, list[dict[str, Any]]]:
+    """By arm and distance: the lowest layer that the code can reach, the largest variation of K and V below it, there, and
+    at the last layer."""
+
+    def of(arm: Any, distance: int) -> dict[str, Any]:
+        at, lowest = place(arm, distance), lowest_layer(arm, distance)
+        own = variation[(variation["arm"] == at[0]) & (variation["distance"] == at[1])]
+        own = own[own["family"] != "resid_post"].groupby("layer")["variation"].max()
+        return {
+            "lowest": lowest,
+            "below": float(own[own.index < lowest].max()),
+            "there": float(own[lowest]) if lowest in own.index else None,
+            "last": float(own.iloc[-1]),
+        }
+
+    return {arm: [of(arm, distance) for distance in DISTANCES] for arm in ARMS}
+
+
+def _use(use: Mapping[str, np.ndarray], of: Any) -> dict[str, Any]:
+    logprob, margin = use["logprob"].sum(2), use["margin"].sum(2)
+    measured: dict[str, Any] = {
+        arm: {
+            "logprob": of(logprob[:, index]),
+            "margin": of(margin[:, index]),
+            "token_accuracy": of(use["correct"][:, index].mean(1)),
+            "kl_from_shown": of(use["kl"][:, index]),
+        }
+        for index, arm in enumerate(USE_ARMS)
+    }
+    for arm in ARMS:
+        own, restart = USE_ARMS.index(arm), USE_ARMS.index(f"restart, {arm}")
+        measured[arm]["delta_margin"] = of(margin[:, own] - margin[:, restart])
+        measured[arm]["delta_u"] = of(logprob[:, own] - logprob[:, restart])
+    return measured
+
+
+def _sample_table(collected: Collected, found: Mapping[tuple[str, Place, Split], Reading]) -> pd.DataFrame:
+    """One row per sample and use arm, and per sample, condition, arm, distance and split."""
+    common = {
+        "sample": np.arange(len(collected.digits)),
+        "session": collected.contexts,
+        "code": ["".join(map(str, row)) for row in collected.digits],
+    }
+    tables = [
+        pd.DataFrame(
+            common
+            | {
+                "measure": "use",
+                "condition": arm,
+                "logprob": collected.use["logprob"][:, index].sum(1),
+                "margin": collected.use["margin"][:, index].sum(1),
+                "token_accuracy": collected.use["correct"][:, index].mean(1),
+            }
+        )
+        for index, arm in enumerate(USE_ARMS)
+    ]
+    for (condition, (arm, distance), split), reading in found.items():
+        named = {"measure": "probe", "condition": condition, "arm": arm, "distance": distance, "split": split}
+        tables.append(pd.DataFrame(common | named | {"digits_read": reading.hits.sum(1), "bits": reading.bits}))
+    return pd.concat(tables, ignore_index=True)

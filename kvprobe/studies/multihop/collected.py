@@ -1,0 +1,83 @@
+"""What the sessions' files hold, joined."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from torch import Tensor
+
+from kvprobe.lens import Family
+from kvprobe.probing.splits import Split, centred_within
+from kvprobe.studies.multihop.collect import Place, families_of, name_of
+from kvprobe.studies.multihop.config import Config
+
+Pick = tuple[Family, int, int]
+"""Family, layer and read-out."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """All sessions together; features are read from their files when they are asked for.
+
+    Attributes:
+        digits: of each sample's code.
+        contexts: number of the session of each sample.
+        use: `logprob`, `margin`, `correct` (per use arm and code token) and `kl` (per use arm), samples first.
+    """
+
+    paths: Sequence[Path]
+    families: tuple[Family, ...]
+    digits: Int[np.ndarray, "samples digits"]
+    contexts: Int[np.ndarray, "samples"]
+    use: dict[str, np.ndarray]
+
+    @classmethod
+    def load(cls, paths: Sequence[Path], config: Config) -> "Collected":
+        """What `collect` wrote."""
+        joined = {name: _joined(paths, name).numpy() for name in ("digits", "logprob", "margin", "correct", "kl")}
+        digits = joined.pop("digits")
+        contexts = np.repeat(np.arange(len(paths)), len(digits) // len(paths))
+        return cls(paths, families_of(config), digits, contexts, joined)
+
+    @property
+    def labels(self) -> Int[Tensor, "digits samples"]:
+        return torch.from_numpy(self.digits.T.copy())
+
+    def features(self, condition: str, at: Place, family: Family) -> Float[Tensor, "rows layers reads dim"]:
+        """One row per sample, or, for the restart, one per session."""
+        return _joined(self.paths, name_of(condition, at, family))
+
+    def rows(self, condition: str) -> Int[np.ndarray, "samples"]:
+        """Which row of the features is each sample's."""
+        return self.contexts if condition == "restart" else np.arange(len(self.contexts))
+
+    def vectors(
+        self, condition: str, at: Place, pick: Pick, split: Split
+    ) -> tuple[Float[Tensor, "samples dim"], Float[Tensor, ""]]:
+        """What a probe at one site reads, and its root mean square before any centring."""
+        family, layer, read = pick
+        pieces = []
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                pieces.append(file.get_slice(name_of(condition, at, family))[:, layer, read])
+        return self.seen(torch.cat(pieces), condition, split)
+
+    def seen(
+        self, vectors: Float[Tensor, "rows dim"], condition: str, split: Split
+    ) -> tuple[Float[Tensor, "samples dim"], Float[Tensor, ""]]:
+        """What a probe reads of each sample's row, and its root mean square before any centring."""
+        own = vectors[torch.from_numpy(self.rows(condition))]
+        size = own.square().mean().sqrt()
+        return (centred_within(own, self.contexts) if split == "paired" else own), size
+
+
+def _joined(paths: Sequence[Path], name: str) -> Tensor:
+    pieces = []
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            pieces.append(file.get_tensor(name))
+    return torch.cat(pieces)

@@ -1,0 +1,234 @@
+"""What the model says of the code after parts of it were erased from its cache, or exchanged for another code's.
+
+Every edit is a row of one pass over the question and its reply (`kvprobe.patching.reader`): the cache as it was read, in which
+some layers' K, V or both of one place's slots hold something else. To erase is to put the conversation's average over other
+codes inside a subspace; to exchange, what the run with another code holds there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache import KVCache
+from kvprobe.erasing import interchange
+from kvprobe.model import Model
+from kvprobe.outcomes import divergence, use_measurements
+from kvprobe.patching import Cell
+from kvprobe.patching.patch_sweep import BYTES, ROWS
+from kvprobe.patching.reader import Reader
+from kvprobe.studies.carriers.groups import EVERY_LAYER
+from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles
+from kvprobe.studies.use.read import PARTS, Layout
+from kvprobe.tasks.passcode import Context, conversation
+from kvprobe.transcript import Tokens
+
+BOTH = "KV"
+IN_VIEW, CODE_MASKED, TURN_MASKED = "all in view", "code masked", "turns masked"
+VIEWS = {IN_VIEW: ("code", "after"), CODE_MASKED: ("after",), TURN_MASKED: ("summary",)}
+"""What the question can look at: everything; all but the code's own slots; all but the first turn and the code's. And the places
+that are edited in each."""
+ERASE, SWAP, CONTROL = "erase", "swap", "control"
+DONOR, ITSELF = "donor", "itself"
+FULL = "full"
+"""The whole vectors, beside which any subspace is judged."""
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A conversation with its code, with another, and with the average of many, up to the question.
+
+    Attributes:
+        suffix: the question and the reply, up to the code's last digit.
+        codes: token ids of this run's code, of the other's, and of codes that the true one is held against.
+    """
+
+    layout: Layout
+    base: KVCache
+    donor: KVCache
+    average: KVCache
+    suffix: Tokens
+    codes: Int[Tensor, "codes code_tokens"]
+
+    @property
+    def kept(self) -> int:
+        """Tokens of the code."""
+        return self.codes.shape[1]
+
+
+def stage(
+    model: Model, context: Context, pair: tuple[str, str], read: Mapping[str, Tensor], others: Sequence[str]
+) -> Scene:
+    """The conversation with the first code of a pair, the second being the donor's.
+
+    Args:
+        read: what `read_turn` gave for this conversation.
+        others: codes that the true one is held against.
+    """
+    rows = [conversation(context, code).tokens(model.tokenizer) for code in pair]
+    layout, answer = Layout.of(rows[0]), rows[0].part("answer")
+    prefix = model.prefill(rows[0][: layout.start])
+    both, _ = model.extend(prefix, [row[layout.start : layout.stop] for row in rows])
+    ids = [conversation(context, code).tokens(model.tokenizer).ids[answer] for code in (*pair, *others)]
+    base, donor = both.rows([0]), both.rows([1])
+    suffix = rows[0][layout.stop : answer.stop - 1]
+    codes = torch.tensor(ids, device=model.lanes.device)
+    return Scene(layout, base, donor, _average(base, read, layout), suffix, codes)
+
+
+def measure(
+    model: Model, scene: Scene, view: str, others: Mapping[str, KVCache], cells: Sequence[Cell]
+) -> pd.DataFrame:
+    """What is said of the code with each cell of the cache holding something else.
+
+    Args:
+        others: what cells may hold, by `Cell.content`.
+
+    Returns:
+        One row per cell, with its labels and `part`: `margin` of the true code over others and `intact_margin`, in nats over all
+        digits; `kl` from the unedited cache's distribution of the first digit; `right`, the digits that are likeliest, the true
+        ones before them given, and `said`, whether all are, so that the reply in greedy decoding holds the code; and
+        `difference`, the logit of the own first digit less that of the donor's, with `intact_difference` and
+        `donor_difference`.
+    """
+    contents = {**others, DONOR: scene.donor, ITSELF: scene.base}
+    reader = Reader(model.lanes, seen(scene.base, scene.layout, view), contents, scene.suffix)
+    theirs = Reader(model.lanes, seen(scene.donor, scene.layout, view), {}, scene.suffix).logits([], scene.kept)
+    order = sorted(cells, key=lambda cell: cell.layers[0])
+    rows = max(1, min(ROWS, BYTES // reader.row_bytes(order)))
+    clean = reader.logits([], scene.kept)
+    logits = torch.cat(
+        [
+            clean,
+            theirs,
+            *(reader.logits(order[first : first + rows], scene.kept)[1:] for first in range(0, len(order), rows)),
+        ]
+    )
+    said = use_measurements([logits], scene.codes, [0] * len(logits))
+    margin, right = said["margin"][:, 0].sum(1), said["correct"][:, 0]
+    kl, _ = divergence(clean[:, 0].expand(len(logits), -1), logits[:, 0])
+    difference = logits[:, 0, scene.codes[0, 0]].float() - logits[:, 0, scene.codes[1, 0]].float()
+    return pd.DataFrame(
+        {
+            "view": view,
+            **cell.labels,
+            "part": cell.part,
+            "margin": float(margin[row]),
+            "intact_margin": float(margin[0]),
+            "kl": float(kl[row]),
+            "right": float(right[row].float().mean()),
+            "said": bool(right[row].all()),
+            "intact_said": bool(right[0].all()),
+            "difference": float(difference[row]),
+            "intact_difference": float(difference[0]),
+            "donor_difference": float(difference[1]),
+        }
+        for row, cell in enumerate(order, start=2)
+    )
+
+
+def seen(cache: KVCache, layout: Layout, view: str) -> KVCache:
+    """The cache as the question sees it."""
+    if view == TURN_MASKED:
+        return cache.mask("T1", "T2")
+    return cache.mask(slots=chosen(cache, layout.places["code"])) if view == CODE_MASKED else cache
+
+
+def held(
+    scene: Scene,
+    erasers: Erasers,
+    places: Sequence[str],
+    names: Sequence[str],
+    layers: Sequence[int],
+    strength: float = 1.0,
+) -> dict[str, KVCache]:
+    """What a cell of these layers may hold: by `key`, the base with a place's slots edited inside these subspaces."""
+    return {
+        key(kind, place, name): edited(scene, source, erasers, place, name, layers, strength)
+        for kind, source in ((ERASE, scene.average), (SWAP, scene.donor))
+        for place in places
+        for name in names
+        if kind == ERASE or name != INLP
+    }
+
+
+def key(kind: str, place: str, name: str) -> str:
+    return f"{kind} {place} {name}"
+
+
+def edited(
+    scene: Scene,
+    source: KVCache,
+    erasers: Erasers,
+    place: str,
+    name: str,
+    layers: Sequence[int],
+    strength: float = 1.0,
+) -> KVCache:
+    """The base with what another cache holds in the slots of a place, inside the subspaces of this name or in full."""
+    cache, slots = scene.base, scene.layout.places[place]
+    if name == FULL:
+        keys, values = (
+            tuple(torch.lerp(mine, theirs, strength) for mine, theirs in zip(own, other, strict=True))
+            for own, other in ((cache.keys, source.keys), (cache.values, source.values))
+        )
+        return cache.patch(replace(cache, keys=keys, values=values), slots=chosen(cache, slots), layers=layers)
+    for number, role in enumerate(roles(place)):
+        subspaces = {(layer, part): erasers[place, role, part, name].at(layer) for part in PARTS for layer in layers}
+        own = chosen(cache, slots if role is None else slots[number : number + 1])
+        cache = interchange(cache, source, subspaces, slots=own, strength=strength)
+    return cache
+
+
+def chosen(cache: KVCache, slots: Sequence[int]) -> Bool[Tensor, "1 slots"]:
+    mask = torch.zeros(1, cache.slots, dtype=torch.bool, device=cache.ledger.tokens.device)
+    mask[0, list(slots)] = True
+    return mask
+
+
+def cells(view: str, layout: Layout, bands: Mapping[str, tuple[int, ...]], randoms: int) -> list[Cell]:
+    """What is edited: at all layers, K, V and both, every eraser and whole vectors, erased and exchanged; in each band, the
+    eraser and one random, erased. And the controls: every slot that a code can reach exchanged for the donor's, and none."""
+    found = []
+    for place in VIEWS[view]:
+        for part in (*PARTS, BOTH):
+            every = [LEACE, *random_names(randoms), FULL]
+            for kind, names in ((ERASE, [*every, INLP]), (SWAP, every)):
+                found += [cell(layout, kind, place, name, EVERY_LAYER, bands[EVERY_LAYER], part) for name in names]
+            names = [LEACE, *random_names(1), *([FULL] if part == BOTH else [])]
+            for band, layers in bands.items():
+                if band != EVERY_LAYER:
+                    found += [cell(layout, ERASE, place, name, band, layers, part) for name in names]
+    reached = tuple(range(layout.start, layout.stop))
+    for content in (DONOR, ITSELF):
+        labels = {"kind": CONTROL, "place": "", "name": content, "band": EVERY_LAYER}
+        found.append(Cell(bands[EVERY_LAYER], reached, BOTH, content=content, labels=labels))
+    return found
+
+
+def cell(layout: Layout, kind: str, place: str, name: str, band: str, layers: tuple[int, ...], part: str) -> Cell:
+    labels = {"kind": kind, "place": place, "name": name, "band": band}
+    return Cell(layers, layout.places[place], part, content=key(kind, place, name), labels=labels)
+
+
+def random_names(randoms: int) -> list[str]:
+    return [f"{RANDOM} {draw}" for draw in range(randoms)]
+
+
+def _average(base: KVCache, read: Mapping[str, Tensor], layout: Layout) -> KVCache:
+    """The base with the average over codes in each slot that a code can reach."""
+
+    def averaged(tensors: tuple[Tensor, ...], average: Float[Tensor, "layers slots width"]) -> tuple[Tensor, ...]:
+        found = []
+        for tensor, own in zip(tensors, average.to(tensors[0].device), strict=True):
+            filled = tensor.clone()
+            heads = own.unflatten(1, (tensor.shape[1], tensor.shape[3])).transpose(0, 1)
+            filled[0, :, layout.start : layout.stop] = heads.to(tensor.dtype)
+            found.append(filled)
+        return tuple(found)
+
+    return replace(base, keys=averaged(base.keys, read["average.K"]), values=averaged(base.values, read["average.V"]))

@@ -1,0 +1,99 @@
+"""Sessions of eight turns, each of which is summarised at once; the first holds a random code that no summary mentions.
+
+Thirty hand-written sessions differ in topic, people and phrasing. Each becomes a conversation of the segments system, T1,
+summary1, T2, summary2 … T8, summary8, Q; `code` is a part of T1, and `answer`, the same code, of Q. Every text but the code is
+the same whatever the code. Turns are short, because a study reads all of them for each code. Protocol of seed 003 and of the
+toy in arXiv 2604.09852, whose blocks are masked once they are summarised.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from kvprobe.transcript import Tokenizer, Tokens, Transcript
+
+TURNS = 8
+TURN_NAMES = tuple(f"T{number}" for number in range(1, TURNS + 1))
+SUMMARY_NAMES = tuple(f"summary{number}" for number in range(1, TURNS + 1))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user says, the reply, and the summary of both."""
+
+    user: str
+    assistant: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class Session:
+    """One hand-written session; the first turn's `user` holds `{code}` once, nothing else knows the code.
+
+    Attributes:
+        request: how this user asks for each summary.
+        question, answer: the last message asks for the code, and the answer ends before it.
+    """
+
+    id: str
+    system: str
+    request: str
+    question: str
+    answer: str
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.turns) != TURNS:
+            raise ValueError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
+
+
+@cache
+def sessions() -> tuple[Session, ...]:
+    """All sessions that ship with kvprobe."""
+    text = resources.files("kvprobe.tasks").joinpath("hops.yaml").read_text(encoding="utf-8")
+    return tuple(
+        Session(**{**entry, "turns": tuple(Turn(**turn) for turn in entry["turns"])}) for entry in yaml.safe_load(text)
+    )
+
+
+def conversation(session: Session, code: str) -> Transcript:
+    """The whole session with this code."""
+    messages: list[dict[str, object]] = [{"role": "system", "content": session.system}]
+    names = ["system"]
+    for turn, name, summary in zip(session.turns, TURN_NAMES, SUMMARY_NAMES, strict=True):
+        before, hole, after = turn.user.partition("{code}")
+        user = [before, {"text": code, "name": "code"}, after] if hole else turn.user
+        messages += [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": turn.assistant},
+            {"role": "user", "content": session.request},
+            {"role": "assistant", "content": turn.summary},
+        ]
+        names += [name, name, summary, summary]
+    messages += [
+        {"role": "user", "content": session.question},
+        {"role": "assistant", "content": [session.answer + " ", {"text": code, "name": "answer"}]},
+    ]
+    return Transcript.from_messages(messages, [*names, "Q", "Q"])
+
+
+def agreeing(session: Session, codes: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]:
+    """The session's tokens with each code, which stand at the same slots and differ in the code alone.
+
+    Raises:
+        ValueError: the tokenizer joins the digits of some codes with the text around them.
+    """
+    rows = [conversation(session, code).tokens(tokenizer) for code in codes]
+
+    def around(row: Tokens) -> tuple[object, ...]:
+        return tuple(part or token for token, part in zip(row.ids, row.parts, strict=True)), row.segments
+
+    if any(around(row) != around(rows[0]) for row in rows):
+        raise ValueError(
+            "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens after "
+            "them; use a model that tokenises digits apart."
+        )
+    return rows

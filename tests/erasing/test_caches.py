@@ -1,0 +1,122 @@
+"""Erasing inside a cache, and patching along an eraser: what is touched, and what is not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvprobe.cache import KVCache
+from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace
+from kvprobe.model import Model
+from kvprobe.patching import LogitDiff, patch_sweep
+from kvprobe.transcript import Tokens
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return torch.randint(2, 60, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def cache_of(model: Model, seed: int) -> KVCache:
+    return model.prefill(Tokens.of(ids(seed, 6), "T1") + Tokens.of(ids(seed + 1, 5), "T2", 6))
+
+
+def eraser_of(width: int, heads: int | None = None, seed: int = 0) -> Eraser:
+    """Some eraser of vectors of this width, or of each of so many heads."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (60, width) if heads is None else (heads, 60, width)
+    labels = torch.randint(0, 3, (60,), generator=generator)
+    return leace(torch.randn(shape, generator=generator), labels, 3)
+
+
+def width_of(cache: KVCache) -> int:
+    return cache.n_kv_heads * cache.values[0].shape[3]
+
+
+def test_only_the_chosen_slots_of_layers_and_parts_with_an_eraser_are_touched(tiny: Model):
+    cache = cache_of(tiny, 0)
+    eraser = eraser_of(width_of(cache))
+    found = erase(cache, {(1, "V"): eraser}, "T2")
+    assert found.ledger is cache.ledger
+    for layer in range(cache.n_layers):
+        assert torch.equal(found.keys[layer], cache.keys[layer])
+        same = (found.values[layer] == cache.values[layer]).all(3).all(1)[0]
+        assert same.tolist() == [True] * 6 + [layer != 1] * 5
+    vectors = cache.values[1][0].transpose(0, 1).flatten(1)
+    expected = eraser.erased(vectors)[6:]
+    torch.testing.assert_close(found.values[1][0].transpose(0, 1).flatten(1)[6:], expected)
+
+
+def test_an_eraser_of_each_head_reads_only_its_own(tiny_llama: Model):
+    cache = cache_of(tiny_llama, 0)
+    heads, width = cache.n_kv_heads, cache.keys[0].shape[3]
+    eraser = eraser_of(width, heads)
+    found = erase(cache, {(0, "K"): eraser}, "T1")
+    for head in range(heads):
+        expected = eraser.at(head).erased(cache.keys[0][0, head, :6])
+        torch.testing.assert_close(found.keys[0][0, head, :6], expected)
+
+
+def test_an_exchange_of_everything_is_a_patch_and_of_nothing_the_base(tiny_llama: Model):
+    base, donor = cache_of(tiny_llama, 0), cache_of(tiny_llama, 20)
+    width = width_of(base)
+    whole = {(2, "K"): Subspace.spanned(torch.randn(width, width, generator=torch.Generator().manual_seed(3)))}
+    slots = torch.zeros(1, base.slots, dtype=torch.bool)
+    slots[0, [2, 9]] = True
+    found = interchange(base, donor, whole, slots=slots)
+    patched = base.patch(donor, slots=slots, layers=[2], part="K")
+    torch.testing.assert_close(found.keys[2], patched.keys[2])
+    assert torch.equal(interchange(base, donor, whole, slots=slots, strength=0.0).keys[2], base.keys[2])
+    half = interchange(base, donor, whole, slots=slots, strength=0.5).keys[2]
+    torch.testing.assert_close(half, (base.keys[2] + patched.keys[2]) / 2)
+
+
+def test_an_exchange_with_the_average_is_an_erasure_about_it(tiny_llama: Model):
+    base = cache_of(tiny_llama, 0)
+    eraser = eraser_of(width_of(base))
+    mean = eraser.mean.view(base.n_kv_heads, 1, -1).expand(-1, base.slots, -1)[None]
+    average = replace(base, values=(mean, *base.values[1:]))
+    torch.testing.assert_close(
+        interchange(base, average, {(0, "V"): eraser}, "T1").values[0],
+        erase(base, {(0, "V"): eraser}, "T1").values[0],
+    )
+
+
+def test_rows_of_a_batch_are_erased_each_in_its_own_slots(tiny_llama: Model):
+    one, other = cache_of(tiny_llama, 0), cache_of(tiny_llama, 20)
+    both, erasers = KVCache.join([one, other]), {(1, "V"): eraser_of(width_of(one))}
+    slots = torch.zeros(2, both.slots, dtype=torch.bool)
+    slots[0, 1] = slots[1, 4] = True
+    found = erase(both, erasers, slots=slots)
+    for row, cache in enumerate((one, other)):
+        expected = erase(cache, erasers, slots=slots[row : row + 1])
+        torch.testing.assert_close(found.values[1][row], expected.values[1][0])
+
+
+def test_a_cell_may_be_swapped_inside_an_eraser_and_the_rest_is_what_lies_outside(tiny_llama: Model):
+    base, donor = cache_of(tiny_llama, 0), cache_of(tiny_llama, 20)
+    along = {(1, "V"): eraser_of(width_of(base))}
+    suffix = Tokens.of(ids(9, 4), "question", int(base.ledger.following[0]))
+    over = {"layer": [1], "segment": ["T2"]}
+    table = patch_sweep(
+        tiny_llama, base, donor, suffix, LogitDiff(5, 9), over, parts=("V",), along=along, progress=False
+    ).df()
+    values = table.set_index("content")["value"]
+    inside = interchange(base, donor, along, "T2")
+    logits = tiny_llama.extend(inside, suffix)[1][0, -1]
+    assert values["along"] == pytest.approx(float(logits[5] - logits[9]), abs=1e-4)
+    assert values["rest"] != pytest.approx(values["full"], abs=1e-5)
+
+
+def test_erasers_that_fit_no_site_are_refused_in_one_sentence(tiny_llama: Model):
+    cache = cache_of(tiny_llama, 0)
+    eraser = eraser_of(width_of(cache))
+    with pytest.raises(ValueError, match="no 'V' at layer 9"):
+        erase(cache, {(9, "V"): eraser}, "T1")
+    with pytest.raises(ValueError, match="KV heads × numbers to a head"):
+        erase(cache, {(0, "V"): eraser_of(5)}, "T1")
+    with pytest.raises(ValueError, match="T3"):
+        erase(cache, {(0, "V"): eraser}, "T3")
+    with pytest.raises(ValueError, match="but not both"):
+        erase(cache, {(0, "V"): eraser})
+    with pytest.raises(ValueError, match="slots, the base"):
+        interchange(cache, tiny_llama.prefill(Tokens.of(ids(1, 4), "T1")), {(0, "V"): eraser}, "T1")

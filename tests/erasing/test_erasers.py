@@ -1,0 +1,173 @@
+"""Erasers against the theorem that they rest on, an independent implementation, and probes trained anew."""
+
+from dataclasses import replace
+
+import concept_erasure
+import numpy as np
+import pytest
+import torch
+
+from kvprobe.erasing import Eraser, inlp, leace, leace_of, random_eraser
+from kvprobe.probing.gram import Moments, one_hot_answers
+from kvprobe.probing.ridge import ridge_probes
+from tests.probing.planted import planted
+
+CLASSES = 4
+
+
+def data(targets: int = 2, probes: int = 1, samples: int = 900) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return planted(samples, CLASSES, 2.0, probes=probes, targets=targets, spare=6)
+
+
+def covariance_with_labels(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    answers = one_hot_answers(torch.atleast_2d(labels), CLASSES, torch.float64)
+    centred = features.double() - features.double().mean(-2, keepdim=True)
+    return centred.mT @ (answers - answers.mean(0)) / len(answers)
+
+
+def moments(features: torch.Tensor, labels: torch.Tensor) -> Moments:
+    return Moments.of(features.double(), one_hot_answers(labels, CLASSES, torch.float64))
+
+
+def test_after_leace_every_class_has_the_mean_of_all_and_that_mean_stays():
+    features, labels, _ = data(targets=1)
+    erased = leace(features[0], labels[0], CLASSES).erased(features[0])
+    mean = features[0].mean(0)
+    for label in range(CLASSES):
+        own = labels[0] == label
+        assert (features[0, own].mean(0) - mean).abs().max() > 1
+        torch.testing.assert_close(erased[own].mean(0), mean, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 0.1, 1.0])
+def test_after_leace_nothing_covaries_with_the_labels_whatever_the_shrinkage(shrinkage: float):
+    features, labels, _ = data()
+    eraser = leace_of(moments(features, labels), shrinkage)
+    before, after = (covariance_with_labels(each, labels).abs().max() for each in (features, eraser.erased(features)))
+    assert before > 0.1
+    assert after < 1e-4 * before
+    assert eraser.rank.tolist() == [2 * (CLASSES - 1)]
+
+
+def test_a_probe_trained_anew_reads_no_more_than_chance_where_it_read_nearly_all():
+    features, labels, folds = data()
+    erased = leace(features, labels, CLASSES).erased(features)
+    right = [
+        ridge_probes(each, labels, folds, CLASSES).predicted.eq(labels).double().mean() for each in (features, erased)
+    ]
+    commonest = labels.mode(1).values[:, None].eq(labels).double().mean()
+    assert right[0] > 0.8
+    assert right[1] < commonest + 0.03
+
+
+def test_leace_changes_least_of_all_maps_that_erase_as_much():
+    """Any other such map projects along the same directions but reads them in another metric."""
+    features, labels, _ = data()
+    own = moments(features, labels)
+    least = leace_of(own)
+    change = (least.erased(features) - features).square().sum(-1).mean()
+    assert change / features.var(1, correction=0).sum() == pytest.approx(float(least.share), rel=1e-3)
+    for seed in range(5):
+        half = torch.randn(own.gram.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        half = own.gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None] * half
+        other = leace_of(replace(own, gram=own.gram + half @ half.mT))
+        assert covariance_with_labels(other.erased(features), labels).abs().max() < 1e-4
+        moved = (other.read @ other.write).mT @ (own.gram / own.count).float() @ (other.read @ other.write)
+        assert float(moved.diagonal(dim1=1, dim2=2).sum()) > 1.01 * float(change)
+
+
+def test_leace_is_that_of_the_concept_erasure_package():
+    features, labels, _ = data()
+    answers = one_hot_answers(labels, CLASSES, torch.float64)
+    fitter = concept_erasure.LeaceFitter.fit(
+        features[0].double(), answers, shrinkage=False, constrain_cov_trace=False, svd_tol=1e-6
+    )
+    expected = fitter.eraser(features[0].double())
+    torch.testing.assert_close(
+        leace(features[0], labels, CLASSES).erased(features[0]).double(), expected, atol=2e-3, rtol=1e-4
+    )
+
+
+def test_sites_of_a_batch_are_erased_each_by_itself():
+    features, labels, _ = data(probes=3)
+    together = leace(features, labels, CLASSES)
+    for site in range(3):
+        alone = leace(features[site], labels, CLASSES)
+        torch.testing.assert_close(
+            together.at(site).erased(features[site]), alone.erased(features[site]), atol=1e-3, rtol=0
+        )
+
+
+def test_strength_goes_from_nothing_to_all_and_beyond_and_all_of_it_twice_is_once():
+    features, labels, _ = data()
+    eraser = leace(features, labels, CLASSES)
+    torch.testing.assert_close(eraser.erased(features, 0.0), features)
+    whole = eraser.erased(features)
+    torch.testing.assert_close(eraser.erased(whole), whole, atol=1e-2, rtol=0)
+    torch.testing.assert_close(eraser.erased(features, 2.0), 2 * whole - features, atol=1e-2, rtol=0)
+
+
+def test_a_site_at_which_the_labels_tell_nothing_is_left_alone():
+    features, labels, _ = data(targets=1, probes=2)
+    features[1] = 5.0
+    eraser = leace(features, labels, CLASSES)
+    assert eraser.rank.tolist() == [CLASSES - 1, 0]
+    torch.testing.assert_close(eraser.erased(features)[1], features[1])
+
+
+def test_a_random_eraser_takes_as_much_whitened_variance_in_as_many_directions_and_leaves_the_concept():
+    features, labels, folds = data(probes=2)
+    features[1] = features[1, :, :1] + torch.randn(features[1].shape, generator=torch.Generator().manual_seed(1))
+    # Two dimensions of the first site do not vary, and take no direction.
+    features[0, :, :2] = 3.0
+    like = leace(features, labels, CLASSES)
+    drawn = random_eraser(like, np.random.default_rng(0))
+    assert drawn.rank.tolist() == like.rank.tolist()
+    for eraser in (like, drawn):
+        for site in range(2):
+            change = (features[site] - eraser.at(site).erased(features[site])).double()
+            whitened = change.mT @ change / len(change) @ torch.linalg.pinv(like.covariance[site].double(), rtol=1e-7)
+            assert float(whitened.trace()) == pytest.approx(float(like.rank[site]), rel=0.02)
+    moved = drawn.erased(features)
+    torch.testing.assert_close(moved[0, :, :2], features[0, :, :2], atol=1e-4, rtol=0)
+    right = ridge_probes(moved[:1], labels, folds, CLASSES).predicted.eq(labels).double().mean()
+    assert right > 0.5
+    again = random_eraser(like, np.random.default_rng(0))
+    assert torch.equal(again.read, drawn.read)
+
+
+def test_inlp_stops_at_chance_and_takes_a_direction_for_each_class_it_tells():
+    features, labels, folds = planted(900, CLASSES, 2.0, probes=2, spare=40)
+    features[1] = torch.randn(features[1].shape, generator=torch.Generator().manual_seed(2))
+    eraser = inlp(features, labels, CLASSES, folds == 0, rounds=6)
+    assert CLASSES - 1 <= int(eraser.rank[0]) < features.shape[2]
+    assert eraser.rank[1] == 0
+    projection = eraser.read @ eraser.write
+    torch.testing.assert_close(projection @ projection, projection, atol=1e-3, rtol=0)
+    erased = eraser.erased(features[:1].expand(2, -1, -1))[:1]
+    right = ridge_probes(erased, labels, folds, CLASSES).predicted.eq(labels).double().mean()
+    assert right < 1 / CLASSES + 0.08
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_erased_is_refused_in_one_sentence():
+    features, labels, folds = data()
+    with pytest.raises(ValueError, match="900 samples with 10 labels"):
+        leace(features, labels[:, :10], CLASSES)
+    with pytest.raises(ValueError, match="Labels must lie in 0 to 2"):
+        leace(features, labels, 3)
+    features[0, 3, 1] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        leace(features, labels, CLASSES)
+    features[0, 3, 1] = 0.0
+    with pytest.raises(ValueError, match="0 of 900 samples are held out"):
+        inlp(features, labels, CLASSES, torch.zeros_like(folds, dtype=torch.bool))
+    with pytest.raises(ValueError, match="the one class"):
+        inlp(features, torch.zeros_like(labels), CLASSES, folds == 0)
+
+
+def test_an_eraser_of_one_site_is_that_of_the_batch():
+    features, labels, _ = data(probes=2)
+    eraser = leace(features, labels, CLASSES)
+    assert isinstance(eraser.at(1), Eraser)
+    torch.testing.assert_close(eraser.at(1).share, eraser.share[1])

@@ -1,0 +1,85 @@
+"""The shipped sessions, whose code stands in one turn and in no summary; and tokens that agree but for the code."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from kvprobe.loading import resolve_folder
+from kvprobe.studies.multihop.config import AVAILABLE_SESSIONS
+from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, agreeing, conversation, sessions
+from kvprobe.tasks.passcode import draw_codes
+
+every_session = pytest.mark.parametrize("session", sessions(), ids=lambda session: session.id)
+
+
+@pytest.fixture(scope="module", params=["its own template", "no template"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """SmolLM2's, with its chat template and, as base models have it, without one."""
+    found = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
+    if request.param == "no template":
+        found.chat_template = None
+    return found
+
+
+def texts(session: Session) -> list[str]:
+    said = [text for turn in session.turns for text in (turn.user, turn.assistant, turn.summary)]
+    return [session.system, session.request, session.question, session.answer, *said]
+
+
+def test_there_are_as_many_sessions_as_settings_allow_and_no_text_stands_twice():
+    every = [text for session in sessions() for text in texts(session)]
+    assert len(sessions()) == AVAILABLE_SESSIONS
+    assert len(set(every)) == len(every)
+    assert len({session.id for session in sessions()}) == len(sessions())
+
+
+@every_session
+def test_the_code_stands_in_the_first_turn_and_nothing_else_has_a_digit(session: Session):
+    assert session.turns[0].user.count("{code}") == 1
+    said = " ".join(texts(session))
+    assert said.count("{") == 1
+    assert not re.search(r"\d", said)
+    segments: dict[str, str] = {}
+    for message in conversation(session, "48213").messages:
+        segments[message.segment] = segments.get(message.segment, "") + message.text
+    assert [name for name, text in segments.items() if "48213" in text] == [TURN_NAMES[0], "Q"]
+
+
+@every_session
+def test_turns_are_short_and_each_has_a_summary_right_after_it(session: Session):
+    for turn in session.turns:
+        assert len(turn.user.split()) <= 25
+        assert len(turn.assistant.split()) <= 20
+        assert len(turn.summary.split()) <= 20
+    expected = [name for pair in zip(TURN_NAMES, SUMMARY_NAMES, strict=True) for name in pair]
+    assert conversation(session, "48213").segments == ("system", *expected, "Q")
+
+
+def test_codes_move_nothing(tokenizer: Any):
+    codes = draw_codes(3, np.random.default_rng(0), tokenizer)
+    for session in sessions():
+        rows = agreeing(session, codes, tokenizer)
+        for row, code in zip(rows, codes, strict=True):
+            for part in ("code", "answer"):
+                place = row.part(part)
+                assert tokenizer.decode(row.ids[place]).strip() == code
+                assert place == rows[0].part(part)
+            assert (
+                row.ids[row.part("code").stop : row.part("answer").start]
+                == (rows[0].ids[row.part("code").stop : row.part("answer").start])
+            )
+
+
+def test_codes_that_shift_the_tokens_after_them_are_refused(tokenizer: Any):
+    with pytest.raises(ValueError, match="use a model that tokenises digits apart"):
+        agreeing(sessions()[0], ["48213", "482135"], tokenizer)
+
+
+def test_a_session_of_seven_turns_is_refused():
+    session = sessions()[0]
+    with pytest.raises(ValueError, match="has 7 turns; expected 8"):
+        replace(session, turns=session.turns[:7])
