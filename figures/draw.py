@@ -12,12 +12,15 @@ import kvprobe.studies.bitflips.study as bitflips
 import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.dangling.study as dangling_study
+import kvprobe.studies.features.study as features
 import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
+import kvprobe.studies.multihop.study as multihop
 import kvprobe.studies.patching.study as patching
 import kvprobe.studies.policies.study as policies
 import kvprobe.studies.robustness.study as robustness
+import kvprobe.studies.use.study as use
 from kvprobe.plots import save
 from kvprobe.runs import Run
 from kvprobe.studies.bands.config import Config as BandsConfig
@@ -26,13 +29,16 @@ from kvprobe.studies.carriers.config import Config as CarriersConfig
 from kvprobe.studies.compaction.config import Config as CompactionConfig
 from kvprobe.studies.compaction.figures import by_arm, dangling
 from kvprobe.studies.dangling.config import Config as DanglingConfig
+from kvprobe.studies.features.config import Config as FeaturesConfig
 from kvprobe.studies.filter_poison.config import Config as FilterPoisonConfig
 from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
 from kvprobe.studies.leakage.config import Config as LeakageConfig
 from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
+from kvprobe.studies.multihop.config import Config as MultihopConfig
 from kvprobe.studies.patching.config import Config as PatchingConfig
 from kvprobe.studies.policies.config import Config as PoliciesConfig
 from kvprobe.studies.robustness.config import Config as RobustnessConfig
+from kvprobe.studies.use.config import Config as UseConfig
 
 GALLERY = Path(__file__).resolve().parent
 RUNS = GALLERY.parent / "runs"
@@ -45,6 +51,17 @@ def main() -> None:
     probes = probes[probes["read"] == "mean"]
     save(accuracy_by_layer(probes, metrics["chance"], ["v"]), GALLERY / "leakage")
     save(heatmap(probes, metrics), GALLERY / "leakage_by_segment")
+    topic = leakage.run(LeakageConfig(secret="topic"), RUNS)
+    probes = topic.df("probes")
+    probes = probes[probes["read"] == "mean"]
+    save(accuracy_by_layer(probes, topic.metrics["chance"], ["resid_post"]), GALLERY / "leakage_topic")
+    copy(use.run(UseConfig(), RUNS), "read_and_used", "use")
+    finished = multihop.run(MultihopConfig(), RUNS)
+    copy(finished, "by_distance", "multihop")
+    copy(finished, "transfer", "multihop_transfer")
+    finished = features.run(FeaturesConfig(), RUNS)
+    copy(finished, "differences", "features")
+    copy(finished, "curves_resid_post_7", "features_sparse")
 
     finished = compaction.run(CompactionConfig(), RUNS)
     save(by_arm(finished.metrics), GALLERY / "mask_or_restart")
