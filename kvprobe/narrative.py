@@ -4,9 +4,11 @@ All text here is plain and untrusted: the renderer escapes it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvprobe.transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,32 @@ class Passage:
     text: str
     struck: bool = False
     marked: str | None = None
+
+
+def passages_of(
+    chat: Transcript,
+    *,
+    struck: Collection[str] = (),
+    marked: str | None = None,
+    told: Collection[str] | None = None,
+) -> list[Passage]:
+    """The messages of a conversation.
+
+    Args:
+        struck: segments that are masked.
+        marked: a text that is marked where it stands.
+        told: in these segments alone.
+    """
+    return [
+        Passage(
+            message.segment,
+            message.role,
+            message.text,
+            struck=message.segment in struck,
+            marked=marked if marked and marked in message.text and (told is None or message.segment in told) else None,
+        )
+        for message in chat.messages
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.model import Model
-from kvprobe.narrative import Passage, Report, Section, Table
+from kvprobe.narrative import Report, Section, Table, passages_of
 from kvprobe.studies.bands.analyse import conditions, together
 from kvprobe.studies.bands.collect import CUTS, tasks_of
 from kvprobe.studies.bands.config import NOISES, Config
@@ -234,7 +234,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
             ),
             "Noise is matched to what it replaces in these ways:",
         ],
-        passages=[Passage(each.segment, each.role, each.text) for each in item.chat.messages],
+        passages=passages_of(item.chat),
         tables=[
             Table(
                 columns=["task", "score", "clean accuracy", "chance", "items", "tokens of a prompt"],

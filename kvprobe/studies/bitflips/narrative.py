@@ -8,7 +8,7 @@ import torch
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config
@@ -148,15 +148,7 @@ def warnings(metrics: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
 def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     task = tasks_of(config)[0]
     item = task.items(1, config.seed)[0]
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            marked=item.answer if item.answer in message.text else None,
-        )
-        for message in item.chat.messages
-    ]
+    passages = passages_of(item.chat, marked=item.answer)
     dtypes = dtypes_of(config)
     bits = sum(LAYOUTS[dtype].bits for dtype in dtypes)
     return Section(

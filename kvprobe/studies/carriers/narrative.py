@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, HeatMap, Passage, Report, Section, Table, TokenView
+from kvprobe.narrative import Figure, HeatMap, Report, Section, Table, TokenView, passages_of
 from kvprobe.studies.carriers.analyse import BOTH, COMPARED, share
 from kvprobe.studies.carriers.collect import DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.config import Config
@@ -292,16 +292,8 @@ def _percent_fine(values: Mapping[str, float]) -> str:
 def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     context, compaction = contexts()[0], compactions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            struck=message.segment == HIDDEN,
-            marked=code if message.segment in (HIDDEN, "ask") else None,
-        )
-        for message in compacted_conversation(context, compaction, code).messages
-    ]
+    chat = compacted_conversation(context, compaction, code)
+    passages = passages_of(chat, struck=(HIDDEN,), marked=code, told=(HIDDEN, "ask"))
     rows = [
         [
             QUESTION_NAMES[each["question"]],

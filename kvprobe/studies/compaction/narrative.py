@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, HIDDEN_SEGMENTS, MASK, RESTART
 from kvprobe.studies.compaction.collect import CALIBRATION
@@ -137,16 +137,8 @@ def answer_code(metrics: Mapping[str, Any]) -> str:
 def _conversation_section(model: Model, config: Config) -> Section:
     context, compaction = contexts()[0], compactions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            struck=message.segment in HIDDEN_SEGMENTS,
-            marked=code if message.segment in ("T2", "ask") else None,
-        )
-        for message in compacted_conversation(context, compaction, code).messages
-    ]
+    chat = compacted_conversation(context, compaction, code)
+    passages = passages_of(chat, struck=HIDDEN_SEGMENTS, marked=code, told=("T2", "ask"))
     return Section(
         title="What the model reads",
         paragraphs=[

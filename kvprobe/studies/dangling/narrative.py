@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.model import Model
-from kvprobe.narrative import AttentionView, Figure, Passage, Report, Section, Table
+from kvprobe.narrative import AttentionView, Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.dangling.analyse import PLACES
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, TOP
@@ -264,10 +264,7 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
 
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     fact = facts(listed("kinds", config.kinds, str)[:1])[0]
-    passages = [
-        Passage(message.segment, message.role, message.text, struck=message.segment == HIDDEN)
-        for message in conversation(fact, fact.values[0]).messages
-    ]
+    passages = passages_of(conversation(fact, fact.values[0]), struck=(HIDDEN,))
     return Section(
         title="What was done",
         paragraphs=[

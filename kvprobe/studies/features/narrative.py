@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table, TokenView
+from kvprobe.narrative import Figure, Report, Section, Table, TokenView, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.features.analyse import ARMS, FLIPS, LEVEL, PARTS
 from kvprobe.studies.features.collect import HIDDEN_SEGMENTS, READERS, RESTARTED, SPLICED
@@ -196,16 +196,7 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _read_section(config: Config) -> Section:
     context = contexts()[0]
     code = "48213"
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            struck=message.segment in HIDDEN_SEGMENTS,
-            marked=code if message.segment in ("T2", "T3") else None,
-        )
-        for message in conversation(context, code).messages
-    ]
+    passages = passages_of(conversation(context, code), struck=HIDDEN_SEGMENTS, marked=code, told=("T2", "T3"))
     return Section(
         title="What is read",
         paragraphs=[

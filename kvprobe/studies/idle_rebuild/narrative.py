@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.idle_rebuild.analyse import SHOWN
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, LISTENERS, SPEAKERS
 from kvprobe.studies.idle_rebuild.config import Config
@@ -141,11 +141,8 @@ def _slack(metrics: Mapping[str, Any]) -> float:
 
 def _session_section(config: Config) -> Section:
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
-    passages = [
-        Passage(segment=message.segment, role=message.role, text=message.text, struck=message.segment in SUMMARISED)
-        for message in conversation(sessions()[0]).messages
-        if message.segment in shown
-    ]
+    every = passages_of(conversation(sessions()[0]), struck=SUMMARISED)
+    passages = [passage for passage in every if passage.segment in shown]
     return Section(
         title="What the model reads",
         paragraphs=[

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage.analyse import CHANGED, LEVEL, Analysis
@@ -174,16 +174,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     hidden, words = secret(config.secret), WORDS[config.secret]
     context = hidden.contexts[0]
     text = hidden.draw(1, 1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0][0]
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            struck=message.segment in HIDDEN_SEGMENTS,
-            marked=text if message.segment in ("T2", "T3") else None,
-        )
-        for message in conversation(context, text).messages
-    ]
+    passages = passages_of(conversation(context, text), struck=HIDDEN_SEGMENTS, marked=text, told=("T2", "T3"))
     return Section(
         title="What the model reads",
         paragraphs=[

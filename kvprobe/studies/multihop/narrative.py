@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.probing.splits import SPLITS, Split
 from kvprobe.studies.multihop.analyse import TRANSFERRED
@@ -148,16 +148,7 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
 def _session_section(model: Model, config: Config) -> Section:
     session = sessions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            struck=message.segment in TURN_NAMES,
-            marked=code if message.segment in (TURN_NAMES[0], "Q") else None,
-        )
-        for message in conversation(session, code).messages
-    ]
+    passages = passages_of(conversation(session, code), struck=TURN_NAMES, marked=code, told=(TURN_NAMES[0], "Q"))
     return Section(
         title="What the model reads",
         paragraphs=[

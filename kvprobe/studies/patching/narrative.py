@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.patching.analyse import FEWEST, PARTS, SHARE
 from kvprobe.studies.patching.collect import VALUE
@@ -234,15 +234,7 @@ def _attribution_sentence(found: Mapping[str, Any]) -> str:
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     kinds = listed("kinds", config.kinds, str)
     fact = facts(kinds[:1])[0]
-    passages = [
-        Passage(
-            message.segment,
-            message.role,
-            message.text,
-            marked=fact.values[0] if message.segment in ("fact", "question") else None,
-        )
-        for message in conversation(fact, fact.values[0]).messages
-    ]
+    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], told=("fact", "question"))
     able = [f"{entry['kind']} {entry['able']} of {entry['runs']}" for entry in metrics["pairs"]["kinds"]]
     return Section(
         title="What was done",

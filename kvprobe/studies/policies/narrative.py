@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.policies.analyse import ABOVE_CHANCE, MEASURES, TOLERANCE, judged_budgets
 from kvprobe.studies.policies.collect import (
@@ -204,15 +204,7 @@ def _policy_of(name: str, metrics: Mapping[str, Any]) -> str:
 def _conversation_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     given, chat = sample_conversation(model, config, 0)
     full = metrics["full"]
-    passages = [
-        Passage(
-            segment=message.segment,
-            role=message.role,
-            text=message.text,
-            marked=given.code if message.segment == "needle" and message.role == "user" else None,
-        )
-        for message in chat.messages
-    ]
+    passages = passages_of(chat, marked=given.code, told=("needle",))
     instruction, value = given.instructions[0]
     return Section(
         title="What the model reads",

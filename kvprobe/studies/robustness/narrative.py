@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvprobe.model import Model
-from kvprobe.narrative import Passage, Report, Section, Table
+from kvprobe.narrative import Passage, Report, Section, Table, passages_of
 from kvprobe.published import Published
 from kvprobe.stats import Estimate
 from kvprobe.studies.robustness.collect import cases
@@ -205,12 +205,7 @@ def _clean(task: Mapping[str, Any]) -> str:
 def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Task]) -> Section:
     examples = next(iter(metrics["tasks"].values()))["examples"]
     item = tasks[0].items(examples["place"] + 1, config.seed)[-1]
-    chat = [
-        Passage(
-            message.segment, message.role, message.text, marked=item.answer if item.answer in message.text else None
-        )
-        for message in item.chat.messages
-    ]
+    chat = passages_of(item.chat, marked=item.answer)
     if item.lead:
         chat.append(Passage("generation", "assistant", f"{item.lead} …"))
     said = [["sound cache", _quoted(examples["clean"])]]
