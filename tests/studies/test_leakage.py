@@ -20,10 +20,10 @@ from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting
 from kvprobe.studies.leakage.analyse import ARMS, CHANGED
+from kvprobe.studies.leakage.answers import answer_probe, answer_use
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import FAMILY_NAMES
-from kvprobe.studies.leakage.narrative import answer_probe, answer_use
 from kvprobe.tasks.passcode import contexts, conversation
 
 SMALL = Config(contexts=5, samples=50, folds=3, permutations=9, batch=10)
