@@ -7,6 +7,7 @@ in bits as well as in hits; and over all sites with family-wise p-values. There 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ FLOOR = "restart"
 """The name of the floor that a leak is measured from."""
 
 CONTROL = "hash control"
+
+CONTROLS = 4
+"""Control tasks that are drawn at least; each place of a target has its own."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,9 @@ def _under(
     """Everything under one split."""
     labels, classes = features.labels, len(features.target.classes)
     fold = fold_numbers(split, features.contexts, how.folds, rng)
-    drawn = hash_control(labels, features.contexts.tolist(), classes, int(rng.integers(2**31)))
+    # One draw of a control task is itself a matter of luck.
+    seeds = rng.integers(2**31, size=ceil(CONTROLS / len(labels))).tolist()
+    drawn = torch.cat([hash_control(labels, features.contexts.tolist(), classes, seed) for seed in seeds])
     fits = fit_sites(features, split, fold, solver=how.solver, done=done)
     control = fit_sites(features, split, fold, labels=drawn, solver=how.solver, done=done)
     others = {name: fit_sites(floor, split, fold, solver=how.solver, done=done) for name, floor in floors.items()}
