@@ -34,7 +34,7 @@ class Config:
     contexts: int = AVAILABLE_CONTEXTS
     samples: int = 768
     folds: int = 5
-    permutations: int = 99
+    permutations: int = 49
     untrained: bool = False
     batch: int = 32
     seed: int = 0
