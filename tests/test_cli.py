@@ -16,7 +16,16 @@ def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["run", "leakage", "--help"], ["attend", "--help"], ["scan", "--help"], ["publish", "--help"], ["ls"]]
+    "arguments",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["run", "leakage", "--help"],
+        ["attend", "--help"],
+        ["scan", "--help"],
+        ["publish", "--help"],
+        ["ls"],
+    ],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]):
     check = (

@@ -134,6 +134,10 @@ class SparseFeatures:
             raise ValueError("This is a transcoder, which writes elsewhere than it reads; give an SAE.")
         if config.metadata.hook_head_index is not None or config.reshape_activations != "none":
             raise ValueError("The SAE reads single heads; kvprobe reads KV heads side by side, so give one trained so.")
+        if config.normalize_activations in ("layer_norm", "constant_norm_rescale"):
+            raise ValueError(
+                f"The SAE rescales each activation ({config.normalize_activations}), so its decoding is not linear; give one trained without."
+            )
         if config.normalize_activations == "expected_average_only_in":
             raise ValueError(
                 "The SAE expects activations scaled by a factor that its files do not hold; fold it into the weights first "

@@ -33,7 +33,10 @@ _ROWS: dict[str, tuple[str, Callable[[Estimate], str]]] = {
         "permutation floor: accuracy with labels permuted within conversations",
         lambda value: f"{100 * value.mean:.1f} %",
     ),
-    "p": ("p of the accuracy by these permutations, over all sites", lambda value: f"{value.mean:.2g}"),
+    "p": (
+        "family-wise p of the usual site, by these permutations and at one fixed penalty",
+        lambda value: f"{value.mean:.2g}",
+    ),
     "selectivity": ("selectivity: accuracy less that on the hash control task", points),
     "bits": ("bits of information per label", lambda value: plain(value, 3)),
 }
@@ -193,10 +196,11 @@ def _rows(card: Card) -> list[str]:
 def _gain(card: Card) -> str:
     training = card.training
     if training.gain is None:
-        return "In conversations never seen it is never so sure that nine of ten such readings are right, so no single reading is a leak."
+        return "On its training conversations, each held out in turn, it was never so sure that nine of ten such readings were right, so no single reading is a leak."
     return (
-        f"In conversations never seen, nine of ten of its readings are right where the class is likelier than in the restart by "
-        f"{training.gain:.2f} bits or more; {100 * (training.power or 0):.0f} % of all readings are. Less is not to be called a leak."
+        f"On its training conversations, each held out in turn, nine of ten of its readings were right where the class is likelier than "
+        f"in the restart by {training.gain:.2f} bits or more; {100 * (training.power or 0):.0f} % of all readings were so. The threshold was "
+        "found on these conversations, so expect somewhat fewer to be right. Less is not to be called a leak."
     )
 
 
@@ -212,5 +216,5 @@ def _use(card: Card) -> str:
 
 
 def _inert(text: str) -> str:
-    """Text that opens neither markup nor a cell of a table."""
-    return html.escape(text, quote=False).replace("|", "\\|").replace("`", "'")
+    """Text that opens neither HTML, a link, nor a cell of a table."""
+    return html.escape(text, quote=False).replace("|", "\\|").replace("`", "'").replace("[", "\\[")

@@ -7,7 +7,6 @@ in bits as well as in hits; and over all sites with family-wise p-values. There 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,12 @@ from kvprobe.designs import Target
 from kvprobe.lens import Family
 from kvprobe.probing.calibration import Solver
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
+from kvprobe.probing.curves import chosen_curves
 from kvprobe.probing.description import description
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites, permuted_scores
 from kvprobe.probing.scan import false_discovery_rate, p_values, paired_features, step_down
-from kvprobe.probing.sparse import eta_squared, sparse_curves
+from kvprobe.probing.sparse import eta_squared
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import Estimate, cluster_bootstrap, cluster_weights
 from kvprobe.wording import percent, points
@@ -47,15 +47,16 @@ class Probing:
         target: what was to be recovered.
         table: one row per split and site: `accuracy` (mean over places) and `bits` (told per label), each with `_low` and
             `_high`; `floor`, `leak` (accuracy − floor, with interval) and `leak_bits`, where there is a restart floor; `control`
-            and `selectivity` (accuracy − hash control); `eta_squared` (mean over dimensions); `permuted` (mean accuracy with
+            and `selectivity` (accuracy − hash control), where there is one; `eta_squared` (mean over dimensions); `permuted` (mean accuracy with
             labels permuted in context), `p`, `p_family` (step-down max-T over all sites of the split) and `q` (Benjamini and
             Hochberg).
         summary: one row per split and reading, `retained` first, then each floor, the hash control, and what `context`, `text`
             and `majority` alone tell: `accuracy` and `bits` of the site chosen on inner folds, and `lead`, the accuracy of
             `retained` above it; all with intervals.
         floors: per split and floor, its own accuracy at every site, with `low` and `high`.
-        codelength: per split and place, bits per label by online coding from the site that most folds chose.
-        sparse: per split and k, accuracy from that site's k best dimensions.
+        codelength: per split and place, bits per label by online coding from the site that most folds chose. All samples had a
+            part in that choice, so of many sites it is flattered a little; compare accuracies for a claim.
+        sparse: per split and k, accuracy from the k best dimensions of the site that each fold chose, and from k at random.
         picks: per split, the site that each test fold chose.
         right: per split and reading, which samples' places were read right by the chosen site.
         use: what the model itself says of the answer, a row per sample and arm; None if it was not asked.
@@ -94,7 +95,8 @@ def probe_features(
     rng: np.random.Generator,
     note: str = "Fitting probes",
 ) -> Probing:
-    """Fit and test probes at every site under the three splits; with one context, under the random split alone.
+    """Fit and test probes at every site under the three splits; with one context, under the random split alone and without a
+    hash control, which there would only give the labels other names.
 
     Args:
         floors: features of the same samples by what they are (`restart`, `embedding`, `random model`); `restart` is what a
@@ -133,13 +135,14 @@ def claim(probing: Probing, split: str) -> str:
     rows = probing.summary[probing.summary["split"] == split].set_index("reading")
     read = _interval(rows.loc["retained"], "accuracy")
     floor = f"{FLOOR} floor {percent(_interval(rows.loc[FLOOR], 'accuracy'))}, " if FLOOR in rows.index else ""
-    lead = FLOOR if FLOOR in rows.index else "majority"
+    blind = rows.loc[[name for name in ("context", "text", "majority", "embedding") if name in rows.index], "accuracy"]
+    lead = FLOOR if FLOOR in rows.index else str(blind.astype(float).idxmax())
     above = _interval(rows.loc[lead], "lead")
     found = "decodable" if above.low > 0 else "not decodable"
     return (
         f"{split}: {found} above the {lead}; a probe reads {percent(read)} of {probing.target.name} ({floor}chance "
-        f"{probing.chance:.0%}), {points(above)} above it, with a selectivity of "
-        f"{points(_interval(rows.loc[CONTROL], 'lead'))}."
+        f"{probing.chance:.0%}), {points(above)} above it"
+        + (f", with a selectivity of {points(_interval(rows.loc[CONTROL], 'lead'))}." if CONTROL in rows.index else ".")
     )
 
 
@@ -172,14 +175,14 @@ def _under(
     """Everything under one split."""
     labels, classes = features.labels, len(features.target.classes)
     fold = fold_numbers(split, features.contexts, how.folds, rng)
-    # One draw of a control task is itself a matter of luck.
-    seeds = rng.integers(2**31, size=ceil(CONTROLS / len(labels))).tolist()
-    drawn = torch.cat([hash_control(labels, features.contexts.tolist(), classes, seed) for seed in seeds])
+    drawn = _control_tasks(features, rng) if len(set(features.contexts)) > 1 else None
     fits = fit_sites(features, split, fold, solver=how.solver, done=done)
-    control = fit_sites(features, split, fold, labels=drawn, solver=how.solver, done=done)
+    control = None
+    if drawn is not None:
+        control = (fit_sites(features, split, fold, labels=drawn, solver=how.solver, done=done), drawn)
     others = {name: fit_sites(floor, split, fold, solver=how.solver, done=done) for name, floor in floors.items()}
 
-    table = _site_table(split, features, fits, others.get(FLOOR), (control, drawn), how)
+    table = _site_table(split, features, fits, others.get(FLOOR), control, how)
     if how.permutations:
         orders = permuted_within(features.contexts, how.permutations, rng)
         scores = permuted_scores(features, split, fold, orders, done=done)
@@ -194,8 +197,9 @@ def _under(
     for name, other in others.items():
         own = chosen(other, fold)
         right[name], bits[name] = own.predicted.eq(labels), own.information
-    own = chosen(control, fold)
-    right[CONTROL], bits[CONTROL] = own.predicted.eq(drawn), own.information
+    if control is not None:
+        own = chosen(control[0], fold)
+        right[CONTROL], bits[CONTROL] = own.predicted.eq(control[1]), own.information
     keys = {"context": features.contexts.tolist(), "text": features.texts, "majority": [0] * len(fold)}
     for name, key in keys.items():
         if key is not None:
@@ -206,7 +210,11 @@ def _under(
     seen = features.at(family, site)
     seen = paired_features(seen, features.contexts) if split == "paired" else seen
     codes = description(seen, labels, features.contexts, classes, split=split, rng=rng).df()
-    sparse = sparse_curves(seen, labels, features.contexts, fold, classes, rng=rng).df()
+    curves = chosen_curves(features, split, fold, best.picks, rng)
+    sparse = [
+        {"split": split, "k": k, **how.interval(hits, "accuracy", "low", "high"), "random": blind.mean()}
+        for k, (hits, blind) in curves.items()
+    ]
     where = {"split": split, "family": family, **site._asdict()}
     return Probing(
         features.target,
@@ -214,7 +222,7 @@ def _under(
         pd.DataFrame(summary),
         _floor_table(split, others, labels, how),
         codes.drop(columns="probe").assign(**where),
-        sparse.drop(columns="probe").assign(**where),
+        pd.DataFrame(sparse),
         {split: best.picks},
         {(split, name): hits.numpy() for name, hits in right.items()},
     )
@@ -225,26 +233,36 @@ def _site_table(
     features: Features,
     fits: Fits,
     floor: Fits | None,
-    control: tuple[Fits, Int[Tensor, "targets samples"]],
+    control: tuple[Fits, Int[Tensor, "targets samples"]] | None,
     how: _How,
 ) -> pd.DataFrame:
     """One row per site."""
     hits = _hits(fits, features.labels)
-    memorised = _hits(control[0], control[1])
     columns: dict[str, Any] = {
         "split": split,
         **_site_columns(fits),
         **how.interval(hits, "accuracy", "low", "high"),
         **how.interval(fits.information.double().numpy(), "bits"),
         "eta_squared": _eta_squared(features, split),
-        "control": memorised.mean(1),
-        **how.interval(hits - memorised, "selectivity"),
     }
+    if control is not None:
+        memorised = _hits(*control)
+        columns |= {"control": memorised.mean(1), **how.interval(hits - memorised, "selectivity")}
     if floor is not None and floor.sites == fits.sites:
         blind = _hits(floor, features.labels)
         columns |= {"floor": blind.mean(1), **how.interval(hits - blind, "leak")}
         columns["leak_bits"] = (fits.information - floor.information).double().mean(1).numpy()
     return pd.DataFrame(columns)
+
+
+def _control_tasks(features: Features, rng: np.random.Generator) -> Int[Tensor, "tasks samples"]:
+    """Labels of the hash control tasks, several because one draw is itself a matter of luck; each of two classes at least."""
+    labels, classes = features.labels, len(features.target.classes)
+    tasks: list[Tensor] = []
+    while sum(map(len, tasks)) < CONTROLS:
+        drawn = hash_control(labels, features.contexts.tolist(), classes, int(rng.integers(2**31)))
+        tasks.append(drawn[[len(each.unique()) > 1 for each in drawn]])
+    return torch.cat(tasks)
 
 
 def _floor_table(

@@ -170,6 +170,12 @@ def _stacked(
     """
     every = list(conversations)
     starts = [tokens.span(at).start for tokens in every]
+    if 0 in starts and any(starts):
+        # Where nothing stands before the segment there is no cache to read on from.
+        for first in (True, False):
+            some = {each: conversations[each] for each in every if (each.span(at).start == 0) == first}
+            yield from _stacked(model, some, at, hide, families, treat)
+        return
     common = 0
     while common < min(starts) and len({(tokens.ids[common], tokens.positions[common]) for tokens in every}) == 1:
         common += 1

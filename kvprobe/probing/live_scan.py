@@ -33,8 +33,8 @@ LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (
     "unproven probe",
 )
 VERDICTS = {
-    LEAK: "the hidden messages make the class that is read likelier by so many bits that, in conversations that the probe had not "
-    "seen, nine of ten such readings were right",
+    LEAK: "the hidden messages make the class that is read likelier by so many bits that nine of ten such readings were right in "
+    "the probe's training conversations, each held out in turn",
     NONE: "they do not make it likelier, or not by so much",
     FAR: "the exchange lies farther from the probe's training than 99 % of the conversations that were held out, so its "
     "probabilities need not hold",

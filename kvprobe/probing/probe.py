@@ -14,7 +14,7 @@ from kvprobe.probing.calibration import Solver
 from kvprobe.probing.claims import FLOOR, Probing, probe_features
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site, read_features
-from kvprobe.probing.use import has_answer, measure_use
+from kvprobe.probing.use import can_be_asked, measure_use
 
 
 def probe(
@@ -45,9 +45,11 @@ def probe(
         rng: of folds, controls and bootstrap; seeded with 0 by default.
 
     Raises:
-        ValueError: fewer contexts than folds, an unknown segment, or what `probe_features` refuses.
+        ValueError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
+            `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
     rng = np.random.default_rng(0) if rng is None else rng
+    asked = can_be_asked(model, design, at)
     features = read_features(model, design, at, hide=hide, families=families, per_head=per_head)
     floors = {"embedding": embeddings(model, features)}
     if hide:
@@ -66,8 +68,7 @@ def probe(
             note="Reading an untrained model",
         )
     found = probe_features(features, floors, folds=folds, solver=solver, permutations=permutations, rng=rng)
-    use = measure_use(model, design, at, hide) if has_answer(model, design, at) else None
-    return replace(found, use=use)
+    return replace(found, use=measure_use(model, design, at, hide) if asked else None)
 
 
 def embeddings(model: Model, features: Features) -> Features:

@@ -43,7 +43,7 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
     try:
         with safe_open(path, framework="pt") as file:
             found: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            dim = found["weights"].get_shape()[0] if "weights" in found else 0
+            dim = (found["weights"].get_shape() or [0])[0] if "weights" in found else 0
             shapes = {"mean": [dim], "weights": [dim, outputs], "intercept": [outputs], "deviation": [dim]}
             if {name: piece.get_shape() for name, piece in found.items()} != shapes or not dim:
                 raise ValueError(
@@ -55,9 +55,11 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
     if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
         raise ValueError(f"{path} holds numbers that are not float32; publish the probe again.")
     deviation = tensors.pop("deviation")
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()) or not bool((deviation > 0).all()):
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()) or not bool(
+        (deviation > 0).all() and deviation.isfinite().any()
+    ):
         raise ValueError(
-            f"{path} holds numbers that are not finite, or deviations below zero; publish the probe again."
+            f"{path} holds numbers that are not finite, or deviations below zero or of no size; publish the probe again."
         )
     one = {name: tensor[None] for name, tensor in tensors.items()}
     return LinearProbes(one["mean"], one["weights"], one["intercept"], len(card.target.classes)), deviation

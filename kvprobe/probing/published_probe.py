@@ -208,7 +208,10 @@ class Probe:
         return difference(shown, restart)
 
     def site_shows(self, source: KVCache | Captured, segment: str | None = None) -> Float[Tensor, "rows dim"]:
-        """One vector per row: of a segment of a cache, or of all slots that were captured; see `read`."""
+        """One vector per row: of all slots of a segment of a cache, or of all that were captured; see `read`.
+
+        A segment that goes on to say the answer is not what a probe was trained on: capture its slots up to there.
+        """
         if isinstance(source, Captured):
             if segment is not None:
                 raise ValueError(f"Captured slots are read as they are; capture with segments=[{segment!r}] alone.")

@@ -1,6 +1,6 @@
 """How few dimensions carry a label: η² of each dimension, and accuracy of probes on the k best (Gurnee et al. 2023)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,11 +39,13 @@ class SparseCurves:
         table: one row per probe and k: `accuracy` (mean over targets) with `low` and `high`, and `random`, the
             accuracy of k dimensions drawn at random.
         chosen: the dimensions by η² in the training part of each fold, best first.
+        hits: share of targets that each probe gets right of each sample, by k, with the best dimensions and with random ones.
         chance: accuracy of a guess.
     """
 
     table: pd.DataFrame
     chosen: Int[Tensor, "probes folds targets k"]
+    hits: Mapping[int, tuple[Float[np.ndarray, "probes samples"], Float[np.ndarray, "probes samples"]]]
     chance: float
 
     def df(self) -> pd.DataFrame:
@@ -114,18 +116,21 @@ def sparse_curves(
 
     found, clusters = np.unique(contexts, return_inverse=True)
     weights = cluster_weights(len(found), rng)
-    tables = []
+    tables, every = [], {}
     for k in ks:
+        both = []
         row: dict[str, np.ndarray] = {"probe": np.arange(probes), "k": np.full(probes, k)}
         for name, dimensions in arms.items():
             hits = _hits(features, labels, numbers, classes, dimensions[..., :k], solve)
+            both.append(hits)
             mean, low, high = cluster_bootstrap(hits, clusters, weights)
             row[name] = mean
             if name == "accuracy":
                 row |= {"low": low, "high": high}
         tables.append(pd.DataFrame(row))
+        every[k] = (both[0], both[1])
     table = pd.concat(tables).sort_values(["probe", "k"], ignore_index=True)
-    return SparseCurves(table, chosen, 1 / classes)
+    return SparseCurves(table, chosen, every, 1 / classes)
 
 
 def _hits(

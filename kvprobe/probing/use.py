@@ -18,10 +18,28 @@ USE_ARMS = ("full", "retained", "restart")
 _ROWS = 16  # conversations that are asked side by side
 
 
-def has_answer(model: Model, design: Design, at: str) -> bool:
-    """Whether segment `at` of the conversations holds a part `answer` that the model can be asked for."""
-    tokens = design.samples[0].transcript.tokens(model.tokenizer)
-    return any(part == "answer" and name == at for part, name in zip(tokens.parts, tokens.segments, strict=True))
+def can_be_asked(model: Model, design: Design, at: str) -> bool:
+    """Whether segment `at` holds a part `answer` that the model can be asked for, and that differs within contexts.
+
+    A design of single slots asks of slots, not of conversations.
+
+    Raises:
+        ValueError: a context with one sample only, or whose answers differ in their number of tokens.
+    """
+    first = design.samples[0].transcript.tokens(model.tokenizer)
+    if design.samples[0].slot is not None or "answer" not in first[first.span(at)].parts:
+        return False
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    for sample in design.samples:
+        answers.setdefault(sample.context, []).append(_answer(model, sample, at))
+    for context, own in answers.items():
+        lengths = sorted({len(answer) for answer in own})
+        if len(own) < 2 or len(lengths) > 1:
+            raise ValueError(
+                f"Context {context!r} has {len(own)} samples whose answers take {lengths} tokens; use is measured against "
+                "other answers of the same length, at least one."
+            )
+    return any(len(set(own)) > 1 for own in answers.values())
 
 
 def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> pd.DataFrame:
@@ -29,8 +47,12 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
     context's other samples, whether its tokens are the likeliest, and the KL from the full context's next token.
 
     Raises:
-        ValueError: a context with one sample only, or whose answers differ in their number of tokens.
+        ValueError: see `can_be_asked`; or there is nothing to ask for.
     """
+    if not can_be_asked(model, design, at):
+        raise ValueError(
+            f"The conversations have no part 'answer' in segment {at!r} that differs; there is nothing to ask for."
+        )
     contexts: dict[str, list[int]] = {}
     for number, sample in enumerate(design.samples):
         contexts.setdefault(sample.context, []).append(number)
@@ -39,12 +61,6 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
         for context, members in contexts.items():
             samples = [design.samples[number] for number in members]
             answers = [_answer(model, sample, at) for sample in samples]
-            if len(members) < 2 or len({len(answer) for answer in answers}) > 1:
-                raise ValueError(
-                    f"Context {context!r} has {len(members)} samples whose answers take "
-                    f"{sorted({len(answer) for answer in answers})} tokens; use is measured against other answers of the "
-                    "same length, at least one."
-                )
             codes = torch.tensor(answers, device=model.lanes.device)
             for first in range(0, len(members), _ROWS):
                 mine = list(range(first, min(first + _ROWS, len(members))))

@@ -2,7 +2,8 @@
 
 For a code the turn is as `kvprobe.tasks.passcode` has it. For the others the turn keeps one fixed code and tells one more
 thing in a sentence of its own, which no later turn repeats; T3 then asks for that thing. A name's label is its first part
-and a word's is its category, so that each label is told by many texts, and a probe that reads it has read more than a word.
+and a word's is its category, so that each label is told by many texts. The texts recur between conversations: a probe may know a
+topic by its words.
 All texts of a kind take as many tokens, so that no label shifts the tokens after it.
 """
 

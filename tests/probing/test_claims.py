@@ -152,13 +152,48 @@ def test_labels_that_follow_the_context_are_told_by_it():
     assert random["permuted"].max() > 0.45
 
 
-def test_with_one_context_there_is_only_the_random_split():
+def test_with_one_context_there_is_only_the_random_split_and_no_hash_control():
+    """There a control task would only give the labels other names, or all of them one."""
     features, answers = planted("shared", 3.0)
     one = Features(
         features.tensors, features.sites, np.arange(len(HOMES)), answers, np.zeros(len(HOMES), dtype=int), TARGET
     )
     probing = probe_features(one, {}, permutations=0, rng=np.random.default_rng(0))
     assert list(probing.picks) == ["random"]
+    assert CONTROL not in set(probing.summary["reading"])
+    assert "selectivity" not in str(probing)
+
+
+def test_a_control_task_of_two_classes_and_few_contexts_never_has_one_class_alone():
+    homes = np.repeat(np.arange(3), 20)
+    answers = torch.arange(60)[None] % 2
+    vectors = torch.randn(60, 1, 4, generator=torch.Generator().manual_seed(0))
+    tensor = vectors[:, :, None].expand(-1, -1, 2, -1).contiguous()
+    features = Features.of_read_outs({"v": tensor}, np.arange(60), answers, homes, Target("bit", ("no", "yes")))
+    for seed in range(6):
+        probe_features(features, {}, folds=3, permutations=0, rng=np.random.default_rng(seed))
+
+
+def test_of_noise_the_sparse_curves_of_chosen_sites_read_no_more_than_chance():
+    """Sites are chosen per fold: one chosen on all samples, and scored on them, would be flattered."""
+    read = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        tensor = torch.randn(len(HOMES), 40, 2, 8, generator=generator)
+        features = Features.of_read_outs({"v": tensor}, np.arange(len(HOMES)), labels(seed), HOMES, TARGET)
+        probing = probe_features(features, {}, folds=3, permutations=0, rng=np.random.default_rng(seed))
+        read += probing.sparse["accuracy"].tolist()
+    assert np.mean(read) == pytest.approx(1 / CLASSES, abs=0.015)
+
+
+def test_without_a_floor_a_claim_is_held_against_the_strongest_reading_without_slots():
+    features, _ = planted("none", 0.0, context=3.0)
+    generator = torch.Generator().manual_seed(1)
+    liked = torch.randint(0, CLASSES, (CONTEXTS,), generator=generator)[HOMES]
+    answers = torch.where(torch.rand(len(HOMES), generator=generator) < 0.2, labels(3)[0], liked)[None]
+    own = features_of(features.tensors["v"][:, ::2], answers)
+    probing = probe_features(own, {}, permutations=0, rng=np.random.default_rng(1))
+    assert str(probing).startswith("random: not decodable above the context")
 
 
 def test_the_same_generator_gives_the_same_claim(found: dict[str, Probing]):

@@ -1,5 +1,7 @@
 """kvprobe.probe from a design to a claim, on a tiny random model with a known answer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from kvprobe.probing.damage import damaged_slots
 from kvprobe.probing.features import Site, read_features
 from kvprobe.probing.probe import probe
 from kvprobe.probing.sweep import read_outs
-from kvprobe.probing.use import USE_ARMS, measure_use
+from kvprobe.probing.use import USE_ARMS, can_be_asked, measure_use
 from kvprobe.transcript import Transcript
 
 PLACES = ["shed", "mill", "barn", "inn", "tower", "east desk"]
@@ -186,6 +188,31 @@ def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, des
     alone = Design((design.samples[0],), DIGITS)
     with pytest.raises(ValueError, match="has 1 samples"):
         measure_use(tiny_llama, alone, "T2", ["T1"])
+
+
+def test_where_nothing_can_be_asked_nothing_is_said_of_use(tiny_llama: Model, design: Design):
+    transcripts = {place: conversation(place, 1) for place in PLACES}
+    slots = Design.token_identity(transcripts, tiny_llama.tokenizer, "T2", most=3)
+    assert not can_be_asked(tiny_llama, slots, "T2")
+    assert not can_be_asked(tiny_llama, design, "T1")
+    assert can_be_asked(tiny_llama, design, "T2")
+    alike = Design(
+        tuple(replace(sample, transcript=conversation("shed", 1), context="shed") for sample in design.samples), DIGITS
+    )
+    assert not can_be_asked(tiny_llama, alike, "T2")
+
+
+def test_conversations_of_a_context_may_begin_with_the_segment_that_is_read_or_with_others(tiny_llama: Model):
+    alone = Transcript.from_messages([{"role": "user", "content": "the mill has 4."}], ["T1"])
+    after = Transcript.from_messages(
+        [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the mill has 4."}], ["system", "T1"]
+    )
+    design = Design.labelled([alone, after, alone], ["a", "b", "a"], ["one", "one", "two"])
+    features = read_features(tiny_llama, design, "T1", families=["v"])
+    for number, chat in enumerate((alone, after)):
+        expected = tiny_llama.capture(chat, ["v"], segments=["T1"]).stack("v")[1, 0, :, -1].flatten()
+        found = features.at("v", Site(1, None, "last"))[0, number]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_unknown_segments_and_wrong_orders_are_refused(tiny_llama: Model, design: Design):

@@ -262,7 +262,7 @@ def test_the_sentence_on_leakage_follows_the_intervals(leak: float, paired: floa
 
 def test_what_differs_from_the_restart_is_enough_for_a_leak():
     sentence = answer_probe(metrics_with(0.0, 0.2, changed=0.2))
-    assert sentence.startswith("Information leaks: ")
+    assert sentence.startswith("Information leaks to whoever has the visible text, too: ")
     assert "all the same" not in sentence
 
 

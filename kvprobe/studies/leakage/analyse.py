@@ -186,7 +186,8 @@ def _headlines(probings: Mapping[str, Probing], splits: Sequence[str]) -> dict[s
             rows: Any = probing.summary[probing.summary["split"] == split].set_index("reading")
             out["accuracy"][split][arm] = _numbers(rows.loc["retained"], "accuracy")
             out["bits"][split][arm] = _numbers(rows.loc["retained"], "bits")
-            out["selectivity"][split][arm] = _numbers(rows.loc[CONTROL], "lead")
+            if CONTROL in rows.index:
+                out["selectivity"][split][arm] = _numbers(rows.loc[CONTROL], "lead")
             out["chosen"][split][arm] = [
                 {"fold": fold, "family": family, **site._asdict()}
                 for fold, (family, site) in enumerate(probing.picks[split])

@@ -37,7 +37,7 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
     split, words = metrics["headline_split"], WORDS[metrics["secret"]]
     leak = estimate_of(metrics["leak"][split]["masked"])
     read = f"{_read(metrics, split, 'masked')} (chance {metrics['chance']:.0%}, restart floor {_floor(metrics, split)})"
-    told = f"{read}, a difference of {points(leak)}, with a selectivity of {_selective(metrics, split, 'masked')}"
+    told = f"{read}, a difference of {points(leak)}"
     if split == "random":
         found = (
             "Information leaks within this conversation" if leak.low > 0 else "No leak was found in this conversation"
@@ -49,10 +49,12 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
     name = CHANGED["masked"]
     changed = estimate_of(metrics["leak"][split][name])
     leaks = leak.low > 0 or changed.low > 0
-    found = "Information leaks" if leaks else "No leak that a probe can read in new conversations was found"
+    found = "No leak that a probe can read in new conversations was found"
+    if leaks:
+        found = "Information leaks" if leak.low > 0 else "Information leaks to whoever has the visible text, too"
     sentence = (
-        f"{found}: in conversations it was not trained on, a linear probe on the slots after the masked turn reads {told}; of "
-        f"what differs from the restart, which anyone can compute from the visible text, it reads {_read(metrics, split, name)}, "
+        f"{found}: in conversations it was not trained on, a linear probe on the slots after the masked turn reads {told}, with a "
+        f"selectivity of {_selective(metrics, split, 'masked')}; of what differs from the restart, which anyone can compute from the visible text, it reads {_read(metrics, split, name)}, "
         f"{points(changed)} above its floor."
     )
     inside = estimate_of(metrics["leak"]["paired"]["masked"])

@@ -108,10 +108,13 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
     ]
     claims = []
     for arm in (arm for arm in arms if arm in metrics["leak"][splits[0]]):
-        of = {name: [metrics[name][split][arm] for split in splits] for name in ("leak", "selectivity", "bits", "scan")}
+        of = {
+            name: [metrics[name][split].get(arm) for split in splits]
+            for name in ("leak", "selectivity", "bits", "scan")
+        }
         claims += [
             [f"{arm}: leak", *(points(estimate_of(each)) for each in of["leak"])],
-            ["selectivity", *(points(estimate_of(each)) for each in of["selectivity"])],
+            ["selectivity", *(points(estimate_of(each)) if each else "" for each in of["selectivity"])],
             ["bits", *(plain(estimate_of(each)) for each in of["bits"])],
             ["sites found", *map(_found, of["scan"])],
         ]

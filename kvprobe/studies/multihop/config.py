@@ -47,4 +47,7 @@ class Config:
                 f"Setting 'samples' is {self.samples}, not a multiple of the {self.sessions} sessions; "
                 f"expected {below} or {below + self.sessions}."
             )
-        chosen("families", self.families, READABLE)
+        if not set(chosen("families", self.families, READABLE)) & {"k_pre", "k", "v"}:
+            raise ValueError(
+                f"Setting 'families' is {self.families!r}; at least one of k_pre, k and v is needed, whose light cone is checked."
+            )

@@ -14,7 +14,7 @@ class Config:
     Attributes:
         model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
         contexts: different conversations; erasers are fitted on one half and tried on the other, and the reverse.
-        codes: that each conversation is read with to fit erasers; the same for all of a half.
+        codes: that each conversation is read with, its own.
         bands: bands that the layers are cut into.
         randoms: random subspaces beside each eraser.
         batch: conversations that are read side by side.
