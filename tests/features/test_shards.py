@@ -40,13 +40,17 @@ def test_what_is_recorded_is_what_the_model_computes_but_for_the_first_slot(tiny
     assert all(TEXTS[t].ids[s] == token for token, t, s in zip(ids.tolist(), text.tolist(), slot.tolist(), strict=True))
 
 
-def test_nothing_beyond_the_deepest_place_is_computed(tiny_llama: Model, tmp_path: Path):
-    calls = []
+def test_nothing_beyond_the_deepest_place_is_computed_and_no_hook_is_left(tiny_llama: Model, tmp_path: Path):
+    def hooks() -> int:
+        modules = tiny_llama.lanes.plain.modules()
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+
+    calls, before = [], hooks()
     handle = tiny_llama.lanes.blocks[2].register_forward_hook(lambda *_: calls.append(1))
     record(tiny_llama, TEXTS, [Place("v", 0), Place("resid_post", 1)], tmp_path / "shards")
     handle.remove()
     assert not calls
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in tiny_llama.lanes.plain.modules())
+    assert hooks() == before
 
 
 def test_an_interrupted_recording_resumed_is_the_uninterrupted_one(
