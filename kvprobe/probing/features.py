@@ -129,31 +129,33 @@ def read_features(
     rows = np.empty(len(design.samples), dtype=np.int64)
     texts: list[tuple[int, ...]] = [()] * len(design.samples)
     read = 0
-    with tqdm(total=sum(map(len, groups.values())), desc=note, unit="conversation") as bar:
-        for conversations in groups.values():
-            for tokens, stacked in _stacked(model, conversations, at, hide, families, treat):
-                span, places = tokens.span(at), {}
-                for number in conversations[tokens]:
-                    slot = design.samples[number].slot
-                    if slot is not None and not span.start <= slot < span.stop:
-                        raise ValueError(
-                            f"Sample {number} reads slot {slot}; what is read of segment {at!r} are the slots {span.start} "
-                            f"to {span.stop - 1}."
-                        )
-                    if slot not in places:
-                        places[slot] = read
-                        read += 1
-                        for family in families:
-                            place = None if slot is None else slot - span.start
-                            each, sites[family] = _vectors(stacked[family], place, per_head)
-                            vectors[family].append(each.cpu())
-                    rows[number] = places[slot]
-                    texts[number] = tokens.ids[span] if slot is None else tokens.ids[slot : slot + 1]
-                bar.update()
+    reading = (each for own in groups.values() for each in _stacked(model, own, at, hide, families, treat))
+    for tokens, members, stacked in tqdm(reading, desc=note, unit="conversation", total=sum(map(len, groups.values()))):
+        span = tokens.span(at)
+        slots = [_within(span, design.samples[number].slot, number, at) for number in members]
+        places = {slot: read + place for place, slot in enumerate(dict.fromkeys(slots))}
+        read += len(places)
+        for family in families:
+            for slot in places:
+                each, sites[family] = _vectors(stacked[family], slot, per_head)
+                vectors[family].append(each.cpu())
+        for number, slot in zip(members, slots, strict=True):
+            rows[number] = places[slot]
+            ids = tokens.ids[span]
+            texts[number] = ids if slot is None else (ids[slot],)
     _, contexts = np.unique([sample.context for sample in design.samples], return_inverse=True)
     labels = torch.tensor([sample.labels for sample in design.samples]).T.contiguous()
     tensors: dict[Family, Tensor] = {family: torch.cat(each) for family, each in vectors.items()}
     return Features(tensors, sites, rows, labels, contexts, design.target, tuple(texts))
+
+
+def _within(span: slice, slot: int | None, number: int, at: str) -> int | None:
+    """A sample's slot counted from the beginning of what is read."""
+    if slot is not None and not span.start <= slot < span.stop:
+        raise ValueError(
+            f"Sample {number} reads slot {slot}; what is read of segment {at!r} are the slots {span.start} to {span.stop - 1}."
+        )
+    return None if slot is None else slot - span.start
 
 
 def _stacked(
@@ -163,8 +165,8 @@ def _stacked(
     hide: Sequence[str],
     families: Sequence[Family],
     treat: Callable[[KVCache, int], KVCache] | None,
-) -> Iterator[tuple[Tokens, dict[Family, Tensor]]]:
-    """What stands at segment `at` of each conversation of a context, layer axis first.
+) -> Iterator[tuple[Tokens, Sequence[int], dict[Family, Tensor]]]:
+    """Each conversation of a context, the samples that share it, and what stands at segment `at`, layer axis first.
 
     What the conversations have in common is read once, and from there on they are rows of one batch.
     """
@@ -196,7 +198,7 @@ def _stacked(
             one: dict[Family, Tensor] = {
                 family: each[:, row : row + 1, ..., : len(own), :] for family, each in stacks.items()
             }
-            yield tokens, one
+            yield tokens, conversations[tokens], one
 
 
 def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -> Tokens:

@@ -15,7 +15,7 @@ from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 
 PENALTY = 0.1
-"""Per training sample, on features of unit variance: what inner folds choose most often in this project's studies."""
+"""Per training sample, on features of unit variance: the middle of the penalties that `ridge_probes` chooses from."""
 
 _CHUNK_BYTES = 60_000_000
 

@@ -202,14 +202,18 @@ def test_where_nothing_can_be_asked_nothing_is_said_of_use(tiny_llama: Model, de
     assert not can_be_asked(tiny_llama, alike, "T2")
 
 
-def test_conversations_of_a_context_may_begin_with_the_segment_that_is_read_or_with_others(tiny_llama: Model):
-    alone = Transcript.from_messages([{"role": "user", "content": "the mill has 4."}], ["T1"])
-    after = Transcript.from_messages(
-        [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the mill has 4."}], ["system", "T1"]
-    )
-    design = Design.labelled([alone, after, alone], ["a", "b", "a"], ["one", "one", "two"])
+def test_conversations_of_a_context_may_be_of_any_length_before_what_is_read(tiny_llama: Model):
+    """Nothing, a message, or that message and one more: rows of one batch could be empty, or read another's cache."""
+    system, told = {"role": "system", "content": "be kind"}, {"role": "user", "content": "the mill has 4."}
+    before = {"role": "user", "content": "a barn it is"}
+    chats = [
+        Transcript.from_messages([told], ["T1"]),
+        Transcript.from_messages([system, told], ["system", "T1"]),
+        Transcript.from_messages([system, before, told], ["system", "T0", "T1"]),
+    ]
+    design = Design.labelled(chats, ["a", "b", "a"], ["one", "one", "one"])
     features = read_features(tiny_llama, design, "T1", families=["v"])
-    for number, chat in enumerate((alone, after)):
+    for number, chat in enumerate(chats):
         expected = tiny_llama.capture(chat, ["v"], segments=["T1"]).stack("v")[1, 0, :, -1].flatten()
         found = features.at("v", Site(1, None, "last"))[0, number]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
