@@ -178,11 +178,17 @@ def test_what_is_done_to_a_cache_before_it_is_read_is_the_user_s_own(tiny_llama:
 def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, design: Design):
     use = measure_use(tiny_llama, design, "T2", ["T1"])
     assert len(use) == len(design.samples) * len(USE_ARMS)
-    tokens = design.samples[5].transcript.tokens(tiny_llama.tokenizer)
-    answer = tokens.part("answer").start
-    expected = tiny_llama.extend(None, tokens[:answer])[1][0, -1].log_softmax(-1)[tokens.ids[answer]]
-    found = use[(use["sample"] == 5) & (use["condition"] == "full")]["logprob"].iloc[0]
-    assert found == pytest.approx(float(expected), abs=1e-4)
+    for arm in USE_ARMS:
+        chat = design.samples[5].transcript
+        tokens = (chat.without("T1") if arm == "restart" else chat).tokens(tiny_llama.tokenizer)
+        turn, answer = tokens.span("T2").start, tokens.part("answer").start
+        past = tiny_llama.prefill(tokens[:turn]) if turn else None
+        past = past.mask("T1") if past is not None and arm == "retained" else past
+        expected = tiny_llama.extend(past, tokens[turn:answer])[1][0, -1].log_softmax(-1)[tokens.ids[answer]]
+        found = use[(use["sample"] == 5) & (use["condition"] == arm)]["logprob"].iloc[0]
+        assert found == pytest.approx(float(expected), abs=1e-4)
+    means = use.groupby("condition")["logprob"].mean()
+    assert abs(means["full"] - means["retained"]) > 1e-3
     # Without knowledge of the answer, no answer is preferred on average.
     assert use[use["condition"] == "restart"].groupby("context")["margin"].mean().abs().max() < 1e-4
     alone = Design((design.samples[0],), DIGITS)
