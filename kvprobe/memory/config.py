@@ -1,0 +1,143 @@
+"""A model's `config.json`, read as what it is: a stranger's file."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LARGEST_FILE = 4 << 20
+"""Bytes. The longest published config is a few hundred kilobytes of quantisation exceptions."""
+
+LARGEST = 1 << 40
+"""No size in a config is larger, so that a product of a few of them stays a number that one can print."""
+
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Config:
+    """The fields of one model, or of the text model within one, and the sentences for what is wrong with them.
+
+    Attributes:
+        name: what the sentences call the model.
+        fields: as in the file.
+        defaults: what stands for fields that the family's published configs leave out.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The family, `model_type`."""
+        return self.word("model_type")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.fields.get(name, self.defaults.get(name)) is not None
+
+    def size(self, *names: str, default: int | None = _MISSING, low: int = 1) -> int:
+        """A whole number under the first of these names that the config has.
+
+        Raises:
+            ValueError: it is not there, and there is no default; or it is not a whole number of at least `low`.
+        """
+        name, value = self._find(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= LARGEST:
+            raise ValueError(
+                f"{self.name} has {name}={_short(value)} in its config; it must be a whole number of at least {low}."
+            )
+        return value
+
+    def optional_size(self, *names: str, default: int | None = None) -> int | None:
+        """Such a number, or None where the field is null or missing."""
+        present = [name for name in names if name in self.fields] or [name for name in names if name in self.defaults]
+        if not present:
+            return default
+        return self.size(present[0]) if self.has(present[0]) else None
+
+    def flag(self, *names: str, default: bool | None = _MISSING) -> bool:
+        """True or false; null is false.
+
+        Raises:
+            ValueError: it is not there, and there is no default; or it is neither.
+        """
+        name, value = self._find(names, default)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be true or false.")
+        return bool(value)
+
+    def word(self, *names: str, default: str = _MISSING) -> str:
+        """A text.
+
+        Raises:
+            ValueError: it is not there, and there is no default; or it is not a text.
+        """
+        name, value = self._find(names, default)
+        if not isinstance(value, str):
+            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a text.")
+        return value
+
+    def items(self, name: str, length: int | None = None) -> list[Any]:
+        """A list, with `length` entries if one is given.
+
+        Raises:
+            ValueError: it is not there, not a list, or of another length.
+        """
+        _, value = self._find((name,), _MISSING)
+        if not isinstance(value, list):
+            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a list.")
+        if length is not None and len(value) != length:
+            raise ValueError(f"{self.name} has {len(value)} {name} in its config for {length} layers; give one for each.")
+        return value
+
+    def within(self, name: str) -> "Config":
+        """The config nested under this name, such as `text_config`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        _, value = self._find((name,), _MISSING)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a mapping of fields.")
+        return Config(self.name, value)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Config":
+        """The same, with these values for fields that are missing."""
+        return Config(self.name, self.fields, {**self.defaults, **defaults})
+
+    def _find(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for source in (self.fields, self.defaults):
+            for name in names:
+                if source.get(name) is not None:
+                    return name, source[name]
+        if default is not _MISSING:
+            return names[0], default
+        raise ValueError(
+            f"{self.name} has no {names[0]} in its config, and the budget of a {self.fields.get('model_type', 'model')} "
+            f"cannot be told without it; add the field."
+        )
+
+
+def read_config(path: Path, name: str) -> Config:
+    """The config in a JSON file.
+
+    Raises:
+        ValueError: the file is too large, or not JSON with named fields.
+    """
+    if path.stat().st_size > LARGEST_FILE:
+        raise ValueError(f"{path} is larger than any config ({path.stat().st_size:,} bytes); give a model's config.json.")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file ({str(error)[:100]}); give a model's config.json.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no named fields; give a model's config.json.")
+    return Config(name, fields)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"

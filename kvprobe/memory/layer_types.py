@@ -1,0 +1,203 @@
+"""Which layers of a model look at everything, which at a window, and which keep a state instead: family by family.
+
+The rules are those of the configuration classes of transformers 5.23 and of its `get_layer_types_and_kwargs`; a test
+holds them to the caches that the library makes.
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from kvprobe.memory.config import Config
+from kvprobe.suggest import unknown
+
+LayerType = Literal["full", "sliding", "chunked", "indexed", "linear", "conv", "hybrid", "cross", "none"]
+"""`linear`: a recurrent state (Mamba, gated delta net); `conv`: a short convolution; `hybrid`: full attention and a
+recurrent state side by side; `cross`: attention to another input; `indexed`: full attention with an index of keys;
+`none`: an MLP alone."""
+
+_SPELLINGS: dict[str, LayerType] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "indexed_attention": "indexed",
+    "deepseek_sparse_attention": "indexed",
+    "linear_attention": "linear",
+    "mamba": "linear",
+    "conv": "conv",
+    "hybrid": "hybrid",
+    "moe": "none",
+    "mlp": "none",
+}
+
+_LETTERS: dict[str, LayerType] = {"M": "linear", "*": "full", "-": "none", "E": "none"}
+"""Of Nemotron-H's `hybrid_override_pattern`."""
+
+
+def layer_types(config: Config) -> list[LayerType]:
+    """The type of each layer.
+
+    Raises:
+        ValueError: a type that is not known, or a list of another length than there are layers.
+    """
+    rule = _RULES.get(config.kind, _by_window)
+    for name in ("layer_types", "layers_block_type"):
+        if config.has(name) and rule not in (_all_hybrid, _jamba, _bamba):
+            return [_spelt(config, each) for each in config.items(name, None if rule is _nemotron else layers(config))]
+    return rule(config)
+
+
+def layers(config: Config) -> int:
+    """How many there are."""
+    return config.size("num_hidden_layers", "n_layer", "num_layers")
+
+
+def window(config: Config) -> int:
+    """Of the sliding layers, in tokens, the query's own included."""
+    return config.size("sliding_window")
+
+
+def _spelt(config: Config, name: object) -> LayerType:
+    if not isinstance(name, str) or name not in _SPELLINGS:
+        raise ValueError(f"In the config of {config.name}: {unknown('layer type', str(name)[:40], _SPELLINGS)}")
+    return _SPELLINGS[name]
+
+
+def _by_window(config: Config) -> list[LayerType]:
+    return ["sliding" if config.optional_size("sliding_window") else "full"] * layers(config)
+
+
+def _full(config: Config) -> list[LayerType]:
+    return ["full"] * layers(config)
+
+
+def _linear(config: Config) -> list[LayerType]:
+    return ["linear"] * layers(config)
+
+
+def _indexed(config: Config) -> list[LayerType]:
+    return ["indexed"] * layers(config)
+
+
+def _all_hybrid(config: Config) -> list[LayerType]:
+    return ["hybrid"] * layers(config)
+
+
+def _every(default: int, *, field: str = "sliding_window_pattern", others: LayerType = "sliding") -> Callable[[Config], list[LayerType]]:
+    """Each n-th layer is full, the others are not."""
+
+    def rule(config: Config) -> list[LayerType]:
+        period = config.size(field, default=default)
+        return [others if (layer + 1) % period else "full" for layer in range(layers(config))]
+
+    return rule
+
+
+def _exaone(config: Config) -> list[LayerType]:
+    if not config.has("sliding_window"):
+        return _full(config)
+    return _every(4)(config)
+
+
+def _qwen(config: Config) -> list[LayerType]:
+    """The layers from `max_window_layers` on slide, if any do."""
+    sliding = config.flag("use_sliding_window", default=False)
+    first = config.size("max_window_layers", default=28, low=0) if sliding else layers(config)
+    return ["sliding" if layer >= first else "full" for layer in range(layers(config))]
+
+
+def _qwen_moe(config: Config) -> list[LayerType]:
+    """Every other layer before `max_window_layers` slides, if any do."""
+    sliding = config.flag("use_sliding_window", default=False)
+    last = config.size("max_window_layers", default=28, low=0) if sliding else 0
+    return ["sliding" if (layer + 1) % 2 and layer < last else "full" for layer in range(layers(config))]
+
+
+def _qwen3_moe(config: Config) -> list[LayerType]:
+    return _by_window(config) if config.flag("use_sliding_window", default=False) else _full(config)
+
+
+def _smollm3(config: Config) -> list[LayerType]:
+    """Layers without rotary embedding slide, if any do."""
+    sliding = config.flag("use_sliding_window", default=False) and config.has("sliding_window")
+    return ["sliding" if sliding and not rotary else "full" for rotary in _rotary(config)]
+
+
+def _llama4(config: Config) -> list[LayerType]:
+    """Layers with rotary embedding attend within chunks."""
+    return ["chunked" if rotary else "full" for rotary in _rotary(config)]
+
+
+def _rotary(config: Config) -> list[bool]:
+    if config.has("no_rope_layers") and config.items("no_rope_layers"):
+        return [bool(each) for each in config.items("no_rope_layers", layers(config))]
+    interval = config.size("no_rope_layer_interval", default=4)
+    return [bool((layer + 1) % interval) for layer in range(layers(config))]
+
+
+def _jamba(config: Config) -> list[LayerType]:
+    period = config.size("attn_layer_period", default=8)
+    offset = config.size("attn_layer_offset", default=4, low=0)
+    return ["full" if layer % period == offset else "linear" for layer in range(layers(config))]
+
+
+def _bamba(config: Config) -> list[LayerType]:
+    return _indices(config, "attn_layer_indices", "linear")
+
+
+def _lfm(config: Config) -> list[LayerType]:
+    return _indices(config, "full_attn_idxs", "conv") if config.has("full_attn_idxs") else _full(config)
+
+
+def _mllama(config: Config) -> list[LayerType]:
+    crossing = config.items("cross_attention_layers")
+    return ["cross" if layer in crossing else "full" for layer in range(layers(config))]
+
+
+def _indices(config: Config, name: str, others: LayerType) -> list[LayerType]:
+    full = config.items(name) if config.has(name) else []
+    return ["full" if layer in full else others for layer in range(layers(config))]
+
+
+def _nemotron(config: Config) -> list[LayerType]:
+    pattern = config.word("hybrid_override_pattern")
+    for letter in pattern:
+        if letter not in _LETTERS:
+            raise ValueError(f"In the config of {config.name}: {unknown('layer letter', letter, _LETTERS)}")
+    return [_LETTERS[letter] for letter in pattern]
+
+
+_RULES: dict[str, Callable[[Config], list[LayerType]]] = {
+    **dict.fromkeys(
+        ("llama", "gemma", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "olmo", "olmo2", "olmoe", "phi", "stablelm")
+        + ("cohere", "glm", "glm4", "granite", "granitemoe", "seed_oss", "deepseek_v2", "deepseek_v3"),
+        _full,
+    ),
+    **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"), _by_window),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "granitemoehybrid"), _linear),
+    **dict.fromkeys(("qwen2", "qwen3"), _qwen),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), _every(4, field="full_attention_interval", others="linear")),
+    "qwen2_moe": _qwen_moe,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _every(2, field="-"),
+    "gemma3_text": _every(6),
+    "gemma3n_text": _every(5, field="-"),
+    "gpt_oss": _every(2, field="-"),
+    "olmo3": _every(4, field="-"),
+    "cohere2": _every(4),
+    "exaone4": _exaone,
+    "smollm3": _smollm3,
+    "llama4_text": _llama4,
+    "deepseek_v32": _indexed,
+    "jamba": _jamba,
+    "bamba": _bamba,
+    "falcon_h1": _all_hybrid,
+    "nemotron_h": _nemotron,
+    "lfm2": _lfm,
+    "mllama_text_model": _mllama,
+}  # fmt: skip
+
+assert set(_SPELLINGS.values()) | {"cross"} == set(get_args(LayerType))
+
+KINDS = frozenset(_RULES)
+"""The families that kvprobe knows."""
