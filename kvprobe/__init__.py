@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvprobe.layers import LayerMap, layer_map
     from kvprobe.ledger import Ledger
     from kvprobe.live import Kept
+    from kvprobe.measured import Measured, measure
+    from kvprobe.memory.budget import Budget, budget
     from kvprobe.model import Model, load
     from kvprobe.patching import (
         KL,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Attribution": "kvprobe.patching",
+    "Budget": "kvprobe.memory.budget",
     "Captured": "kvprobe.capture",
     "Design": "kvprobe.designs",
     "Generation": "kvprobe.generate",
@@ -54,6 +57,7 @@ _HOMES = {
     "Ledger": "kvprobe.ledger",
     "LogProb": "kvprobe.patching",
     "LogitDiff": "kvprobe.patching",
+    "Measured": "kvprobe.measured",
     "Message": "kvprobe.transcript",
     "Model": "kvprobe.model",
     "Pair": "kvprobe.patching",
@@ -74,6 +78,7 @@ _HOMES = {
     "attend": "kvprobe.attention",
     "attention": "kvprobe.attention",
     "attribute": "kvprobe.patching",
+    "budget": "kvprobe.memory.budget",
     "erasing": "kvprobe.erasing",
     "examine": "kvprobe.doctor",
     "faults": "kvprobe.faults",
@@ -82,6 +87,7 @@ _HOMES = {
     "layers": "kvprobe.layers",
     "live_scan": "kvprobe.probing.live_scan",
     "load": "kvprobe.model",
+    "measure": "kvprobe.measured",
     "patch_pairs": "kvprobe.patching",
     "patch_sweep": "kvprobe.patching",
     "patching": "kvprobe.patching",
@@ -95,6 +101,7 @@ _HOMES = {
 __all__ = [
     "KL",
     "Attribution",
+    "Budget",
     "Captured",
     "Design",
     "Generation",
@@ -104,6 +111,7 @@ __all__ = [
     "Ledger",
     "LogProb",
     "LogitDiff",
+    "Measured",
     "Message",
     "Model",
     "Pair",
@@ -124,6 +132,7 @@ __all__ = [
     "attend",
     "attention",
     "attribute",
+    "budget",
     "erasing",
     "examine",
     "faults",
@@ -132,6 +141,7 @@ __all__ = [
     "layers",
     "live_scan",
     "load",
+    "measure",
     "patch_pairs",
     "patch_sweep",
     "patching",

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -153,6 +153,66 @@ def scan(
     found = live_scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
     print("\n".join(scan_lines(found)))
     print(f"\nPage: {save_scan(found, out)}")
+
+
+@app.command
+def budget(
+    model: str = "smollm2-135m",
+    *,
+    context: Annotated[int, Parameter(help="Tokens of each conversation.")] = 8192,
+    new: Annotated[int, Parameter(help="How many of them are generated, one by one.")] = 0,
+    batch: Annotated[int, Parameter(help="Conversations at once.")] = 1,
+    source: Annotated[int, Parameter(help="Tokens of the other input that cross-attention looks at.")] = 0,
+    dtype: Annotated[str | None, Parameter(help="Of weights and activations; by default the config's.")] = None,
+    cache_dtype: Annotated[
+        str | None, Parameter(help="Of the cache: a float, fp8, int4, int2 (hf), int8_per_token_head, nvfp4 … (vllm).")
+    ] = None,
+    engine: Annotated[
+        Literal["hf", "vllm", "logical"],
+        Parameter(help="Whose caches: transformers', vLLM's, or what a query may read."),
+    ] = "hf",
+    policy: Annotated[str | None, Parameter(help="As in Python: 'SinkWindow(4, 1020)', 'Quantise(4)'.")] = None,
+    memory: Annotated[str | None, Parameter(help="What there is: 24GiB, 80GB.")] = None,
+    weights: Annotated[str | None, Parameter(help="What the weights take, if the config does not tell.")] = None,
+    kernel: Annotated[Literal["sdpa", "eager"], Parameter(help="Of attention in transformers.")] = "sdpa",
+    logits: Annotated[Literal["last", "all"], Parameter(help="Of the prompt's last token, or of all.")] = "last",
+    ranks: Annotated[int, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
+    block: Annotated[int, Parameter(help="Tokens of a vLLM block.")] = 16,
+    batched_tokens: Annotated[int, Parameter(help="That a vLLM step reads at most.")] = 8192,
+    json: Annotated[bool, Parameter(help="Print numbers for a program instead of a table.", negative="")] = False,
+    figure: Annotated[Path | None, Parameter(help="Also draw memory over context into this file.")] = None,
+    measure: Annotated[
+        bool, Parameter(help="Also load the model, generate, and say what was really held.", negative="")
+    ] = False,
+    device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
+) -> None:
+    """Tell what a model's memory goes to, from its config alone: weights, cache layer by layer, peak, and what still fits."""
+    from kvprobe.memory.budget import budget as budgeted
+
+    found = budgeted(
+        model, context=context, new=new, batch=batch, source=source, dtype=dtype, cache_dtype=cache_dtype, engine=engine,
+        policy=policy, memory=memory, weights=weights, kernel=kernel, logits=logits, ranks=ranks, block=block,
+        batched_tokens=batched_tokens,
+    )  # fmt: skip
+    if json:
+        from json import dumps
+
+        from kvprobe.memory.table import as_mapping
+
+        print(dumps(as_mapping(found), indent=2))
+    else:
+        print(found)
+    if figure is not None:
+        from kvprobe.plots import memory_stack, save
+
+        print(f"\nFigure: {save(memory_stack(found), figure)}")
+    if measure:
+        _set_threads()
+        from kvprobe.measured import measure as measured
+        from kvprobe.model import load
+
+        loaded = load(model, device=device, dtype=found.request.dtype.name)
+        print(f"\n{measured(loaded, found)}")
 
 
 @app.command

@@ -12,9 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.ledger import Grain, Ledger
-
-SCALE_BYTES = 4
-"""Of a quantisation group: a scale and a minimum in float16."""
+from kvprobe.memory.slots import Rounds
 
 
 def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: int) -> int:
@@ -41,12 +39,8 @@ def _quantised(
     d_key: int,
     d_value: int,
 ) -> int:
-    slot = (
-        code_bytes(d_key, grain.bits)
-        + code_bytes(d_value, grain.bits)
-        + d_value // min(grain.group, d_value) * SCALE_BYTES
-    )
-    return int(live.sum()) * slot + _groups_held(live, groups) * d_key * SCALE_BYTES
+    price = Rounds(grain.bits, grain.group)
+    return int(live.sum()) * price.slot_bytes(d_key, d_value) + _groups_held(live, groups) * price.group_bytes(d_key)
 
 
 def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[Tensor, "batch slots"]) -> int:
@@ -58,8 +52,3 @@ def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[
     index = groups.clamp(min=0)[None, :, None, :].expand_as(live)
     held.scatter_add_(3, index, live.long())
     return int(cast(Tensor, held > 0).sum())
-
-
-def code_bytes(numbers: int, bits: int) -> int:
-    """Whole bytes that the codes of these numbers take."""
-    return -(-numbers * bits // 8)

@@ -182,12 +182,17 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that nothing uses yet."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
 def _check_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
     _check_bytes(folder.name, _parameters(folder) * dtype.itemsize, device, dtype)
 
 
 def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = free_bytes(device)
     if needed > free:
         raise MemoryError(
             f"The weights of {name} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "

@@ -9,11 +9,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
-        "studyconfig", "presets", "designs", "rotary", "footprint", "policies", "faults", "described", "published", "outcomes", "wording",
+        "studyconfig", "presets", "designs", "rotary", "footprint", "memory", "policies", "faults", "described", "published", "outcomes", "wording",
     },
     {"catalog", "loading", "lens", "lanes", "train_ordinal"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
-    {"probing", "erasing", "patching", "attention", "layers", "features", "doctor", "plots", "views"},
+    {"probing", "erasing", "patching", "attention", "layers", "features", "doctor", "measured", "plots", "views"},
     {"studies"},
     {"cli", "report", "__init__"},
 ]  # fmt: skip

@@ -90,7 +90,9 @@ class Config:
         if not isinstance(value, list):
             raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a list.")
         if length is not None and len(value) != length:
-            raise ValueError(f"{self.name} has {len(value)} {name} in its config for {length} layers; give one for each.")
+            raise ValueError(
+                f"{self.name} has {len(value)} {name} in its config for {length} layers; give one for each."
+            )
         return value
 
     def within(self, name: str) -> "Config":
@@ -128,7 +130,9 @@ def read_config(path: Path, name: str) -> Config:
         ValueError: the file is too large, or not JSON with named fields.
     """
     if path.stat().st_size > LARGEST_FILE:
-        raise ValueError(f"{path} is larger than any config ({path.stat().st_size:,} bytes); give a model's config.json.")
+        raise ValueError(
+            f"{path} is larger than any config ({path.stat().st_size:,} bytes); give a model's config.json."
+        )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

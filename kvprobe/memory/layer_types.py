@@ -83,7 +83,9 @@ def _all_hybrid(config: Config) -> list[LayerType]:
     return ["hybrid"] * layers(config)
 
 
-def _every(default: int, *, field: str = "sliding_window_pattern", others: LayerType = "sliding") -> Callable[[Config], list[LayerType]]:
+def _every(
+    default: int, *, field: str = "sliding_window_pattern", others: LayerType = "sliding"
+) -> Callable[[Config], list[LayerType]]:
     """Each n-th layer is full, the others are not."""
 
     def rule(config: Config) -> list[LayerType]:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache import PositionLaw
+from kvprobe.memory.slots import layer_counts
 from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
 
 
@@ -61,10 +62,7 @@ class LayerBudgets(Rebudgeted):
 
     def counts(self, layers: int, most: int) -> Int[Tensor, "layers"]:
         """Slots per layer, `most` at the most; they add up to `layers` times the budget (or all there are)."""
-        slope = max(0.0, min(self.slope, most / self.budget - 1))
-        shares = torch.linspace(1 + slope, 1 - slope, layers) if layers > 1 else torch.ones(1)
-        ends = (shares.double().cumsum(0) * self.budget).round().long()
-        counts = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+        counts = torch.tensor(layer_counts(layers, self.budget, most, self.slope))
         if int(counts.min()) < 1:
             raise ValueError(
                 f"{self} would leave layer {int(counts.argmin())} without a single slot; raise its budget or lower its slope."

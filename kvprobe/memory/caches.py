@@ -1,0 +1,334 @@
+"""What each layer of a model keeps of the tokens that it has read, family by family."""
+
+from dataclasses import dataclass
+from typing import cast
+
+from kvprobe.memory.config import Config
+from kvprobe.memory.layer_types import KINDS, LayerType, layer_types, layers, window
+from kvprobe.suggest import unknown
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A layer that keeps a key and a value per token and KV head.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: heads of K and V; 1 for latent attention.
+        d_key, d_value: numbers in a key and in a value. In latent attention (MLA, DeepSeek-AI 2024, arXiv 2405.04434) the
+            compressed latent and the rotary part, once for all heads: there is no factor 2.
+        reach: how many of the newest tokens are attended to, the query's own included; None for all.
+        chunked: whether they are those of the query's chunk, not a window that slides.
+        latent: whether it is latent attention.
+        d_index: numbers in the key of a sparse-attention index (DeepSeek V3.2), once for all heads.
+        crosses: whether the keys are those of another input (an image, say), whose length does not grow.
+        copies: heads that transformers stores where it broadcasts K and V before storing them; else `kv_heads`.
+    """
+
+    heads: int
+    kv_heads: int
+    d_key: int
+    d_value: int
+    reach: int | None = None
+    chunked: bool = False
+    latent: bool = False
+    d_index: int = 0
+    crosses: bool = False
+    copies: int | None = None
+
+    @property
+    def numbers(self) -> int:
+        """Per token, in all heads."""
+        return self.kv_heads * (self.d_key + self.d_value) + self.d_index
+
+    def __str__(self) -> str:
+        if self.latent:
+            name = "MLA"
+        elif self.kv_heads == self.heads:
+            name = f"MHA {self.heads}"
+        else:
+            name = f"MQA {self.heads}:1" if self.kv_heads == 1 else f"GQA {self.heads}:{self.kv_heads}"
+        reach = "" if self.reach is None else f", {'chunks of' if self.chunked else 'sliding'} {self.reach:,}"
+        return f"{name}{reach}{', indexed' if self.d_index else ''}{', cross' if self.crosses else ''}"
+
+
+@dataclass(frozen=True)
+class State:
+    """A layer that keeps a state of constant size.
+
+    Attributes:
+        name: of the mechanism.
+        channels: of the causal convolution before it.
+        kernel: width of that convolution.
+        recurrent: numbers in the recurrent state; 0 for a convolution alone.
+        dtype: of the recurrent state, where the config names one.
+    """
+
+    name: str
+    channels: int
+    kernel: int
+    recurrent: int
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer keeps: of attention, of recurrence, of both, or nothing of its own.
+
+    Attributes:
+        shares: the layer whose K and V it reads instead of keeping some (Gemma 3n).
+    """
+
+    attention: Attention | None = None
+    state: State | None = None
+    shares: int | None = None
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (self.attention, self.state) if part is not None]
+        if self.shares is not None:
+            return f"shared with layer {self.shares}"
+        return " + ".join(parts) or "no attention"
+
+
+_TEXT_KINDS = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "llama4": "llama4_text",
+    "mllama": "mllama_text_model",
+    "qwen3_5": "qwen3_5_text",
+}
+"""Models of text and images, and the text models in them."""
+
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+    },
+    "gemma3n_text": {
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 15,
+        "max_position_embeddings": 32_768,
+    },
+    "llama4_text": {"attention_chunk_size": 8192},
+    "gpt_oss": {"sliding_window": 128},
+    **dict.fromkeys(
+        ("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "olmo3", "cohere2", "exaone4"),
+        {"sliding_window": 4096},
+    ),
+    "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
+}
+"""What published configs leave to the configuration classes of transformers; a test holds these to the classes."""
+
+
+def text_model(config: Config) -> Config:
+    """The config of the text model, with what its family leaves out.
+
+    Raises:
+        ValueError: the family is unknown, or sizes differ from layer to layer in a way that is not known.
+    """
+    kind = config.kind
+    if "text_config" in config.fields:
+        inner = config.within("text_config")
+        kind = str(inner.fields.get("model_type", _TEXT_KINDS.get(kind, kind)))
+        shared = {
+            name: config.fields[name]
+            for name in ("dtype", "torch_dtype", "quantization_config")
+            if name in config.fields
+        }
+        config = Config(config.name, {**shared, **inner.fields, "model_type": kind})
+    if kind not in KINDS:
+        raise ValueError(
+            f"{unknown('family in the memory budget', kind[:60], sorted(KINDS))} "
+            f"A budget by another family's formula would be wrong by factors."
+        )
+    for name in ("per_layer_config", "kv_sharing_modes"):
+        if config.has(name):
+            raise ValueError(
+                f"{config.name} has {name} in its config, sizes that change from layer to layer, which no budget is known for."
+            )
+    return config.with_defaults(_DEFAULTS.get(kind, {}))
+
+
+def layers_of(config: Config) -> tuple[Layer, ...]:
+    """What each layer of a text model keeps.
+
+    Raises:
+        ValueError: a size is missing or impossible.
+    """
+    types = layer_types(config)
+    sharing = _sharing(config, types)
+    return tuple(
+        Layer(shares=sharing[number]) if number in sharing else _layer(config, kind)
+        for number, kind in enumerate(types)
+    )
+
+
+def _layer(config: Config, kind: LayerType) -> Layer:
+    if kind == "none":
+        return Layer()
+    if kind in ("linear", "conv"):
+        return Layer(state=_state(config, kind))
+    if kind == "hybrid":
+        return Layer(_attention(config, "full"), _state(config, "linear"))
+    return Layer(_attention(config, kind))
+
+
+def _attention(config: Config, kind: LayerType) -> Attention:
+    heads = config.size("num_attention_heads", "n_head", "num_heads")
+    reach = {"sliding": window, "chunked": lambda config: config.size("attention_chunk_size")}.get(kind)
+    if config.kind.startswith("deepseek"):
+        return Attention(
+            heads,
+            kv_heads=1,
+            d_key=config.size("kv_lora_rank"),
+            d_value=config.size("qk_rope_head_dim"),
+            latent=True,
+            d_index=config.size("index_head_dim") if kind == "indexed" else 0,
+        )
+    kv_heads, copies = _kv_heads(config, heads)
+    d_head = _d_head(config, heads)
+    return Attention(
+        heads,
+        kv_heads,
+        d_head,
+        d_head,
+        reach=None if reach is None else reach(config),
+        chunked=kind == "chunked",
+        crosses=kind == "cross",
+        copies=copies,
+    )
+
+
+def _kv_heads(config: Config, heads: int) -> tuple[int, int | None]:
+    """Heads of K and V, and how many of them transformers stores where that is more."""
+    copies = None
+    if config.kind in ("gpt2", "gptj", "gpt_neox"):
+        kv_heads = heads
+    elif config.kind == "gpt_bigcode":
+        kv_heads = 1 if config.flag("multi_query", default=True) else heads
+    elif config.kind == "falcon":
+        grouped = config.flag("new_decoder_architecture", default=False)
+        shared = config.flag("multi_query", default=True) and not grouped
+        kv_heads = 1 if shared else config.size("num_kv_heads", "n_head_kv", default=heads)
+        copies = heads if grouped else None
+    elif config.kind in _KV_HEADS_OPTIONAL:
+        kv_heads = config.size("num_key_value_heads", default=heads)
+    else:
+        kv_heads = config.size("num_key_value_heads")
+    if heads % kv_heads:
+        raise ValueError(
+            f"{config.name} has {heads} query heads for {kv_heads} KV heads in its config, which do not share out evenly."
+        )
+    return kv_heads, copies
+
+
+_KV_HEADS_OPTIONAL = frozenset(
+    ("llama", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "cohere", "cohere2", "granite", "granitemoe")
+    + ("granitemoehybrid",)
+)
+"""Families in which a missing `num_key_value_heads` means as many as query heads."""
+
+_D_HEAD_STATED = frozenset(
+    ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "qwen3", "qwen3_next", "qwen3_5_text", "gpt_oss", "glm", "glm4")
+    + ("seed_oss", "ministral3", "llama4_text", "nemotron_h")
+)
+"""Families whose `head_dim` need not be the hidden size over the heads, and must be stated."""
+
+
+def _d_head(config: Config, heads: int) -> int:
+    if config.kind in _D_HEAD_STATED:
+        return config.size("head_dim", "attention_head_dim")
+    if config.kind not in _D_HEAD_DERIVED and config.has("head_dim"):
+        return config.size("head_dim")
+    hidden = config.size("hidden_size", "n_embd")
+    if hidden % heads:
+        raise ValueError(
+            f"{config.name} has hidden_size={hidden} for {heads} heads in its config, and no head_dim; give one."
+        )
+    return hidden // heads
+
+
+_D_HEAD_DERIVED = frozenset(
+    ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "phi", "cohere2", "mllama_text_model", "stablelm")
+)
+"""Families that read no `head_dim` from a config."""
+
+
+def _state(config: Config, kind: LayerType) -> State:
+    if kind == "conv":
+        return State("short convolution", config.size("hidden_size"), config.size("conv_L_cache"), 0)
+    family = config.kind
+    if family in ("qwen3_next", "qwen3_5_text"):
+        d_key, d_value = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
+        key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+        return State(
+            "gated delta net",
+            channels=2 * key_heads * d_key + value_heads * d_value,
+            kernel=config.size("linear_conv_kernel_dim"),
+            recurrent=value_heads * d_key * d_value,
+            dtype=_ssm_dtype(config),
+        )
+    if family in ("mamba", "falcon_mamba", "jamba"):
+        inner = config.size("mamba_expand", "expand", default=2) * config.size("hidden_size")
+        if family != "jamba":
+            inner = config.size("intermediate_size", default=inner)
+        return State(
+            "Mamba",
+            channels=inner,
+            kernel=config.size("mamba_d_conv", "conv_kernel", default=4),
+            recurrent=inner * config.size("mamba_d_state", "state_size", default=16),
+        )
+    heads = config.size("mamba_n_heads", "mamba_num_heads", "num_heads")
+    groups = config.size("mamba_n_groups", "n_groups")
+    numbers = config.size("mamba_d_state", "ssm_state_size", "state_size")
+    inner = _mamba2_width(config, heads)
+    return State(
+        "Mamba-2",
+        channels=inner + 2 * groups * numbers,
+        kernel=config.size("mamba_d_conv", "conv_kernel", default=4),
+        recurrent=inner * numbers,
+        dtype=_ssm_dtype(config),
+    )
+
+
+def _mamba2_width(config: Config, heads: int) -> int:
+    if config.kind in ("nemotron_h", "mamba2"):
+        return heads * config.size("mamba_head_dim", "head_dim")
+    if config.kind == "falcon_h1" and config.has("mamba_d_ssm"):
+        return config.size("mamba_d_ssm")
+    return config.size("mamba_expand", default=2) * config.size("hidden_size")
+
+
+def _ssm_dtype(config: Config) -> str | None:
+    for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
+        if config.has(name):
+            return config.word(name)
+    return "float32" if config.kind == "nemotron_h" else None
+
+
+def _sharing(config: Config, types: list[LayerType]) -> dict[int, int]:
+    """Layers that keep nothing, and the earlier one of the same type whose K and V they read."""
+    if config.kind != "gemma3n_text":
+        return {}
+    first = layers(config) - config.size("num_kv_shared_layers", default=0, low=0)
+    found = {}
+    for layer in range(max(first, 0), layers(config)):
+        earlier = [number for number in range(first) if types[number] == types[layer]]
+        if not earlier:
+            raise ValueError(f"{config.name} has no layer before {first} whose K and V layer {layer} could share.")
+        found[layer] = earlier[-1]
+    return cast(dict[int, int], found)

@@ -1,0 +1,70 @@
+"""How many bytes weights take as they are stored, quantised or not."""
+
+from typing import Any
+
+from kvprobe.memory.config import Config
+from kvprobe.memory.numbers import Numbers, plain_named
+from kvprobe.memory.weights import Weights
+from kvprobe.suggest import unknown
+
+
+def dtype_of(config: Config) -> Numbers:
+    """The float format that the config names, or bfloat16, which nearly all are published in.
+
+    Raises:
+        ValueError: it names another.
+    """
+    for name in ("dtype", "torch_dtype"):
+        if config.has(name):
+            return plain_named(config.word(name))
+    return plain_named("bfloat16")
+
+
+def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
+    """Of all weights: packed where the config says so, with their scales, the rest in `dtype`.
+
+    Raises:
+        ValueError: they are packed in a way that is not known.
+    """
+    if not config.has("quantization_config"):
+        return dtype.bytes(weights.total)
+    packing = config.within("quantization_config")
+    method = packing.word("quant_method")
+    if method == "mxfp4":
+        # One byte of scale for 32 numbers of four bits (OCP microscaling formats 1.0).
+        return _packed(weights.experts, 4, 32, 8) + dtype.bytes(weights.total - weights.experts)
+    matrices = weights.linear + weights.experts
+    rest = dtype.bytes(weights.total - matrices)
+    if method == "fp8":
+        return _packed(matrices, 8, _block(packing), 32) + rest
+    if method in ("gptq", "awq"):
+        bits = packing.size("bits", "w_bit", default=4)
+        # A float16 scale and a packed zero for each group.
+        return _packed(matrices, bits, packing.size("group_size", "q_group_size", default=128), 16 + bits) + rest
+    if method == "bitsandbytes":
+        if packing.flag("load_in_8bit", default=False):
+            return matrices + rest
+        # Blocks of 64 with a float32 maximum, or, quantised twice, a byte and its share of another.
+        double = packing.flag("bnb_4bit_use_double_quant", default=False)
+        return _packed(matrices, 4, 64, 8 if double else 32) + rest
+    raise ValueError(
+        f"{config.name}: {unknown('packing of weights', method[:40], ('mxfp4', 'fp8', 'gptq', 'awq', 'bitsandbytes'))} "
+        f"Give the bytes of its weights with weights=…."
+    )
+
+
+def _packed(numbers: int, bits: int, group: int, scale_bits: int) -> int:
+    return -(-numbers * bits // 8) + -(-numbers // group) * scale_bits // 8
+
+
+def _block(packing: Config) -> int:
+    """Numbers that share a scale; a whole matrix, where no block is named, shares one, which costs nothing to speak of."""
+    if not packing.has("weight_block_size"):
+        return 1 << 30
+    sizes: list[Any] = packing.items("weight_block_size")
+    if not all(isinstance(each, int) and each > 0 for each in sizes):
+        raise ValueError(f"{packing.name} has weight_block_size={sizes} in its config; it must be whole numbers.")
+    product = 1
+    for each in sizes:
+        product *= each
+    return product

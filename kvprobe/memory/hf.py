@@ -1,0 +1,119 @@
+"""The caches of transformers 5.23, `DynamicCache(config)` and `QuantizedCache`, to the byte: storage, not views.
+
+Three things make it more than arithmetic on shapes would say. After a prompt a sliding layer holds a *view* of its last
+W − 1 slots, so the storage of the whole prompt stays until the next token is read; from then on it holds W. Falcon with
+grouped heads stores K and V once for each query head. And a window of 1 never drops anything, since a slice from −0
+takes all.
+"""
+
+from kvprobe.memory.caches import Attention, Layer, State
+from kvprobe.memory.request import Request
+
+STATE_BYTES = 4
+GROUP = 64
+"""Numbers that share a scale and a shift in quanto's cache."""
+RESIDUAL = 128
+"""Generated tokens that a quanto cache keeps at full precision before it quantises all anew."""
+
+
+def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
+    """Bytes of the storage that each layer's tensors hold.
+
+    Raises:
+        ValueError: transformers has no such cache.
+    """
+    _refuse(layers, request)
+    return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
+
+
+def _layer(layer: Layer, number: int, layers: int, request: Request) -> int:
+    total = 0
+    if layer.attention is not None:
+        attention, heads = layer.attention, _heads(layer.attention)
+        rows = rows_held(attention, request.prompt, request.new)
+        if attention.crosses:
+            rows = request.source
+        elif request.plan.evicts:
+            rows = min(rows, request.plan.kept(request.prompt, request.new, number, layers))
+        if request.numbers.is_plain:
+            numbers = heads * (attention.d_key + attention.d_value) + attention.d_index
+            total += request.numbers.bytes(request.batch * rows * numbers)
+        else:
+            total += sum(_quantised(request, heads, d) for d in (attention.d_key, attention.d_value))
+    if layer.state is not None:
+        total += request.batch * _state(layer.state, request)
+    return total
+
+
+def rows_held(attention: Attention, prompt: int, new: int) -> int:
+    """Slots that a layer's tensors hold."""
+    context = prompt + new
+    if attention.reach in (None, 1) or new == 0:
+        return context
+    return min(context, attention.reach)
+
+
+def _heads(attention: Attention) -> int:
+    return attention.copies or attention.kv_heads
+
+
+def _state(state: State, request: Request) -> int:
+    return request.dtype.bytes(state.channels * state.kernel) + state.recurrent * STATE_BYTES
+
+
+def _quantised(request: Request, heads: int, d: int) -> int:
+    """Of the keys or the values of one layer. `check` says whether the groups come out even."""
+    numbers = request.batch * heads * request.context * d
+    if request.numbers.name == "fp8":
+        return numbers + 4
+    residual = request.new % RESIDUAL
+    packed = request.batch * heads * (request.context - residual) * d
+    groups = -(-packed // GROUP)
+    # Rows of codes are packed one upon the other, so that the last byte row may be part empty.
+    codes = -(-groups * request.numbers.bits // 8) * GROUP
+    scales = 2 * groups * request.dtype.bytes(1)
+    return codes + scales + request.dtype.bytes(request.batch * heads * residual * d)
+
+
+def check(layers: tuple[Layer, ...], request: Request) -> None:
+    """Refuse a length at which quanto cannot share out its groups.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if request.numbers.name not in ("int4", "int2"):
+        return
+    for attention in {layer.attention for layer in layers if layer.attention is not None}:
+        for d in (attention.d_key, attention.d_value):
+            for tokens in (request.prompt, request.context - request.new % RESIDUAL):
+                if request.batch * _heads(attention) * tokens * d % GROUP:
+                    raise ValueError(
+                        f"A quanto cache groups {GROUP} numbers to a scale, and {request.batch} × {_heads(attention)} heads × "
+                        f"{tokens} tokens × {d} do not share out evenly; change the context or the batch."
+                    )
+
+
+def _refuse(layers: tuple[Layer, ...], request: Request) -> None:
+    name = request.numbers.name
+    if "hf" not in request.numbers.engines:
+        raise ValueError(f"transformers has no cache of {name}; use a float, fp8, int4 or int2, or engine='vllm'.")
+    if request.plan.rounds is not None:
+        raise ValueError(
+            f"transformers has no cache like {request.plan.name}; use engine='logical' for its price, or cache_dtype='int4' "
+            f"for the quantised cache that transformers has."
+        )
+    if request.numbers.is_plain:
+        if request.numbers != request.dtype:
+            raise ValueError(
+                f"A cache in transformers has the model's dtype, {request.dtype.name}, not {name}; change dtype, or use "
+                f"engine='vllm'."
+            )
+        return
+    if request.plan.evicts:
+        raise ValueError(f"transformers' quantised caches cannot evict ({request.plan.name}); give one of the two.")
+    for number, layer in enumerate(layers):
+        plain = layer.attention is not None and layer.attention.reach is None and layer.state is None
+        if not plain or (layer.attention is not None and (layer.attention.d_index or layer.attention.crosses)):
+            raise ValueError(
+                f"transformers quantises the caches of full attention alone, and layer {number} has {layer}; use a float."
+            )

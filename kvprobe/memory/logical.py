@@ -1,0 +1,48 @@
+"""The logical view: the bytes that a later query may read, each number at its width, and nothing else."""
+
+from kvprobe.memory.caches import Attention, Layer, State
+from kvprobe.memory.request import Request
+
+STATE_BYTES = 4
+"""Of a number in a recurrent state: implementations keep it in float32."""
+
+
+def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
+    """Bytes of each layer. Scales are counted for a policy that rounds, whose own they are, and not for a cache format,
+    whose scales are the engine's."""
+    return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
+
+
+def _layer(layer: Layer, number: int, layers: int, request: Request) -> int:
+    total = 0
+    if layer.attention is not None:
+        total += _attention(layer.attention, number, layers, request)
+    if layer.state is not None:
+        total += _state(layer.state, request)
+    return total * request.batch
+
+
+def _attention(attention: Attention, number: int, layers: int, request: Request) -> int:
+    if attention.crosses:
+        return request.numbers.bytes(request.source * attention.numbers)
+    kept = request.plan.kept(request.prompt, request.new, number, layers)
+    slots = kept if attention.reach is None else min(kept, attention.reach)
+    rounds = request.plan.rounds
+    if rounds is None:
+        return request.numbers.bytes(slots * attention.numbers)
+    # The oldest slots are the rounded ones, and the first to slide out of a window.
+    coarse = max(0, rounds.coarse(request.prompt, request.new) - (kept - slots))
+    fine = request.numbers.bytes((slots - coarse) * attention.numbers)
+    d_key, d_value = attention.d_key, attention.d_value
+    groups = -(-coarse // rounds.group)
+    index = request.numbers.bytes(coarse * attention.d_index)
+    return (
+        fine
+        + index
+        + attention.kv_heads * (coarse * rounds.slot_bytes(d_key, d_value) + groups * rounds.group_bytes(d_key))
+    )
+
+
+def _state(state: State, request: Request) -> int:
+    """The convolution needs its last kernel − 1 inputs."""
+    return request.dtype.bytes(state.channels * (state.kernel - 1)) + state.recurrent * STATE_BYTES

@@ -1,0 +1,57 @@
+"""Where a config comes from: a name, a folder, a JSON file, the shelf of published configs that ships, or the hub."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvprobe.memory.config import Config, read_config
+from kvprobe.presets import shipped
+from kvprobe.suggest import unknown
+
+
+def shelf() -> dict[str, Path]:
+    """Published configs that ship with kvprobe, by the id of their repository."""
+    return {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
+
+
+def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+    """The config of a model: fields, a folder with a `config.json`, a JSON file, an id on the shelf or on the hub.
+
+    Raises:
+        ValueError: there is no such model, or its config cannot be read.
+        ConnectionError: the hub cannot be reached.
+    """
+    if isinstance(source, Mapping):
+        return Config("The model", source)
+    name = os.fspath(source)
+    if name in shelf():
+        return read_config(shelf()[name], name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"The folder {path} has no config.json; it is not a Hugging Face model.")
+        return read_config(path / "config.json", path.name or str(path))
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ValueError(f"{path} is not a config; give a config.json, the folder that holds it, or a hub id.")
+        return read_config(path, path.stem if path.stem != "config" else path.resolve().parent.name)
+    if (shipped("models") / name / "config.json").is_file() and "/" not in name:
+        return read_config(shipped("models") / name / "config.json", name)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return read_config(_from_hub(name), name)
+    raise ValueError(
+        f"{unknown('model', name, shelf())} A folder, a config.json or a hub id (owner/name) will do as well."
+    )
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, "config.json"))
+    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no file
+        raise ConnectionError(
+            f"Could not get the config of {repository!r} from the hub ({type(error).__name__}); check the id, or give a "
+            f"config.json from elsewhere. Without the hub there are {', '.join(shelf())}."
+        ) from error

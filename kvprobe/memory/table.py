@@ -1,0 +1,183 @@
+"""A budget as a person reads it, and as a program does."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from kvprobe.memory.budget import Budget
+from kvprobe.memory.units import both, short
+
+_ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
+
+
+def lines(budget: Budget) -> Iterator[str]:
+    """The budget, line by line."""
+    request = budget.request
+    yield f"{budget.config.name}: {budget.config.kind}, {len(budget.layers)} layers, {budget.parameters / 1e9:.3g} B parameters"
+    yield (
+        f"{request.batch:,} × {request.context:,} tokens ({request.prompt:,} read, {request.new:,} generated); weights and "
+        f"activations {request.dtype.name}, cache {request.numbers.name}; {_how(budget)}"
+    )
+    yield ""
+    yield f"{'layers':16}{'what each keeps':34}{'B/token':>10}{'logical':>12}{'allocated':>12}"
+    for numbers, kind, per_token, held, allocated in rows(budget):
+        yield f"{numbers:16}{kind:34}{per_token:>10,}{short(held):>12}{short(allocated):>12}"
+    padding = budget.cache - sum(budget.allocated)
+    if padding:
+        yield f"{'padding':72}{short(padding):>12}"
+    yield f"{'all layers':50}{sum(budget.bytes_per_token):>10,}{short(sum(budget.logical)):>12}{short(budget.cache):>12}"
+    yield ""
+    for name, size in parts(budget):
+        yield f"{name:44}{both(size):>28}"
+    yield ""
+    yield from _room(budget)
+    yield from _saving(budget)
+    yield from _remarks(budget)
+
+
+def parts(budget: Budget) -> list[tuple[str, int]]:
+    """The bytes of the peak, by what they are for."""
+    moment = budget.moments[budget.moment]
+    when = {"reading": "while the prompt is read", "generating": "at the last token", "held": ""}[budget.moment]
+    ranks = f" on one of {budget.vllm.ranks} ranks" if budget.vllm.ranks > 1 else ""
+    found = [(f"weights{ranks}", budget.weights), (f"cache {when}".strip(), moment.cache)]
+    found += [("activations", moment.activations)] if moment.activations else []
+    found += [("logits", moment.logits)] if moment.logits else []
+    found += [("a layer's cache, twice while it grows", moment.growth)] if moment.growth else []
+    return [*found, ("peak", budget.peak)]
+
+
+def rows(budget: Budget) -> list[tuple[str, str, int, int, int]]:
+    """Layers that are alike, each kind once: which, what they keep, and their bytes in all."""
+    found: dict[tuple[str, int, int, int], list[int]] = {}
+    for number, layer in enumerate(budget.layers):
+        key = (str(layer), budget.bytes_per_token[number], budget.logical[number], budget.allocated[number])
+        found.setdefault(key, []).append(number)
+    return [
+        (
+            _ranges(numbers),
+            f"{len(numbers)} × {kind}",
+            len(numbers) * each,
+            len(numbers) * held,
+            len(numbers) * allocated,
+        )
+        for (kind, each, held, allocated), numbers in found.items()
+    ]
+
+
+def as_mapping(budget: Budget) -> dict[str, Any]:
+    """The budget in numbers: bytes throughout."""
+    request = budget.request
+    return {
+        "model": budget.config.name,
+        "family": budget.config.kind,
+        "parameters": budget.parameters,
+        "engine": budget.engine,
+        "prompt": request.prompt,
+        "new": request.new,
+        "batch": request.batch,
+        "dtype": request.dtype.name,
+        "cache_dtype": request.numbers.name,
+        "policy": request.plan.name,
+        "weights": budget.weights,
+        "bytes_per_token": sum(budget.bytes_per_token),
+        "logical": sum(budget.logical),
+        "allocated": budget.cache,
+        "peak": budget.peak,
+        "moment": budget.moment,
+        "moments": {
+            name: {"cache": each.cache, "activations": each.activations, "logits": each.logits, "growth": each.growth}
+            for name, each in budget.moments.items()
+        },
+        "memory": budget.memory,
+        "usable": budget.usable,
+        "headroom": budget.headroom,
+        "largest_context": budget.largest_context,
+        "largest_batch": budget.largest_batch,
+        "layers": [
+            {"keeps": str(layer), "bytes_per_token": per_token, "logical": held, "allocated": allocated}
+            for layer, per_token, held, allocated in zip(
+                budget.layers, budget.bytes_per_token, budget.logical, budget.allocated, strict=True
+            )
+        ],
+    }
+
+
+def _how(budget: Budget) -> str:
+    name = _ENGINES[budget.engine]
+    if budget.engine == "vllm":
+        name += f", blocks of {budget.vllm.block}"
+    if budget.engine == "hf":
+        name += f", {budget.kernel} attention"
+    return name if budget.request.plan.name == "none" else f"{name}, {budget.request.plan.name}"
+
+
+def _room(budget: Budget) -> Iterator[str]:
+    if budget.memory is None or budget.usable is None or budget.headroom is None:
+        return
+    share = "" if budget.usable == budget.memory else f", of which vLLM takes {short(budget.usable)}"
+    fits = "headroom" if budget.headroom >= 0 else "DOES NOT FIT: short of"
+    yield f"{'memory':44}{both(budget.memory):>28}{share}"
+    yield f"{fits:44}{both(abs(budget.headroom)):>28}"
+    request = budget.request
+    yield f"{'largest context':44}{_count(budget.largest_context, 'tokens'):>28} for a batch of {request.batch:,}"
+    yield f"{'largest batch':44}{_count(budget.largest_batch, 'conversations'):>28} of {request.context:,} tokens"
+    yield ""
+
+
+def _count(number: int | None, unit: str) -> str:
+    return f"as many {unit} as you like" if number is None else f"{number:,} {unit}"
+
+
+def _saving(budget: Budget) -> Iterator[str]:
+    if budget.plain.request == budget.request:
+        return
+    before, after = sum(budget.plain.logical), sum(budget.logical)
+    what = " and ".join(
+        name
+        for name, given in (
+            (budget.request.plan.name, budget.request.plan.name != "none"),
+            (f"a cache of {budget.request.numbers.name}", budget.request.numbers != budget.request.dtype),
+        )
+        if given
+    )
+    yield f"{what}: {short(before - after)} of {short(before)} saved in the logical view ({_percent(before - after, before)})."
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "nothing to save"
+
+
+def _remarks(budget: Budget) -> Iterator[str]:
+    request = budget.request
+    trained = budget.trained_context
+    if trained is not None and request.context > trained:
+        yield f"The model was made for {trained:,} tokens; {request.context:,} are more."
+    if not (budget.config.has("dtype") or budget.config.has("torch_dtype")) and request.dtype.name == "bfloat16":
+        yield "The config names no dtype; bfloat16 is taken unless dtype says otherwise."
+    if (
+        budget.engine == "hf"
+        and request.new == 0
+        and any(layer.attention and layer.attention.reach for layer in budget.layers)
+    ):
+        yield (
+            "After the prompt, transformers holds all of it in sliding layers too; their slots beyond the window are let go "
+            "when the next token is read."
+        )
+    crossing = sum(layer.attention is not None and layer.attention.crosses for layer in budget.layers)
+    if crossing and not request.source:
+        yield f"{crossing} layers attend to another input, of which there are no tokens here; say how many with source."
+    if not budget.widths.exact and budget.engine == "hf":
+        yield "Activations are an estimate for this family; weights and caches are exact."
+    if budget.engine == "vllm":
+        yield "Activations are an estimate for vLLM; CUDA graphs and what its libraries hold are not counted."
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0–4, 6–10, …`."""
+    runs = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in group]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
+    text = ", ".join(runs)
+    return text if len(text) <= 14 else f"{', '.join(runs[:2])}, …"[:15]

@@ -1,0 +1,51 @@
+"""Bytes as people write them. GB is 10⁹ bytes and GiB is 2³⁰: a card of 24 GB and one of 24 GiB are 7 % apart."""
+
+import re
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def bytes_in(text: str | int, what: str) -> int:
+    """A number of bytes, or a text such as `24GiB` or `24 GB`.
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        found = text
+    else:
+        match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?I?B)\s*", str(text).upper())
+        if match is None:
+            raise ValueError(
+                f"The {what} is {str(text)[:40]!r}; write bytes with their unit, as in '24GiB' (2³⁰) or '24GB' (10⁹)."
+            )
+        found = round(float(match[1]) * _UNITS[match[2]])
+    if found < 1:
+        raise ValueError(f"The {what} is {found} bytes; it must be positive.")
+    return found
+
+
+def both(count: int) -> str:
+    """In decimal and in binary units, each with three to four digits: `16.38 GB (15.26 GiB)`."""
+    for decimal, binary in (("TB", "TiB"), ("GB", "GiB"), ("MB", "MiB"), ("KB", "KiB")):
+        if abs(count) >= _UNITS[decimal]:
+            return f"{count / _UNITS[decimal]:.2f} {decimal} ({count / _UNITS[binary.upper()]:.2f} {binary})"
+    return f"{count} B"
+
+
+def short(count: float) -> str:
+    """In decimal units."""
+    for unit in ("TB", "GB", "MB", "KB"):
+        if abs(count) >= _UNITS[unit]:
+            return f"{count / _UNITS[unit]:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,57 @@
+"""The budget's caches are those that transformers really allocates: storage, byte for byte, family by family."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from kvprobe.measured import storage_bytes
+from kvprobe.memory import hf
+from kvprobe.memory.layer_types import KINDS
+from kvprobe.memory.numbers import FORMATS
+from kvprobe.memory.request import Request
+from tests.memory.families import TINY, tiny
+
+LENGTHS = st.one_of(st.integers(1, 12), st.sampled_from([15, 16, 17, 31, 33]))
+
+
+@torch.inference_mode()
+def lived(model: Any, past: Any, prompt: int, new: int, batch: int, **first: Any) -> Any:
+    """The cache after a prompt in one pass and `new` tokens one by one."""
+    tokens = torch.randint(1, 60, (batch, prompt + new), generator=torch.Generator().manual_seed(prompt))
+    named = "cache_params" if "mamba" in model.config.model_type else "past_key_values"
+    model(tokens[:, :prompt], use_cache=True, **{named: past}, **first)
+    for step in range(prompt, prompt + new):
+        model(tokens[:, step : step + 1], use_cache=True, **{named: past})
+    return past
+
+
+@cache
+def widened(name: str, dtype: torch.dtype) -> Any:
+    import copy
+
+    return copy.deepcopy(tiny(name)[0]).to(dtype)
+
+
+@pytest.mark.parametrize("name", TINY)
+@settings(max_examples=12, deadline=None)
+@given(prompt=LENGTHS, new=st.integers(0, 3), batch=st.integers(1, 2), half=st.booleans())
+def test_caches_are_those_of_transformers_to_the_byte(name: str, prompt: int, new: int, batch: int, half: bool):
+    model, layers = tiny(name)
+    dtype = FORMATS["bfloat16" if half else "float32"]
+    if half:
+        model = widened(name, torch.bfloat16)
+    crossing = any(layer.attention is not None and layer.attention.crosses for layer in layers)
+    source = 6 if crossing else 0
+    first = {"cross_attention_states": torch.zeros(batch, source, 32, dtype=model.dtype)} if crossing else {}
+    past = lived(model, DynamicCache(config=model.config), prompt, new, batch, **first)
+    request = Request(prompt, new, batch, source, dtype, dtype)
+    assert storage_bytes(past) == hf.held(layers, request)
+
+
+def test_every_family_that_is_known_was_built():
+    assert {kind for kind, _ in TINY.values()} == KINDS
