@@ -113,9 +113,10 @@ _HELD = ("keys", "values", "indexer_keys", "conv_states", "recurrent_states", "_
 
 def _storages(value: Any) -> dict[int, int]:
     if isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor and hasattr(value, "__tensor_flatten__"):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if type(value) is not torch.Tensor and flatten is not None:
             # A quantised tensor is made of others.
-            return _storages([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+            return _storages([getattr(value, name) for name in flatten()[0]])
         storage = value.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
     if isinstance(value, dict):
@@ -154,8 +155,9 @@ def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Any]) -> Moment:
         held = sum(storage_bytes(past()))
         with record_function(_LAST):
             runs[-1]()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
+    assert profiler.profiler is not None
+    results: Any = profiler.profiler.kineto_results
+    events = results.events()
     start = next(event.start_ns() for event in events if event.name() == _LAST)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     now = most = 0

@@ -37,7 +37,7 @@ class Budget:
         weights: bytes of them, on one rank.
         request: the conversations.
         engine: whose caches are counted.
-        vllm: how vLLM is run, where it is the engine.
+        blocks: how vLLM is run, where it is the engine.
         kernel: of attention in transformers.
         logits: of the last token of the prompt, or of all of them.
         memory: bytes that there are; None if that was not said.
@@ -50,7 +50,7 @@ class Budget:
     weights: int
     request: Request
     engine: EngineName
-    vllm: vllm.Engine
+    blocks: vllm.Engine
     kernel: Kernel
     logits: Logits
     memory: int | None = None
@@ -82,7 +82,7 @@ class Budget:
         if self.engine == "logical":
             return {"held": Transient(self.cache, 0)}
         if self.engine == "vllm":
-            tokens = min(self.vllm.batched_tokens, self.request.batch * self.request.prompt)
+            tokens = min(self.blocks.batched_tokens, self.request.batch * self.request.prompt)
             step = forward.stepping(self.widths, self.request, tokens)
             # One block of the pool is never handed out.
             return {"reading": replace(step, cache=self.cache + self._reserved.block_bytes)}
@@ -175,7 +175,7 @@ class Budget:
 
     @cached_property
     def _reserved(self) -> vllm.Reserved:
-        return vllm.reserved(self.layers, self.request, self.vllm)
+        return vllm.reserved(self.layers, self.request, self.blocks)
 
     @cached_property
     def plain(self) -> "Budget":
@@ -269,7 +269,7 @@ def budget(
             plan=Plan() if policy is None else plan_of(policy),
         ),
         engine=engine,
-        vllm=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),
+        blocks=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),
         kernel=kernel,
         logits=logits,
         memory=None if memory is None else bytes_in(memory, "memory"),

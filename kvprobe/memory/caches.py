@@ -1,7 +1,6 @@
 """What each layer of a model keeps of the tokens that it has read, family by family."""
 
 from dataclasses import dataclass
-from typing import cast
 
 from kvprobe.memory.config import Config
 from kvprobe.memory.layer_types import KINDS, LayerType, layer_types, layers, window
@@ -102,6 +101,9 @@ _TEXT_KINDS = {
 }
 """Models of text and images, and the text models in them."""
 
+_OUTER = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""Fields that a model of text and images states for its text model too."""
+
 _DEFAULTS: dict[str, dict[str, object]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -125,10 +127,10 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
     "llama4_text": {"attention_chunk_size": 8192},
     "gpt_oss": {"sliding_window": 128},
-    **dict.fromkeys(
-        ("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "olmo3", "cohere2", "exaone4"),
-        {"sliding_window": 4096},
-    ),
+    **{
+        family: {"sliding_window": 4096}
+        for family in ("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "olmo3", "cohere2", "exaone4")
+    },
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
 }
 """What published configs leave to the configuration classes of transformers; a test holds these to the classes."""
@@ -144,11 +146,7 @@ def text_model(config: Config) -> Config:
     if "text_config" in config.fields:
         inner = config.within("text_config")
         kind = str(inner.fields.get("model_type", _TEXT_KINDS.get(kind, kind)))
-        shared = {
-            name: config.fields[name]
-            for name in ("dtype", "torch_dtype", "quantization_config")
-            if name in config.fields
-        }
+        shared = {name: config.fields[name] for name in _OUTER if name in config.fields}
         config = Config(config.name, {**shared, **inner.fields, "model_type": kind})
     if kind not in KINDS:
         raise ValueError(
@@ -237,14 +235,40 @@ def _kv_heads(config: Config, heads: int) -> tuple[int, int | None]:
 
 
 _KV_HEADS_OPTIONAL = frozenset(
-    ("llama", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "cohere", "cohere2", "granite", "granitemoe")
-    + ("granitemoehybrid",)
+    [
+        "llama",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "phi3",
+        "cohere",
+        "cohere2",
+        "granite",
+        "granitemoe",
+        "granitemoehybrid",
+    ]
 )
 """Families in which a missing `num_key_value_heads` means as many as query heads."""
 
 _D_HEAD_STATED = frozenset(
-    ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "qwen3", "qwen3_next", "qwen3_5_text", "gpt_oss", "glm", "glm4")
-    + ("seed_oss", "ministral3", "llama4_text", "nemotron_h")
+    [
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "qwen3",
+        "qwen3_next",
+        "qwen3_5_text",
+        "gpt_oss",
+        "glm",
+        "glm4",
+        "seed_oss",
+        "ministral3",
+        "llama4_text",
+        "nemotron_h",
+    ]
 )
 """Families whose `head_dim` need not be the hidden size over the heads, and must be stated."""
 
@@ -263,7 +287,7 @@ def _d_head(config: Config, heads: int) -> int:
 
 
 _D_HEAD_DERIVED = frozenset(
-    ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "phi", "cohere2", "mllama_text_model", "stablelm")
+    ["gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "phi", "cohere2", "mllama_text_model", "stablelm"]
 )
 """Families that read no `head_dim` from a config."""
 
@@ -331,4 +355,4 @@ def _sharing(config: Config, types: list[LayerType]) -> dict[int, int]:
         if not earlier:
             raise ValueError(f"{config.name} has no layer before {first} whose K and V layer {layer} could share.")
         found[layer] = earlier[-1]
-    return cast(dict[int, int], found)
+    return found

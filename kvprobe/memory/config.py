@@ -59,7 +59,7 @@ class Config:
         return self.size(present[0]) if self.has(present[0]) else None
 
     def flag(self, *names: str, default: bool | None = _MISSING) -> bool:
-        """True or false; null is false.
+        """True or false; null is the default.
 
         Raises:
             ValueError: it is not there, and there is no default; or it is neither.

@@ -15,6 +15,8 @@ LayerType = Literal["full", "sliding", "chunked", "indexed", "linear", "conv", "
 recurrent state side by side; `cross`: attention to another input; `indexed`: full attention with an index of keys;
 `none`: an MLP alone."""
 
+MOST_LAYERS = 10_000
+
 _SPELLINGS: dict[str, LayerType] = {
     "full_attention": "full",
     "attention": "full",
@@ -48,8 +50,15 @@ def layer_types(config: Config) -> list[LayerType]:
 
 
 def layers(config: Config) -> int:
-    """How many there are."""
-    return config.size("num_hidden_layers", "n_layer", "num_layers")
+    """How many there are.
+
+    Raises:
+        ValueError: there are none, or more than any model has.
+    """
+    count = config.size("num_hidden_layers", "n_layer", "num_layers")
+    if count > MOST_LAYERS:
+        raise ValueError(f"{config.name} has {count:,} layers in its config; there can be at most {MOST_LAYERS:,}.")
+    return count
 
 
 def window(config: Config) -> int:
@@ -171,8 +180,7 @@ def _nemotron(config: Config) -> list[LayerType]:
 
 _RULES: dict[str, Callable[[Config], list[LayerType]]] = {
     **dict.fromkeys(
-        ("llama", "gemma", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "olmo", "olmo2", "olmoe", "phi", "stablelm")
-        + ("cohere", "glm", "glm4", "granite", "granitemoe", "seed_oss", "deepseek_v2", "deepseek_v3"),
+        ["llama", "gemma", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "olmo", "olmo2", "olmoe", "phi", "stablelm", "cohere", "glm", "glm4", "granite", "granitemoe", "seed_oss", "deepseek_v2", "deepseek_v3"],
         _full,
     ),
     **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"), _by_window),

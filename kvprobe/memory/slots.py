@@ -7,6 +7,7 @@ policy that drops what a text calls by name (`MaskSpans`, `PruneToolResults`) ha
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kvprobe.suggest import unknown
@@ -74,7 +75,7 @@ def layer_counts(layers: int, budget: int, most: int, slope: float) -> list[int]
     for layer in range(layers):
         total += (1 + slope - step * layer) * budget if layers > 1 else budget
         ends.append(round(total))
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True)

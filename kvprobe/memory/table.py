@@ -39,7 +39,7 @@ def parts(budget: Budget) -> list[tuple[str, int]]:
     """The bytes of the peak, by what they are for."""
     moment = budget.moments[budget.moment]
     when = {"reading": "while the prompt is read", "generating": "at the last token", "held": ""}[budget.moment]
-    ranks = f" on one of {budget.vllm.ranks} ranks" if budget.vllm.ranks > 1 else ""
+    ranks = f" on one of {budget.blocks.ranks} ranks" if budget.blocks.ranks > 1 else ""
     found = [(f"weights{ranks}", budget.weights), (f"cache {when}".strip(), moment.cache)]
     found += [("activations", moment.activations)] if moment.activations else []
     found += [("logits", moment.logits)] if moment.logits else []
@@ -106,7 +106,7 @@ def as_mapping(budget: Budget) -> dict[str, Any]:
 def _how(budget: Budget) -> str:
     name = _ENGINES[budget.engine]
     if budget.engine == "vllm":
-        name += f", blocks of {budget.vllm.block}"
+        name += f", blocks of {budget.blocks.block}"
     if budget.engine == "hf":
         name += f", {budget.kernel} attention"
     return name if budget.request.plan.name == "none" else f"{name}, {budget.request.plan.name}"
