@@ -203,9 +203,14 @@ def budget(
     else:
         print(found)
     if figure is not None:
-        from kvprobe.plots import memory_stack, save
+        import matplotlib
 
-        print(f"\nFigure: {save(memory_stack(found), figure)}")
+        matplotlib.use("Agg")
+        from kvprobe.plots import memory as drawn
+        from kvprobe.plots import save
+
+        save(drawn(found), figure)
+        print(f"\nFigure: {figure.with_suffix('.png')} and .svg")
     if measure:
         _set_threads()
         from kvprobe.measured import measure as measured

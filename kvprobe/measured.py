@@ -4,6 +4,8 @@ On the CPU every allocation is counted as torch's profiler reports it, to the by
 on a GPU it is the allocator's peak, whose blocks are rounded up. What libraries take outside torch is in neither.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,7 +151,7 @@ def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Any]) -> Moment:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     held = sum(storage_bytes(past()))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _unheard(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for run in runs[:-1]:
             run()
         held = sum(storage_bytes(past()))
@@ -166,6 +168,21 @@ def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Any]) -> Moment:
             now += change
             most = max(most, now)
     return Moment(sum(storage_bytes(past())), held + most)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Keeps from the terminal what the profiler's own library says of its starting and stopping; errors are still raised."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(nowhere)
+        os.close(terminal)
 
 
 _LAST = "kvprobe: the pass that is measured"

@@ -139,6 +139,26 @@ class Budget:
         """Conversations of this length that fit at once, likewise."""
         return self._largest(lambda batch: replace(self, request=replace(self.request, batch=batch)), 1)
 
+    @cached_property
+    def largest_new(self) -> int | None:
+        """Tokens that can be generated after this prompt, likewise; 0 also where the prompt itself does not fit."""
+        return self._largest(self.generating, 0)
+
+    def generating(self, new: int) -> "Budget":
+        """The same when so many tokens have been generated after the prompt."""
+        return replace(self, request=replace(self.request, new=new))
+
+    @property
+    def generated(self) -> list[int]:
+        """Bytes of each layer that are held for generated tokens: the newest, so that they slide out last."""
+        found = []
+        for layer, size in zip(self.layers, self.allocated, strict=True):
+            reach = layer.attention.reach if layer.attention is not None else None
+            held = min(self.request.context, reach or self.request.context)
+            grows = layer.attention is not None and not layer.attention.crosses
+            found.append(size * min(self.request.new, held) // held if grows else 0)
+        return found
+
     def at(self, context: int) -> "Budget":
         """The same for conversations of another length, of which as many tokens are generated."""
         if context <= self.request.new:
@@ -163,7 +183,7 @@ class Budget:
             return None
         if not made(low).fits():
             return 0
-        high = 2 * low
+        high = 2 * max(low, 1)
         while made(high).fits():
             low, high = high, 2 * high
             if high > FARTHEST:

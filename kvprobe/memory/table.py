@@ -7,7 +7,8 @@ from typing import Any
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both, short
 
-_ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
+ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
+"""What the engines are called."""
 
 
 def lines(budget: Budget) -> Iterator[str]:
@@ -93,6 +94,7 @@ def as_mapping(budget: Budget) -> dict[str, Any]:
         "usable": budget.usable,
         "headroom": budget.headroom,
         "largest_context": budget.largest_context,
+        "largest_new": budget.largest_new,
         "largest_batch": budget.largest_batch,
         "layers": [
             {"keeps": str(layer), "bytes_per_token": per_token, "logical": held, "allocated": allocated}
@@ -104,7 +106,7 @@ def as_mapping(budget: Budget) -> dict[str, Any]:
 
 
 def _how(budget: Budget) -> str:
-    name = _ENGINES[budget.engine]
+    name = ENGINES[budget.engine]
     if budget.engine == "vllm":
         name += f", blocks of {budget.blocks.block}"
     if budget.engine == "hf":
@@ -121,6 +123,7 @@ def _room(budget: Budget) -> Iterator[str]:
     yield f"{fits:44}{both(abs(budget.headroom)):>28}"
     request = budget.request
     yield f"{'largest context':44}{_count(budget.largest_context, 'tokens'):>28} for a batch of {request.batch:,}"
+    yield f"{'most generated':44}{_count(budget.largest_new, 'tokens'):>28} after a prompt of {request.prompt:,}"
     yield f"{'largest batch':44}{_count(budget.largest_batch, 'conversations'):>28} of {request.context:,} tokens"
     yield ""
 

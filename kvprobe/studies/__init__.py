@@ -54,6 +54,7 @@ STUDIES = {
             "dangling",
             "A turn is hidden: where does the attention go that looked at it, and does anything point there?",
         ),
+        Study("memory", "Is the memory budget right, and what does the cache cost and save?"),
         Study("use", "Does the model use what a probe reads in its cache, and where?"),
         Study("filter_poison", "Which attention blocks, MLPs and heads pass damage on, and which keep it away?"),
         Study(

@@ -1,0 +1,1 @@
+"""Is the budget right, and what does the cache cost and save?"""

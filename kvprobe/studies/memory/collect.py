@@ -1,0 +1,124 @@
+"""What the model holds while it reads prompts of several lengths and while it generates, and how long a token takes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+
+from kvprobe.measured import measure, storage_bytes
+from kvprobe.memory.budget import Budget, budget
+from kvprobe.model import Model
+from kvprobe.runs import Run
+from kvprobe.studies.kept import kept_tables
+from kvprobe.studies.memory.config import Config
+
+GENERATED = 2
+"""The last tokens of each context, which are read one by one."""
+
+
+def budget_of(model: Model, config: Config, **settings: Any) -> Budget:
+    """The budget of the loaded model, from its config alone."""
+    dtype = str(model.lanes.dtype).removeprefix("torch.")
+    found = budget(model.lanes.plain.config.to_dict(), dtype=dtype, memory=config.memory, **settings)
+    return replace(found, config=replace(found.config, name=model.name))
+
+
+def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """For each context: bytes predicted and measured, of the weights, the cache, and beside the weights at their most."""
+
+    def peak(context: int) -> pd.DataFrame:
+        predicted = budget_of(model, config, context=context, new=GENERATED)
+        found = measure(model, predicted)
+        assert found.generating is not None
+        reading, generating = (predicted.moments[name].total for name in ("reading", "generating"))
+        rows = [
+            ("weights", predicted.weights, found.weights),
+            ("cache", predicted.cache, found.cache),
+            ("reading", reading, found.reading.peak),
+            ("generating", generating, found.generating.peak),
+            ("peak", predicted.peak, found.peak),
+        ]
+        return pd.DataFrame(
+            [{"context": context, "what": what, "predicted": said, "measured": seen} for what, said, seen in rows]
+        )
+
+    return kept_tables(run, config.lengths, "peak", peak, doing="Measuring peaks", unit="prompt")
+
+
+@torch.inference_mode()
+def collect_growth(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """After each generated token: bytes that the cache's tensors hold, and what three views say of them."""
+
+    def grow(_: int) -> pd.DataFrame:
+        from transformers import DynamicCache
+
+        plain = model.lanes.plain
+        past = DynamicCache(config=plain.config)
+        ids = _ids(model, config.prompt + config.new)
+        rows = []
+        for new in range(config.new + 1):
+            first = 0 if new == 0 else config.prompt + new - 1
+            plain(ids[:, first : config.prompt + new], past_key_values=past, use_cache=True, logits_to_keep=1)
+            said = budget_of(model, config, context=config.prompt + new, new=new)
+            blocks = budget_of(model, config, context=config.prompt + new, new=new, engine="vllm")
+            rows.append(
+                {
+                    "new": new,
+                    "measured": sum(storage_bytes(past)),
+                    "transformers": said.cache,
+                    "logical": sum(said.logical),
+                    "vLLM": blocks.cache,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    return kept_tables(run, [0], "growth", grow, doing="Watching a cache grow", unit="conversation")
+
+
+@torch.inference_mode()
+def collect_times(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """For each length and repeat: seconds to the next token, with the cache of what stands before and without it.
+
+    Both give the same token: `difference` is the largest between their logits, in units of the logits' spread.
+    """
+
+    def timed(length: int) -> pd.DataFrame:
+        from transformers import DynamicCache
+
+        plain = model.lanes.plain
+        ids = _ids(model, length)
+        past = DynamicCache(config=plain.config)
+        plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
+        rows, difference = [], 0.0
+        for repeat in range(config.repeats + 1):
+            # Each repeat reads the last token once more, one slot further on: its time is that of this length.
+            cached, with_cache = _seconds(
+                lambda: plain(ids[:, -1:], past_key_values=past, use_cache=True, logits_to_keep=1), model
+            )
+            anew, without = _seconds(lambda: plain(ids, use_cache=False, logits_to_keep=1), model)
+            if repeat == 0:  # warms up, and is the one repeat that reads the same text both ways
+                one, other = cached.logits[0, -1].float(), anew.logits[0, -1].float()
+                difference = float((one - other).abs().max() / other.std())
+            else:
+                rows.append({"length": length, "repeat": repeat, "cached": with_cache, "anew": without})
+        return pd.DataFrame(rows).assign(difference=difference)
+
+    return kept_tables(run, config.timed_lengths, "time", timed, doing="Timing tokens", unit="length")
+
+
+def _ids(model: Model, length: int) -> torch.Tensor:
+    vocabulary = model.lanes.plain.config.get_text_config().vocab_size
+    return torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(model.lanes.device)
+
+
+def _seconds(run: Callable[[], Any], model: Model) -> tuple[Any, float]:
+    if model.lanes.device.type == "cuda":
+        torch.cuda.synchronize(model.lanes.device)
+    start = time.perf_counter()
+    found = run()
+    if model.lanes.device.type == "cuda":
+        torch.cuda.synchronize(model.lanes.device)
+    return found, time.perf_counter() - start
