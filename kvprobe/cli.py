@@ -174,7 +174,10 @@ def budget(
     policy: Annotated[str | None, Parameter(help="As in Python: 'SinkWindow(4, 1020)', 'Quantise(4)'.")] = None,
     memory: Annotated[str | None, Parameter(help="What there is: 24GiB, 80GB.")] = None,
     weights: Annotated[str | None, Parameter(help="What the weights take, if the config does not tell.")] = None,
-    kernel: Annotated[Literal["sdpa", "eager"], Parameter(help="Of attention in transformers.")] = "sdpa",
+    kernel: Annotated[
+        Literal["sdpa", "eager"] | None,
+        Parameter(help="Of attention in transformers; by default what it takes itself."),
+    ] = None,
     logits: Annotated[Literal["last", "all"], Parameter(help="Of the prompt's last token, or of all.")] = "last",
     ranks: Annotated[int, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
     block: Annotated[int, Parameter(help="Tokens of a vLLM block.")] = 16,

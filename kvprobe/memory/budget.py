@@ -221,7 +221,7 @@ def budget(
     policy: Any = None,
     memory: str | int | None = None,
     weights: str | int | None = None,
-    kernel: Kernel = "sdpa",
+    kernel: Kernel | None = None,
     logits: Logits = "last",
     ranks: int = 1,
     block: int = vllm.BLOCK,
@@ -241,7 +241,7 @@ def budget(
         policy: one of `kv.policies`, or written out: `"SinkWindow(4, 1020)"`.
         memory: what there is, in bytes or as `"24GiB"`.
         weights: what the weights take, if the config does not tell.
-        kernel: of attention in transformers, `sdpa` or `eager`.
+        kernel: of attention in transformers, `sdpa` or `eager`; by default what it takes for this family.
         logits: of the prompt's `last` token, as generation takes them, or of `all`.
         ranks: GPUs that share the model in vLLM; the budget is that of one.
         block: tokens of a vLLM block.
@@ -257,7 +257,7 @@ def budget(
         _require(name, value, 1)
     for name, chosen, known in (
         ("engine", engine, EngineName),
-        ("kernel", kernel, Kernel),
+        ("kernel", kernel or "sdpa", Kernel),
         ("choice of logits", logits, Logits),
     ):
         if chosen not in get_args(known):
@@ -290,7 +290,7 @@ def budget(
         ),
         engine=engine,
         blocks=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),
-        kernel=kernel,
+        kernel=kernel or forward.usual_kernel(config),
         logits=logits,
         memory=None if memory is None else bytes_in(memory, "memory"),
     )

@@ -3,7 +3,8 @@
 Followed line by line through the decoder layers of transformers 5.23 in inference mode: while a layer's MLP runs, the
 embeddings, the layer's input, the residual after attention, its norm and three tensors as wide as the MLP are alive; while
 a sliding layer attends, the mask is there as bits in bytes and, for as long as the layer attends, as floats. Measured on SmolLM2 and
-Gemma 3 (docs/memory.md). For mixtures of experts and recurrent layers it is an estimate: their kernels differ.
+Gemma 3 to the byte, and on small random models of the families in `_FOLLOWED` within a percent (docs/memory.md). For
+others it is an estimate.
 """
 
 from dataclasses import dataclass, replace
@@ -27,18 +28,20 @@ class Widths:
 
     Attributes:
         hidden: of the residual stream.
+        normed: of its norm beside it, while an MLP runs.
         mlp: alive at once inside the widest MLP.
         d_head: of a query head.
-        rotary: cosines and sines.
+        positions: in tables that all rows share: cosines and sines, or what is learned of each position.
         vocabulary: logits.
         capped: copies of the logits that a soft cap needs beside them.
         exact: whether `mlp` was followed through the code; else it is an estimate.
     """
 
     hidden: int
+    normed: int
     mlp: int
     d_head: int
-    rotary: int
+    positions: int
     vocabulary: int
     capped: int
     exact: bool
@@ -50,21 +53,24 @@ _PLAIN_MLP = {"gpt2": 4, "gptj": 4, "phi": 4, "gpt_neox": 2, "gpt_bigcode": 2, "
 _FUSED_GATE = ("phi3", "glm", "glm4")
 """Gate and up are one projection, which stays while both halves are used."""
 
+_NORM_AFTER = ("olmo2", "olmo3", "exaone4")
+"""Blocks whose MLP reads the residual stream as it is, so that there is no norm of it beside."""
+
+_TURNED = {"phi": 0.5, "glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "stablelm": 0.25}
+"""Families that turn only this part of a head, unless the config says how much."""
+
+_NO_SDPA = ("gemma2", "gpt_oss", "gptj")
+"""Families that transformers reads with eager attention unless told otherwise: their scores are capped or have sinks."""
+
 _FOLLOWED = frozenset(
-    (
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "mistral",
-        "ministral3",
-        "granite",
-        "seed_oss",
-        "smollm3",
-    )
+    "llama qwen2 qwen3 gemma gemma2 gemma3_text mistral ministral3 granite seed_oss smollm3 phi phi3 glm glm4 olmo olmo2 cohere "
+    "cohere2 gpt2 gpt_bigcode mixtral qwen3_moe olmoe granitemoe phimoe".split()
 )
+
+
+def usual_kernel(config: Config) -> Kernel:
+    """The attention that transformers takes for this family."""
+    return "eager" if config.kind in _NO_SDPA else "sdpa"
 
 
 def widths_of(config: Config, layers: tuple[Layer, ...]) -> Widths:
@@ -80,12 +86,15 @@ def widths_of(config: Config, layers: tuple[Layer, ...]) -> Widths:
         d_head = config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")
     # Gemma 3 turns sliding and full layers at different speeds, and holds cosines and sines for both.
     speeds = 2 if config.kind in ("gemma3_text", "gemma3n_text") else 1
-    rotary = 0 if config.kind in ("gpt2", "gptj", "gpt_bigcode") or not attentions else speeds * 2 * d_head
+    positions = speeds * 2 * _turned(config, d_head) if attentions else 0
+    if config.kind in ("gpt2", "gpt_bigcode"):
+        positions = hidden
     return Widths(
         hidden=hidden,
+        normed=0 if config.kind in _NORM_AFTER else hidden,
         mlp=_mlp(config, hidden, layers),
         d_head=d_head,
-        rotary=rotary,
+        positions=positions,
         vocabulary=config.size("vocab_size"),
         capped=1 if config.has("final_logit_softcapping") else 0,
         exact=config.kind in _FOLLOWED,
@@ -99,17 +108,28 @@ def _mlp(config: Config, hidden: int, layers: tuple[Layer, ...]) -> int:
     if kind in _PLAIN_MLP:
         names = {"gpt2": "n_inner", "gptj": "n_inner", "gpt_bigcode": "n_inner", "falcon": "ffn_hidden_size"}
         inner = config.optional_size(names.get(kind, "intermediate_size")) or 4 * hidden
-        return _PLAIN_MLP[kind] * inner
+        # GPT-2's blocks keep attention's output.
+        return _PLAIN_MLP[kind] * inner + (hidden if kind in ("gpt2", "gpt_bigcode") else 0)
     if kind in ("mamba", "mamba2", "falcon_mamba"):
         return recurrent
     inner = config.fields.get("intermediate_size")
     if isinstance(inner, list):  # Gemma 3n states one for each layer
         inner = max((each for each in inner if isinstance(each, int)), default=0)
     dense = (4 if kind in _FUSED_GATE else 3) * (inner if isinstance(inner, int) else 0)
-    active = config.size("num_experts_per_tok", "num_experts_per_token", default=0, low=0)
-    expert = config.size("moe_intermediate_size", "intermediate_size", default=0, low=0) if active else 0
-    # Each token is copied to its experts, whose gate and up are one tensor.
-    return max(dense, active * (2 * hidden + 4 * expert), recurrent)
+    # Each token is copied to its experts, whose gate and up are one tensor; in Llama 4, to all experts.
+    names = ("num_experts_per_tok", "num_experts_per_token")
+    copies = config.size(*(("num_local_experts",) if kind == "llama4_text" else names), default=0, low=0)
+    expert = config.size("moe_intermediate_size", "intermediate_size", default=0, low=0) if copies else 0
+    return max(dense, copies * (hidden + 4 * expert), recurrent)
+
+
+def _turned(config: Config, d_head: int) -> int:
+    """Numbers of a head that have a position."""
+    fields: dict[str, object] = {**config.fields}
+    if isinstance(fields.get("rope_parameters"), dict):
+        fields |= config.within("rope_parameters").fields
+    part = fields.get("partial_rotary_factor", fields.get("rotary_pct", _TURNED.get(config.kind, 1.0)))
+    return int(d_head * part) if isinstance(part, int | float) and 0 < part <= 1 else d_head
 
 
 @dataclass(frozen=True)
@@ -145,9 +165,9 @@ def reading(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel:
         # The embeddings are the first layer's input.
         streams = (1 if layer == 0 else 2) * widths.hidden
         stored = sum(sizes[: layer + 1])
-        # Positions and their rotary tables are the same for all rows.
-        base = masks + (POSITION_BYTES + number * widths.rotary) * request.prompt
-        mlp = streams + 2 * widths.hidden + widths.mlp
+        # Positions and their tables are the same for all rows.
+        base = masks + (POSITION_BYTES + number * widths.positions) * request.prompt
+        mlp = streams + widths.hidden + widths.normed + widths.mlp
         attention = layers[layer].attention
         # The layer's variables keep what eager attention returns beside its output.
         patterns = whole.batch * attention.heads * whole.prompt**2 * number if attention and kernel == "eager" else 0
@@ -192,7 +212,7 @@ def growing(layers: tuple[Layer, ...], widths: Widths, request: Request) -> Tran
     """One more token is read, after which the cache is as `request` says: layer after layer is copied to be longer."""
     before, after = hf.held(layers, replace(request, new=request.new - 1)), hf.held(layers, request)
     number = request.dtype.bytes(1)
-    passing = number * request.batch * (4 * widths.hidden + widths.mlp + widths.rotary)
+    passing = number * request.batch * (4 * widths.hidden + widths.mlp + widths.positions)
     rows = number * request.batch * widths.vocabulary
     moments = [Transient(sum(after), number * request.batch * widths.hidden, (1 + widths.capped) * rows)]
     for layer, attention in enumerate(each.attention for each in layers):
@@ -216,6 +236,6 @@ def _copies(attention: Attention, before: int, after: int, request: Request) -> 
 def stepping(widths: Widths, request: Request, tokens: int) -> Transient:
     """One step of an engine that reads at most so many tokens at a time and never makes a mask: an estimate."""
     number = request.dtype.bytes(1)
-    activations = number * tokens * (4 * widths.hidden + widths.mlp + widths.rotary)
+    activations = number * tokens * (4 * widths.hidden + widths.mlp + widths.positions)
     # Sampling takes the logits of each conversation's last token to float32.
     return Transient(0, activations, (number + 4) * request.batch * widths.vocabulary)

@@ -172,6 +172,8 @@ def _remarks(budget: Budget) -> Iterator[str]:
         yield f"{crossing} layers attend to another input, of which there are no tokens here; say how many with source."
     if not budget.widths.exact and budget.engine == "hf":
         yield "Activations are an estimate for this family; weights and caches are exact."
+        if any(layer.state is not None and layer.state.recurrent for layer in budget.layers):
+            yield "They are those of fused recurrent kernels; without these, transformers needs several times as much."
     if budget.engine == "vllm":
         yield "Activations are an estimate for vLLM; CUDA graphs and what its libraries hold are not counted."
 
