@@ -86,8 +86,8 @@ def memory(
         if budget.usable is not None:
             axis.axhline(budget.usable / 1e9, color="0.2", lw=1, ls="--")
             axis.annotate(
-                f"memory, {short(budget.usable)}", (places[-1], budget.usable / 1e9), (0, 3),
-                textcoords="offset points", ha="right", fontsize=8,
+                f"memory, {short(budget.usable)}", (places[0], budget.usable / 1e9), (4, 3),
+                textcoords="offset points", fontsize=8,
             )  # fmt: skip
             if largest:
                 axis.axvline(largest, color="#d55e00", lw=1.2)

@@ -13,10 +13,11 @@ from kvprobe.memory.formats import dtype_of, weight_bytes
 from kvprobe.memory.forward import Kernel, Logits, Transient, Widths, widths_of
 from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan, plan_of
+from kvprobe.memory.slots import Plan
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.units import bytes_in
 from kvprobe.memory.weights import weights as weights_of
+from kvprobe.memory.written import plan_of
 from kvprobe.suggest import unknown
 
 EngineName = Literal["hf", "vllm", "logical"]

@@ -63,8 +63,34 @@ _NO_SDPA = ("gemma2", "gpt_oss", "gptj")
 """Families that transformers reads with eager attention unless told otherwise: their scores are capped or have sinks."""
 
 _FOLLOWED = frozenset(
-    "llama qwen2 qwen3 gemma gemma2 gemma3_text mistral ministral3 granite seed_oss smollm3 phi phi3 glm glm4 olmo olmo2 cohere "
-    "cohere2 gpt2 gpt_bigcode mixtral qwen3_moe olmoe granitemoe phimoe".split()
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "mistral",
+        "ministral3",
+        "granite",
+        "seed_oss",
+        "smollm3",
+        "phi",
+        "phi3",
+        "glm",
+        "glm4",
+        "olmo",
+        "olmo2",
+        "cohere",
+        "cohere2",
+        "gpt2",
+        "gpt_bigcode",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
+        "granitemoe",
+        "phimoe",
+    ]
 )
 
 

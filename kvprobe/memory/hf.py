@@ -71,7 +71,8 @@ def _quantised(request: Request, heads: int, d: int) -> int:
     groups = -(-packed // GROUP)
     # Rows of codes are packed one upon the other, so that the last byte row may be part empty.
     codes = -(-groups * request.numbers.bits // 8) * GROUP
-    scales = 2 * groups * request.dtype.bytes(1)
+    # A single group is taken for a row of channels, each of which has a scale of its own.
+    scales = 2 * (GROUP if groups == 1 else groups) * request.dtype.bytes(1)
     return codes + scales + request.dtype.bytes(request.batch * heads * residual * d)
 
 
@@ -86,10 +87,10 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
     for attention in {layer.attention for layer in layers if layer.attention is not None}:
         for d in (attention.d_key, attention.d_value):
             for tokens in (request.prompt, request.context - request.new % RESIDUAL):
-                if request.batch * _heads(attention) * tokens * d % GROUP:
+                if _heads(attention) * tokens * d % GROUP:
                     raise ValueError(
-                        f"A quanto cache groups {GROUP} numbers to a scale, and {request.batch} × {_heads(attention)} heads × "
-                        f"{tokens} tokens × {d} do not share out evenly; change the context or the batch."
+                        f"A quanto cache groups {GROUP} numbers of a row to a scale, and {_heads(attention)} heads × {tokens} "
+                        f"tokens × {d} do not share out evenly; change the context."
                     )
 
 

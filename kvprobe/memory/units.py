@@ -43,7 +43,7 @@ def both(count: int) -> str:
     return f"{count} B"
 
 
-def short(count: float) -> str:
+def short(count: int | float) -> str:
     """In decimal units."""
     for unit in ("TB", "GB", "MB", "KB"):
         if abs(count) >= _UNITS[unit]:

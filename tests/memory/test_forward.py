@@ -22,7 +22,10 @@ _LARGER = {
 
 
 def larger(name: str) -> dict[str, Any]:
-    return {each: value * _LARGER.get(each, 1) if value and each in _LARGER else value for each, value in settings(name).items()}
+    return {
+        each: value * _LARGER.get(each, 1) if value and each in _LARGER else value
+        for each, value in settings(name).items()
+    }
 
 
 def measured(fields: dict[str, Any], predicted: Budget, batch: int) -> int:

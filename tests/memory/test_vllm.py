@@ -10,9 +10,9 @@ from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, layers_of, text_model
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import plan_of
 from kvprobe.memory.sources import config_of, shelf
 from kvprobe.memory.vllm import Engine, reserved
+from kvprobe.memory.written import plan_of
 
 GEMMA = "google/gemma-3-27b-it"
 GPT_OSS = "openai/gpt-oss-120b"
@@ -169,7 +169,7 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "given", "said"),
     [
         (QWEN, {"cache_dtype": "int4"}, "int4"),
         (QWEN, {"cache_dtype": "int2"}, "int2"),
@@ -184,9 +184,9 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
         (QWEN, {"batched_tokens": 0}, "batched tokens"),
     ],
 )
-def test_caches_that_vllm_has_not_are_refused_in_a_sentence(name: str, settings: dict[str, int | str], said: str):
-    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
-        budget(name, engine="vllm", **settings)
+def test_caches_that_vllm_has_not_are_refused_in_a_sentence(name: str, given: dict[str, int | str], said: str):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as refusal:
+        budget(name, engine="vllm", **given)
     assert said in str(refusal.value)
 
 

@@ -27,7 +27,7 @@ class Config:
 
     model: str = "smollm2-135m"
     contexts: str = "256,512,1024,2048,4096,8192"
-    prompt: int = 448
+    prompt: int = 1024
     new: int = 128
     timed: str = "64,128,256,512,1024,2048"
     repeats: int = 5

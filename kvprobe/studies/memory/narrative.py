@@ -144,7 +144,13 @@ def _count(number: int | None) -> str:
 
 def _peak_section(peaks: Any, metrics: Mapping[str, Any]) -> Section:
     table = [
-        [f"{row['context']:,}", _NAMES[row["what"]], short(row["predicted"]), short(row["measured"]), _signed(row)]
+        [
+            f"{row['context']:,}",
+            _NAMES[row["what"]],
+            short(int(row["predicted"])),
+            short(int(row["measured"])),
+            _signed(row),
+        ]
         for row in peaks.to_dict("records")
         if row["what"] != "weights"
     ]
@@ -152,8 +158,8 @@ def _peak_section(peaks: Any, metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Predicted and measured",
         paragraphs=[
-            f"Each context is read in one pass but for its last two tokens. Weights are {short(weights['predicted'])} predicted and "
-            f"{short(weights['measured'])} measured. Every allocation of torch is counted, its kernels' scratch included; what "
+            f"Each context is read in one pass but for its last two tokens. Weights are {short(int(weights['predicted']))} predicted and "
+            f"{short(int(weights['measured']))} measured. Every allocation of torch is counted, its kernels' scratch included; what "
             f"other libraries take is not."
         ],
         tables=[

@@ -1,0 +1,478 @@
+"""A config is a stranger's file: it gives a budget, or one sentence that names what is wrong with it."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprobe.memory.budget import Budget, budget
+from kvprobe.memory.layer_types import KINDS
+from kvprobe.memory.sources import config_of, shelf
+
+Fields = dict[str, Any]
+
+SENTENCE = r"\A[^\n]{10,1200}\Z"
+
+LLAMA: Fields = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GEMMA: Fields = LLAMA | {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}
+NEMOTRON: Fields = LLAMA | {
+    "model_type": "nemotron_h", "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+    "n_groups": 2, "conv_kernel": 4, "hybrid_override_pattern": "M*-",
+}  # fmt: skip
+
+NO_NUMBERS: list[Any] = [True, False, "64", 64.0, [64], {"a": 64}, -1, -(10**9), 10**30, float("nan"), float("inf")]
+
+
+def refused(model: Any, **settings: Any) -> str:
+    with pytest.raises(ValueError, match=SENTENCE) as refusal:
+        budget(model, **settings)
+    return str(refusal.value)
+
+
+def in_folder(parent: Path, text: str | bytes, name: str = "stranger") -> Path:
+    folder = parent / name
+    folder.mkdir()
+    (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+# Fields that are missing or wrong
+
+
+@pytest.mark.parametrize("missing", LLAMA)
+def test_a_missing_field_is_named_with_its_model(missing: str, tmp_path: Path):
+    if missing == "num_key_value_heads":  # Llama: as many as query heads
+        assert budget({**LLAMA, missing: 4}).cache == budget({**LLAMA, missing: None}).cache
+        return
+    for without in ({**LLAMA, missing: None}, {name: value for name, value in LLAMA.items() if name != missing}):
+        assert missing in refused(without)
+    said = refused(in_folder(tmp_path, json.dumps({**LLAMA, missing: None})))
+    assert missing in said
+    assert "stranger" in said
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "mixtral"])
+def test_kv_heads_are_guessed_only_where_the_family_guesses_them(kind: str):
+    said = refused({**LLAMA, "model_type": kind, "head_dim": 16, "num_key_value_heads": None})
+    assert "num_key_value_heads" in said
+
+
+@pytest.mark.parametrize("name", [name for name in LLAMA if name != "model_type"])
+@pytest.mark.parametrize("value", [*NO_NUMBERS, 0], ids=repr)
+def test_a_size_that_is_no_whole_number_of_a_size_is_named(name: str, value: Any, tmp_path: Path):
+    said = refused(in_folder(tmp_path, json.dumps({**LLAMA, name: value})))
+    assert name in said
+    assert "stranger" in said
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gemma3_text", "sliding_window"),
+        ("gemma3_text", "head_dim"),
+        ("gemma3_text", "sliding_window_pattern"),
+        ("qwen3_moe", "num_experts"),
+        ("qwen3_moe", "num_experts_per_tok"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("nemotron_h", "ssm_state_size"),
+        ("nemotron_h", "conv_kernel"),
+        ("nemotron_h", "mamba_num_heads"),
+    ],
+)
+def test_sizes_of_other_families_are_held_to_the_same(kind: str, name: str, value: Any):
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    whole = {**GEMMA, **NEMOTRON, **mixture, "model_type": kind}
+    assert budget(whole).peak > 0
+    assert name in refused({**whole, name: value})
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_a_width_of_dense_layers_is_held_to_the_same_where_all_layers_are_sparse(value: Any):
+    sparse = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    assert "intermediate_size" in refused({**LLAMA, **sparse, "intermediate_size": value})
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, [], "no"], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("llama", "tie_word_embeddings"), ("llama", "attention_bias"), ("qwen2", "use_sliding_window")],
+)
+def test_a_switch_is_true_or_false(kind: str, name: str, value: Any):
+    assert name in refused({**LLAMA, "model_type": kind, name: value})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 8), (5, 2), (7, 4)])
+def test_heads_that_do_not_share_out_among_kv_heads_are_refused(heads: int, kv_heads: int):
+    said = refused({**LLAMA, "head_dim": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    assert f"{heads} query heads for {kv_heads} KV heads" in said
+
+
+def test_heads_that_do_not_share_out_the_width_are_refused():
+    assert "hidden_size=64" in refused({**LLAMA, "num_attention_heads": 6})
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        ["full_attention"] * 2,
+        ["full_attention"] * 4,
+        [],
+        ["full_attention", "full_attention", "fulll_attention"],
+        ["full_attention", "full_attention", None],
+        ["full_attention", "full_attention", ["full_attention"]],
+        ["full_attention", "full_attention", 10**40],
+        "full_attention",
+        {"0": "full_attention"},
+        3,
+        True,
+    ],
+    ids=str,
+)
+def test_layer_types_are_one_known_type_for_each_layer(types: Any):
+    said = refused({**GEMMA, "layer_types": types})
+    assert "layer_types" in said or "layer type" in said
+
+
+def test_a_layer_type_gets_its_near_match():
+    types = ["full_attention", "slidding_attention", "full_attention"]
+    assert "'sliding_attention'" in refused({**GEMMA, "layer_types": types})
+
+
+@pytest.mark.parametrize("empty", [{"hybrid_override_pattern": ""}, {"layer_types": []}, {"num_hidden_layers": 0}])
+def test_a_model_without_layers_is_refused(empty: Fields):
+    refused({**NEMOTRON, **empty})
+
+
+def test_a_letter_that_is_no_layer_is_refused():
+    assert "'Q'" in refused({**NEMOTRON, "hybrid_override_pattern": "M*Q"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"), [("qwen4", "qwen3"), ("lama", "llama"), ("gemma-3", "gemma3"), ("deepseek_v4", "deepseek_v3")]
+)
+def test_an_unknown_family_is_named_with_its_near_match(kind: str, near: str):
+    said = refused({**LLAMA, "model_type": kind})
+    assert repr(kind) in said
+    assert near in said
+
+
+@pytest.mark.parametrize("kind", ["", "bert", "x" * 10_000, "llama\n", "LLAMA", "gpt5", 3, ["llama"], {}, True])
+def test_what_is_no_known_family_is_refused(kind: Any):
+    refused({**LLAMA, "model_type": kind})
+
+
+@pytest.mark.parametrize("name", ["per_layer_config", "kv_sharing_modes"])
+def test_sizes_that_change_from_layer_to_layer_are_refused_by_name(name: str):
+    assert name in refused({**LLAMA, name: {"0": {"hidden_size": 32}}})
+
+
+@pytest.mark.parametrize("inner", [None, [], "llama", 3, True, [LLAMA]], ids=repr)
+def test_a_text_config_that_is_no_mapping_is_refused(inner: Any):
+    assert "text_config" in refused({"model_type": "gemma3", "text_config": inner})
+
+
+def test_a_text_config_is_read_as_the_text_model_in_it():
+    inner = budget({"model_type": "gemma3", "dtype": "float32", "text_config": GEMMA})
+    alone = budget({**GEMMA, "dtype": "float32"})
+    assert (inner.cache, inner.weights, inner.peak) == (alone.cache, alone.weights, alone.peak)
+
+
+def test_kv_heads_of_every_layer_cannot_be_borrowed():
+    gemma = {**GEMMA, "model_type": "gemma3n_text", "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
+    gemma |= {"vocab_size_per_layer_input": 100, "laurel_rank": 4}
+    assert budget({**gemma, "num_kv_shared_layers": 1}).peak > 0
+    for shared in (3, 4, 10**6):
+        refused({**gemma, "num_kv_shared_layers": shared})
+
+
+@pytest.mark.parametrize(
+    ("packing", "said"),
+    [
+        ("fp8", "quantization_config"),
+        ([], "quantization_config"),
+        ({}, "quant_method"),
+        ({"quant_method": 8}, "quant_method"),
+        ({"quant_method": "gptqq"}, "gptq"),
+        ({"quant_method": "gptq", "bits": "4"}, "bits"),
+        ({"quant_method": "gptq", "bits": 0}, "bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": ["128"]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [True, 128]}, "weight_block_size"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": "yes"}, "load_in_8bit"),
+    ],
+    ids=str,
+)
+def test_weights_packed_in_an_unknown_way_are_refused(packing: Any, said: str):
+    assert said in refused({**LLAMA, "quantization_config": packing})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [("float8", "float"), (16, "dtype=16"), ("bf16 ", "bf16"), ([], "dtype=[]"), (True, "dtype=True")],
+)
+def test_a_dtype_that_is_no_float_is_refused(dtype: Any, said: str):
+    assert said in refused({**LLAMA, "dtype": dtype})
+
+
+def test_what_is_wrong_is_shown_in_short():
+    assert len(refused({**LLAMA, "hidden_size": "9" * 100_000})) < 300
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "not JSON",
+        '{"a": 1,}',
+        "[]",
+        "3",
+        "null",
+        '"llama"',
+        "{}",
+        json.dumps([LLAMA]),
+        "[" * 100_000,
+        '{"a": ' * 100_000,
+        '{"hidden_size": ' + "9" * 10_000 + "}",
+        '{"model_type": "ll\nama"}',
+        b"\xff\xfe\x00",
+        b"\x00" * 100,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_a_file_that_holds_no_config_is_refused_by_name(text: str | bytes, tmp_path: Path):
+    assert "stranger" in refused(in_folder(tmp_path, text))
+
+
+def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path):
+    for number, value in enumerate(("NaN", "Infinity", "-Infinity", "1e400", "64.5")):
+        text = json.dumps(LLAMA).replace('"hidden_size": 64', f'"hidden_size": {value}')
+        assert "hidden_size" in refused(in_folder(tmp_path, text, f"number {number}"))
+
+
+def test_a_file_larger_than_any_config_is_not_read(tmp_path: Path):
+    folder = in_folder(tmp_path, json.dumps({**LLAMA, "long": "x" * (4 << 20)}))
+    assert "larger" in refused(folder)
+
+
+def test_a_folder_without_a_config_is_refused_by_name(tmp_path: Path):
+    assert f"{tmp_path} has no config.json" in refused(tmp_path)
+    assert f"{tmp_path} has no config.json" in refused(str(tmp_path))
+
+
+def test_a_file_that_is_no_json_by_name_is_refused(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    path.write_text(json.dumps(LLAMA))
+    assert "model.safetensors" in refused(path)
+
+
+def test_a_config_is_the_same_from_its_folder_its_file_and_its_fields(tmp_path: Path):
+    folder = in_folder(tmp_path, json.dumps(LLAMA))
+    sources: list[Any] = [folder, str(folder), folder / "config.json", LLAMA]
+    assert len({(found.peak, found.cache) for found in map(budget, sources)}) == 1
+    assert [budget(each).config.name for each in sources] == ["stranger"] * 3 + ["The model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smollm2-135", "smollm2-135m"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("no such model", "hub id"),
+        ("", "config.json"),
+        ("..", "config.json"),
+        ("../configs", "hub id"),
+        ("a/b/c", "hub id"),
+        ("/etc/absent", "hub id"),
+        ("x" * 5000, "hub id"),
+        ("configs", "hub id"),
+        ("nul\x00byte", "hub id"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_what_there_is(name: str, said: str):
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
+        budget(name)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen4-9000B", "openai/gpt-oss-120bb"])
+def test_an_id_that_no_hub_answers_for_is_refused_in_a_sentence(name: str):
+    with pytest.raises(ConnectionError, match=r"\A[^\n]+\Z") as refusal:
+        budget(name)
+    assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize("layers", [10**6, 10**9, 2**40])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba"])
+def test_layers_without_end_are_refused_before_they_are_counted(kind: str, layers: int):
+    """In a process that may take a gigabyte and ten seconds, and would be killed beyond."""
+    config = {**GEMMA, "model_type": kind, "num_hidden_layers": layers, "state_size": 8}
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"
+        "from kvprobe.memory.budget import budget\n"
+        "try:\n"
+        f"    budget({config!r})\n"
+        "except ValueError as error:\n"
+        "    sys.exit(0 if 'layers in its config' in str(error) else str(error))\n"
+        "sys.exit('not refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+# Anything at all
+
+
+@cache
+def fields_on_the_shelf(name: str) -> Fields:
+    return dict(config_of(name).fields)
+
+
+def plain(value: Any) -> Iterator[int | float]:
+    """All numbers in a budget, however deep."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from plain(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from plain(each)
+    elif is_dataclass(value) and type(value).__name__ != "Config":
+        for field in fields(value):
+            yield from plain(getattr(value, field.name))
+
+
+def assert_budget_or_sentence(model: Any, **settings: Any) -> None:
+    try:
+        found: Budget | str = budget(model, **settings)
+    except ValueError as error:
+        found = str(error)
+    if isinstance(found, str):
+        assert "\n" not in found
+        assert 10 < len(found) < 1500
+        return
+    shown = [found.peak, found.cache, found.weights, found.parameters, found.moments, found.logical, found.allocated]
+    shown += [found.layers, found.widths, found.bytes_per_token, found.trained_context]
+    numbers = list(plain(shown))
+    assert numbers
+    assert all(math.isfinite(number) and number >= 0 for number in numbers)
+    assert str(found)
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+sizes = st.sampled_from([0, 1, 2, 3, 7, 64, 4096, -1, -64, 2**40, 2**40 + 1, 10**30]) | st.integers(-5, 300)
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | sizes
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["full_attention", "sliding_attention", "mamba", "float32", "fp8", "gptq", *sorted(KINDS)]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def few_layers(name: str, value: Any) -> bool:
+    """Numbers of layers that only the test of layers without end may draw."""
+    return name not in _LAYERS or not isinstance(value, int) or value < 1000 or value > 2**40
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> Fields:
+    """A config from the shelf with some fields changed, gone or new; in its text model too, if it has one."""
+    found = dict(fields_on_the_shelf(draw(st.sampled_from(sorted(shelf())))))
+    nested = isinstance(found.get("text_config"), dict) and draw(st.booleans())
+    target = dict(found["text_config"]) if nested else found
+    known = sorted(target) + list(_NEW)
+    for name in draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True)):
+        action = draw(st.sampled_from(["change", "change", "delete", "nudge"]))
+        if action == "delete":
+            target.pop(name, None)
+        elif action == "nudge" and isinstance(target.get(name), int):
+            target[name] = draw(sizes.filter(lambda value, name=name: few_layers(name, value)))
+        else:
+            target[name] = draw(json_values.filter(lambda value, name=name: few_layers(name, value)))
+    if nested:
+        found["text_config"] = target
+    return found
+
+
+_NEW = (
+    "quantization_config", "per_layer_config", "num_key_value_heads", "head_dim", "sliding_window", "layer_types",
+    "dtype", "intermediate_size", "num_experts_per_tok", "num_kv_shared_layers", "mlp_layer_types", "use_sliding_window",
+    "max_window_layers", "no_rope_layers", "final_logit_softcapping", "mamba_ssm_cache_dtype", "attention_chunk_size",
+    "moe_intermediate_size", "num_local_experts", "num_experts", "n_inner",
+)  # fmt: skip
+engines = st.sampled_from(["hf", "vllm", "logical"])
+
+
+@given(config=changed(), engine=engines, new=st.integers(0, 2))
+@settings(max_examples=800)
+def test_a_config_with_fields_changed_gives_a_budget_or_a_sentence(config: Fields, engine: Any, new: int):
+    assert_budget_or_sentence(config, engine=engine, new=new, context=100, memory="24GB")
+
+
+_USED = sorted(
+    {name for each in shelf() for name in fields_on_the_shelf(each)}
+    | {name for each in shelf() for name in (fields_on_the_shelf(each).get("text_config") or {})}
+    | set(_NEW)
+    | {"hybrid_override_pattern", "cross_attention_layers", "full_attn_idxs", "conv_L_cache", "attn_layer_indices"}
+)
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    drawn=st.dictionaries(st.sampled_from(_USED) | st.text(max_size=6), json_values, max_size=25),
+    engine=engines,
+)
+@settings(max_examples=300)
+def test_any_fields_of_a_known_family_give_a_budget_or_a_sentence(kind: str, drawn: Fields, engine: Any):
+    config = {name: value for name, value in drawn.items() if few_layers(name, value)}
+    assert_budget_or_sentence({**config, "model_type": kind}, engine=engine)
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    drawn=st.dictionaries(st.sampled_from(_USED), st.integers(1, 40) | st.booleans() | st.none(), max_size=20),
+    engine=engines,
+)
+@settings(max_examples=300)
+def test_small_numbers_in_any_fields_of_a_known_family_give_a_budget_or_a_sentence(
+    kind: str, drawn: Fields, engine: Any
+):
+    base = {**GEMMA, **NEMOTRON, "model_type": kind, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50}
+    base |= {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "q_lora_rank": None}
+    assert_budget_or_sentence({**base, **drawn, "model_type": kind}, engine=engine)
+
+
+@given(document=st.binary(max_size=60) | json_values.map(lambda value: json.dumps(value).encode()))
+@settings(max_examples=100)
+def test_any_file_gives_a_budget_or_a_sentence(document: bytes, tmp_path_factory: pytest.TempPathFactory):
+    assert_budget_or_sentence(in_folder(tmp_path_factory.mktemp("any"), document))
