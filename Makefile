@@ -36,6 +36,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/patching.py
 	$(PY) benchmarks/attention.py
 	$(PY) benchmarks/probes.py
+	$(PY) benchmarks/memory.py
 
 clean:
 	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis

@@ -16,12 +16,14 @@ import kvprobe.studies.features.study as features
 import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
+import kvprobe.studies.memory.study as memory_study
 import kvprobe.studies.multihop.study as multihop
 import kvprobe.studies.patching.study as patching
 import kvprobe.studies.policies.study as policies
 import kvprobe.studies.robustness.study as robustness
 import kvprobe.studies.use.study as use
-from kvprobe.plots import save
+from kvprobe.memory.budget import budget
+from kvprobe.plots import memory, save
 from kvprobe.runs import Run
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
@@ -34,6 +36,7 @@ from kvprobe.studies.filter_poison.config import Config as FilterPoisonConfig
 from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
 from kvprobe.studies.leakage.config import Config as LeakageConfig
 from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
+from kvprobe.studies.memory.config import Config as MemoryConfig
 from kvprobe.studies.multihop.config import Config as MultihopConfig
 from kvprobe.studies.patching.config import Config as PatchingConfig
 from kvprobe.studies.policies.config import Config as PoliciesConfig
@@ -62,6 +65,10 @@ def main() -> None:
     finished = features.run(FeaturesConfig(), RUNS)
     copy(finished, "differences", "features")
     copy(finished, "curves_resid_post_7", "features_sparse")
+
+    save(memory(budget("google/gemma-3-27b-it", memory="80GB")), GALLERY / "memory")
+    copy(memory_study.run(MemoryConfig(), RUNS), "times", "memory_times")
+    copy(memory_study.run(MemoryConfig(model="gemma3-270m", memory="2GiB"), RUNS), "growth", "memory_growth")
 
     finished = compaction.run(CompactionConfig(), RUNS)
     save(by_arm(finished.metrics), GALLERY / "mask_or_restart")

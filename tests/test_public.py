@@ -47,6 +47,20 @@ def test_the_tutorials_faults_run_and_noise_does_more_than_noise_that_looks_like
     assert sum(layer.kl) > sum(channel.kl)
 
 
+def test_the_tutorials_budget_runs_and_is_what_the_model_holds(
+    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "kv.budget" in each]
+    monkeypatch.chdir(tmp_path)
+    names = {"model": smol, "kv": kvprobe}
+    exec(compile(code, "tutorial.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert "GQA 9:3" in said
+    assert kvprobe.measure(smol, names["planned"]).cache == names["planned"].cache
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
 def test_the_tutorials_probe_runs_and_says_what_was_read_above_what(
     smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -350,7 +350,24 @@ def test_layers_without_end_are_refused_before_they_are_counted(kind: str, layer
 
 @cache
 def fields_on_the_shelf(name: str) -> Fields:
-    return dict(config_of(name).fields)
+    """A config from the shelf, cut to a few layers, so that each budget takes a moment."""
+    return shortened(dict(config_of(name).fields))
+
+
+def shortened(found: Fields, layers: int = 6) -> Fields:
+    for name in _LAYERS:
+        if name in found:
+            found[name] = layers
+    if "layer_types" in found:
+        found["layer_types"] = found["layer_types"][:layers]
+    if found.get("num_kv_shared_layers"):
+        found |= {"num_kv_shared_layers": 1, "intermediate_size": 16_384}
+    if "text_config" in found:
+        found["text_config"] = shortened(dict(found["text_config"]), layers)
+    return found
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def plain(value: Any) -> Iterator[int | float]:
@@ -385,7 +402,6 @@ def assert_budget_or_sentence(model: Any, **settings: Any) -> None:
     assert str(found)
 
 
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 sizes = st.sampled_from([0, 1, 2, 3, 7, 64, 4096, -1, -64, 2**40, 2**40 + 1, 10**30]) | st.integers(-5, 300)
 json_values = st.recursive(
     st.none()
@@ -434,9 +450,9 @@ engines = st.sampled_from(["hf", "vllm", "logical"])
 
 
 @given(config=changed(), engine=engines, new=st.integers(0, 2))
-@settings(max_examples=800)
+@settings(max_examples=400)
 def test_a_config_with_fields_changed_gives_a_budget_or_a_sentence(config: Fields, engine: Any, new: int):
-    assert_budget_or_sentence(config, engine=engine, new=new, context=100, memory="24GB")
+    assert_budget_or_sentence(config, engine=engine, new=new, context=100)
 
 
 _USED = sorted(

@@ -1,0 +1,42 @@
+"""What the documents say of memory is what the code says."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvprobe.memory.budget import budget
+from kvprobe.memory.forward import _FOLLOWED
+from kvprobe.memory.layer_types import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def calculators() -> ModuleType:
+    """`benchmarks/memory.py`, which is a script."""
+    spec = importlib.util.spec_from_file_location("calculators", ROOT / "benchmarks" / "memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_calculators_is_the_one_that_the_script_prints(calculators: ModuleType):
+    assert "\n".join(calculators.table()) in PAGE
+
+
+def test_where_all_layers_are_alike_the_public_formulas_agree_with_the_budget(calculators: ModuleType):
+    config = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    fields = {**config, "model_type": "llama", "intermediate_size": 8, "vocab_size": 8}
+    found = sum(budget(fields, context=100, dtype="bfloat16").logical)
+    assert calculators.hf_mem(config, 100) == calculators.lmcache("some/llama", config, 100) == found
+
+
+def test_the_number_of_families_is_as_written():
+    assert f"the {len(KINDS)} families" in PAGE
+    assert f"random models of {len(_FOLLOWED)} families are within 2 %" in PAGE
+    assert f"in {len(KINDS)} families" in (ROOT / "README.md").read_text(encoding="utf-8")
