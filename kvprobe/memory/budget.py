@@ -297,7 +297,7 @@ def budget(
     )
     if engine == "hf":
         hf.check(layers, found.request)
-    _ = found.cache  # an engine that has no such cache says so now
+    _ = found.cache, found.trained_context  # what is wrong with them is said now
     return found
 
 

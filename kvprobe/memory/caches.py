@@ -168,6 +168,8 @@ def layers_of(config: Config) -> tuple[Layer, ...]:
         ValueError: a size is missing or impossible.
     """
     types = layer_types(config)
+    if not types:
+        raise ValueError(f"{config.name} has no layers in its config; give at least one.")
     sharing = _sharing(config, types)
     return tuple(
         Layer(shares=sharing[number]) if number in sharing else _layer(config, kind)

@@ -1,6 +1,6 @@
 """How many bytes weights take as they are stored, quantised or not."""
 
-from typing import Any
+from math import prod
 
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import Numbers, plain_named
@@ -61,10 +61,5 @@ def _block(packing: Config) -> int:
     """Numbers that share a scale; a whole matrix, where no block is named, shares one, which costs nothing to speak of."""
     if not packing.has("weight_block_size"):
         return 1 << 30
-    sizes: list[Any] = packing.items("weight_block_size")
-    if not all(isinstance(each, int) and each > 0 for each in sizes):
-        raise ValueError(f"{packing.name} has weight_block_size={sizes} in its config; it must be whole numbers.")
-    product = 1
-    for each in sizes:
-        product *= each
-    return product
+    sizes = packing.items("weight_block_size")
+    return prod(Config(packing.name, {"weight_block_size": each}).size("weight_block_size") for each in sizes)

@@ -138,15 +138,20 @@ def _mlp(config: Config, hidden: int, layers: tuple[Layer, ...]) -> int:
         return _PLAIN_MLP[kind] * inner + (hidden if kind in ("gpt2", "gpt_bigcode") else 0)
     if kind in ("mamba", "mamba2", "falcon_mamba"):
         return recurrent
-    inner = config.fields.get("intermediate_size")
-    if isinstance(inner, list):  # Gemma 3n states one for each layer
-        inner = max((each for each in inner if isinstance(each, int)), default=0)
-    dense = (4 if kind in _FUSED_GATE else 3) * (inner if isinstance(inner, int) else 0)
+    dense = (4 if kind in _FUSED_GATE else 3) * _dense_width(config)
     # Each token is copied to its experts, whose gate and up are one tensor; in Llama 4, to all experts.
     names = ("num_experts_per_tok", "num_experts_per_token")
     copies = config.size(*(("num_local_experts",) if kind == "llama4_text" else names), default=0, low=0)
     expert = config.size("moe_intermediate_size", "intermediate_size", default=0, low=0) if copies else 0
     return max(dense, copies * (hidden + 4 * expert), recurrent)
+
+
+def _dense_width(config: Config) -> int:
+    """Of the widest dense MLP; 0 where there is none."""
+    if isinstance(config.fields.get("intermediate_size"), list):  # Gemma 3n states one for each layer
+        sizes = config.items("intermediate_size")
+        return max(Config(config.name, {"intermediate_size": each}).size("intermediate_size") for each in sizes)
+    return config.size("intermediate_size", default=0, low=0)
 
 
 def _turned(config: Config, d_head: int) -> int:

@@ -11,8 +11,9 @@ from kvprobe.suggest import unknown
 
 
 def shelf() -> dict[str, Path]:
-    """Published configs that ship with kvprobe, by the id of their repository."""
-    return {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
+    """Configs that ship with kvprobe: published ones by the id of their repository, and those of models that ship."""
+    published = {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
+    return published | {path.parent.name: path for path in sorted(shipped("models").glob("*/config.json"))}
 
 
 def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
@@ -27,22 +28,29 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     name = os.fspath(source)
     if name in shelf():
         return read_config(shelf()[name], name)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = _existing(name)
+    if path is not None and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"The folder {path} has no config.json; it is not a Hugging Face model.")
         return read_config(path / "config.json", path.name or str(path))
-    if path.is_file():
+    if path is not None:
         if path.suffix != ".json":
             raise ValueError(f"{path} is not a config; give a config.json, the folder that holds it, or a hub id.")
         return read_config(path, path.stem if path.stem != "config" else path.resolve().parent.name)
-    if (shipped("models") / name / "config.json").is_file() and "/" not in name:
-        return read_config(shipped("models") / name / "config.json", name)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return read_config(_from_hub(name), name)
     raise ValueError(
-        f"{unknown('model', name, shelf())} A folder, a config.json or a hub id (owner/name) will do as well."
+        f"{unknown('model', name[:60], shelf())} A folder, a config.json or a hub id (owner/name) will do as well."
     )
+
+
+def _existing(name: str) -> Path | None:
+    """The file or folder of this name; None where there is none, or where there cannot be one."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
 
 
 def _from_hub(repository: str) -> Path:
