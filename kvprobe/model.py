@@ -20,6 +20,7 @@ from kvprobe.ledger import PADDING
 from kvprobe.lens import Family
 from kvprobe.live import apply, read, read_in_chunks, watch
 from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
+from kvprobe.memory.budget import Budget, budget
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.sweep import Sweep, Trial, sweep
 from kvprobe.transcript import Tokens, Transcript
@@ -91,6 +92,12 @@ class Model:
         if isinstance(text, Transcript):
             return [text.tokens(self._tokenizer())]
         return [row for piece in text for row in self.tokens(piece)]
+
+    def budget(self, **settings: Any) -> Budget:
+        """What this model needs, from its config and as it was loaded; see `kvprobe.memory.budget.budget`."""
+        dtype = str(self.lanes.dtype).removeprefix("torch.")
+        found = budget(self.lanes.plain.config.to_dict(), dtype=dtype, **settings)
+        return replace(found, config=replace(found.config, name=self.name))
 
     def prefill(
         self,

@@ -14,7 +14,7 @@ ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
 def lines(budget: Budget) -> Iterator[str]:
     """The budget, line by line."""
     request = budget.request
-    yield f"{budget.config.name}: {budget.config.kind}, {len(budget.layers)} layers, {budget.parameters / 1e9:.3g} B parameters"
+    yield f"{budget.config.name}: {budget.config.kind}, {len(budget.layers)} layers, {_parameters(budget.parameters)}"
     yield (
         f"{request.batch:,} × {request.context:,} tokens ({request.prompt:,} read, {request.new:,} generated); weights and "
         f"activations {request.dtype.name}, cache {request.numbers.name}; {_how(budget)}"
@@ -34,6 +34,11 @@ def lines(budget: Budget) -> Iterator[str]:
     yield from _room(budget)
     yield from _saving(budget)
     yield from _remarks(budget)
+
+
+def _parameters(count: int) -> str:
+    size, unit = (1e9, "B") if count >= 1e9 else (1e6, "M")
+    return f"{count / size:.3g} {unit} parameters"
 
 
 def parts(budget: Budget) -> list[tuple[str, int]]:

@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import torch
 
 from kvprobe.measured import measure, storage_bytes
-from kvprobe.memory.budget import Budget, budget
 from kvprobe.model import Model
 from kvprobe.runs import Run
 from kvprobe.studies.kept import kept_tables
@@ -19,18 +17,11 @@ GENERATED = 2
 """The last tokens of each context, which are read one by one."""
 
 
-def budget_of(model: Model, config: Config, **settings: Any) -> Budget:
-    """The budget of the loaded model, from its config alone."""
-    dtype = str(model.lanes.dtype).removeprefix("torch.")
-    found = budget(model.lanes.plain.config.to_dict(), dtype=dtype, memory=config.memory, **settings)
-    return replace(found, config=replace(found.config, name=model.name))
-
-
 def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """For each context: bytes predicted and measured, of the weights, the cache, and beside the weights at their most."""
 
     def peak(context: int) -> pd.DataFrame:
-        predicted = budget_of(model, config, context=context, new=GENERATED)
+        predicted = model.budget(context=context, new=GENERATED)
         found = measure(model, predicted)
         assert found.generating is not None
         reading, generating = (predicted.moments[name].total for name in ("reading", "generating"))
@@ -62,8 +53,8 @@ def collect_growth(model: Model, config: Config, run: Run) -> pd.DataFrame:
         for new in range(config.new + 1):
             first = 0 if new == 0 else config.prompt + new - 1
             plain(ids[:, first : config.prompt + new], past_key_values=past, use_cache=True, logits_to_keep=1)
-            said = budget_of(model, config, context=config.prompt + new, new=new)
-            blocks = budget_of(model, config, context=config.prompt + new, new=new, engine="vllm")
+            said = model.budget(context=config.prompt + new, new=new)
+            blocks = model.budget(context=config.prompt + new, new=new, engine="vllm")
             rows.append(
                 {
                     "new": new,

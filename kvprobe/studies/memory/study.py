@@ -7,7 +7,7 @@ import torch
 from kvprobe.runs import Run
 from kvprobe.studies.begin import begin
 from kvprobe.studies.memory.analyse import analyse
-from kvprobe.studies.memory.collect import budget_of, collect_growth, collect_peaks, collect_times
+from kvprobe.studies.memory.collect import collect_growth, collect_peaks, collect_times
 from kvprobe.studies.memory.config import Config
 from kvprobe.studies.memory.figures import draw_all
 from kvprobe.studies.memory.narrative import narrate
@@ -32,7 +32,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     metrics = analyse(peaks, growth, times, config.seed)
     for table, rows in (("samples", peaks), ("growth", growth), ("times", times)):
         directory.save_table(table, rows)
-    stack = budget_of(model, config, context=config.prompt)
+    stack = model.budget(context=config.prompt, memory=config.memory)
     draw_all(stack, peaks, growth, times, directory.path / "figures")
     report = narrate(metrics, stack, peaks, config, model, directory.environment)
     directory.finish(metrics, report.to_dict())
