@@ -15,7 +15,7 @@ install_import_hook("kvprobe", "beartype.beartype")
 from kvprobe.model import Model, load  # noqa: E402 - only now are its annotations checked
 from tests.models import ARCHITECTURES, tiny_tokenizer  # noqa: E402
 
-torch.set_num_threads(len(os.sched_getaffinity(0)))
+torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("kvprobe", deadline=None, database=None, derandomize=True)
 hypothesis.settings.load_profile("kvprobe")

@@ -131,19 +131,30 @@ class Budget:
 
     @cached_property
     def largest_context(self) -> int | None:
-        """Tokens of the longest conversation that fits, at this batch and as many generated tokens; 0 if none does, None if
-        no memory was given or all that were tried fit. Found by trying, since nothing here is a straight line."""
-        return self._largest(self.at, self.request.new + 1)
+        """Tokens of the longest conversation that fits, as all shorter ones do, at this batch and as many generated tokens; 0 if
+        none does, None if no memory was given or all that were tried fit. Found by trying, since nothing here is a straight
+        line."""
+
+        def fits(context: int) -> bool:
+            before = self.request.plan.fuller_contexts(context, self.request.new)
+            return all(self.at(each).fits() for each in (context, *before))
+
+        return self._largest(fits, self.request.new + 1)
 
     @cached_property
     def largest_batch(self) -> int | None:
         """Conversations of this length that fit at once, likewise."""
-        return self._largest(lambda batch: replace(self, request=replace(self.request, batch=batch)), 1)
+        return self._largest(lambda batch: replace(self, request=replace(self.request, batch=batch)).fits(), 1)
 
     @cached_property
     def largest_new(self) -> int | None:
         """Tokens that can be generated after this prompt, likewise; 0 also where the prompt itself does not fit."""
-        return self._largest(self.generating, 0)
+
+        def fits(new: int) -> bool:
+            before = self.request.plan.fuller_steps(self.request.prompt, new)
+            return all(self.generating(each).fits() for each in (new, *before))
+
+        return self._largest(fits, 0)
 
     def generating(self, new: int) -> "Budget":
         """The same when so many tokens have been generated after the prompt."""
@@ -169,29 +180,23 @@ class Budget:
         return replace(self, request=replace(self.request, prompt=context - self.request.new))
 
     def fits(self) -> bool:
-        """Whether there is room, also on the way there: a cache that is rounded in groups is largest just before it is."""
-        assert self.usable is not None
-        if self.peak > self.usable:
-            return False
-        rounds = self.request.plan.rounds
-        if rounds is None:
-            return True
-        before = self.request.context - (self.request.context - rounds.tail + 1) % rounds.group
-        return before <= self.request.new or self.at(before).peak <= self.usable
+        """Whether there is room at the peak."""
+        return self.usable is None or self.peak <= self.usable
 
-    def _largest(self, made: Callable[[int], "Budget"], low: int) -> int | None:
+    def _largest(self, fits: Callable[[int], bool], low: int) -> int | None:
+        """The largest number for which this holds, as it does for all below it."""
         if self.usable is None:
             return None
-        if not made(low).fits():
+        if not fits(low):
             return 0
         high = 2 * max(low, 1)
-        while made(high).fits():
+        while fits(high):
             low, high = high, 2 * high
             if high > FARTHEST:
                 return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if made(middle).fits() else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
     @cached_property

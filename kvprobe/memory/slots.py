@@ -6,6 +6,10 @@ policy that drops what a text calls by name (`MaskSpans`, `PruneToolResults`) ha
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import gcd, lcm
+
+MOST_STEPS = 4096
+"""Of a chain whose policies act at different paces, how many steps are looked at for the one that holds most."""
 
 SCALE_BYTES = 4
 """Of a quantisation group: a scale and a minimum in float16."""
@@ -29,6 +33,23 @@ class Rounds:
         """Slots that are rounded after so many generated tokens."""
         since = new if self.every is None else new % self.every
         return max(0, prompt + new - since - self.tail) // self.group * self.group
+
+    def fuller_contexts(self, context: int, new: int) -> list[int]:
+        """The last shorter context at which more may be held: one token before a group was full."""
+        since = new if self.every is None else new % self.every
+        acted_on = context - since
+        return [context - (acted_on - self.tail + 1) % self.group]
+
+    def fuller_steps(self, prompt: int, new: int) -> list[int]:
+        """Earlier steps at which more may be held: right before an act that rounds."""
+        if self.every is None:
+            return []
+        if self.every == 1:
+            return [new - (prompt + new - self.tail + 1) % self.group]
+        last = (new + 1) // self.every
+        return [
+            act * self.every - 1 for act in range(last, max(0, last - self.group // gcd(self.group, self.every)), -1)
+        ]
 
     def slot_bytes(self, d_key: int, d_value: int) -> int:
         """Of one rounded slot of one head, less what its group of keys shares."""
@@ -92,6 +113,22 @@ class Plan:
     name: str = "none"
     evicts: tuple[Evicts, ...] = ()
     rounds: Rounds | None = None
+
+    def fuller_contexts(self, context: int, new: int) -> list[int]:
+        """Shorter contexts, with as many generated tokens, at which more may be held than at this one."""
+        found = [] if self.rounds is None else self.rounds.fuller_contexts(context, new)
+        return [each for each in found if new < each < context]
+
+    def fuller_steps(self, prompt: int, new: int) -> list[int]:
+        """Smaller numbers of generated tokens at which more may be held than at this one."""
+        found = [] if self.rounds is None else self.rounds.fuller_steps(prompt, new)
+        paces = sorted({each.every for each in self.evicts if each.every is not None})
+        # Most is held right before an act, and what acts hold repeats with all paces.
+        back = max(0, new - min(lcm(*paces), MOST_STEPS)) if len(paces) > 1 else 0
+        for pace in paces:
+            last = (new + 1) // pace
+            found += [act * pace - 1 for act in range(last, max(0, back // pace if back else last - 1), -1)]
+        return sorted({each for each in found if 0 <= each < new})
 
     def kept(self, prompt: int, new: int, layer: int, layers: int) -> int:
         """Slots that a head of this layer holds after so many generated tokens."""

@@ -2,6 +2,9 @@
 
 import re
 
+MOST = 1 << 60
+"""Bytes."""
+
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -30,8 +33,8 @@ def bytes_in(text: str | int, what: str) -> int:
                 f"The {what} is {str(text)[:40]!r}; write bytes with their unit, as in '24GiB' (2³⁰) or '24GB' (10⁹)."
             )
         found = round(float(match[1]) * _UNITS[match[2]])
-    if found < 1:
-        raise ValueError(f"The {what} is {found} bytes; it must be positive.")
+    if not 1 <= found <= MOST:
+        raise ValueError(f"The {what} is {str(text)[:40]}; it must be positive and at most {MOST:,} bytes.")
     return found
 
 

@@ -1,0 +1,540 @@
+"""Budgets against published numbers, against what real models hold, and against themselves: sums, searches, units, output."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
+
+import kvprobe as kv
+from kvprobe.cli import app
+from kvprobe.measured import measure
+from kvprobe.memory.budget import FARTHEST, Budget, budget
+from kvprobe.memory.caches import _DEFAULTS
+from kvprobe.memory.sources import shelf
+from kvprobe.memory.units import both, bytes_in, short
+from kvprobe.model import Model
+from tests.memory import families
+
+QWEN = "Qwen/Qwen3-8B"
+
+ENGINES = ["hf", "vllm", "logical"]
+
+# Published numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (QWEN, 147_456),
+        ("openai/gpt-oss-120b", 73_728),
+        ("deepseek-ai/DeepSeek-V3.1", 70_272),
+        ("meta-llama/Llama-3.3-70B-Instruct", 327_680),
+        ("meta-llama/Llama-3.1-8B-Instruct", 131_072),
+    ],
+)
+def test_a_token_takes_the_published_bytes(name: str, expected: int):
+    assert sum(budget(name, dtype="bfloat16").bytes_per_token) == expected
+
+
+@pytest.mark.parametrize("engine", ["hf", "logical"])
+def test_a_million_tokens_of_llama_70b_take_328_gb(engine: Any):
+    found = budget("meta-llama/Llama-3.3-70B-Instruct", context=1_000_000, engine=engine)
+    assert found.cache == 327_680_000_000
+    assert short(found.cache) == "327.68 GB"
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in _DEFAULTS for name in _DEFAULTS[kind]])
+def test_what_configs_leave_out_is_what_transformers_takes(kind: str, name: str):
+    made = CONFIG_MAPPING[kind]
+    stated = {field.name: field.default for field in fields(made)}[name]
+    assert _DEFAULTS[kind][name] == (getattr(made(), name) if stated is None else stated)
+
+
+# What real models hold
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Model:
+    return kv.load("gemma3-270m")
+
+
+@pytest.fixture(params=["smollm2-135m", "gemma3-270m"])
+def real(request: pytest.FixtureRequest) -> Model:
+    return request.getfixturevalue({"smollm2-135m": "smol", "gemma3-270m": "gemma"}[request.param])
+
+
+@pytest.mark.parametrize("prompt", [256, 700])
+def test_a_real_model_holds_what_its_budget_says(real: Model, prompt: int):
+    predicted = budget(real.name, context=prompt + 2, new=2, dtype="float32")
+    found = measure(real, predicted)
+    assert found.weights == predicted.weights
+    assert found.reading.cache == predicted.generating(0).cache
+    assert found.cache == predicted.cache
+    assert found.generating is not None
+    assert found.reading.peak == pytest.approx(predicted.moments["reading"].total, rel=0.01)
+    assert found.generating.peak == pytest.approx(predicted.moments["generating"].total, rel=0.05)
+    assert found.peak == pytest.approx(predicted.peak, rel=0.001)
+
+
+@pytest.mark.parametrize("given", [{"kernel": "eager"}, {"logits": "all"}], ids=str)
+def test_eager_attention_and_all_logits_take_what_the_budget_says(real: Model, given: dict[str, Any]):
+    predicted = budget(real.name, context=256, dtype="float32", **given)
+    assert predicted.peak > budget(real.name, context=256, dtype="float32", kernel="sdpa").peak
+    assert measure(real, predicted).reading.peak == pytest.approx(predicted.moments["reading"].total, rel=0.01)
+
+
+@pytest.mark.parametrize("given", [{"engine": "logical"}, {"policy": "TOVA(8)"}, {"dtype": "bfloat16"}], ids=str)
+def test_only_what_transformers_itself_holds_is_measured(tiny_llama: Model, given: dict[str, Any]):
+    fields = tiny("llama")
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+        measure(tiny_llama, budget(fields, context=8, **{"dtype": "float32", **given}))
+
+
+# A fresh process
+
+
+def in_a_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_every_config_on_the_shelf_has_a_budget_under_every_engine_without_torch():
+    done = in_a_fresh_process(
+        "import json, sys\n"
+        "from kvprobe.memory.budget import budget\n"
+        "from kvprobe.memory.sources import shelf\n"
+        f"print(json.dumps([[n, e, budget(n, engine=e).peak, len(str(budget(n, engine=e)))] for n in shelf() for e in {ENGINES}]))\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {(name, engine) for name, engine, *_ in found} == {(name, engine) for name in shelf() for engine in ENGINES}
+    assert all(peak > 0 and shown > 0 for *_, peak, shown in found)
+
+
+def test_the_command_answers_without_torch():
+    done = in_a_fresh_process(
+        "import sys\n"
+        "from kvprobe.cli import app\n"
+        "command, bound, _ = app.parse_args(['budget', 'Qwen/Qwen3-8B', '--policy', 'TOVA(64)', '--memory', '24GiB'])\n"
+        "command(*bound.args, **bound.kwargs)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "147,456" in done.stdout
+
+
+def test_a_budget_is_the_same_as_kv_budget():
+    assert kv.budget is budget
+    assert kv.Budget is Budget
+
+
+# Sums
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """The config of a tiny model of this family, with the fields that say how many weights it has."""
+    return {**families.settings(name), "n_shared_experts": 1, "altup_num_inputs": 2}
+
+
+policies = st.sampled_from([None, "TOVA(9)", "SinkWindow(2, 6)", "LayerBudgets(SnapKV(8, 2))", "TOVA(5, every=3)"])
+names = st.sampled_from(sorted(families.TINY))
+engines = st.sampled_from(ENGINES)
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tiny model of any family, and what may be asked of its budget."""
+    engine = draw(engines)
+    new = draw(st.integers(0, 7))
+    given: dict[str, Any] = {
+        "engine": engine, "new": new, "context": new + draw(st.integers(1, 60)), "batch": draw(st.integers(1, 4)),
+        "dtype": draw(st.sampled_from(["float32", "bfloat16"])), "source": draw(st.integers(0, 5)),
+    }  # fmt: skip
+    if engine == "vllm":
+        given |= {"block": draw(st.sampled_from([4, 16])), "batched_tokens": draw(st.sampled_from([1, 32, 8192]))}
+        given |= {"cache_dtype": draw(st.sampled_from([None, "fp8"]))}
+    else:
+        given |= {"policy": draw(policies), "kernel": draw(st.sampled_from([None, "sdpa", "eager"]))}
+        given |= {"logits": draw(st.sampled_from(["last", "all"]))}
+    return tiny(draw(names)), given
+
+
+@given(drawn=asked())
+@settings(max_examples=60)
+def test_layers_add_up_to_the_whole(drawn: tuple[dict[str, Any], dict[str, Any]]):
+    found = budget(drawn[0], **drawn[1])
+    padding = found.cache - sum(found.allocated)
+    assert padding >= 0
+    assert padding == 0 or found.engine == "vllm"
+    assert found.peak == found.weights + max(
+        each.cache + each.activations + each.logits + each.growth for each in found.moments.values()
+    )
+    assert all(part >= 0 for each in found.moments.values() for part in (each.cache, each.activations, each.growth))
+    assert sum(found.generated) <= sum(found.allocated)
+
+
+@given(drawn=asked())
+@settings(max_examples=60)
+def test_transformers_never_holds_less_than_a_query_may_read(drawn: tuple[dict[str, Any], dict[str, Any]]):
+    found = budget(drawn[0], **{**drawn[1], "engine": "hf", "cache_dtype": None, "block": 16, "batched_tokens": 32})
+    assert all(held >= read for held, read in zip(found.allocated, found.logical, strict=True))
+
+
+@given(drawn=asked(), more=st.integers(0, 50), rows=st.integers(0, 3))
+@settings(max_examples=60)
+def test_more_tokens_or_conversations_never_need_less(
+    drawn: tuple[dict[str, Any], dict[str, Any]], more: int, rows: int
+):
+    fields, given = drawn
+    less = budget(fields, **given)
+    for changed in ({"context": given["context"] + more}, {"batch": given["batch"] + rows}):
+        greater = budget(fields, **{**given, **changed})
+        assert greater.cache >= less.cache
+        assert greater.peak >= less.peak
+        assert greater.weights == less.weights
+
+
+@given(drawn=asked())
+@settings(max_examples=30)
+def test_the_logical_view_of_a_policy_is_never_more_than_that_of_none(drawn: tuple[dict[str, Any], dict[str, Any]]):
+    found = budget(drawn[0], **drawn[1])
+    assert all(with_it <= without for with_it, without in zip(found.logical, found.plain.logical, strict=True))
+
+
+# Searches
+
+
+def memory_for(found: Budget, share: float) -> int:
+    """Of a size at which there is something to look for: now and then less than the weights, else up to thirty times what
+    is needed beside them."""
+    if share < 0.05:
+        return found.weights // 2
+    return found.weights + int((found.peak - found.weights) * (0.2 + 30 * share**2))
+
+
+shares = st.floats(0, 1)
+
+
+@given(drawn=asked(), share=shares, places=st.lists(st.floats(0, 1), min_size=4, max_size=4))
+@settings(max_examples=30)
+def test_the_largest_context_fits_with_all_shorter_ones_and_one_token_more_does_not(
+    drawn: tuple[dict[str, Any], dict[str, Any]], share: float, places: list[float]
+):
+    found = budget(drawn[0], **drawn[1])
+    found = budget(drawn[0], **drawn[1], memory=memory_for(found, share))
+    assert found.usable is not None
+    largest, least = found.largest_context, drawn[1]["new"] + 1
+    if largest is None:
+        assert found.at(FARTHEST // 2).peak <= found.usable
+        return
+    assert found.at(max(least, largest + 1)).peak > found.usable
+    assert largest == 0 or largest >= least
+    for place in [*places, 1.0] if largest else []:
+        assert found.at(least + int((largest - least) * place)).peak <= found.usable
+
+
+@given(drawn=asked(), share=shares, places=st.lists(st.floats(0, 1), min_size=4, max_size=4))
+@settings(max_examples=30)
+def test_the_largest_batch_fits_with_all_smaller_ones_and_one_conversation_more_does_not(
+    drawn: tuple[dict[str, Any], dict[str, Any]], share: float, places: list[float]
+):
+    fields, given = drawn
+    memory = memory_for(budget(fields, **given), share)
+    largest = budget(fields, **given, memory=memory).largest_batch
+    if largest is None:
+        assert budget(fields, **{**given, "batch": FARTHEST // 2}, memory=memory).fits()
+        return
+
+    def room(batch: int) -> int:
+        headroom = budget(fields, **{**given, "batch": batch}, memory=memory).headroom
+        assert headroom is not None
+        return headroom
+
+    assert room(largest + 1) < 0
+    for place in [*places, 1.0] if largest else []:
+        assert room(1 + int((largest - 1) * place)) >= 0
+
+
+def before_it_runs_out(peaks: list[int], memory: int) -> int:
+    """Of what is needed at each length in turn: how many fit, from the first on."""
+    return next(length for length, peak in enumerate(peaks) if peak > memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "far"),
+    [
+        ("llama", {"engine": "logical"}, 40),
+        ("llama", {"engine": "logical", "policy": "TOVA(5, every=3)"}, 12),
+        ("llama", {"engine": "logical", "policy": "SlidingWindow(4, every=50)"}, 120),
+        ("llama", {"engine": "logical", "policy": "SnapKV(8, 2)"}, 40),
+        ("llama", {"engine": "logical", "policy": "LayerBudgets(TOVA(8, every=7))"}, 30),
+        ("llama", {"engine": "logical", "policy": "Quantise(4, 8, 6)"}, 60),
+        ("llama", {"engine": "logical", "policy": "Quantise(2, 8, 4, every=13)"}, 60),
+        ("gemma2", {"engine": "logical", "policy": "SlidingWindow(9, every=20)"}, 50),
+        ("llama", {"engine": "hf"}, 40),
+        ("llama", {"engine": "hf", "policy": "SlidingWindow(4, every=50)"}, 120),
+        ("gemma2", {"engine": "hf"}, 40),
+        ("llama", {"engine": "hf", "cache_dtype": "int4"}, 140),
+        ("llama", {"engine": "vllm", "block": 4}, 40),
+    ],
+    ids=str,
+)
+def test_as_much_can_be_generated_as_fits_at_every_token_on_the_way(name: str, given: dict[str, Any], far: int):
+    asked = {"context": 16, "dtype": "float32", **given}
+    found = budget(tiny(name), **asked)
+    peaks = [found.generating(new).peak for new in range(far)]
+    for memory in sorted({peaks[0], *peaks[:: 1 + far // 9]} - {max(peaks)}):
+        # vLLM takes only a part of the memory.
+        room = memory if found.engine != "vllm" else -(-memory * 100 // 92)
+        limited = budget(tiny(name), **asked, memory=room)
+        assert limited.usable is not None
+        assert limited.largest_new == max(0, before_it_runs_out(peaks, limited.usable) - 1), memory
+
+
+@given(
+    new=st.integers(0, 8), group=st.sampled_from([1, 4, 8]), tail=st.integers(0, 12), bits=st.integers(1, 4),
+    every=st.sampled_from([1, 3, None]), which=st.floats(0, 0.99),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_with_rounding_in_groups_the_largest_context_is_where_it_first_runs_out(
+    new: int, group: int, tail: int, bits: int, every: int | None, which: float
+):
+    given: dict[str, Any] = {
+        "engine": "logical",
+        "policy": f"Quantise({bits}, {group}, {tail}, every={every})",
+        "new": new,
+    }
+    found = budget(tiny("llama"), context=new + 1, **given)
+    peaks = [found.at(context).peak for context in range(new + 1, new + 50)]
+    memory = peaks[int(which * len(peaks))]
+    assume(memory < max(peaks))
+    expected = before_it_runs_out(peaks, memory)
+    assert budget(tiny("llama"), context=new + 1, **given, memory=memory).largest_context == (new + expected or 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_searches_agree_with_the_budget_they_began_at(engine: Any):
+    for memory in ("1GB", "20GB", "40GB", "80GB"):
+        found = budget(QWEN, engine=engine, context=20_000, batch=3, memory=memory)
+        assert found.largest_context is not None
+        assert found.largest_batch is not None
+        assert found.headroom is not None
+        assert (found.headroom >= 0) == found.fits() == (found.largest_context >= 20_000) == (found.largest_batch >= 3)
+
+
+def test_without_a_memory_nothing_is_searched():
+    found = budget(QWEN)
+    assert (found.memory, found.usable, found.headroom) == (None, None, None)
+    assert (found.largest_context, found.largest_batch, found.largest_new) == (None, None, None)
+
+
+def test_a_window_without_end_has_no_largest_context():
+    found = budget("mistralai/Mistral-7B-v0.1", engine="logical", memory="16GB")
+    assert found.largest_context is None
+    assert found.largest_batch is not None
+
+
+def test_no_context_has_less_than_one_token_to_read():
+    with pytest.raises(ValueError, match="at least one"):
+        budget(QWEN, context=8, new=4).at(4)
+
+
+# Memory and units
+
+
+def test_headroom_is_what_the_engine_may_use_less_the_peak():
+    for engine, usable in (("hf", 80 * 10**9), ("logical", 80 * 10**9), ("vllm", 73_600_000_000)):
+        found = budget(QWEN, engine=engine, memory="80GB")
+        assert found.usable == usable
+        assert found.headroom == usable - found.peak
+
+
+def test_ranks_share_the_weights():
+    whole, shared = (budget(QWEN, engine="vllm", ranks=ranks) for ranks in (1, 8))
+    assert shared.weights == -(-whole.weights // 8)
+    assert shared.cache * 8 == whole.cache
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        (" 24 gib ", 24 * 2**30),
+        ("0.5TB", 5 * 10**11),
+        ("1.5 KiB", 1536),
+        ("80MB", 8 * 10**7),
+        ("12B", 12),
+        (12, 12),
+    ],
+)
+def test_a_memory_is_bytes_or_a_number_with_its_unit(text: str | int, expected: int):
+    assert bytes_in(text, "memory") == expected
+    assert budget(QWEN, memory=text).memory == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["24G", "24", "24 Gi", "GB", "", "-24GB", "24,5GB", "1e9B", "nanGB", "24GBs", "0GB", "24GB 24GB", "9" * 400 + "B", 0, -5, 10**400],
+    ids=lambda text: str(text)[:10],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["memory", "weights"])
+def test_a_memory_without_its_unit_or_beyond_all_bounds_is_refused_in_a_sentence(name: str, text: str | int):
+    with pytest.raises(ValueError, match=rf"\A[^\n]*{name}[^\n]*\Z"):
+        budget(QWEN, **{name: text}, engine="vllm")
+
+
+@given(count=st.integers(-(10**16), 10**16))
+def test_bytes_are_shown_within_half_a_percent(count: int):
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    binary = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    number, unit = short(count).split(" ")
+    assert float(number) * units[unit] == pytest.approx(count, rel=0.005)
+    shown = re.fullmatch(r"(-?[\d.]+) (\w+) \((-?[\d.]+) (\w+)\)", both(count))
+    if shown is None:
+        assert both(count) == f"{count} B"
+        assert abs(count) < 1000
+        return
+    assert float(shown[1]) * units[shown[2]] == pytest.approx(count, rel=0.005)
+    assert float(shown[3]) * binary[shown[4]] == pytest.approx(count, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *[({name: value}, name.replace("_", " ")) for name in ("context", "batch", "ranks", "block", "batched_tokens")
+          for value in (0, -1, True, 1.5, "8", None, 2**35)],
+        *[({name: value}, name) for name in ("new", "source") for value in (-1, True, 1.5, "8", None, 2**35)],
+        ({"context": 8, "new": 8}, "at least one"),
+        ({"engine": "VLLM"}, "vllm"),
+        ({"engine": None}, "vllm"),
+        ({"kernel": "flash"}, "sdpa"),
+        ({"logits": "first"}, "last"),
+        ({"ranks": 2}, "vLLM"),
+        ({"ranks": 2, "engine": "logical"}, "vLLM"),
+        ({"dtype": "fp8"}, "fp8"),
+        ({"dtype": "bfloat"}, "bfloat16"),
+        ({"cache_dtype": "int5"}, "int4"),
+        ({"cache_dtype": ""}, "float32"),
+        ({"policy": "Sliding(8)"}, "SlidingWindow"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_in_a_sentence(given: dict[str, Any], said: str, unchecked: None):
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
+        budget(QWEN, **given)
+    assert said in str(refusal.value)
+
+
+# The command
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    command, bound, _ = app.parse_args(["budget", *arguments])
+    command(*bound.args, **bound.kwargs)
+    return capsys.readouterr().out
+
+
+ASKED: list[tuple[list[str], dict[str, Any]]] = [
+    ([QWEN], {}),
+    (["google/gemma-3-27b-it", "--engine", "vllm", "--memory", "80GB", "--context", "131072"],
+     {"engine": "vllm", "memory": "80GB", "context": 131_072}),
+    (["gemma3-270m", "--new", "20", "--batch", "3", "--memory", "24GiB", "--kernel", "eager", "--logits", "all"],
+     {"new": 20, "batch": 3, "memory": "24GiB", "kernel": "eager", "logits": "all"}),
+    ([QWEN, "--policy", "LayerBudgets(SnapKV(64))", "--engine", "logical", "--dtype", "float32", "--context", "100"],
+     {"policy": "LayerBudgets(SnapKV(64))", "engine": "logical", "dtype": "float32", "context": 100}),
+    ([QWEN, "--cache-dtype", "int4", "--weights", "5GB", "--memory", "6GB"],
+     {"cache_dtype": "int4", "weights": "5GB", "memory": "6GB"}),
+    ([QWEN, "--engine", "vllm", "--ranks", "4", "--block", "32", "--batched-tokens", "512", "--source", "7"],
+     {"engine": "vllm", "ranks": 4, "block": 32, "batched_tokens": 512, "source": 7}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "given"), ASKED, ids=str)
+def test_the_command_prints_the_budget(arguments: list[str], given: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+    assert printed(capsys, *arguments) == f"{budget(arguments[0], **given)}\n"
+
+
+@pytest.mark.parametrize(("arguments", "given"), ASKED, ids=str)
+def test_its_json_has_the_numbers_of_the_budget_and_of_its_table(
+    arguments: list[str], given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    table, found = printed(capsys, *arguments), budget(arguments[0], **given)
+    told = json.loads(printed(capsys, *arguments, "--json"))
+    for name in ("weights", "peak", "headroom", "parameters", "usable", "memory", "largest_context", "largest_batch"):
+        assert told[name] == getattr(found, name)
+    assert told["allocated"] == found.cache
+    assert [layer["allocated"] for layer in told["layers"]] == found.allocated
+    assert [layer["logical"] for layer in told["layers"]] == found.logical
+    assert told["logical"] == sum(layer["logical"] for layer in told["layers"])
+    assert told["bytes_per_token"] == sum(layer["bytes_per_token"] for layer in told["layers"])
+    moment = told["moments"][told["moment"]]
+    assert told["peak"] == told["weights"] + sum(moment.values())
+
+    lines = {line[:44].strip(): line for line in table.splitlines()}
+    whole = next(line for line in table.splitlines() if line.startswith("all layers"))
+    for shown in (f"{told['bytes_per_token']:,}", short(told["logical"]), short(told["allocated"])):
+        assert shown in whole
+    assert both(told["peak"]) in lines["peak"]
+    assert any(name.startswith("weights") and both(told["weights"]) in line for name, line in lines.items())
+    if told["headroom"] is not None:
+        assert both(abs(told["headroom"])) in lines["headroom" if told["headroom"] >= 0 else "DOES NOT FIT: short of"]
+        assert f"{told['largest_context']:,} tokens" in lines["largest context"]
+        assert f"{told['largest_batch']:,} conversations" in lines["largest batch"]
+
+
+def test_layers_that_are_alike_are_one_row_of_the_table():
+    table = str(budget("google/gemma-3-27b-it", context=131_072))
+    (sliding,) = (line for line in table.splitlines() if "sliding 1,024" in line)
+    (full,) = (line for line in table.splitlines() if "GQA 32:16  " in line)
+    assert "52 × " in sliding
+    assert "10 × " in full
+    assert f"{52 * 8192:,}" in sliding
+    assert f"{10 * 8192:,}" in full
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"context": 50_000}, "made for 40,960 tokens"),
+        ({"engine": "vllm"}, "estimate"),
+        ({"policy": "TOVA(64)"}, "saved"),
+        ({"cache_dtype": "fp8", "engine": "logical"}, "50.0 %"),
+        ({"memory": "1GB"}, "DOES NOT FIT"),
+    ],
+    ids=str,
+)
+def test_what_a_reader_must_know_is_remarked(given: dict[str, Any], said: str):
+    assert said in str(budget(QWEN, **given))
+    assert said not in str(budget(QWEN))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["smollm2-135"], "smollm2-135m"),
+        ([QWEN, "--memory", "24G"], "24GiB"),
+        ([QWEN, "--policy", "SinkWindw(4, 60)"], "SinkWindow"),
+        ([QWEN, "--engine", "vllm", "--cache-dtype", "int4"], "int4"),
+        (["owner/absent"], "owner/absent"),
+        (["x" * 5000], "xxxx"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], said: str):
+    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", "budget", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvprobe: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert not done.stdout
