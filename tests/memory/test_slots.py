@@ -62,9 +62,9 @@ quantised = st.builds(
 )  # fmt: skip
 chains = st.lists(even, min_size=2, max_size=3).map(lambda parts: policies.Chain(tuple(parts)))
 
-PROMPTS = st.integers(1, 24)
-NEW = st.integers(0, 7)
-few = settings(max_examples=25)
+PROMPTS = st.integers(1, 20)
+NEW = st.integers(0, 5)
+few = settings(max_examples=10)
 
 
 @cache
@@ -91,7 +91,7 @@ def told(plan: Plan, prompt: int, new: int, n_layers: int, batch: int = 1) -> in
 
 
 @given(policy=even, prompt=PROMPTS, new=NEW, n_layers=st.sampled_from([1, 3]), batch=st.integers(1, 2))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_even_budgets_leave_as_many_slots_as_their_settings_tell(
     policy: Policy, prompt: int, new: int, n_layers: int, batch: int
 ):
@@ -117,7 +117,7 @@ def test_rounding_costs_what_its_settings_tell(policy: Policy, prompt: int, new:
 
 
 @given(policy=chains, prompt=PROMPTS, new=NEW)
-@few
+@settings(max_examples=15)
 def test_chains_of_even_budgets_leave_as_many_slots_as_the_tightest(policy: Policy, prompt: int, new: int):
     assert told(plan_of(policy), prompt, new, 3) == counted(policy, prompt, new, 3)
 
@@ -375,7 +375,7 @@ def assert_read_or_refused(text: str) -> None:
 
 
 @given(text=calls())
-@settings(max_examples=600)
+@settings(max_examples=400)
 def test_a_text_is_read_just_where_python_makes_a_policy_of_it(text: str):
     assert_read_or_refused(text)
     try:

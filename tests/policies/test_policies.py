@@ -80,6 +80,11 @@ def record(scene: Scene) -> Attention:
     return scene.attention
 
 
+def named(given: Any) -> str:
+    """The same in each process, which a function's address is not."""
+    return getattr(given, "__name__", None) or str(given)
+
+
 def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Kept:
     return newest(live_at(scene, place), policy.window)
 
@@ -240,14 +245,14 @@ def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Kept]) -> None
                 assert torch.equal(found[row][:, : len(held)], tensor[row][:, held])
 
 
-@pytest.mark.parametrize(("policy", "loop"), POLICIES, ids=str)
+@pytest.mark.parametrize(("policy", "loop"), POLICIES, ids=named)
 @given(scene=scenes())
 @few
 def test_a_policy_keeps_what_a_loop_over_slots_keeps(policy: Policy, loop: Loop, scene: Scene):
     assert_acted(policy, scene, expected_kept(policy, loop, scene))
 
 
-@pytest.mark.parametrize(("policy", "loop"), POLICIES, ids=str)
+@pytest.mark.parametrize(("policy", "loop"), POLICIES, ids=named)
 def test_slots_that_were_dead_everywhere_are_met_as_the_loop_meets_them(policy: Policy, loop: Loop):
     scene = random_scene(0, slots=12, ragged=True)
     dead = torch.zeros(2, 12, dtype=torch.bool)
@@ -256,7 +261,7 @@ def test_slots_that_were_dead_everywhere_are_met_as_the_loop_meets_them(policy: 
     assert_acted(policy, scene, expected_kept(policy, loop, scene))
 
 
-@pytest.mark.parametrize(("policy", "loop"), SPANS, ids=str)
+@pytest.mark.parametrize(("policy", "loop"), SPANS, ids=named)
 @given(seed=seeds, batch=st.integers(1, 3), gaps=st.booleans())
 @few
 def test_spans_go_as_a_loop_over_slots_has_it(policy: Policy, loop: Loop, seed: int, batch: int, gaps: bool):
