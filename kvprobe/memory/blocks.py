@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 from kvprobe.memory.config import Config
+from kvprobe.memory.heads import Size, Switch, d_head, field, heads, kv_heads, on, width
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,6 @@ class Weights:
 Block = Callable[[Config], Weights]
 """Of a model with this config."""
 
-Size = Callable[[Config], int]
-
-Switch = bool | str
-"""Always, never, or as the field of that name says, where null and no field are False."""
-
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> Weights:
     """A matrix, and perhaps a bias for each output."""
@@ -56,22 +52,6 @@ def norm(width: int, bias: bool = False) -> Weights:
     return Weights(other=width * (1 + bias))
 
 
-def on(config: Config, switch: Switch) -> bool:
-    """Whether it is switched on."""
-    return switch if isinstance(switch, bool) else config.has(switch) and config.flag(switch)
-
-
-def field(*names: str) -> Size:
-    """The size under the first of these names that the config has."""
-    return lambda config: config.size(*names)
-
-
-width = field("hidden_size", "n_embd", "n_embed")
-"""Of the residual stream."""
-
-heads = field("num_attention_heads", "n_head")
-"""Of queries."""
-
 intermediate_size = field("intermediate_size")
 """The width inside an MLP."""
 
@@ -79,31 +59,6 @@ intermediate_size = field("intermediate_size")
 def experts(config: Config) -> int:
     """That a router chooses among; 0 if there is none."""
     return config.size("num_experts", "num_local_experts", "n_routed_experts", low=0)
-
-
-def kv_heads(config: Config) -> int:
-    """Of keys and values."""
-    if config.kind in _UNGROUPED:
-        return config.size("num_key_value_heads", default=heads(config))
-    return config.size("num_key_value_heads")
-
-
-_UNGROUPED = frozenset({
-    "llama", "granite", "granitemoe", "granitemoehybrid", "phi", "phi3", "cohere", "cohere2",
-    "olmo", "olmo2", "olmo3", "olmoe",
-})  # fmt: skip
-"""Families with as many of them as heads unless the config says otherwise. The other families' configs all say."""
-
-
-def d_head(config: Config) -> int:
-    """Coordinates of a head."""
-    if config.kind in _SQUARE:
-        return width(config) // heads(config)
-    return config.optional_size("head_dim") or width(config) // heads(config)
-
-
-_SQUARE = frozenset({"gpt2", "gpt_bigcode", "gptj", "gpt_neox", "falcon", "stablelm", "mllama_text_model"})
-"""Families whose heads together are as wide as the residual stream, even if the config has a `head_dim`."""
 
 
 def attention(

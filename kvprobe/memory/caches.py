@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.memory.config import Config
+from kvprobe.memory.defaults import defaults_of
+from kvprobe.memory.heads import d_head, heads, kv_heads, on
 from kvprobe.memory.layer_types import KINDS, LayerType, layer_types, layers, window
 from kvprobe.suggest import unknown
 
@@ -104,37 +106,6 @@ _TEXT_KINDS = {
 _OUTER = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Fields that a model of text and images states for its text model too."""
 
-_DEFAULTS: dict[str, dict[str, object]] = {
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131_072,
-    },
-    "gemma3n_text": {
-        "vocab_size": 262_400,
-        "hidden_size": 2048,
-        "intermediate_size": 16_384,
-        "num_hidden_layers": 35,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "num_kv_shared_layers": 15,
-        "max_position_embeddings": 32_768,
-    },
-    "llama4_text": {"attention_chunk_size": 8192},
-    "gpt_oss": {"sliding_window": 128},
-    **{
-        family: {"sliding_window": 4096}
-        for family in ("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "olmo3", "cohere2", "exaone4")
-    },
-    "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
-}
-"""What published configs leave to the configuration classes of transformers; a test holds these to the classes."""
-
 
 def text_model(config: Config) -> Config:
     """The config of the text model, with what its family leaves out.
@@ -158,7 +129,11 @@ def text_model(config: Config) -> Config:
             raise ValueError(
                 f"{config.name} has {name} in its config, sizes that change from layer to layer, which no budget is known for."
             )
-    return config.with_defaults(_DEFAULTS.get(kind, {}))
+    if config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention"):
+        raise ValueError(
+            f"{config.name} looks both ways (use_bidirectional_attention), and keeps no cache to go on from."
+        )
+    return config.with_defaults(defaults_of(kind))
 
 
 def layers_of(config: Config) -> tuple[Layer, ...]:
@@ -188,110 +163,27 @@ def _layer(config: Config, kind: LayerType) -> Layer:
 
 
 def _attention(config: Config, kind: LayerType) -> Attention:
-    heads = config.size("num_attention_heads", "n_head", "num_heads")
     reach = {"sliding": window, "chunked": lambda config: config.size("attention_chunk_size")}.get(kind)
     if config.kind.startswith("deepseek"):
         return Attention(
-            heads,
+            heads(config),
             kv_heads=1,
             d_key=config.size("kv_lora_rank"),
             d_value=config.size("qk_rope_head_dim"),
             latent=True,
             d_index=config.size("index_head_dim") if kind == "indexed" else 0,
         )
-    kv_heads, copies = _kv_heads(config, heads)
-    d_head = _d_head(config, heads)
     return Attention(
-        heads,
-        kv_heads,
-        d_head,
-        d_head,
+        heads(config),
+        kv_heads(config),
+        d_head(config),
+        d_head(config),
         reach=None if reach is None else reach(config),
         chunked=kind == "chunked",
         crosses=kind == "cross",
-        copies=copies,
+        # Falcon broadcasts K and V before it stores them.
+        copies=heads(config) if config.kind == "falcon" and on(config, "new_decoder_architecture") else None,
     )
-
-
-def _kv_heads(config: Config, heads: int) -> tuple[int, int | None]:
-    """Heads of K and V, and how many of them transformers stores where that is more."""
-    copies = None
-    if config.kind in ("gpt2", "gptj", "gpt_neox"):
-        kv_heads = heads
-    elif config.kind == "gpt_bigcode":
-        kv_heads = 1 if config.flag("multi_query", default=True) else heads
-    elif config.kind == "falcon":
-        grouped = config.flag("new_decoder_architecture", default=False)
-        shared = config.flag("multi_query", default=True) and not grouped
-        kv_heads = 1 if shared else config.size("num_kv_heads", "n_head_kv", default=heads)
-        copies = heads if grouped else None
-    elif config.kind in _KV_HEADS_OPTIONAL:
-        kv_heads = config.size("num_key_value_heads", default=heads)
-    else:
-        kv_heads = config.size("num_key_value_heads")
-    if heads % kv_heads:
-        raise ValueError(
-            f"{config.name} has {heads} query heads for {kv_heads} KV heads in its config, which do not share out evenly."
-        )
-    return kv_heads, copies
-
-
-_KV_HEADS_OPTIONAL = frozenset(
-    [
-        "llama",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi",
-        "phi3",
-        "cohere",
-        "cohere2",
-        "granite",
-        "granitemoe",
-        "granitemoehybrid",
-    ]
-)
-"""Families in which a missing `num_key_value_heads` means as many as query heads."""
-
-_D_HEAD_STATED = frozenset(
-    [
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "qwen3",
-        "qwen3_next",
-        "qwen3_5_text",
-        "gpt_oss",
-        "glm",
-        "glm4",
-        "seed_oss",
-        "ministral3",
-        "llama4_text",
-        "nemotron_h",
-    ]
-)
-"""Families whose `head_dim` need not be the hidden size over the heads, and must be stated."""
-
-
-def _d_head(config: Config, heads: int) -> int:
-    if config.kind in _D_HEAD_STATED:
-        return config.size("head_dim", "attention_head_dim")
-    if config.kind not in _D_HEAD_DERIVED and config.has("head_dim"):
-        return config.size("head_dim")
-    hidden = config.size("hidden_size", "n_embd")
-    if hidden % heads:
-        raise ValueError(
-            f"{config.name} has hidden_size={hidden} for {heads} heads in its config, and no head_dim; give one."
-        )
-    return hidden // heads
-
-
-_D_HEAD_DERIVED = frozenset(
-    ["gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "phi", "cohere2", "mllama_text_model", "stablelm"]
-)
-"""Families that read no `head_dim` from a config."""
 
 
 def _state(config: Config, kind: LayerType) -> State:
@@ -318,10 +210,10 @@ def _state(config: Config, kind: LayerType) -> State:
             kernel=config.size("mamba_d_conv", "conv_kernel", default=4),
             recurrent=inner * config.size("mamba_d_state", "state_size", default=16),
         )
-    heads = config.size("mamba_n_heads", "mamba_num_heads", "num_heads")
+    count = config.size("mamba_n_heads", "mamba_num_heads", "num_heads")
     groups = config.size("mamba_n_groups", "n_groups")
     numbers = config.size("mamba_d_state", "ssm_state_size", "state_size")
-    inner = _mamba2_width(config, heads)
+    inner = _mamba2_width(config, count)
     return State(
         "Mamba-2",
         channels=inner + 2 * groups * numbers,
@@ -331,9 +223,9 @@ def _state(config: Config, kind: LayerType) -> State:
     )
 
 
-def _mamba2_width(config: Config, heads: int) -> int:
+def _mamba2_width(config: Config, count: int) -> int:
     if config.kind in ("nemotron_h", "mamba2"):
-        return heads * config.size("mamba_head_dim", "head_dim")
+        return count * config.size("mamba_head_dim", "head_dim")
     if config.kind == "falcon_h1" and config.has("mamba_d_ssm"):
         return config.size("mamba_d_ssm")
     return config.size("mamba_expand", default=2) * config.size("hidden_size")

@@ -36,7 +36,7 @@ class Config:
 
     def has(self, name: str) -> bool:
         """Whether the field is there and not null."""
-        return self.fields.get(name, self.defaults.get(name)) is not None
+        return (self.fields if name in self.fields else self.defaults).get(name) is not None
 
     def size(self, *names: str, default: int | None = _MISSING, low: int = 1) -> int:
         """A whole number under the first of these names that the config has.
@@ -111,10 +111,12 @@ class Config:
         return Config(self.name, self.fields, {**self.defaults, **defaults})
 
     def _find(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        for source in (self.fields, self.defaults):
-            for name in names:
-                if source.get(name) is not None:
-                    return name, source[name]
+        # A field that is null on purpose does not take the default of one that was left out.
+        left_out = not any(name in self.fields for name in names)
+        for name in names:
+            value = (self.defaults if left_out else self.fields).get(name)
+            if value is not None:
+                return name, value
         if default is not _MISSING:
             return names[0], default
         raise ValueError(

@@ -3,6 +3,7 @@
 from math import prod
 
 from kvprobe.memory.config import Config
+from kvprobe.memory.heads import width
 from kvprobe.memory.numbers import Numbers, plain_named
 from kvprobe.memory.weights import Weights
 from kvprobe.suggest import unknown
@@ -26,10 +27,13 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
     Raises:
         ValueError: they are packed in a way that is not known.
     """
+    if config.has("compression_config"):
+        raise ValueError(_unknown(config, "compressed-tensors"))
     if not config.has("quantization_config"):
         return dtype.bytes(weights.total)
     packing = config.within("quantization_config")
-    method = packing.word("quant_method")
+    in_bits = packing.has("load_in_4bit") or packing.has("load_in_8bit")
+    method = packing.word("quant_method", default="bitsandbytes") if in_bits else packing.word("quant_method")
     if method == "mxfp4":
         # One byte of scale for 32 numbers of four bits (OCP microscaling formats 1.0).
         return _packed(weights.experts, 4, 32, 8) + dtype.bytes(weights.total - weights.experts)
@@ -39,18 +43,22 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
         return _packed(matrices, 8, _block(packing), 32) + rest
     if method in ("gptq", "awq"):
         bits = packing.size("bits", "w_bit", default=4)
-        # A float16 scale and a packed zero for each group.
-        return _packed(matrices, bits, packing.size("group_size", "q_group_size", default=128), 16 + bits) + rest
+        # A float16 scale and a packed zero for each group; a group of −1 is a whole column.
+        column = -1 in (packing.fields.get("group_size"), packing.fields.get("q_group_size"))
+        group = width(config) if column else packing.size("group_size", "q_group_size", default=128)
+        return _packed(matrices, bits, group, 16 + bits) + rest
     if method == "bitsandbytes":
         if packing.flag("load_in_8bit", default=False):
             return matrices + rest
         # Blocks of 64 with a float32 maximum, or, quantised twice, a byte and its share of another.
         double = packing.flag("bnb_4bit_use_double_quant", default=False)
         return _packed(matrices, 4, 64, 8 if double else 32) + rest
-    raise ValueError(
-        f"{config.name}: {unknown('packing of weights', method[:40], ('mxfp4', 'fp8', 'gptq', 'awq', 'bitsandbytes'))} "
-        f"Give the bytes of its weights with weights=…."
-    )
+    raise ValueError(_unknown(config, method))
+
+
+def _unknown(config: Config, method: str) -> str:
+    known = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes")
+    return f"{config.name}: {unknown('packing of weights', method[:40], known)} Give the bytes of its weights with weights=…."
 
 
 def _packed(numbers: int, bits: int, group: int, scale_bits: int) -> int:

@@ -103,6 +103,11 @@ def _refuse(layers: tuple[Layer, ...], request: Request) -> None:
             f"transformers has no cache like {request.plan.name}; use engine='logical' for its price, or cache_dtype='int4' "
             f"for the quantised cache that transformers has."
         )
+    if not all(each.even for each in request.plan.evicts):
+        raise ValueError(
+            f"{request.plan.name} keeps other slots in each head, and a tensor holds every slot that one of them keeps; use "
+            f"engine='logical'."
+        )
     if request.numbers.is_plain:
         if request.numbers != request.dtype:
             raise ValueError(

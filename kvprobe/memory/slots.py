@@ -123,11 +123,10 @@ class Plan:
         """Smaller numbers of generated tokens at which more may be held than at this one."""
         found = [] if self.rounds is None else self.rounds.fuller_steps(prompt, new)
         paces = sorted({each.every for each in self.evicts if each.every is not None})
-        # Most is held right before an act, and what acts hold repeats with all paces.
-        back = max(0, new - min(lcm(*paces), MOST_STEPS)) if len(paces) > 1 else 0
+        # Most is held right before an act, and what acts leave repeats when all paces have.
+        back = new - (min(lcm(*paces), MOST_STEPS) if len(paces) > 1 else max(paces, default=0))
         for pace in paces:
-            last = (new + 1) // pace
-            found += [act * pace - 1 for act in range(last, max(0, back // pace if back else last - 1), -1)]
+            found += range((new + 1) // pace * pace - 1, max(0, back) - 1, -pace)
         return sorted({each for each in found if 0 <= each < new})
 
     def kept(self, prompt: int, new: int, layer: int, layers: int) -> int:

@@ -4,39 +4,31 @@ The counts are those of `AutoModelForCausalLM.from_config` in transformers 5.23,
 multi-token prediction, which it does not build, are among them.
 """
 
-from collections.abc import Mapping
-
 from kvprobe.memory.blocks import (
     Block,
-    Size,
-    Switch,
     Weights,
     attention,
-    d_head,
     delta_net,
     expanded,
     experts,
-    field,
     gate,
     gated_mlp,
     head_norms,
-    heads,
     indexer,
     intermediate_size,
-    kv_heads,
     latent_attention,
     linear,
     mamba1,
     mamba2,
     mixture,
     norm,
-    on,
     plain_mlp,
     qk_norms,
     short_conv,
-    width,
 )
 from kvprobe.memory.config import Config
+from kvprobe.memory.defaults import defaults_of
+from kvprobe.memory.heads import Size, Switch, d_head, field, heads, kv_heads, on, width
 from kvprobe.memory.layer_types import LayerType, layer_types, layers
 from kvprobe.suggest import unknown
 
@@ -51,7 +43,7 @@ def weights(config: Config) -> Weights:
     """
     if config.kind not in _MODELS:
         raise ValueError(f"In the config of {config.name}: {unknown('model_type', config.kind[:40], _MODELS)}")
-    config = Config(config.name, config.fields, {**_DEFAULTS.get(config.kind, {}), **config.defaults})
+    config = config.with_defaults(defaults_of(config.kind))
     tokens = config.size("vocab_size") * width(config)
     # LFM2 has its own word for it, and where a config has both, that one counts.
     tied = config.flag("tie_embedding", "tie_word_embeddings", default=False)
@@ -145,16 +137,6 @@ def _nemotron_sparse(config: Config) -> int:
 # What is in them
 
 
-def _multi_query(config: Config) -> int:
-    return 1 if on(config, "multi_query") else heads(config)
-
-
-def _falcon_kv_heads(config: Config) -> int:
-    if on(config, "new_decoder_architecture"):
-        return config.size("num_kv_heads", default=heads(config))
-    return _multi_query(config)
-
-
 def _falcon_norms(config: Config) -> int:
     if not on(config, "parallel_attn"):
         return 2
@@ -191,8 +173,8 @@ def _sinks(config: Config) -> Weights:
     return Weights(other=heads(config))
 
 
-def _gpt2(kv_heads: Size) -> tuple[Block, ...]:
-    own = _decoder(attention(True, kv_heads=kv_heads), plain_mlp(_four_times, True), bias=True)
+def _gpt2() -> tuple[Block, ...]:
+    own = _decoder(attention(True), plain_mlp(_four_times, True), bias=True)
     cross = _in(_crossing, attention(True, kv_heads=heads), lambda config: norm(width(config), bias=True))
     return own, cross, _positions
 
@@ -304,20 +286,16 @@ _MODELS: dict[str, tuple[Block, ...]] = {
             attention("use_qkv_bias", False), qk_norms("qk_layernorm"), gated_mlp(), norms=_stablelm_norms, bias=True
         ),
     ),
-    "gpt2": _gpt2(heads),
-    "gpt_bigcode": _gpt2(_multi_query),
-    "gptj": (_decoder(attention(kv_heads=heads), plain_mlp(_four_times, True), norms=1, bias=True), _head_bias()),
-    "gpt_neox": (_decoder(attention("attention_bias", kv_heads=heads), plain_mlp(bias=True), bias=True),),
+    "gpt2": _gpt2(),
+    "gpt_bigcode": _gpt2(),
+    "gptj": (_decoder(attention(), plain_mlp(_four_times, True), norms=1, bias=True), _head_bias()),
+    "gpt_neox": (_decoder(attention("attention_bias"), plain_mlp(bias=True), bias=True),),
     "starcoder2": (_decoder(attention("use_bias"), plain_mlp(bias="use_bias"), bias=True),),
     "phi": (
         _decoder(attention(True), head_norms("qk_layernorm", bias=True), plain_mlp(bias=True), norms=1, bias=True),
         _head_bias(),
     ),
-    "falcon": (
-        _decoder(
-            attention("bias", kv_heads=_falcon_kv_heads), plain_mlp(_four_times, "bias"), norms=_falcon_norms, bias=True
-        ),
-    ),
+    "falcon": (_decoder(attention("bias"), plain_mlp(_four_times, "bias"), norms=_falcon_norms, bias=True),),
     "mixtral": (_decoder(attention(), _MIXTRAL),),
     "granitemoe": (_decoder(attention("attention_bias"), _MIXTRAL),),
     "olmoe": (_decoder(attention("attention_bias"), qk_norms(), _MIXTRAL),),
@@ -369,39 +347,3 @@ _MODELS: dict[str, tuple[Block, ...]] = {
 
 _NEVER_TIED = frozenset({"mllama_text_model", "nemotron_h"})
 """Families whose head transformers does not tie, whatever the config says."""
-
-_TIED = {"tie_word_embeddings": True}
-
-_DEFAULTS: dict[str, Mapping[str, bool | int]] = {
-    "cohere": _TIED,
-    "cohere2": _TIED,
-    "deepseek_v2": {"q_lora_rank": 1536, "first_k_dense_replace": 0},
-    "deepseek_v3": {"q_lora_rank": 1536, "first_k_dense_replace": 3},
-    "deepseek_v32": {"q_lora_rank": 1536, "first_k_dense_replace": 3},
-    "falcon": {"multi_query": True, "parallel_attn": True} | _TIED,
-    "falcon_h1": {"mamba_d_ssm": 1024},
-    "falcon_mamba": _TIED,
-    "gemma": {"head_dim": 256} | _TIED,
-    "gemma2": {"head_dim": 256} | _TIED,
-    "gemma3_text": {"head_dim": 256} | _TIED,
-    "gemma3n_text": {"head_dim": 256} | _TIED,
-    "glm": {"head_dim": 128, "attention_bias": True},
-    "glm4": {"head_dim": 128, "attention_bias": True},
-    "gpt2": _TIED,
-    "gpt_bigcode": {"multi_query": True} | _TIED,
-    "gpt_neox": {"attention_bias": True},
-    "gpt_oss": {"head_dim": 64, "attention_bias": True},
-    "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256} | _TIED,
-    "llama4_text": {"head_dim": 128},
-    "mamba": _TIED,
-    "ministral3": {"head_dim": 128},
-    "nemotron_h": {"head_dim": 128},
-    "qwen2_moe": {"qkv_bias": True},
-    "qwen3": {"head_dim": 128},
-    "qwen3_5_text": {"head_dim": 256},
-    "qwen3_next": {"head_dim": 256},
-    "seed_oss": {"head_dim": 128, "attention_bias": True},
-    "smollm3": _TIED,
-    "starcoder2": {"use_bias": True} | _TIED,
-}
-"""What the configuration classes take for a field that is missing, where it is neither False nor told by the others."""

@@ -16,7 +16,7 @@ import kvprobe as kv
 from kvprobe.cli import app
 from kvprobe.measured import measure
 from kvprobe.memory.budget import FARTHEST, Budget, budget
-from kvprobe.memory.caches import _DEFAULTS
+from kvprobe.memory.defaults import _DEFAULTS
 from kvprobe.memory.sources import shelf
 from kvprobe.memory.units import both, bytes_in, short
 from kvprobe.model import Model
