@@ -79,7 +79,27 @@ class Budget:
 
     @cached_property
     def moments(self) -> dict[str, Transient]:
-        """What there is beside the weights while the prompt is read, and when the last token has been generated."""
+        """What there is beside the weights while the prompt is read, when the last token has been generated, and, where a policy or
+        a format lets the cache grow between two acts, at the fullest token before it."""
+        found = self._ends
+        before = [self.generating(step) for step in self._fuller_steps()]
+        fullest = max((budget._ends[budget._end] for budget in before), key=lambda moment: moment.total, default=None)
+        if fullest is not None and fullest.total > max(moment.total for moment in found.values()):
+            return {**found, "on the way": fullest}
+        return found
+
+    def _fuller_steps(self) -> list[int]:
+        if self.engine == "hf" and not self.request.numbers.is_plain:
+            return hf.fuller_steps(self.request)
+        return self.request.plan.fuller_steps(self.request.prompt, self.request.new)
+
+    @property
+    def _end(self) -> str:
+        """The last of its moments."""
+        return list(self._ends)[-1]
+
+    @cached_property
+    def _ends(self) -> dict[str, Transient]:
         if self.engine == "logical":
             return {"held": Transient(self.cache, 0)}
         if self.engine == "vllm":
@@ -89,7 +109,7 @@ class Budget:
             return {"reading": replace(step, cache=self.cache + self._reserved.block_bytes)}
         found = {"reading": forward.reading(self.layers, self.widths, self.request, self.kernel, self.logits)}
         if self.request.new:
-            found["generating"] = forward.growing(self.layers, self.widths, self.request)
+            found["generating"] = forward.growing(self.layers, self.widths, self.request, self.kernel)
         return found
 
     @property
@@ -149,12 +169,7 @@ class Budget:
     @cached_property
     def largest_new(self) -> int | None:
         """Tokens that can be generated after this prompt, likewise; 0 also where the prompt itself does not fit."""
-
-        def fits(new: int) -> bool:
-            before = self.request.plan.fuller_steps(self.request.prompt, new)
-            return all(self.generating(each).fits() for each in (new, *before))
-
-        return self._largest(fits, 0)
+        return self._largest(lambda new: self.generating(new).fits(), 0)
 
     def generating(self, new: int) -> "Budget":
         """The same when so many tokens have been generated after the prompt."""

@@ -34,6 +34,10 @@ class Widths:
         positions: in tables that all rows share: cosines and sines, or what is learned of each position.
         vocabulary: logits.
         capped: copies of the logits that a soft cap needs beside them.
+        fused: whether queries, keys and values are one tensor, which stays while a layer attends.
+        masked: whether full attention is given a mask too, and torch not told that K has fewer heads: where it has one, fused
+            attention falls back to scores.
+        sinks: whether eager attention joins a sink to the scores, which copies them.
         exact: whether `mlp` was followed through the code; else it is an estimate.
     """
 
@@ -44,6 +48,9 @@ class Widths:
     positions: int
     vocabulary: int
     capped: int
+    fused: bool
+    masked: bool
+    sinks: bool
     exact: bool
 
 
@@ -52,6 +59,9 @@ _PLAIN_MLP = {"gpt2": 4, "gptj": 4, "phi": 4, "gpt_neox": 2, "gpt_bigcode": 2, "
 
 _FUSED_GATE = ("phi3", "glm", "glm4")
 """Gate and up are one projection, which stays while both halves are used."""
+
+_FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "falcon")
+"""Queries, keys and values are one projection."""
 
 _NORM_AFTER = ("olmo2", "olmo3", "exaone4")
 """Blocks whose MLP reads the residual stream as it is, so that there is no norm of it beside."""
@@ -123,6 +133,9 @@ def widths_of(config: Config, layers: tuple[Layer, ...]) -> Widths:
         positions=positions,
         vocabulary=config.size("vocab_size"),
         capped=1 if config.has("final_logit_softcapping") else 0,
+        fused=config.kind in _FUSED_QKV,
+        masked=config.kind == "falcon",
+        sinks=config.kind == "gpt_oss",
         exact=config.kind in _FOLLOWED,
     )
 
@@ -189,7 +202,7 @@ def reading(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel:
     whole = request.after_prompt
     sizes = hf.held(layers, whole)
     moments = []
-    masks = _mask_bytes(layers, whole, kernel)
+    masks = _mask_bytes(layers, widths, whole, kernel)
     number = request.dtype.bytes(1)
     tokens = request.batch * request.prompt
     for layer in range(len(layers)):
@@ -216,13 +229,13 @@ def reading(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel:
     return max(moments, key=lambda moment: moment.total)
 
 
-def _mask_bytes(layers: tuple[Layer, ...], request: Request, kernel: Kernel) -> int:
+def _mask_bytes(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel: Kernel) -> int:
     """Of the masks that stay for the whole pass: one for each kind of layer that needs one."""
     prompt, number = request.prompt, request.dtype.bytes(1)
     kinds = {(layer.attention.reach, layer.attention.chunked) for layer in layers if layer.attention is not None}
     if kernel == "eager":
         return len(kinds) * request.batch * number * prompt**2
-    return sum(prompt**2 for reach, _ in kinds if reach is not None and prompt >= reach)
+    return sum(prompt**2 for reach, _ in kinds if widths.masked or (reach is not None and prompt >= reach))
 
 
 def _attending(attention: Attention, widths: Widths, request: Request, kernel: Kernel) -> int:
@@ -230,16 +243,24 @@ def _attending(attention: Attention, widths: Widths, request: Request, kernel: K
     prompt, number = request.prompt, request.dtype.bytes(1)
     tokens = request.batch * prompt
     wide = attention.heads * widths.d_head
-    masked = attention.reach is not None and prompt >= attention.reach
+    masked = widths.masked or (attention.reach is not None and prompt >= attention.reach)
     # Keys of one head are repeated as a view; of several, as a copy.
-    repeated = 2 * wide if 1 < attention.kv_heads < attention.heads and (masked or kernel == "eager") else 0
+    copied = 1 < attention.kv_heads < attention.heads and attention.copies is None
+    repeated = 2 * wide if copied and (masked or kernel == "eager") else 0
+    if widths.fused:
+        repeated += wide + attention.kv_heads * (attention.d_key + attention.d_value)
+    square = request.batch * prompt**2
     if kernel == "eager":
         # Scores, and their softmax in float32; the output comes when one of them has gone.
-        return number * tokens * (wide + repeated) + request.batch * attention.heads * prompt**2 * (number + 4)
-    return number * tokens * (2 * wide + repeated) + (request.batch * prompt**2 * number if masked else 0)
+        scores = 3 * number if widths.sinks else number + 4
+        return number * tokens * (wide + repeated) + attention.heads * square * scores
+    if widths.masked and attention.kv_heads == 1:
+        # Scores, their softmax, the mask as floats, and where it forbids all.
+        return number * tokens * (wide + repeated) + square * 2 * number * (attention.heads + 1)
+    return number * tokens * (2 * wide + repeated) + (square * number if masked else 0)
 
 
-def growing(layers: tuple[Layer, ...], widths: Widths, request: Request) -> Transient:
+def growing(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel: Kernel) -> Transient:
     """One more token is read, after which the cache is as `request` says: layer after layer is copied to be longer."""
     before, after = hf.held(layers, replace(request, new=request.new - 1)), hf.held(layers, request)
     number = request.dtype.bytes(1)
@@ -250,6 +271,9 @@ def growing(layers: tuple[Layer, ...], widths: Widths, request: Request) -> Tran
         if attention is not None and not attention.crosses:
             held = sum(after[:layer]) + sum(before[layer:])
             moments.append(Transient(held, passing, growth=_copies(attention, before[layer], after[layer], request)))
+            moments.append(
+                Transient(held - before[layer] + after[layer], passing + _looking_back(attention, request, kernel))
+            )
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -262,6 +286,18 @@ def _copies(attention: Attention, before: int, after: int, request: Request) -> 
     key = attention.d_key / (attention.d_key + attention.d_value)
     # The new keys stand beside the old ones, which go before the new values come.
     return round(max(after * key, after - before * key))
+
+
+def _looking_back(attention: Attention, request: Request, kernel: Kernel) -> int:
+    """Of one token's attention to all others: eager attention repeats keys and values to all query heads, and has scores."""
+    if kernel == "sdpa":
+        return 0
+    number = request.dtype.bytes(1)
+    slots = min(request.context, attention.reach or request.context)
+    repeated = (
+        attention.heads * (attention.d_key + attention.d_value) if 1 < attention.kv_heads < attention.heads else 0
+    )
+    return request.batch * slots * (number * repeated + attention.heads * (number + 4))
 
 
 def stepping(widths: Widths, request: Request, tokens: int) -> Transient:

@@ -76,6 +76,14 @@ def _quantised(request: Request, heads: int, d: int) -> int:
     return codes + scales + request.dtype.bytes(request.batch * heads * residual * d)
 
 
+def fuller_steps(request: Request) -> list[int]:
+    """Smaller numbers of generated tokens at which a quantised cache may hold more: right before quanto quantises anew."""
+    if request.numbers.name not in ("int4", "int2"):
+        return []
+    before = (request.new + 1) // RESIDUAL * RESIDUAL - 1
+    return [before] if 0 <= before < request.new else []
+
+
 def check(layers: tuple[Layer, ...], request: Request) -> None:
     """Refuse a length at which quanto cannot share out its groups.
 

@@ -44,7 +44,12 @@ def _parameters(count: int) -> str:
 def parts(budget: Budget) -> list[tuple[str, int]]:
     """The bytes of the peak, by what they are for."""
     moment = budget.moments[budget.moment]
-    when = {"reading": "while the prompt is read", "generating": "at the last token", "held": ""}[budget.moment]
+    when = {
+        "reading": "while the prompt is read",
+        "generating": "at the last token",
+        "on the way": "at its fullest",
+        "held": "",
+    }[budget.moment]
     ranks = f" on one of {budget.blocks.ranks} ranks" if budget.blocks.ranks > 1 else ""
     found = [(f"weights{ranks}", budget.weights), (f"cache {when}".strip(), moment.cache)]
     found += [("activations", moment.activations)] if moment.activations else []
