@@ -19,7 +19,7 @@ test: $(VENV)/.developed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
-	$(PY) -m pytest
+	PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.developed
 	$(VENV)/bin/ruff check --fix .

@@ -26,6 +26,10 @@ def main() -> None:
     try:
         _add_run_commands(sys.argv[1:])
         app()
+    except BrokenPipeError:
+        # Whoever was reading has read enough; what is still in the buffer must not be an error either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         print(f"kvprobe: {error}", file=sys.stderr)
         sys.exit(2)
@@ -197,14 +201,25 @@ def budget(
         policy=policy, memory=memory, weights=weights, kernel=kernel, logits=logits, ranks=ranks, block=block,
         batched_tokens=batched_tokens,
     )  # fmt: skip
+    measured = None
+    if measure:
+        from kvprobe.measured import measurable
+
+        measurable(found, model, weights is not None)
+        _set_threads()
+        from kvprobe.measured import measure as measured_by
+        from kvprobe.model import load
+
+        measured = measured_by(load(model, device=device, dtype=found.request.dtype.name), found)
     if json:
         from json import dumps
 
         from kvprobe.memory.table import as_mapping
 
-        print(dumps(as_mapping(found), indent=2))
+        also = {} if measured is None else {"measured": measured.as_mapping()}
+        print(dumps({**as_mapping(found), **also}, indent=2))
     else:
-        print(found)
+        print(found if measured is None else f"{found}\n\n{measured}")
     if figure is not None:
         import matplotlib
 
@@ -212,15 +227,10 @@ def budget(
         from kvprobe.plots import memory as drawn
         from kvprobe.plots import save
 
-        save(drawn(found), figure)
-        print(f"\nFigure: {figure.with_suffix('.png')} and .svg")
-    if measure:
-        _set_threads()
-        from kvprobe.measured import measure as measured
-        from kvprobe.model import load
-
-        loaded = load(model, device=device, dtype=found.request.dtype.name)
-        print(f"\n{measured(loaded, found)}")
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
+        save(drawn(found), bare)
+        print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
 @app.command

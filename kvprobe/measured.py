@@ -59,6 +59,11 @@ class Measured:
         """Bytes of the cache in the end."""
         return (self.generating or self.reading).cache
 
+    def as_mapping(self) -> dict[str, int]:
+        """The measured bytes, by name."""
+        last = {} if self.generating is None else {"generating": self.generating.peak}
+        return {"weights": self.weights, "cache": self.cache, "reading": self.reading.peak, **last, "peak": self.peak}
+
     def __str__(self) -> str:
         budget = self.budget
         rows = [("weights", budget.weights, self.weights), ("cache in the end", budget.cache, self.cache)]
@@ -66,10 +71,30 @@ class Measured:
         if self.generating is not None:
             rows += [("beside the weights, last token", budget.moments["generating"].total, self.generating.peak)]
         rows += [("peak", budget.peak, self.peak)]
-        lines = [f"{'measured':34}{'predicted':>26}{'measured':>26}{'off by':>9}"]
+        lines = [f"{'measured':34}{'predicted':>26}{'measured':>26}{'off by':>10}"]
         for name, predicted, found in rows:
-            lines.append(f"{name:34}{both(predicted):>26}{both(found):>26}{100 * (predicted / found - 1):>+7.2f} %")
+            lines.append(f"{name:34}{both(predicted):>26}{both(found):>26}{100 * (predicted / found - 1):>+8.2f} %")
         return "\n".join(lines)
+
+
+def measurable(budget: Budget, name: str, told: bool = False) -> None:
+    """Refuse what cannot be measured, before anything is loaded.
+
+    Args:
+        name: of the model.
+        told: whether the weights' bytes were told by hand.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if budget.engine != "hf" or budget.request.plan.name != "none":
+        raise ValueError("Only transformers' own caches are measured; use engine='hf' and no policy.")
+    if budget.request.source:
+        raise ValueError("Cross-attention is not measured; leave source out.")
+    if name.endswith(".json"):
+        raise ValueError(f"{name} is a config without weights; give the folder of the model to measure it.")
+    if told:
+        raise ValueError("Weights that are measured need not be told; leave weights out.")
 
 
 def measure(model: Model, budget: Budget) -> Measured:
@@ -212,10 +237,7 @@ def _kernel(model: Any, kernel: str) -> Iterator[None]:
 
 def _refuse(model: Model, budget: Budget) -> None:
     lanes = model.lanes
-    if budget.engine != "hf" or budget.request.plan.name != "none":
-        raise ValueError("Only transformers' own caches are measured; use engine='hf' and no policy.")
-    if budget.request.source:
-        raise ValueError("Cross-attention is not measured; leave source out.")
+    measurable(budget, model.name)
     if lanes.dtype != getattr(torch, budget.request.dtype.name):
         raise ValueError(
             f"The budget is of {budget.request.dtype.name} and the model was loaded as {str(lanes.dtype).removeprefix('torch.')}; "

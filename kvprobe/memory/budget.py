@@ -16,6 +16,7 @@ from kvprobe.memory.request import Request
 from kvprobe.memory.slots import Plan
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.units import bytes_in
+from kvprobe.memory.weights import active
 from kvprobe.memory.weights import weights as weights_of
 from kvprobe.memory.written import plan_of
 from kvprobe.suggest import unknown
@@ -35,6 +36,7 @@ class Budget:
         layers: what each layer keeps.
         widths: of the tensors of a pass.
         parameters: how many weights there are.
+        active: how many of them one token meets, where a router chooses among experts.
         weights: bytes of them, on one rank.
         request: the conversations.
         engine: whose caches are counted.
@@ -48,6 +50,7 @@ class Budget:
     layers: tuple[Layer, ...]
     widths: Widths
     parameters: int
+    active: int
     weights: int
     request: Request
     engine: EngineName
@@ -218,10 +221,15 @@ class Budget:
     def _reserved(self) -> vllm.Reserved:
         return vllm.reserved(self.layers, self.request, self.blocks)
 
-    @cached_property
-    def plain(self) -> "Budget":
-        """The same without a policy and with the cache in the model's own numbers: what the savings are measured by."""
-        return replace(self, request=replace(self.request, plan=Plan(), numbers=self.request.dtype))
+    @property
+    def without_policy(self) -> "Budget":
+        """The same where every slot stays, at full precision."""
+        return replace(self, request=replace(self.request, plan=Plan()))
+
+    @property
+    def without_format(self) -> "Budget":
+        """The same with the cache in the numbers that the model computes with."""
+        return replace(self, request=replace(self.request, numbers=self.request.dtype))
 
     def __str__(self) -> str:
         from kvprobe.memory.table import lines
@@ -296,6 +304,7 @@ def budget(
         layers=layers,
         widths=widths_of(config, layers),
         parameters=counted.total,
+        active=active(config),
         weights=-(
             -(weight_bytes(counted, config, numbers) if weights is None else bytes_in(weights, "size of the weights"))
             // ranks

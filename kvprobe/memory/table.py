@@ -14,7 +14,10 @@ ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
 def lines(budget: Budget) -> Iterator[str]:
     """The budget, line by line."""
     request = budget.request
-    yield f"{budget.config.name}: {budget.config.kind}, {len(budget.layers)} layers, {_parameters(budget.parameters)}"
+    active = "" if budget.active == budget.parameters else f", {_parameters(budget.active)} active for a token"
+    yield (
+        f"{budget.config.name}: {budget.config.kind}, {len(budget.layers)} layers, {_parameters(budget.parameters)} parameters{active}"
+    )
     yield (
         f"{request.batch:,} × {request.context:,} tokens ({request.prompt:,} read, {request.new:,} generated); weights and "
         f"activations {request.dtype.name}, cache {request.numbers.name}; {_how(budget)}"
@@ -38,7 +41,7 @@ def lines(budget: Budget) -> Iterator[str]:
 
 def _parameters(count: int) -> str:
     size, unit = (1e9, "B") if count >= 1e9 else (1e6, "M")
-    return f"{count / size:.3g} {unit} parameters"
+    return f"{count / size:.3g} {unit}"
 
 
 def parts(budget: Budget) -> list[tuple[str, int]]:
@@ -83,6 +86,7 @@ def as_mapping(budget: Budget) -> dict[str, Any]:
         "model": budget.config.name,
         "family": budget.config.kind,
         "parameters": budget.parameters,
+        "active": budget.active,
         "engine": budget.engine,
         "prompt": request.prompt,
         "new": request.new,
@@ -134,31 +138,28 @@ def _room(budget: Budget) -> Iterator[str]:
     request = budget.request
     yield f"{'largest context':44}{_count(budget.largest_context, 'tokens'):>28} for a batch of {request.batch:,}"
     yield f"{'most generated':44}{_count(budget.largest_new, 'tokens'):>28} after a prompt of {request.prompt:,}"
-    yield f"{'largest batch':44}{_count(budget.largest_batch, 'conversations'):>28} of {request.context:,} tokens"
+    yield f"{'largest batch':44}{_count(budget.largest_batch, 'at once'):>28} of {request.context:,} tokens"
     yield ""
 
 
 def _count(number: int | None, unit: str) -> str:
-    return f"as many {unit} as you like" if number is None else f"{number:,} {unit}"
+    return "no end" if number is None else f"{number:,} {unit}"
 
 
 def _saving(budget: Budget) -> Iterator[str]:
-    if budget.plain.request == budget.request:
-        return
-    before, after = sum(budget.plain.logical), sum(budget.logical)
-    what = " and ".join(
-        name
-        for name, given in (
-            (budget.request.plan.name, budget.request.plan.name != "none"),
-            (f"a cache of {budget.request.numbers.name}", budget.request.numbers != budget.request.dtype),
-        )
-        if given
-    )
-    yield f"{what}: {short(before - after)} of {short(before)} saved in the logical view ({_percent(before - after, before)})."
+    """What the policy and the format save, each against the same without it."""
+    request = budget.request
+    if request.plan.name != "none":
+        yield _saved(request.plan.name, budget, budget.without_policy)
+    if request.numbers != request.dtype:
+        yield _saved(f"A cache of {request.numbers.name}", budget, budget.without_format)
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "nothing to save"
+def _saved(what: str, budget: Budget, before: Budget) -> str:
+    verb = "saves" if budget.cache <= before.cache else "costs"
+    size = abs(before.cache - budget.cache)
+    share = f"{100 * size / before.cache:.1f} % of {short(before.cache)}" if before.cache else "of nothing"
+    return f"{what} {verb} {short(size)} of cache ({share}) and {short(before.peak - budget.peak)} at the peak."
 
 
 def _remarks(budget: Budget) -> Iterator[str]:
@@ -166,6 +167,12 @@ def _remarks(budget: Budget) -> Iterator[str]:
     trained = budget.trained_context
     if trained is not None and request.context > trained:
         yield f"The model was made for {trained:,} tokens; {request.context:,} are more."
+    if (
+        trained is not None
+        and budget.largest_context is not None
+        and budget.largest_context > trained >= request.context
+    ):
+        yield f"The model was made for {trained:,} tokens; there is room for more."
     if not (budget.config.has("dtype") or budget.config.has("torch_dtype")) and request.dtype.name == "bfloat16":
         yield "The config names no dtype; bfloat16 is taken unless dtype says otherwise."
     if (
@@ -186,6 +193,8 @@ def _remarks(budget: Budget) -> Iterator[str]:
             yield "They are those of fused recurrent kernels; without these, transformers needs several times as much."
     if budget.engine == "vllm":
         yield "Activations are an estimate for vLLM; CUDA graphs and what its libraries hold are not counted."
+        if budget.blocks.ranks > 1:
+            yield "Weights are shared out evenly here; what each rank keeps whole, such as norms and latent projections, comes on top."
 
 
 def _ranges(numbers: list[int]) -> str:

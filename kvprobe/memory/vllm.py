@@ -170,7 +170,9 @@ def _refuse(layers: tuple[Layer, ...], request: Request, engine: Engine) -> None
     if request.plan.evicts or request.plan.rounds is not None:
         raise ValueError(f"vLLM has no policy like {request.plan.name}; use engine='logical' or 'hf'.")
     for layer in layers:
-        attention = layer.attention
+        attention, state = layer.attention, layer.state
+        if state is not None and (state.channels % engine.ranks or state.recurrent % engine.ranks):
+            raise ValueError(f"The states of {state} do not share out over {engine.ranks} ranks; use a divisor.")
         if attention is None:
             continue
         if attention.latent and name not in ("float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"):

@@ -62,7 +62,8 @@ def active(config: Config) -> int:
     counted = weights(config)
     if not counted.experts:
         return counted.total
-    among, chosen = experts(config), config.size("num_experts_per_tok")
+    among = experts(config)
+    chosen = config.size("num_experts_per_tok", "num_experts_per_token", default=2 if config.kind == "jamba" else among)
     if chosen > among:
         raise ValueError(f"{config.name} sends each token to {chosen} of {among} experts in its config.")
     return counted.total - counted.experts // among * (among - chosen)

@@ -118,10 +118,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def settings(name: str) -> dict[str, Any]:
     """What the config of this tiny model is written down as: what was chosen, less what its class works out."""
     kind, overrides = TINY[name]
-    chosen = {**_BASE, **overrides}
-    if "head_dim" in overrides or "hidden_size" not in chosen:
-        return {"model_type": kind, **chosen}
-    return {"model_type": kind, **chosen}
+    return {"model_type": kind, **_BASE, **overrides}
 
 
 @cache

@@ -14,7 +14,7 @@ from kvprobe.patching import LogProb
 from kvprobe.patching.grid import ACTIVATIONS
 from tests.models import N_LAYERS, WINDOW
 from tests.patching.oracle import Run, hooked_pass, patched_pass, swaps_of, twins
-from tests.patching.test_reader import SPANS, WEIGHTS, logits_of, near, refusal, seeds, swept, two, weighed
+from tests.patching.test_reader import SPANS, TOLERANCE, WEIGHTS, logits_of, near, refusal, seeds, swept, two, weighed
 
 KEYS_AND_VALUES = ("K", "V", "KV")
 spans = st.fixed_dictionaries({name: st.integers(1, 5) for name in ("system", "T1", "T2")})
@@ -103,7 +103,8 @@ def test_the_residual_stream_of_all_slots_patched_is_the_donor(tiny: Model):
         assert not near(patched.values[1], patched.donor)
     whole = swept(base, donor, base.suffix(0, 3), over={"band": [range(N_LAYERS)]}, parts=("resid_pre", "KV"), reads="total")  # fmt: skip
     assert near(whole.values, [whole.donor] * 2)
-    assert near(whole.normalised, [1, 1])
+    # A share of the way: round-off counts for more where the way is short.
+    assert abs(whole.normalised - 1).max() < 2 * TOLERANCE / abs(whole.donor - whole.base)
 
 
 def test_a_donor_that_equals_the_base_has_no_effect(tiny: Model):
