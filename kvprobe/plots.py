@@ -106,7 +106,7 @@ def memory(
             f"{budget.config.name}, {budget.request.batch:,} at once, {budget.request.numbers.name}, {ENGINES[budget.engine]}"
         )
         handles, labels = axis.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside right upper")
+        figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside center right")
     return figure
 
 
