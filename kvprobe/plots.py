@@ -106,7 +106,8 @@ def memory(
             f"{budget.config.name}, {budget.request.batch:,} at once, {budget.request.numbers.name}, {ENGINES[budget.engine]}"
         )
         handles, labels = axis.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside center right")
+        beside: Any = "outside center right"  # which matplotlib's types do not know
+        figure.legend(handles[::-1], labels[::-1], frameon=False, loc=beside)
     return figure
 
 
