@@ -55,8 +55,3 @@ def unchecked() -> Iterator[None]:
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Studies first: their files are the longest, and of two workers neither should wait for the other's last one."""
-    items.sort(key=lambda item: "studies" not in item.path.parts)
