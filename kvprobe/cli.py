@@ -203,12 +203,16 @@ def budget(
     )  # fmt: skip
     measured = None
     if measure:
+        if model.endswith(".json") or weights is not None:
+            raise ValueError(
+                "--measure loads the model; give its name or folder instead of a config, and no --weights."
+            )
         from kvprobe.measured import measurable
-
-        measurable(found, model, weights is not None)
-        _set_threads()
         from kvprobe.measured import measure as measured_by
         from kvprobe.model import load
+
+        measurable(found)
+        _set_threads()
 
         measured = measured_by(load(model, device=device, dtype=found.request.dtype.name), found)
     if json:

@@ -77,24 +77,16 @@ class Measured:
         return "\n".join(lines)
 
 
-def measurable(budget: Budget, name: str, told: bool = False) -> None:
+def measurable(budget: Budget) -> None:
     """Refuse what cannot be measured, before anything is loaded.
 
-    Args:
-        name: of the model.
-        told: whether the weights' bytes were told by hand.
-
     Raises:
-        ValueError: it cannot.
+        ValueError: the budget is not one of transformers' own caches.
     """
     if budget.engine != "hf" or budget.request.plan.name != "none":
         raise ValueError("Only transformers' own caches are measured; use engine='hf' and no policy.")
     if budget.request.source:
         raise ValueError("Cross-attention is not measured; leave source out.")
-    if name.endswith(".json"):
-        raise ValueError(f"{name} is a config without weights; give the folder of the model to measure it.")
-    if told:
-        raise ValueError("Weights that are measured need not be told; leave weights out.")
 
 
 def measure(model: Model, budget: Budget) -> Measured:
@@ -237,7 +229,7 @@ def _kernel(model: Any, kernel: str) -> Iterator[None]:
 
 def _refuse(model: Model, budget: Budget) -> None:
     lanes = model.lanes
-    measurable(budget, model.name)
+    measurable(budget)
     if lanes.dtype != getattr(torch, budget.request.dtype.name):
         raise ValueError(
             f"The budget is of {budget.request.dtype.name} and the model was loaded as {str(lanes.dtype).removeprefix('torch.')}; "

@@ -137,7 +137,7 @@ class Budget:
         """What is left of the memory at the peak; negative where it does not fit."""
         return None if self.usable is None else self.usable - self.peak
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> list[int]:
         """By which each layer's cache grows with a token that it keeps, per conversation and in the logical view."""
         return [

@@ -53,6 +53,10 @@ class Attention:
         return f"{name}{reach}{', indexed' if self.d_index else ''}{', cross' if self.crosses else ''}"
 
 
+STATE_BYTES = 4
+"""Of a number in a recurrent state: implementations keep it in float32."""
+
+
 @dataclass(frozen=True)
 class State:
     """A layer that keeps a state of constant size.
@@ -146,9 +150,9 @@ def layers_of(config: Config) -> tuple[Layer, ...]:
     if not types:
         raise ValueError(f"{config.name} has no layers in its config; give at least one.")
     sharing = _sharing(config, types)
+    alike = {kind: _layer(config, kind) for kind in dict.fromkeys(types)}
     return tuple(
-        Layer(shares=sharing[number]) if number in sharing else _layer(config, kind)
-        for number, kind in enumerate(types)
+        Layer(shares=sharing[number]) if number in sharing else alike[kind] for number, kind in enumerate(types)
     )
 
 
@@ -243,10 +247,10 @@ def _sharing(config: Config, types: list[LayerType]) -> dict[int, int]:
     if config.kind != "gemma3n_text":
         return {}
     first = layers(config) - config.size("num_kv_shared_layers", default=0, low=0)
+    last = {kind: number for number, kind in enumerate(types[: max(first, 0)])}
     found = {}
     for layer in range(max(first, 0), layers(config)):
-        earlier = [number for number in range(first) if types[number] == types[layer]]
-        if not earlier:
+        if types[layer] not in last:
             raise ValueError(f"{config.name} has no layer before {first} whose K and V layer {layer} could share.")
-        found[layer] = earlier[-1]
+        found[layer] = last[types[layer]]
     return found

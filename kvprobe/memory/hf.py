@@ -6,10 +6,9 @@ grouped heads stores K and V once for each query head. And a window of 1 never d
 takes all.
 """
 
-from kvprobe.memory.caches import Attention, Layer, State
+from kvprobe.memory.caches import STATE_BYTES, Attention, Layer, State
 from kvprobe.memory.request import Request
 
-STATE_BYTES = 4
 GROUP = 64
 """Numbers that share a scale and a shift in quanto's cache."""
 RESIDUAL = 128

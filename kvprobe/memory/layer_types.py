@@ -15,7 +15,8 @@ LayerType = Literal["full", "sliding", "chunked", "indexed", "linear", "conv", "
 recurrent state side by side; `cross`: attention to another input; `indexed`: full attention with an index of keys;
 `none`: an MLP alone."""
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1000
+"""A budget of so many is still told within a second."""
 
 _SPELLINGS: dict[str, LayerType] = {
     "full_attention": "full",

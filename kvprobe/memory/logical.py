@@ -1,10 +1,7 @@
-"""The logical view: the bytes that a later query may read, each number at its width, and nothing else."""
+"""The logical view: the bytes that a query may read, each number at its width, and nothing else."""
 
-from kvprobe.memory.caches import Attention, Layer, State
+from kvprobe.memory.caches import STATE_BYTES, Attention, Layer, State
 from kvprobe.memory.request import Request
-
-STATE_BYTES = 4
-"""Of a number in a recurrent state: implementations keep it in float32."""
 
 
 def held(layers: tuple[Layer, ...], request: Request) -> list[int]:

@@ -49,19 +49,19 @@ def collect_growth(model: Model, config: Config, run: Run) -> pd.DataFrame:
         plain = model.lanes.plain
         past = DynamicCache(config=plain.config)
         ids = _ids(model, config.prompt + config.new)
+        held, blocks = (model.budget(context=config.prompt, engine=engine) for engine in ("hf", "vllm"))
         rows = []
         for new in range(config.new + 1):
             first = 0 if new == 0 else config.prompt + new - 1
             plain(ids[:, first : config.prompt + new], past_key_values=past, use_cache=True, logits_to_keep=1)
-            said = model.budget(context=config.prompt + new, new=new)
-            blocks = model.budget(context=config.prompt + new, new=new, engine="vllm")
+            said = held.generating(new)
             rows.append(
                 {
                     "new": new,
                     "measured": sum(storage_bytes(past)),
                     "transformers": said.cache,
                     "logical": sum(said.logical),
-                    "vLLM": blocks.cache,
+                    "vLLM": blocks.generating(new).cache,
                 }
             )
         return pd.DataFrame(rows)
