@@ -7,6 +7,7 @@ sliding windows by slot index instead of position.
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
+from kvprobe.gate import prove_attention, prove_hooked, prove_plain
+from kvprobe.geometry import Geometry, changing_frequencies
 from kvprobe.ledger import Ledger
 from kvprobe.lens import Hooked
 from kvprobe.positions import additive, visible
@@ -28,7 +31,7 @@ from kvprobe.rotary import Layout, Rotary, Turn
 
 Lane = Literal["plain", "hooked"]
 
-_PROBED_POSITION = 37
+_PROBED_POSITION, _PROBED_TOKENS = 37, 4
 _OWN, _OVERHEARD = "kvprobe", "kvprobe_overheard"
 
 
@@ -57,62 +60,6 @@ class Attending:
 Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of a model's cache.
-
-    Attributes:
-        windows: sliding window per layer in positions, None where attention is full.
-        max_position: positions that the model has embeddings for; None with rotary positions, which have no end.
-    """
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    d_head: int
-    d_model: int
-    windows: tuple[int | None, ...]
-    max_position: int | None
-
-    @classmethod
-    def of(cls, config: Any) -> "Geometry":
-        """Read a Hugging Face config.
-
-        Raises:
-            ValueError: the model has layers without a KV cache of this kind (recurrent, chunked, latent).
-        """
-        config = config.get_text_config()
-        n_layers, n_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-        if not n_layers or not n_heads or not getattr(config, "hidden_size", None):
-            raise ValueError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
-        if getattr(config, "alibi", False) or getattr(config, "num_kv_shared_layers", 0):
-            raise ValueError(
-                f"{config.model_type} has ALiBi positions or layers that share a cache; kvprobe reads neither yet."
-            )
-        sliding = getattr(config, "sliding_window", None)
-        kinds = (
-            getattr(config, "layer_types", None)
-            or ["sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"]
-            * n_layers
-        )
-        foreign = set(kinds) - {"full_attention", "sliding_attention"}
-        if foreign or hasattr(config, "kv_lora_rank"):
-            raise ValueError(
-                f"{config.model_type} has layers of kind {', '.join(sorted(foreign)) or 'latent attention'}; "
-                f"kvprobe reads full and sliding-window attention."
-            )
-        rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-        return cls(
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
-            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
-            d_model=config.hidden_size,
-            windows=tuple(sliding if kind == "sliding_attention" else None for kind in kinds),
-            max_position=None if rotary else getattr(config, "max_position_embeddings", None),
-        )
-
-
 class Lanes:
     """A model that can be run plain or hooked.
 
@@ -130,19 +77,43 @@ class Lanes:
             )
         self.plain = plain
         self.tokenizer = tokenizer
-        self.geometry = Geometry.of(plain.config)
+        self.geometry = Geometry.measured(plain)
+        if (limit := changing_frequencies(plain.config)) is not None:
+            warnings.warn(
+                f"{type(plain).__name__} turns keys by other rotary frequencies from position {limit} on, so that keys cached before "
+                f"do not fit queries after; kvprobe reads its first {limit} positions and refuses later ones.",
+                stacklevel=3,
+            )
         self._hooked: tuple[tuple[int, ...], Hooked] | None = None
 
     @property
     def hooked(self) -> Hooked:
-        """The hooked lane, built when first needed.
+        """The hooked lane, built and proved equal to the plain one when first needed.
 
         It is built anew when the weights were written since: TransformerLens copies those of fused QKV projections.
+
+        Raises:
+            ValueError: TransformerLens does not know the model, or computes something else than it.
         """
         written = tuple(parameter._version for parameter in self.plain.parameters())
         if self._hooked is None or self._hooked[0] != written:
             self._hooked = (written, Hooked(self.plain))
+            try:
+                prove_hooked(self)
+            except ValueError:
+                self._hooked = None
+                raise
         return self._hooked[1]
+
+    @cached_property
+    def masks_by_head(self) -> bool:
+        """Whether KV heads can be masked apart from one another: what the gate finds on a few tokens, before anything else is
+        read; see `kvprobe.gate`.
+
+        Raises:
+            ValueError: the model cannot be read as kvprobe reads.
+        """
+        return prove_plain(self)
 
     @property
     def device(self) -> torch.device:
@@ -173,6 +144,34 @@ class Lanes:
 
         Args:
             logits_to_keep: how many logits from the end (0 for all), or at which queries.
+
+        Raises:
+            ValueError: a position that the model has no embedding for, or a model that did not pass the gate.
+        """
+        if not self.masks_by_head and ledger.live.shape[2] > 1:
+            raise ValueError(
+                f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache they keep "
+                f"different slots; use a policy that keeps the same slots in all heads."
+            )
+        return self.unproved(ids, ledger, past, lane, logits_to_keep)
+
+    def native(self, ids: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries vocab"]:
+        """Logits as the model's own library computes them, without a cache, positions or masks of ours."""
+        return self.plain(input_ids=ids, use_cache=False).logits
+
+    def unproved(
+        self,
+        ids: Int[Tensor, "batch queries"],
+        ledger: Ledger,
+        past: DynamicCache,
+        lane: Lane = "plain",
+        logits_to_keep: int | Int[Tensor, "kept"] = 0,
+        masked: bool = False,
+    ) -> Float[Tensor, "batch kept_queries vocab"]:
+        """`forward` without the gate, which is for the gate itself.
+
+        Args:
+            masked: give masks of our making even where the cache was not edited.
         """
         queries = ids.shape[1]
         positions = ledger.positions[:, ledger.slots - queries :]
@@ -185,7 +184,7 @@ class Lanes:
         }
         modules = self._attention_modules if lane == "plain" else self.hooked.attention_modules
         # In a cache that nobody edited, slot index and position agree, and the library's own (fused) path is right.
-        masks = None if ledger.untouched else self._masks(ledger, queries)
+        masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
         with _given(modules, masks):
             if masks is not None:
                 arguments["attention_mask"] = masks[0]
@@ -209,6 +208,7 @@ class Lanes:
                 )
             return attend(given).transpose(1, 2).contiguous()
 
+        _ = self.attention_proved
         with self._attention(_OWN, attention):
             yield
 
@@ -220,14 +220,35 @@ class Lanes:
             ValueError: the model does not take its attention from transformers' registry.
         """
 
+        _ = self.attention_proved
+        with self.overhearing_unproved(lambda given, computed: hear(given)):
+            yield
+
+    @contextmanager
+    def overhearing_unproved(self, hear: Callable[[Attending, Tensor], None]) -> Iterator[None]:
+        """`overhearing` without the gate, which is for the gate itself: `hear` also gets what the layer's attention gives out,
+        `[rows, queries, heads, d_value]`."""
+
         def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
-            hear(given)
-            return usual()
+            computed = usual()
+            hear(given, computed)
+            return computed
 
         # Under another name the model would make no masks.
         AttentionMaskInterface.register(_OVERHEARD, AttentionMaskInterface()[self.plain.config._attn_implementation])
         with self._attention(_OVERHEARD, attention):
             yield
+
+    @cached_property
+    def attention_proved(self) -> bool:
+        """True once softmax over scaled scores, with softcap and sinks where there are some, was found to be all that the
+        model's attention is; see `kvprobe.gate`.
+
+        Raises:
+            ValueError: it is something else (scores have a bias of their own, say), or cannot be replaced.
+        """
+        prove_attention(self)
+        return True
 
     @contextmanager
     def _attention(self, name: str, attention: Callable[[Attending, Callable[[], Tensor]], Tensor]) -> Iterator[None]:
@@ -291,36 +312,47 @@ class Lanes:
         its keys at two positions differ by that rotation and nothing else, at every layer.
 
         Raises:
-            ValueError: keys do not turn, because positions are learned, or frequencies change with the length.
+            ValueError: keys do not turn, because positions are added to the embeddings, or frequencies change with the length.
         """
-        at = torch.tensor([[0], [_PROBED_POSITION]], device=self.device)
-        if self.geometry.max_position is not None:
-            raise ValueError(
-                f"{type(self.plain).__name__} has learned positions, which sit in K and V of every layer and cannot be "
-                f"re-indexed; use law='gapped', or recompute the slots."
-            )
+        far = min(_PROBED_POSITION, (self.geometry.max_position or _PROBED_POSITION + 1) - 1)
+        # Several tokens, each a row of its own: the embedding of one (padding) may be zero, and its keys then tell nothing.
+        tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=self.device)[:, None]
+        ids = tokens * self.plain.get_input_embeddings().num_embeddings // (2 * _PROBED_TOKENS)
+        at = torch.tensor([[0], [far]], device=self.device).repeat_interleave(len(ids), 0)
         layers = [DynamicLayer() for _ in range(self.geometry.n_layers)]
         past = past_key_values(layers)
         with torch.no_grad():
-            self.plain(input_ids=torch.zeros_like(at), position_ids=at, past_key_values=past, use_cache=True)
+            self.plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)
         candidates = self._rotary_candidates()
         found = []
         for layer, stored in enumerate(layers):
             assert stored.keys is not None
-            start, moved = stored.keys[:1], stored.keys[1:]
+            start, moved = stored.keys.split(len(ids))
             errors = {None: _relative(start, moved)} | {
-                number: _relative(Turn.between(rotary, at[:1], at[1:]).of(start), moved)
+                number: _relative(Turn.between(rotary, at[: len(ids)], at[len(ids) :]).of(start), moved)
                 for number, rotary in enumerate(candidates)
             }
             best = min(errors, key=errors.__getitem__)
-            if errors[best] > max(1e-4, 8 * torch.finfo(self.dtype).eps):
+            # Not `>`: a NaN must not pass.
+            if not errors[best] <= max(1e-4, 8 * torch.finfo(self.dtype).eps):
                 raise ValueError(
                     f"The keys of layer {layer} of {type(self.plain).__name__} do not turn with position by any of the "
                     f"model's frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
                     f"use law='gapped', or recompute the slots."
+                    if candidates
+                    else f"{type(self.plain).__name__} has learned positions (or sinusoidal ones, added as those are), which sit in K and V "
+                    f"of every layer and cannot be re-indexed; use law='gapped', or recompute the slots."
                 )
             found.append(None if best is None else candidates[best])
         return tuple(found)
+
+    @cached_property
+    def turns(self) -> bool:
+        """Whether keys can be turned to other positions, so that gaps can be closed."""
+        try:
+            return bool(self.rotaries)
+        except ValueError:
+            return False
 
     @property
     def score_scales(self) -> tuple[float, ...]:
@@ -346,8 +378,13 @@ class Lanes:
         )
 
     def _rotary_candidates(self) -> list[Rotary]:
+        layouts: tuple[Layout, ...] = ("half", "interleaved")
         found = []
         for module in self.plain.modules():
+            table = getattr(module, "embed_positions", None)
+            if isinstance(table, Tensor) and table.dim() == 2:  # GPT-J: sines, then cosines, of each position
+                sines, cosines = table[1].float().chunk(2)
+                found += [Rotary(torch.atan2(sines, cosines), layout) for layout in layouts]
             kinds = getattr(module, "rope_type", None)
             if kinds is None:
                 continue
@@ -356,7 +393,6 @@ class Lanes:
                     f"{type(self.plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
                     f"cannot be turned to another position; use law='gapped', or recompute the slots."
                 )
-            layouts: tuple[Layout, ...] = ("half", "interleaved")
             for name, frequencies in module.named_buffers(recurse=False):
                 if name.endswith("inv_freq") and "original" not in name:
                     found += [Rotary(frequencies.float(), layout) for layout in layouts]
@@ -365,9 +401,10 @@ class Lanes:
     @cached_property
     def _attention_modules(self) -> list[nn.Module]:
         found = {
-            module.layer_idx: module
+            index: module
             for module in self.plain.modules()
-            if type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+            if type(module).__name__.endswith("Attention")
+            and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
         if sorted(found) != list(range(self.geometry.n_layers)):
             raise ValueError(
@@ -376,7 +413,7 @@ class Lanes:
             )
         return [found[layer] for layer in range(self.geometry.n_layers)]
 
-    def _masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
+    def masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
         """One additive mask per layer, shared between layers that see the same."""
         groups = self.geometry.n_heads // self.geometry.n_kv_heads
         made: dict[tuple[int, int | None], Tensor] = {}
@@ -391,11 +428,12 @@ class Lanes:
         return masks
 
     def refuse_far_positions(self, positions: Int[Tensor, "batch queries"]) -> None:
-        """Refuse positions beyond those that the model has embeddings for."""
+        """Refuse positions beyond those that the model can read."""
         limit = self.geometry.max_position
         if limit is not None and int(positions.max()) >= limit:
             raise ValueError(
-                f"Position {int(positions.max())} is beyond the {limit} that this model has embeddings for; "
+                f"Position {int(positions.max())} is beyond the {limit} that this model has "
+                f"{'one set of frequencies' if changing_frequencies(self.plain.config) else 'embeddings'} for; "
                 f"use a shorter conversation."
             )
 
@@ -414,7 +452,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 @contextmanager
 def _given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Iterator[None]:
     """While this lasts, each attention module gets its own mask, whatever the model hands down."""
-    if masks is None or all(mask is masks[0] for mask in masks):
+    if masks is None:
         yield
         return
 
@@ -426,12 +464,27 @@ def _given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Iter
 
         return give
 
+    # Where all layers see the same, the model hands it down itself.
+    alike = all(mask is masks[0] for mask in masks)
     handles = [
         module.register_forward_pre_hook(giver(mask), with_kwargs=True)
         for module, mask in zip(modules, masks, strict=True)
+        if not alike
     ]
+    parts = [part for module in modules for part in module.modules()]
+    tables = {part: part.bias for part in parts if _is_table(getattr(part, "bias", None))}
+    for part, table in tables.items():
+        part.bias = table.new_ones(1).expand_as(table)
     try:
         yield
     finally:
+        for part, table in tables.items():
+            part.bias = table
         for handle in handles:
             handle.remove()
+
+
+def _is_table(bias: Any) -> bool:
+    """Whether an attention module's `bias` is a table of who may see whom by slot (GPT-Neo's windows): our masks are whole,
+    and go by position."""
+    return isinstance(bias, Tensor) and bias.dtype == torch.bool and bias.dim() == 4

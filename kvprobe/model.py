@@ -15,7 +15,8 @@ from kvprobe.capture import Captured, capture
 from kvprobe.faults.fault import Fault
 from kvprobe.forward import as_seen, extend
 from kvprobe.generate import Generation, generate
-from kvprobe.lanes import Geometry, Lane, Lanes
+from kvprobe.geometry import Geometry
+from kvprobe.lanes import Lane, Lanes
 from kvprobe.ledger import PADDING
 from kvprobe.lens import Family
 from kvprobe.live import apply, read, read_in_chunks, watch

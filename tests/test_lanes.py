@@ -2,7 +2,7 @@ import pytest
 import torch
 import transformers
 
-from kvprobe.lanes import Geometry
+from kvprobe.geometry import Geometry
 from kvprobe.model import Model
 from tests.models import WINDOW, llama
 

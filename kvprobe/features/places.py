@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.capture import Site, plain_sites
-from kvprobe.lanes import Geometry, Lanes
+from kvprobe.geometry import Geometry
+from kvprobe.lanes import Lanes
 from kvprobe.lens import HOOKS, PER_HEAD, Family
 from kvprobe.suggest import unknown
 

@@ -90,7 +90,11 @@ class Suffix:
         self.sites: dict[tuple[Family, int], Site] = {}
         for (family, layer), site in plain_sites(lanes, families, range(lanes.geometry.n_layers)).items():
             if site is None:
-                raise ValueError(f"The plain model does not compute {family!r} of layer {layer} by itself.")
+                raise ValueError(
+                    f"{type(lanes.plain).__name__} has no module that gives out {family!r} of layer {layer} as it is added to the "
+                    f"residual stream (Granite scales it on the way), so components cannot be restored one by one; patch K and V "
+                    f"with patch_sweep instead."
+                )
             self.sites[family, layer] = site
 
     def outputs(self, kept: int = 1) -> Outputs:
@@ -117,7 +121,22 @@ class Suffix:
             logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, kept)[0]
         hidden = [seen["resid_pre", layer] for layer in layers] + [seen["resid_post", layers[-1]]]
         attn, mlp = (torch.stack([seen[family, layer] for layer in layers]) for family in BLOCKS.values())
+        self._refuse_other_sums(torch.stack(hidden), attn + mlp)
         return Outputs(torch.stack(hidden), attn, mlp, torch.stack([heads[layer] for layer in layers]), logits)
+
+    def _refuse_other_sums(
+        self,
+        hidden: Float[Tensor, "layers_and_last queries d_model"],
+        added: Float[Tensor, "layers queries d_model"],
+    ) -> None:
+        """Refuse a model whose blocks add something else to the residual stream than their attention and MLP give out."""
+        off = float((hidden[1:] - hidden[:-1] - added).float().norm() / hidden.float().norm())
+        if not off <= (1e-4 if self.lanes.dtype == torch.float32 else 0.05):
+            raise ValueError(
+                f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than their attention "
+                f"and MLP give out (off by {off:.1e}), so components cannot be restored one by one; patch K and V with "
+                f"patch_sweep instead."
+            )
 
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:
         """Logits after the suffix's last tokens with each replacement, in order, as they become known."""

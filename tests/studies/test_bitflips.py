@@ -16,7 +16,7 @@ import kvprobe.studies.bitflips.study as study
 from kvprobe.faults import Draws, Host
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.strike import corrupt
-from kvprobe.lanes import Geometry
+from kvprobe.geometry import Geometry
 from kvprobe.model import Model
 from kvprobe.report import write_report
 from kvprobe.runs import Run

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
-from kvprobe.lanes import Geometry
+from kvprobe.geometry import Geometry
 from kvprobe.stats import Estimate, cluster_weights, wilson
 from kvprobe.studies.bitflips.collect import FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config

@@ -10,7 +10,7 @@ import pandas as pd
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
 from kvprobe.faults.scope import Part
-from kvprobe.lanes import Geometry
+from kvprobe.geometry import Geometry
 from kvprobe.model import Model
 from kvprobe.runs import Run
 from kvprobe.studies import trials

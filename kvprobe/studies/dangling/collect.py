@@ -108,9 +108,9 @@ def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
 
 
 def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
-    """The cache in each arm; keys with learned positions cannot be closed up."""
+    """The cache in each arm; gaps can be closed only where keys turn with position."""
     found = {FULL: clean, MASKED: clean.mask(HIDDEN)}
-    if model.geometry.max_position is None:
+    if model.lanes.turns:
         found[CLOSED] = clean.evict(HIDDEN).reindex()
     return found
 

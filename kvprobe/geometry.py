@@ -1,0 +1,158 @@
+"""The shape of a model's cache: read from its config, then measured on one token, since configs do not always say it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a model's cache.
+
+    Attributes:
+        windows: sliding window per layer in positions, None where attention is full.
+        max_position: positions that the model can read, 0 to this less one; None where they have no end.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_model: int
+    windows: tuple[int | None, ...]
+    max_position: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> "Geometry":
+        """Read a Hugging Face config.
+
+        Raises:
+            ValueError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or the cache
+                is not the only thing that it reads (an encoder).
+        """
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{config.model_type} is an encoder-decoder, whose decoder reads an encoder beside its cache; "
+                f"kvprobe reads decoder-only models."
+            )
+        config = config.get_text_config()
+        n_layers, n_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+        if not n_layers or not n_heads or not getattr(config, "hidden_size", None):
+            raise ValueError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
+        if getattr(config, "alibi", False) or getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(
+                f"{config.model_type} has ALiBi positions or layers that share a cache; kvprobe reads neither yet."
+            )
+        if any(name.startswith("index_topk") for name in vars(config)):
+            raise ValueError(
+                f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
+                f"sliding-window attention."
+            )
+        if hasattr(config, "kv_lora_rank"):
+            raise ValueError(
+                f"{config.model_type} caches latent attention; kvprobe reads full and sliding-window attention."
+            )
+        try:
+            d_head = getattr(config, "head_dim", None) or config.hidden_size // n_heads
+            n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
+        except Exception as error:  # transformers has an error of its own for values that differ between layers
+            raise ValueError(
+                f"{config.model_type} has heads of different sizes or numbers in different layers; kvprobe reads models "
+                f"whose layers are alike."
+            ) from error
+        return cls(
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            d_head=d_head,
+            d_model=config.hidden_size,
+            windows=_windows(config, n_layers),
+            max_position=_max_position(config),
+        )
+
+    @classmethod
+    def measured(cls, plain: Any) -> "Geometry":
+        """The geometry of a model in hand: its config's, with KV heads and head size as one token's cache has them.
+
+        Raises:
+            ValueError: see `of`; or the model cannot read a token into a cache of one key and one value a layer.
+        """
+        promised, name = cls.of(plain.config), type(plain).__name__
+        past = DynamicCache()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
+        try:
+            with torch.no_grad():
+                plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
+        except Exception as error:  # anything may go wrong in a model of another kind, and nothing else was asked of it
+            raise ValueError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
+        shapes = [tuple(layer.keys.shape) for layer in past.layers if getattr(layer, "keys", None) is not None]
+        if len(shapes) != promised.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
+            raise ValueError(
+                f"{name} does not keep one key and one value per layer and token ({len(shapes)} layers of "
+                f"{promised.n_layers} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads such models only."
+            )
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{name} has heads of different sizes or numbers in different layers "
+                f"({', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads models whose layers are alike."
+            )
+        _, n_kv_heads, _, d_head = shapes[0]
+        if promised.n_heads % n_kv_heads:
+            raise ValueError(
+                f"{name} keeps {n_kv_heads} KV heads, which its {promised.n_heads} heads cannot share evenly."
+            )
+        return replace(promised, n_kv_heads=n_kv_heads, d_head=d_head)
+
+
+def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:
+    if hasattr(config, "attention_layers"):  # GPT-Neo
+        kinds, sliding = [_GPT_NEO.get(kind, kind) for kind in config.attention_layers], config.window_size
+    else:
+        sliding = getattr(config, "sliding_window", None)
+        everywhere = sliding and getattr(config, "use_sliding_window", True)
+        kinds = (
+            getattr(config, "layer_types", None) or ["sliding_attention" if everywhere else "full_attention"] * n_layers
+        )
+    if foreign := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}; "
+            f"kvprobe reads full and sliding-window attention."
+        )
+    return tuple(sliding if kind == "sliding_attention" else None for kind in kinds)
+
+
+_GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
+
+
+def _max_position(config: Any) -> int | None:
+    """Positions that there are embeddings for; with frequencies that change with the length, those before they change."""
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not rotary:
+        return getattr(config, "max_position_embeddings", None)
+    return changing_frequencies(config)
+
+
+def changing_frequencies(config: Any) -> int | None:
+    """From which position on a model turns its keys by other frequencies (LongRoPE, dynamic NTK); None if it does not.
+
+    A key cached before does not fit a query after it, in transformers either, so such a cache is right on one side only.
+    """
+    config = config.get_text_config()
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    kinds = [kind for kind in (rotary, *rotary.values()) if isinstance(kind, dict)]
+    limits = []
+    for kind in kinds:
+        name = kind.get("rope_type", kind.get("type"))
+        original = kind.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if name in ("longrope", "dynamic"):
+            limits.append(original if name == "longrope" and original else config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

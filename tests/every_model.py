@@ -1,0 +1,224 @@
+"""Every causal language model of transformers, held to one pass from scratch under masks written here, or refused.
+
+    python -m tests.every_model > docs/models.md
+
+For each class, a tiny random model is read by kvprobe in both lanes: after slots were masked, after they were evicted, after
+a gap was closed, beside a longer row, and word by word. What should come out is computed without a cache, without kvprobe.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe.forward import extend
+from kvprobe.generate import generate
+from kvprobe.lanes import Lane, Lanes
+from kvprobe.model import Model, load
+from kvprobe.transcript import Tokens
+from tests.models.every import NAMES, VOCABULARY, WINDOW, tiny
+
+ALLOWED = 1e-5
+LENGTH, CUT = 14, 10
+HIDDEN = (6, 7, 8)
+"""Near the end, so that the shortest window reaches back over them."""
+
+UNBUILT = {
+    "blt": "parts of fixed size (96 M)",
+    "cohere_compass_text": "its own config does not build",
+    "dots3_note": "its own checks refuse small sizes",
+    "dots3_note_text": "parts of fixed size (77 M)",
+    "fuyu": "parts of fixed size",
+    "gemma3": "a tower for pictures of fixed size; its text model is gemma3_text",
+    "gemma3n": "needs a package for pictures; its text model is gemma3n_text",
+    "gemma4": "a tower for pictures of fixed size; its text model is gemma4_text",
+    "gemma4_assistant": "its own checks refuse small sizes",
+    "gemma4_unified_assistant": "its own checks refuse small sizes",
+    "got_ocr2": "a tower for pictures of fixed size",
+    "moss_transcribe_diarize": "a tower for sound of fixed size",
+    "qwen4_exp": "its own config does not build",
+    "qwen4_exp_text": "its own config does not build",
+    "zamba": "its own weights cannot be tied at this size",
+    "zamba2": "its own checks refuse small sizes",
+}
+"""Model types that cannot be built tiny from their config's fields alone, and why."""
+
+
+@dataclass
+class Verdict:
+    """What became of a class.
+
+    Attributes:
+        refusal: the sentence with which it was refused; None if it is read.
+        errors: by lane and history, the largest difference to the pass from scratch, relative to the largest logit.
+        refusals: sentences with which single things are refused: the hooked lane, closing gaps.
+    """
+
+    kind: str
+    refusal: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values())
+
+    def row(self) -> str:
+        """As a row of a Markdown table."""
+        if self.refusal is not None:
+            return f"| {self.kind} | {NAMES[self.kind]} | refused | {self.refusal.replace('|', '/')} |"
+        lanes = "plain" if "hooked" in self.refusals else "both lanes"
+        closing = "" if "closing gaps" in self.refusals else ", gaps can be closed"
+        return f"| {self.kind} | {NAMES[self.kind]} | {lanes}{closing} | off by at most {self.worst:.0e} |"
+
+
+def examine(kind: str) -> Verdict:
+    """Read a tiny model of this type in every way, and compare.
+
+    Raises:
+        Exception: an error that is no refusal: a defect.
+    """
+    plain, verdict = tiny(kind), Verdict(kind)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator).tolist()
+    try:
+        model = load(plain)
+        extend(model.lanes, None, [Tokens.of(ids[:2])])
+    except ValueError as refusal:
+        return Verdict(kind, str(refusal))
+    clean, hidden = from_scratch(model, ids, ()), from_scratch(model, ids, HIDDEN)
+    if difference(clean[CUT:], hidden[CUT:]) < 1e-4:
+        raise AssertionError(f"{kind}: hiding slots hardly changes this model, so nothing is shown")
+    for lane in lanes_of(model, verdict):
+        for name, (found, expected) in histories(model.lanes, lane, ids, clean, hidden).items():
+            verdict.errors[f"{lane}, {name}"] = difference(found, expected)
+        closed(model, lane, ids, verdict)
+        words = generate(model.lanes, [Tokens.of(ids[:CUT])], max_new_tokens=4, stop=(), lane=lane).tokens[0]
+        verdict.errors[f"{lane}, greedy"] = float(list(words) != greedy(model, ids[:CUT], 4))
+    return verdict
+
+
+def lanes_of(model: Model, verdict: Verdict) -> list[Lane]:
+    try:
+        _ = model.lanes.hooked
+    except ValueError as refusal:
+        verdict.refusals["hooked"] = str(refusal)
+        return ["plain"]
+    return ["plain", "hooked"]
+
+
+def histories(
+    lanes: Lanes, lane: Lane, ids: list[int], clean: Tensor, hidden: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits by kvprobe in several histories, and as they should be."""
+    tokens = Tokens.of(ids)
+    before, whole = extend(lanes, None, [tokens[:CUT]], lane, logits=CUT)
+    rest = [tokens[CUT:]]
+    chosen = torch.zeros(1, CUT, dtype=torch.bool)
+    chosen[0, list(HIDDEN)] = True
+
+    def after(cache: Any) -> Tensor:
+        return extend(lanes, cache, rest, lane, logits=LENGTH - CUT)[1][0]
+
+    rows, _ = extend(lanes, None, [tokens[:CUT], Tokens.of(ids[:4])], lane)
+    _, ended = extend(lanes, rows, [rest[0], Tokens.of(ids[4:6], "text", 4)], lane, logits=2)
+    return {
+        "at once": (whole[0], clean[:CUT]),
+        "cached": (after(before), clean[CUT:]),
+        "masked": (after(before.mask(slots=chosen)), hidden[CUT:]),
+        "evicted": (after(before.evict(slots=chosen)), hidden[CUT:]),
+        "padded": (ended[1], clean[4:6]),
+    }
+
+
+def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
+    """With the first slots gone and the gap closed, all distances are as before, and so must be the logits."""
+    tokens = Tokens.of(ids)
+    first = torch.arange(CUT)[None] < 3
+    gapped = extend(model.lanes, None, [tokens[:CUT]], lane)[0].evict(slots=first)
+    expected = from_scratch(model, ids, (0, 1, 2))[CUT:]
+    try:
+        _, found = extend(model.lanes, gapped.reindex(), [tokens[CUT:].shifted(CUT - 3)], lane, logits=LENGTH - CUT)
+    except ValueError as refusal:
+        verdict.refusals["closing gaps"] = str(refusal)
+        return
+    verdict.errors[f"{lane}, gap closed"] = difference(found[0], expected)
+
+
+def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tensor:
+    """Logits of one pass without a cache, in which tokens from `CUT` on do not see the `hidden` ones."""
+    places = torch.arange(len(ids))
+    causal = places[:, None] >= places
+    causal &= ~(torch.isin(places, torch.tensor(hidden, dtype=torch.long)) & (places[:, None] >= CUT))
+    near = places[:, None] - places < WINDOW
+    plain = model.lanes.plain
+    config = plain.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    by_kind = {"full_attention": added(causal), "sliding_attention": added(causal & near)}
+    single = added(causal & near) if kinds == {"sliding_attention"} or (sliding and not kinds) else added(causal)
+    before = plain.config._attn_implementation
+    plain.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            if "sliding_attention" in kinds:
+                try:
+                    return one_pass(plain, ids, by_kind)
+                except (AttributeError, TypeError, ValueError):
+                    assert len(kinds) == 1, "no way to give this model two masks"
+            return one_pass(plain, ids, single)
+    finally:
+        plain.set_attn_implementation(before)
+
+
+def one_pass(plain: Any, ids: list[int], mask: Any) -> Tensor:
+    places = torch.arange(len(ids))[None]
+    return plain(input_ids=torch.tensor([ids]), position_ids=places, attention_mask=mask, use_cache=False).logits[0]
+
+
+def added(seen: Tensor) -> Tensor:
+    return torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def greedy(model: Model, ids: list[int], count: int) -> list[int]:
+    """The likeliest next tokens, each from a pass over all before it."""
+    words = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            words.append(
+                int(model.lanes.plain(input_ids=torch.tensor([words]), use_cache=False).logits[0, -1].argmax())
+            )
+    return words[len(ids) :]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def table(report: Callable[[str], object] = print) -> None:
+    """Write the table, class by class."""
+    report("# Models")
+    report("")
+    report(
+        "Every causal language model class of transformers that can be built tiny, with random weights: read by kvprobe and "
+        f"compared with one pass from scratch (at once, cached, masked, evicted, padded, greedy, and with a gap closed), "
+        f"or refused. `python -m tests.every_model` makes this page, and the tests hold every line of it to {ALLOWED:.0e}."
+    )
+    report("")
+    report("| type | class | read | |\n|---|---|---|---|")
+    for kind in NAMES:
+        if kind in UNBUILT:
+            report(f"| {kind} | {NAMES[kind]} | not built | {UNBUILT[kind]} |")
+            continue
+        print(kind, file=sys.stderr, flush=True)
+        report(examine(kind).row())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    table()
