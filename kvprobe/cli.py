@@ -241,7 +241,7 @@ def budget(
 def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
     """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
     _set_threads()
-    from kvprobe.doctor import examine
+    from kvprobe.doctor import examine, limits
     from kvprobe.model import load
 
     loaded = load(model, device=device, dtype=dtype)
@@ -251,6 +251,8 @@ def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "a
     for check in examine(loaded):
         failed += not check.passed
         print(f"{check.name:48}{check.found:10.1e}{check.allowed:10.1e}  {'ok' if check.passed else 'FAILED'}")
+    for sentence in limits(loaded):
+        print(f"\nLimit: {sentence}")
     if failed:
         print(f"\n{failed} of these do not hold; results on this model cannot be trusted.", file=sys.stderr)
         sys.exit(1)

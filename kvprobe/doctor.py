@@ -1,4 +1,4 @@
-"""The doctor: does kvprobe's machinery hold on this model? Five checks, each with what was found and allowed."""
+"""The doctor: does kvprobe's machinery hold on this model? Checks on real text, each with what was found and allowed."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,23 +51,47 @@ def examine(model: Model) -> Iterator[Check]:
 
     tokens = _sample(model)
     plain, plain_logits = extend(model.lanes, None, [tokens], "plain", logits=_LENGTH)
-    hooked, hooked_logits = extend(model.lanes, None, [tokens], "hooked", logits=_LENGTH)
-    yield Check("both lanes agree on logits", _difference(plain_logits, hooked_logits), allowed(1e-4))
-    yield Check(
-        "both lanes agree on K and V in the cache",
-        _largest(
-            _difference(one, other)
-            for one, other in zip(plain.keys + plain.values, hooked.keys + hooked.values, strict=True)
-        ),
-        allowed(1e-5),
-    )
-    yield from _hooks_against_cache(model, tokens, allowed(1e-6))
-    for lane in ("plain", "hooked"):
+    lanes = _trusted(model)
+    if "hooked" in lanes:
+        hooked, hooked_logits = extend(model.lanes, None, [tokens], "hooked", logits=_LENGTH)
+        yield Check("both lanes agree on logits", _difference(plain_logits, hooked_logits), allowed(1e-4))
+        yield Check(
+            "both lanes agree on K and V in the cache",
+            _largest(
+                _difference(one, other)
+                for one, other in zip(plain.keys + plain.values, hooked.keys + hooked.values, strict=True)
+            ),
+            allowed(1e-5),
+        )
+        yield from _hooks_against_cache(model, tokens, allowed(1e-6))
+    for lane in lanes:
         yield _masking_against_eviction(model, tokens, lane, allowed(1e-5))
     half, _ = extend(model.lanes, None, [tokens[:_CUT]])
     _, cached = extend(model.lanes, half, [tokens[_CUT:]], logits=_LENGTH - _CUT)
     yield Check("cached equals uncached", _difference(cached, plain_logits[:, _CUT:]), allowed(1e-5))
     yield _greedy_against_library(model, tokens[:_CUT])
+
+
+def limits(model: Model) -> list[str]:
+    """What the model cannot be used for, a sentence each: the hooked lane, heads masked apart, gaps closed."""
+    found = []
+    for ask in (lambda: model.lanes.hooked, lambda: model.lanes.rotaries):
+        try:
+            ask()
+        except ValueError as refusal:
+            found.append(str(refusal))
+    if not model.lanes.masks_by_head:
+        found.append(f"The heads of {type(model.lanes.plain).__name__} cannot be masked apart from one another.")
+    return found
+
+
+def _trusted(model: Model) -> list[Lane]:
+    """The lanes that the gate lets through."""
+    try:
+        _ = model.lanes.hooked
+    except ValueError:
+        return ["plain"]
+    return ["plain", "hooked"]
 
 
 def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterator[Check]:

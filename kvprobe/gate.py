@@ -306,11 +306,11 @@ def _grown(
     lanes: "Lanes", held: _Held | None, ids: Int[Tensor, "batch queries"], ledger: Ledger, lane: "Lane" = "plain"
 ) -> tuple[Reading, _Held]:
     past = _empty(lanes)
+    layers: Any = past.layers
     if held is not None:
-        for layer, keys, values in zip(past.layers, held.keys, held.values, strict=True):
+        for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
             layer.update(keys, values)
     logits = lanes.unproved(ids, ledger, past, lane)
-    layers: Any = past.layers
     return logits, _Held(ledger, tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
 
 

@@ -41,10 +41,12 @@ class Geometry:
         n_layers, n_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
         if not n_layers or not n_heads or not getattr(config, "hidden_size", None):
             raise ValueError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
-        if getattr(config, "alibi", False) or getattr(config, "num_kv_shared_layers", 0):
+        if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
             raise ValueError(
-                f"{config.model_type} has ALiBi positions or layers that share a cache; kvprobe reads neither yet."
+                f"{config.model_type} counts positions by slots (ALiBi), whatever it is given; kvprobe cannot place its tokens."
             )
+        if getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(f"{config.model_type} has layers that share a cache; kvprobe reads models without.")
         if any(name.startswith("index_topk") for name in vars(config)):
             raise ValueError(
                 f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
@@ -87,7 +89,8 @@ class Geometry:
                 plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
         except Exception as error:  # anything may go wrong in a model of another kind, and nothing else was asked of it
             raise ValueError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
-        shapes = [tuple(layer.keys.shape) for layer in past.layers if getattr(layer, "keys", None) is not None]
+        layers: Any = past.layers
+        shapes = [tuple(layer.keys.shape) for layer in layers if getattr(layer, "keys", None) is not None]
         if len(shapes) != promised.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
             raise ValueError(
                 f"{name} does not keep one key and one value per layer and token ({len(shapes)} layers of "
@@ -115,7 +118,7 @@ def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:
         kinds = (
             getattr(config, "layer_types", None) or ["sliding_attention" if everywhere else "full_attention"] * n_layers
         )
-    if foreign := set(kinds) - {"full_attention", "sliding_attention"}:
+    if foreign := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}; "
             f"kvprobe reads full and sliding-window attention."

@@ -78,6 +78,7 @@ class Lanes:
         self.plain = plain
         self.tokenizer = tokenizer
         self.geometry = Geometry.measured(plain)
+        _ = self._attention_modules  # refuses a model of another build now, not at first use
         if (limit := changing_frequencies(plain.config)) is not None:
             warnings.warn(
                 f"{type(plain).__name__} turns keys by other rotary frequencies from position {limit} on, so that keys cached before "
@@ -261,7 +262,7 @@ class Lanes:
             query: Tensor,
             key: Tensor,
             value: Tensor,
-            mask: Any,
+            attention_mask: Any,
             scaling: Any = None,
             **settings: Any,
         ) -> tuple[Tensor, None]:
@@ -272,7 +273,7 @@ class Lanes:
             def usual() -> Tensor:
                 eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
                 function = AttentionInterface().get_interface(before, eager)
-                return function(module, query, key, value, mask, scaling=scaling, **settings)[0]
+                return function(module, query, key, value, attention_mask, scaling=scaling, **settings)[0]
 
             return attention(given, usual), None
 
@@ -471,10 +472,10 @@ def _given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Iter
         for module, mask in zip(modules, masks, strict=True)
         if not alike
     ]
-    parts = [part for module in modules for part in module.modules()]
-    tables = {part: part.bias for part in parts if _is_table(getattr(part, "bias", None))}
+    parts: list[Any] = [part for module in modules for part in module.modules()]
+    tables: dict[Any, Tensor] = {part: part.bias for part in parts if _is_table(getattr(part, "bias", None))}
     for part, table in tables.items():
-        part.bias = table.new_ones(1).expand_as(table)
+        part.bias = torch.ones_like(table[..., :1, :1]).expand_as(table)
     try:
         yield
     finally:

@@ -48,6 +48,10 @@ UNBUILT = {
 """Model types that cannot be built tiny from their config's fields alone, and why."""
 
 
+SCALED = {"beam"}
+"""Model types whose queries are scaled by their absolute position, so that closing a gap rightly changes their logits."""
+
+
 @dataclass
 class Verdict:
     """What became of a class.
@@ -146,7 +150,8 @@ def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
     except ValueError as refusal:
         verdict.refusals["closing gaps"] = str(refusal)
         return
-    verdict.errors[f"{lane}, gap closed"] = difference(found[0], expected)
+    if verdict.kind not in SCALED:
+        verdict.errors[f"{lane}, gap closed"] = difference(found[0], expected)
 
 
 def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tensor:
