@@ -37,7 +37,7 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
 
 def require(name: str, value: int | float, low: int | float, high: int | float | None = None) -> None:
     """Refuse a number that is not between `low` and `high`."""
-    if value < low or (high is not None and value > high):
+    if not (value >= low and (high is None or value <= high)):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"Setting {name!r} is {value}; expected {expected}.")
 
@@ -71,7 +71,7 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     if path.stat().st_size > limit:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}.")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Settings)  # noqa: S506 - a safe loader, made stricter
+        content = yaml.load(path.read_text(encoding="utf-8"), _Settings)
     # ValueError: a month that does not exist, bytes that are no text; TypeError: a key that cannot be one.
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is not readable YAML ({' '.join(str(error).split())}).") from error

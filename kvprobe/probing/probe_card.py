@@ -5,13 +5,10 @@ words for people is written by `kvprobe.probing.card_page` from the same numbers
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
@@ -21,11 +18,12 @@ from kvprobe.presets import shipped
 from kvprobe.stats import Estimate
 from kvprobe.studyconfig import read_yaml, require
 from kvprobe.suggest import unknown
+from kvprobe.untrusted import Limits, filled
 
 FORMAT = "kvprobe-probe-2"
 """The first knew its model by weights alone, and had no digest of its own."""
 CARD, WEIGHTS = "card.yaml", "weights.safetensors"
-MAX_TEXT, MAX_ENTRIES = 600, 1_000
+LIMITS = Limits(text=600, entries=1_000, one_line=True, whole=True)
 
 Arm = Literal["retained", "direct", "hidden"]
 """What the slots were computed with: after the hidden text was masked, while it was in view, or as part of it."""
@@ -233,7 +231,7 @@ class Card:
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"{path} is not the card of a probe of format {FORMAT!r}; publish the probe again.")
         try:
-            return _filled(cls, content, "the card")
+            return filled(cls, content, "the card", LIMITS)
         except ValueError as error:
             raise ValueError(f"In {path}: {error}") from error
 
@@ -248,48 +246,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _filled(kind: Any, content: Any, where: str) -> Any:
-    """A value of this type from what YAML gave, or a refusal."""
-    if dataclasses.is_dataclass(kind):
-        return _filled_dataclass(kind, content, where)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        if not isinstance(content, list) or len(content) > MAX_ENTRIES:
-            raise ValueError(f"{where} must be a list of at most {MAX_ENTRIES:,}.")
-        return tuple(_filled(arguments[0], each, f"an entry of {where}") for each in content)
-    if origin is Literal:
-        if content not in arguments:
-            raise ValueError(f"{where} is {_shown(content)}; expected one of {', '.join(map(repr, arguments))}.")
-        return content
-    if origin is UnionType:
-        (other,) = (each for each in arguments if each is not NoneType)
-        return None if content is None else _filled(other, content, where)
-    if kind is float and type(content) is int and abs(content) < 2**53:
-        content = float(content)
-    if type(content) is not kind:
-        raise ValueError(f"{where} is {_shown(content)}, a {type(content).__name__}; expected a {kind.__name__}.")
-    if isinstance(content, str) and not (len(content) <= MAX_TEXT and (content.isprintable() or not content)):
-        raise ValueError(f"{where} is no line of at most {MAX_TEXT} printable characters.")
-    if isinstance(content, float) and not math.isfinite(content):
-        raise ValueError(f"{where} is {content}; expected a finite number.")
-    return content
-
-
-def _filled_dataclass(kind: Any, content: Any, where: str) -> Any:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must be a mapping, not a {type(content).__name__}.")
-    types = get_type_hints(kind)
-    for key in content:
-        if key not in types:
-            raise ValueError(unknown("key", str(key)[:40], types))
-    missing = [field.name for field in dataclasses.fields(kind) if field.name not in content]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}.")
-    return kind(**{key: _filled(types[key], each, repr(key)) for key, each in content.items()})
-
-
-def _shown(content: Any) -> str:
-    # A few aliases of YAML can stand for lists that no memory holds when they are written out.
-    return f"of {len(content)} entries" if isinstance(content, list | dict) else repr(content)[:60]

@@ -38,16 +38,20 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
         command=_line(environment.get("command")),
         commit=_line(environment.get("commit")),
         kvprobe=_line(environment.get("versions", {}).get("kvprobe")),
-        seed=int(environment.get("seed") or 0),
+        seed=environment.get("seed") or 0,
     )
-    chosen = [Probe.load(folder) for each, folder in kept.items() if name in (None, each)]
-    for probe in chosen:
+    chosen = {each: Probe.load(folder) for each, folder in kept.items() if name in (None, each)}
+    for each, probe in chosen.items():
+        if probe.name != each:
+            raise ValueError(
+                f"{kept[each]} holds the card of {probe.name!r}; a probe's folder has its name, so rename it."
+            )
         if probe.card.weights != environment["model"]:
             raise ValueError(
                 f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
             )
         _refuse_other(probe, to / probe.name)
-    return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen]
+    return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen.values()]
 
 
 def _refuse_other(probe: Probe, folder: Path) -> None:
