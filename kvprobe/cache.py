@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.fingerprint import Maker
 from kvprobe.ledger import Ledger
 from kvprobe.suggest import unknown
 
@@ -34,11 +35,13 @@ class KVCache:
         keys: one tensor per layer, after any norm and rotary embedding, rotated to `ledger.origins`.
         values: one tensor per layer.
         ledger: tokens, positions, segments, provenance and liveness of the slots.
+        made_by: the model that computed it, which alone may read it; None where nobody knows, and any of its shape may.
     """
 
     keys: tuple[Float[Tensor, "batch kv_heads slots d_head"], ...]
     values: tuple[Float[Tensor, "batch kv_heads slots d_value"], ...]
     ledger: Ledger
+    made_by: Maker | None = None
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
@@ -154,12 +157,12 @@ class KVCache:
             return tensor.repeat_interleave(rows, 0)
 
         index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
-        return KVCache(tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index))
+        return self._with(tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index))
 
     def rows(self, index: Sequence[int] | Int[Tensor, "rows"]) -> "KVCache":
         """The cache of these rows of the batch."""
         chosen = torch.as_tensor(index, device=self.ledger.tokens.device)
-        return KVCache(
+        return self._with(
             tuple(tensor[chosen] for tensor in self.keys),
             tuple(tensor[chosen] for tensor in self.values),
             self.ledger.rows(chosen),
@@ -172,6 +175,9 @@ class KVCache:
             raise ValueError("There are no caches to join; give at least one.")
         slots = max(cache.slots for cache in caches)
         ledgers = [cache.ledger.padded(slots) for cache in caches]
+        makers = [cache.made_by for cache in caches if cache.made_by is not None]
+        if not all(maker.same(makers[0]) for maker in makers):
+            raise ValueError("Caches of several models cannot be joined; join those of one.")
         if any(cache.shape != caches[0].shape for cache in caches):
             raise ValueError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
 
@@ -182,6 +188,7 @@ class KVCache:
             tuple(map(joined, zip(*(cache.keys for cache in caches), strict=True))),
             tuple(map(joined, zip(*(cache.values for cache in caches), strict=True))),
             Ledger.join(ledgers),
+            makers[0] if len(makers) == len(caches) else None,
         )
 
     def corrupt(
@@ -251,7 +258,7 @@ class KVCache:
 
         keys = patched(self.keys, donor.keys) if "K" in part else self.keys
         values = patched(self.values, donor.values) if "V" in part else self.values
-        return KVCache(keys, values, self.ledger)
+        return self._with(keys, values, self.ledger)
 
     def refuse_nonfinite(self) -> None:
         """Refuse a cache that holds NaN or infinity, be it in a slot that is masked: 0 × NaN is NaN.
@@ -271,28 +278,36 @@ class KVCache:
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""
-        return KVCache(
+        return self._with(
             tuple(tensor.to(device) for tensor in self.keys),
             tuple(tensor.to(device) for tensor in self.values),
             self.ledger.to(device),
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, bit for bit."""
+        """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.
+
+        Raises:
+            ValueError: the model is no longer in memory, and its fingerprint was not taken before.
+        """
         from kvprobe.cache_file import save_cache
 
         save_cache(self, Path(path))
 
     @staticmethod
-    def load(path: str | Path) -> "KVCache":
+    def load(path: str | Path, *, any_model: bool = False) -> "KVCache":
         """Read a cache written by `save`.
 
+        Args:
+            any_model: let any model of its shape read the cache, and not only the one that made it.
+
         Raises:
-            ValueError: the file is truncated, foreign, inconsistent, or holds a NaN.
+            ValueError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
         """
         from kvprobe.cache_file import load_cache
 
-        return load_cache(Path(path))
+        cache = load_cache(Path(path))
+        return replace(cache, made_by=None) if any_model else cache
 
     def _chosen(
         self, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
@@ -320,7 +335,12 @@ class KVCache:
             index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return tensor.gather(2, index)
 
-        return KVCache(tuple(map(taken, self.keys)), tuple(map(taken, self.values)), self.ledger.take(slots, padding))
+        return self._with(
+            tuple(map(taken, self.keys)), tuple(map(taken, self.values)), self.ledger.take(slots, padding)
+        )
+
+    def _with(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], ledger: Ledger) -> "KVCache":
+        return replace(self, keys=keys, values=values, ledger=ledger)
 
 
 def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:

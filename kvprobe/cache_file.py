@@ -1,16 +1,24 @@
-"""A cache on disk: one safetensors file, the ledger beside the keys and values. No pickle anywhere."""
+"""A cache on disk: one safetensors file, the ledger beside the keys and values. No pickle anywhere.
+
+A digest in its metadata covers all else: the name, dtype, shape and bytes of each tensor, and the rest of the metadata, the
+fingerprint of the model that made the cache among it.
+"""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kvprobe.cache import KVCache
+from kvprobe.fingerprint import Maker, digest
 from kvprobe.ledger import COLUMNS, PADDING, Grain, Ledger
 
-FORMAT = "kvprobe-cache-2"
+FORMAT = "kvprobe-cache-3"
+"""The second had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
 
 
@@ -25,7 +33,9 @@ def save_cache(cache: KVCache, path: Path) -> None:
         "layers": str(cache.n_layers),
         "names": json.dumps(cache.ledger.names),
         "grain": json.dumps(cache.ledger.grain and [cache.ledger.grain.bits, cache.ledger.grain.group]),
+        "made_by": "" if cache.made_by is None else cache.made_by.fingerprint,
     }
+    metadata["digest"] = _digest(tensors, metadata)
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata=metadata)
     partial.replace(path)
@@ -41,15 +51,18 @@ def load_cache(path: Path) -> KVCache:
             if metadata.get("format") != FORMAT:
                 raise ValueError(
                     f"{path} is not a kvprobe cache (its format is {metadata.get('format')!r}, "
-                    f"expected {FORMAT!r}); write one with KVCache.save."
+                    f"expected {FORMAT!r}); make the cache again and write it with KVCache.save."
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error}); save it again.") from error
+    if metadata.pop("digest", None) != _digest(tensors, metadata):
+        raise ValueError(f"{path} was altered since the cache was saved (its digest is another); save it again.")
     try:
         layers = int(metadata["layers"])
         names = json.loads(metadata["names"])
         grain = json.loads(metadata["grain"])
+        made_by = metadata["made_by"]
         ledger = Ledger(
             **{name: tensors.pop(name) for name in _LEDGER_FIELDS},
             names=tuple(map(str, names)),
@@ -64,12 +77,20 @@ def load_cache(path: Path) -> KVCache:
     if not keys or any(tensor.dim() != 4 for tensor in keys):
         raise ValueError(f"{path} holds no keys of a cache; the file was altered, save it again.")
     _check_ledger(ledger, layers, keys[0].shape[1], path)
-    cache = KVCache(keys, values, ledger)
+    cache = KVCache(keys, values, ledger, Maker(made_by) if made_by else None)
     try:
         cache.refuse_nonfinite()
     except ValueError as error:
         raise ValueError(f"In {path}, {error}") from error
     return cache
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    pieces: list[bytes | memoryview] = [json.dumps(sorted(metadata.items())).encode()]
+    for name, tensor in sorted(tensors.items()):
+        pieces.append(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        pieces.append(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest(pieces, 16)
 
 
 def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) -> None:

@@ -105,7 +105,7 @@ def capture(
     for layer in layers if stored else ():
         picked: dict[Family, Any] = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
         tensors |= {(family, layer): picked[family] for family in stored}
-    return Captured(tensors, present, scores, cache_of(tapped, ledger) if keep_cache else None)
+    return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
 
 
 Site = tuple[str, Literal["input", "output"]]

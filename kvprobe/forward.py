@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache import KVCache
+from kvprobe.fingerprint import differing
 from kvprobe.lanes import Lane, Lanes, past_key_values
 from kvprobe.ledger import PADDING, Ledger
 from kvprobe.rotary import Turn
@@ -32,7 +33,7 @@ def extend(
     past = one_row_each(lanes, past, len(tokens))
     layers = taps(lanes, past)
     ledger, scores = read(lanes, past, tokens, layers, lane, logits)
-    return cache_of(layers, ledger), scores
+    return cache_of(lanes, layers, ledger), scores
 
 
 def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:
@@ -119,14 +120,14 @@ def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
         return cache
     turns = _turns(lanes, cache)
     keys = tuple(each if turn is None else turn.of(each) for each, turn in zip(cache.keys, turns, strict=True))
-    return KVCache(keys, cache.values, replace(cache.ledger, origins=cache.ledger.positions))
+    return replace(cache, keys=keys, ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
-def cache_of(layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
+def cache_of(lanes: Lanes, layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
     """The kvprobe cache that these layers have grown into."""
     pairs = [(layer.stored_keys, layer.values) for layer in layers]
     grown = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
-    return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger)
+    return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger, lanes.maker)
 
 
 def at_slots(
@@ -226,7 +227,7 @@ def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
 
 
 def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
-    """Refuse a cache that this model cannot have made, or that lies elsewhere."""
+    """Refuse a cache that another model made, or that lies elsewhere."""
     shape = lanes.geometry
     counts = [
         ("layers", cache.n_layers, shape.n_layers),
@@ -243,4 +244,9 @@ def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
         raise ValueError(
             f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on {lanes.device}; "
             f"load the model in the dtype that made the cache, and move the cache with KVCache.to."
+        )
+    if cache.made_by is not None and not cache.made_by.same(lanes.maker):
+        raise ValueError(
+            f"The cache was made by another model (it differs in {differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it "
+            f"with its own, or with any of its shape after dataclasses.replace(cache, made_by=None)."
         )

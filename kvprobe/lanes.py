@@ -5,7 +5,6 @@ masks go to each attention module itself, because transformers builds one mask f
 sliding windows by slot index instead of position.
 """
 
-import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
+from kvprobe.fingerprint import Maker, fingerprint
 from kvprobe.gate import prove_attention, prove_hooked, prove_plain
 from kvprobe.geometry import Geometry, changing_frequencies
 from kvprobe.ledger import Ledger
@@ -67,6 +67,7 @@ class Lanes:
         plain: the Hugging Face model.
         tokenizer: its tokenizer, or None.
         geometry: the shape of its cache.
+        maker: what caches that it makes know it by.
     """
 
     def __init__(self, plain: Any, tokenizer: Any = None) -> None:
@@ -85,7 +86,9 @@ class Lanes:
                 f"do not fit queries after; kvprobe reads its first {limit} positions and refuses later ones.",
                 stacklevel=3,
             )
+        self.maker = Maker(self)
         self._hooked: tuple[tuple[int, ...], Hooked] | None = None
+        self._fingerprint: tuple[tuple[int, ...], str] | None = None
 
     @property
     def hooked(self) -> Hooked:
@@ -96,7 +99,7 @@ class Lanes:
         Raises:
             ValueError: TransformerLens does not know the model, or computes something else than it.
         """
-        written = tuple(parameter._version for parameter in self.plain.parameters())
+        written = self._written()
         if self._hooked is None or self._hooked[0] != written:
             self._hooked = (written, Hooked(self.plain))
             try:
@@ -117,21 +120,24 @@ class Lanes:
         return prove_plain(self)
 
     @property
+    def fingerprint(self) -> str:
+        """See `kvprobe.fingerprint.fingerprint`; taken anew when the weights were written since."""
+        written = self._written()
+        if self._fingerprint is None or self._fingerprint[0] != written:
+            self._fingerprint = (written, fingerprint(self.plain, self.tokenizer))
+        return self._fingerprint[1]
+
+    def _written(self) -> tuple[int, ...]:
+        """How often each weight was written."""
+        return tuple(parameter._version for parameter in self.plain.parameters())
+
+    @property
     def device(self) -> torch.device:
         return next(self.plain.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         return next(self.plain.parameters()).dtype
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of all weights, the same wherever they were loaded from."""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, tensor in sorted(self.plain.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
 
     def forward(
         self,

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -79,9 +78,9 @@ class Model:
     def geometry(self) -> Geometry:
         return self.lanes.geometry
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """A hash of all weights."""
+        """Hashes of all weights, of the config, and of the tokenizer with its chat template; see `kvprobe.fingerprint`."""
         return self.lanes.fingerprint
 
     def tokens(self, text: Readable) -> list[Tokens]:

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprobe.transcript import Transcript
+from kvprobe.untrusted import Limits, filled
+
+LIMITS = Limits(text=2**25, entries=100_000)
+"""Of a report; the longest texts are packed attention weights."""
 
 
 @dataclass(frozen=True)
@@ -155,25 +159,9 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` gave, now or before sections had maps, views and heads."""
+        """The report that `to_dict` gave, now or before sections had maps, views and heads.
 
-        def section(entry: Mapping[str, Any]) -> Section:
-            return Section(
-                title=entry["title"],
-                paragraphs=entry["paragraphs"],
-                passages=[Passage(**passage) for passage in entry["passages"]],
-                tables=[Table(**table) for table in entry["tables"]],
-                figures=[Figure(**figure) for figure in entry["figures"]],
-                points=entry["points"],
-                maps=[HeatMap(**heat_map) for heat_map in entry.get("maps", ())],
-                views=[TokenView(**view) for view in entry.get("views", ())],
-                heads=[AttentionView(**view) for view in entry.get("heads", ())],
-            )
-
-        return cls(
-            title=data["title"],
-            question=data["question"],
-            answer=data["answer"],
-            warnings=data["warnings"],
-            sections=[section(entry) for entry in data["sections"]],
-        )
+        Raises:
+            ValueError: anything else; see `kvprobe.untrusted.filled`.
+        """
+        return filled(cls, data, "the report", LIMITS)

@@ -52,7 +52,8 @@ def read_preset(path: Path) -> Preset:
         if key not in _KEYS:
             raise ValueError(f"In {path}: {unknown('key', str(key), _KEYS)}")
     settings = content.get("settings") or {}
-    if not isinstance(content.get("study"), str) or not isinstance(settings, dict):
+    named = isinstance(settings, dict) and all(isinstance(key, str) for key in settings)
+    if not isinstance(content.get("study"), str) or not named:
         raise ValueError(f"{path} must name its 'study' and may hold a mapping of 'settings'.")
     minutes = content.get("minutes")
     return Preset(

@@ -6,8 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvprobe.narrative import Figure, Passage, Report
-from kvprobe.runs import Run
-from kvprobe.views.page import Page, Part, render
+from kvprobe.runs import Run, write_whole
+from kvprobe.views.page import Part, render
+
+MOST_BYTES = 2**25
+"""Of a figure."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,7 @@ def write_report(run: Run) -> Path:
     report = Report.from_dict(run.report)
 
     def picture(figure: Figure) -> str:
-        data = (run.path / "figures" / f"{figure.file}.png").read_bytes()
-        return "data:image/png;base64," + base64.b64encode(data).decode()
+        return "data:image/png;base64," + base64.b64encode(_drawn(run, figure)).decode()
 
     page = render(
         "report.html.j2",
@@ -37,11 +39,7 @@ def write_report(run: Run) -> Path:
         picture=picture,
         version=version("kvprobe"),
     )
-    path = run.path / "report.html"
-    partial = path.with_suffix(".html.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_whole(run.path / "report.html", page)
 
 
 def write_views(run: Run) -> Path:
@@ -54,7 +52,20 @@ def write_views(run: Run) -> Path:
     parts = _parts(report)
     if not parts:
         raise ValueError(f"The report of {run.path} has no views; see its figures with `kvprobe report {run.path}`.")
-    return Page(parts, report.title).save(run.path / "views.html")
+    return write_whole(run.path / "views.html", render("page.html.j2", parts, title=report.title))
+
+
+def _drawn(run: Run, figure: Figure) -> bytes:
+    """A figure's file, which must lie in the run."""
+    folder = run.path / "figures"
+    path = folder / f"{figure.file}.png"
+    if path.resolve().parent != folder.resolve() or not path.is_file():
+        raise ValueError(
+            f"The report names the figure {figure.file[:80]!r}, which is no file of {folder}; run the study again."
+        )
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path} is larger than {MOST_BYTES // 2**20} MiB; no figure of a report is.")
+    return path.read_bytes()
 
 
 def _parts(report: Report) -> list[Part]:

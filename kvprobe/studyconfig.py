@@ -11,6 +11,9 @@ from kvprobe.suggest import unknown
 
 Config = TypeVar("Config")
 
+MAX_BYTES, MAX_DEPTH, MAX_NUMBER = 2**16, 16, 100
+"""Of a settings file: its size, its levels, and the characters of what is no text in it."""
+
 
 def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
     """A config from plain settings.
@@ -34,24 +37,43 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
 
 def require(name: str, value: int | float, low: int | float, high: int | float | None = None) -> None:
     """Refuse a number that is not between `low` and `high`."""
-    if value < low or (high is not None and value > high):
+    if not (value >= low and (high is None or value <= high)):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"Setting {name!r} is {value}; expected {expected}.")
 
 
-def read_yaml(path: Path, limit: int = 1_000_000) -> dict[str, Any]:
-    """The mapping in a YAML file of bounded size.
+class _Settings(yaml.SafeLoader):
+    """YAML of settings: no aliases, of which a few lines stand for more than memory holds, no depth, and no endless numbers."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds aliases, which settings do not need")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"it nests deeper than {MAX_DEPTH} levels")
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":str") and len(node.value) > MAX_NUMBER:
+            raise yaml.YAMLError(f"a number or date in it is longer than {MAX_NUMBER} characters")
+        self.depth -= 1
+        return node
+
+
+def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
+    """The mapping in a YAML file of bounded size and depth, without aliases.
 
     Raises:
-        ValueError: the file is missing, too large, not YAML, or not a mapping.
+        ValueError: the file is missing, too large, not such YAML, or not a mapping.
     """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     if path.stat().st_size > limit:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Settings)
+    # ValueError: a month that does not exist, bytes that are no text; TypeError: a key that cannot be one.
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is not readable YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a mapping of settings; it holds a {type(content).__name__}.")

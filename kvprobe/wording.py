@@ -42,7 +42,7 @@ def reproduce_section(study: str, config: Any, environment: Mapping[str, Any], a
         paragraphs=["On a CPU, the same command with the same seed on the same machine gives the same numbers."],
         points=[
             f"kvprobe run {study} {flags}".strip(),
-            f"Seed {config.seed}; weights {environment['model']}; {versions}; Python {environment['python']}.",
+            f"Seed {config.seed}; model {environment['model']}; {versions}; Python {environment['python']}.",
             f"{environment['machine']}; {environment['device']}"
             + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
             *also,

@@ -1,4 +1,9 @@
+import copy
+import gc
 import json
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvprobe.cache import KVCache
-from tests.random_caches import assert_bit_identical, copy_of, random_cache
+from kvprobe.cache_file import _digest
+from kvprobe.faults import Zeros
+from kvprobe.fingerprint import Maker
+from kvprobe.model import Model, load
+from tests.models import llama, tiny_tokenizer
+from tests.random_caches import assert_bit_identical, copy_of, random_cache, random_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -22,13 +32,14 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, changes: dict[str, torch.Tensor | None] | None = None, **metadata: str | None) -> None:
-    """Alter tensors or metadata of a file; None takes one out."""
+    """Alter tensors or metadata of a file; None takes one out. The digest is made to fit, so that other checks are reached."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         notes = file.metadata()
     merged = tensors | (changes or {})
     kept = {name: tensor for name, tensor in merged.items() if tensor is not None}
-    save_file(kept, path, metadata={k: v for k, v in (notes | metadata).items() if v is not None})
+    written = {k: v for k, v in (notes | metadata).items() if v is not None and k != "digest"}
+    save_file(kept, path, metadata=written | {"digest": _digest(kept, written)})
 
 
 @given(
@@ -125,8 +136,79 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path):
 
 def test_a_cache_of_an_unknown_format_version_is_refused(saved: Path):
     rewrite(saved, format="kvprobe-cache-0")
-    with pytest.raises(ValueError, match="'kvprobe-cache-0', expected 'kvprobe-cache-2'"):
+    with pytest.raises(ValueError, match="'kvprobe-cache-0', expected 'kvprobe-cache-3'"):
         KVCache.load(saved)
+
+
+def test_every_flipped_bit_is_refused_in_a_sentence(tmp_path: Path):
+    path = tmp_path / "small.safetensors"
+    random_cache(0, batch=1, slots=2, n_layers=1).save(path)
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 23):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"altered|truncated|not a kvprobe cache"):
+            KVCache.load(path)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_cache_file_with_another_fingerprint_written_into_it_is_refused(saved: Path):
+    with safe_open(saved, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        notes = file.metadata()
+    save_file(tensors, saved, metadata=notes | {"made_by": "another"})
+    with pytest.raises(ValueError, match="altered"):
+        KVCache.load(saved)
+
+
+def test_a_saved_cache_is_read_by_its_model_loaded_again_and_by_no_other(tiny_llama: Model, tmp_path: Path):
+    path = tmp_path / "cache"
+    cache = tiny_llama.prefill(random_tokens(0, {"T1": 3, "T2": 4})).mask("T2")
+    cache.save(path)
+    plain = tiny_llama.lanes.plain
+    again = load(copy.deepcopy(plain), tokenizer=tiny_llama.tokenizer)
+    assert torch.equal(again.extend(KVCache.load(path), "x")[1], tiny_llama.extend(cache, "x")[1])
+    other = copy.deepcopy(plain)
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 50_000.0}
+    stranger = load(other, tokenizer=tiny_llama.tokenizer)
+    with pytest.raises(ValueError, match="differs in config"):
+        stranger.extend(KVCache.load(path), "x")
+    stranger.extend(KVCache.load(path, any_model=True), "x")
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda cache: cache.mask("prompt"),
+        lambda cache: cache.evict("prompt"),
+        lambda cache: cache.reindex(),
+        lambda cache: cache.fork(2),
+        lambda cache: cache.rows([0]),
+        lambda cache: cache.to("cpu"),
+        lambda cache: cache.patch(cache, "prompt"),
+        lambda cache: KVCache.join([cache, cache]),
+        lambda cache: cache.corrupt(Zeros()),
+    ],
+)
+def test_every_operation_passes_on_which_model_made_the_cache(operate: Callable[[KVCache], KVCache], tiny_llama: Model):
+    assert operate(tiny_llama.prefill("abc")).made_by is tiny_llama.lanes.maker
+
+
+def test_caches_of_two_models_are_not_joined():
+    ours, theirs = (replace(random_cache(0), made_by=Maker(name)) for name in ("one", "other"))
+    with pytest.raises(ValueError, match="several models"):
+        KVCache.join([ours, theirs])
+
+
+def test_a_cache_keeps_no_model_in_memory_and_is_not_saved_without_its_fingerprint(tmp_path: Path):
+    model = llama(tokenizer=tiny_tokenizer())
+    cache, gone = model.prefill("abc"), weakref.ref(model.lanes)
+    del model
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ValueError, match="no longer in memory"):
+        cache.save(tmp_path / "cache")
 
 
 def test_a_missing_file_is_named(tmp_path: Path):

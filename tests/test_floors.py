@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
-        "studyconfig", "presets", "designs", "rotary", "footprint", "memory", "policies", "faults", "described", "published", "outcomes", "wording",
+        "studyconfig", "fingerprint", "untrusted", "presets", "designs", "rotary", "footprint", "memory", "policies", "faults", "described", "published", "outcomes", "wording",
     },
     {"catalog", "loading", "lens", "lanes", "train_ordinal"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},

@@ -69,6 +69,12 @@ def test_a_preset_is_read_from_yaml(tmp_path: Path):
     assert read_preset(path) == Preset("mine", "leakage", {"contexts": 10, "samples": 100}, minutes=2.0)
 
 
+LAUGHS = "a0: &a0 [ha, ha]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
+)
+"""A few hundred bytes that stand for more entries than memory holds."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -78,6 +84,15 @@ def test_a_preset_is_read_from_yaml(tmp_path: Path):
         ("- a\n- b\n", "mapping"),
         ("study: [unclosed", "YAML"),
         ("study: !!python/object/apply:os.system ['true']\n", "YAML"),
+        (LAUGHS, "aliases"),
+        ("study: &name leakage\nquestion: *name\n", "aliases"),
+        ("study: " + "[" * 30_000, "nests deeper"),
+        ("study: " + "{a: " * 500, "nests deeper"),
+        ("- " * 10_000, "nests deeper"),
+        ("minutes: " + "1:" * 20_000 + "1", "longer than"),
+        ("minutes: " + "9" * 5_000, "longer than"),
+        ("minutes: 2026-13-45", "month"),
+        ("? [study]\n: leakage", "YAML"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str):

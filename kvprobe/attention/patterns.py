@@ -120,7 +120,7 @@ def attend(
         grown = taps(model.lanes, cache)
         with reading.listening(lane):
             ledger, logits = read(model.lanes, cache, [piece], grown, lane, logits=1)
-        cache = cache_of(grown, ledger)
+        cache = cache_of(model.lanes, grown, ledger)
         if here:
             found.append(reading.weights)
     assert cache is not None

@@ -4,7 +4,7 @@ Slots that are not struck are never touched, and `Damage.undo` puts back what st
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -201,4 +201,4 @@ def corrupt(cache: KVCache, fault: Fault, hosts: Sequence[Host], draws: Sequence
         done.count[row] = mine.count[0]
         if 0 in mine.broken:
             done.broken[row] = mine.broken[0]
-    return KVCache(keys, values, cache.ledger), done
+    return replace(cache, keys=keys, values=values), done

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from kvprobe.features.places import Place
 from kvprobe.features.shards import FIRST
+from kvprobe.fingerprint import differing, digest
 from kvprobe.model import Model
 from kvprobe.presets import shipped
 from kvprobe.suggest import unknown
 
+WEIGHTS = "sae_weights.safetensors"
 FINGERPRINT = "kvprobe_model"
 """Under this name the metadata of a dictionary trained here tell the weights that it was trained on."""
 
@@ -146,8 +148,8 @@ class SparseFeatures:
         trained_on = config.metadata[FINGERPRINT]
         if trained_on is not None and trained_on != model.fingerprint:
             warnings.warn(
-                f"The SAE was trained on weights {trained_on}, and {model.name} has {model.fingerprint}: another model or another "
-                f"dtype, so what it makes of this one is not what its card says.",
+                f"The SAE was trained on another model than {model.name}, or in another dtype (it differs in "
+                f"{differing(trained_on, model.fingerprint)}), so what it makes of this one is not what its card says.",
                 stacklevel=2,
             )
         return found
@@ -163,6 +165,12 @@ class SparseFeatures:
 def shipped_dictionaries() -> dict[str, Path]:
     """The dictionaries that ship with kvprobe, by name."""
     return {path.parent.name: path.parent for path in sorted((shipped("models") / "features").glob("*/cfg.json"))}
+
+
+def content_digest(source: str | Path) -> str:
+    """A hash of the files of a dictionary on disk, by name or folder; what is no dictionary has that of nothing."""
+    folder = shipped_dictionaries().get(str(source)) or Path(source)
+    return digest([path.read_bytes() for path in sorted(folder.glob("*")) if path.name in ("cfg.json", WEIGHTS)], 16)
 
 
 def _from_disk(source: str | Path) -> Any:

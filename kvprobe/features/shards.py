@@ -26,7 +26,9 @@ from kvprobe.features.places import Place, site_of
 from kvprobe.forward import extend
 from kvprobe.lanes import Lanes
 from kvprobe.model import Model
+from kvprobe.runs import refuse_damaged
 from kvprobe.transcript import Tokens
+from kvprobe.untrusted import read_json
 
 SHARD = 8_192
 """Tokens after which a shard is full."""
@@ -34,6 +36,8 @@ ROWS = 16
 """Texts that are read side by side."""
 WINDOW = 8
 """Shards among whose tokens a batch is drawn."""
+MOST_BYTES = 2**20
+"""Of `shards.json`."""
 FIRST = 1
 """Slots at the start of each text that are left out."""
 
@@ -142,7 +146,9 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
     with tqdm(total=sum(map(len, texts)), desc="Recording activations", unit="token") as bar:
         for number, group in enumerate(groups):
             path = folder / f"{number:05d}.safetensors"
-            if not path.is_file():
+            if path.is_file():
+                refuse_damaged(path)
+            else:
                 partial = path.with_suffix(".partial")
                 save_file(_shard(model.lanes, texts, group, sites), partial)
                 partial.replace(path)
@@ -213,4 +219,4 @@ def _about(folder: Path) -> dict[str, Any]:
     path = folder / "shards.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no recording (it has no shards.json); make one with `features.record`.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, MOST_BYTES)

@@ -67,7 +67,7 @@ def card_page(card: Card) -> str:
     facts = [
         ("target", f"{card.target.name}: {', '.join(card.target.classes)}"),
         *([("places", ", ".join(card.target.places))] if len(card.target.places) > 1 else []),
-        ("of the model", f"{card.model}, weights {card.weights}, trained in {card.dtype}"),
+        ("of the model", f"{card.model}, fingerprint {card.weights}, trained in {card.dtype}"),
         ("where", where(card.site)),
         ("site chosen", chosen),
         (
@@ -178,8 +178,8 @@ def limits(card: Card) -> list[str]:
         else "Compare what it reads with the restart floor of the same conversation, as kvprobe scan does: without a difference there "
         "is no leak.",
         "That it can read something does not mean that the model uses it.",
-        f"It reads the weights {card.weights} of {card.model} and refuses others: of another model, or after fine-tuning, its "
-        "numbers mean nothing.",
+        f"It reads {card.model} with the fingerprint {card.weights} and refuses others: in another model, after fine-tuning, or with "
+        "another config, tokenizer or chat template its numbers mean nothing.",
     ]
     return said
 

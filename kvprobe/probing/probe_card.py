@@ -5,13 +5,10 @@ words for people is written by `kvprobe.probing.card_page` from the same numbers
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
@@ -19,12 +16,14 @@ from kvprobe.designs import Target
 from kvprobe.lens import Family
 from kvprobe.presets import shipped
 from kvprobe.stats import Estimate
-from kvprobe.studyconfig import read_yaml
+from kvprobe.studyconfig import read_yaml, require
 from kvprobe.suggest import unknown
+from kvprobe.untrusted import Limits, filled
 
-FORMAT = "kvprobe-probe-1"
+FORMAT = "kvprobe-probe-2"
+"""The first knew its model by weights alone, and had no digest of its own."""
 CARD, WEIGHTS = "card.yaml", "weights.safetensors"
-MAX_BYTES, MAX_TEXT, MAX_ENTRIES = 2**16, 600, 1_000
+LIMITS = Limits(text=600, entries=1_000, one_line=True, whole=True)
 
 Arm = Literal["retained", "direct", "hidden"]
 """What the slots were computed with: after the hidden text was masked, while it was in view, or as part of it."""
@@ -33,7 +32,11 @@ MEASURES = ("accuracy", "floor", "leak", "text", "permuted", "p", "selectivity",
 CARD_SPLITS = ("random", "leave-context-out", "paired")
 UNSEEN = "leave-context-out"
 
+SHARES = ("accuracy", "floor", "text", "permuted", "p")
+"""Measures that lie between 0 and 1."""
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Where:
     head: int | None
     read: Literal["mean", "last"]
     less_restart: bool = False
+
+    def __post_init__(self) -> None:
+        require("layer", self.layer, 0)
+        require("head", self.head or 0, 0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,16 @@ class Training:
     gain: float | None = None
     power: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("samples", "contexts", "penalty", "typical", "far"):
+            require(name, getattr(self, name), 0)
+        require("searched", self.searched, 1)
+        require("agreed", self.agreed, 0, 1)
+        require("power", self.power or 0, 0, 1)
+        require("gain", self.gain or 0, 0)
+        if any(each <= 0 for each in self.temperature):
+            raise ValueError(f"Setting 'temperature' is {list(self.temperature)}; expected numbers above 0.")
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -112,6 +129,12 @@ class Measure:
     low: float
     high: float
 
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; turn it round.")
+        if self.measure in SHARES:
+            require(self.measure, self.mean, 0, 1)
+
 
 @dataclass(frozen=True)
 class Made:
@@ -130,12 +153,14 @@ class Card:
     Attributes:
         name: of its folder.
         model: what its model was loaded as.
-        weights: the model's fingerprint.
-        rounded: the same of its weights rounded to bfloat16, by which they are known in another dtype.
+        weights: the model's fingerprint, which covers its config and tokenizer as well.
+        rounded: the same with its weights rounded to bfloat16, by which they are known in another dtype.
         dtype: of the model that it was trained on.
+        digest: of the probe's own weights; written and compared by `kvprobe.probing.probe_file`.
 
     Raises:
-        ValueError: a name that is no folder's, an unknown measure, split or arm, one of them twice, or no accuracy.
+        ValueError: a name that is no folder's, what is no fingerprint, an unknown measure, split or arm, one of them twice, or no
+            accuracy.
     """
 
     name: str
@@ -149,12 +174,16 @@ class Card:
     measures: tuple[Measure, ...]
     made: Made = Made()
     licence: str = "Apache-2.0"
+    digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"{self.name!r} cannot be the name of a probe; use lower-case letters, digits, dots and dashes, 80 at most."
             )
+        for found in (self.weights, self.rounded):
+            if not _FINGERPRINT.fullmatch(found):
+                raise ValueError(f"{found[:60]!r} is no fingerprint of a model; publish the probe again.")
         seen = [(each.measure, each.split) for each in self.measures]
         for measure, split in seen:
             if measure not in MEASURES:
@@ -194,17 +223,15 @@ class Card:
         """
         path = folder / CARD
         try:
-            content = read_yaml(path, MAX_BYTES)
-        except RecursionError as error:
-            raise ValueError(f"{path} nests too deep for a card; it was not written by kvprobe.") from error
-        except ValueError as error:  # of YAML, too, for a month that does not exist or a number without end
+            content = read_yaml(path)
+        except ValueError as error:
             raise ValueError(
                 f"{path} cannot be read as a card ({str(error).rstrip('.')}); copy the folder again."
             ) from error
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"{path} is not the card of a probe of format {FORMAT!r}; publish the probe again.")
         try:
-            return _filled(cls, content, "the card")
+            return filled(cls, content, "the card", LIMITS)
         except ValueError as error:
             raise ValueError(f"In {path}: {error}") from error
 
@@ -219,48 +246,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _filled(kind: Any, content: Any, where: str) -> Any:
-    """A value of this type from what YAML gave, or a refusal."""
-    if dataclasses.is_dataclass(kind):
-        return _filled_dataclass(kind, content, where)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        if not isinstance(content, list) or len(content) > MAX_ENTRIES:
-            raise ValueError(f"{where} must be a list of at most {MAX_ENTRIES:,}.")
-        return tuple(_filled(arguments[0], each, f"an entry of {where}") for each in content)
-    if origin is Literal:
-        if content not in arguments:
-            raise ValueError(f"{where} is {_shown(content)}; expected one of {', '.join(map(repr, arguments))}.")
-        return content
-    if origin is UnionType:
-        (other,) = (each for each in arguments if each is not NoneType)
-        return None if content is None else _filled(other, content, where)
-    if kind is float and type(content) is int and abs(content) < 2**53:
-        content = float(content)
-    if type(content) is not kind:
-        raise ValueError(f"{where} is {_shown(content)}, a {type(content).__name__}; expected a {kind.__name__}.")
-    if isinstance(content, str) and not (len(content) <= MAX_TEXT and (content.isprintable() or not content)):
-        raise ValueError(f"{where} is no line of at most {MAX_TEXT} printable characters.")
-    if isinstance(content, float) and not math.isfinite(content):
-        raise ValueError(f"{where} is {content}; expected a finite number.")
-    return content
-
-
-def _filled_dataclass(kind: Any, content: Any, where: str) -> Any:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must be a mapping, not a {type(content).__name__}.")
-    types = get_type_hints(kind)
-    for key in content:
-        if key not in types:
-            raise ValueError(unknown("key", str(key)[:40], types))
-    missing = [field.name for field in dataclasses.fields(kind) if field.name not in content]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}.")
-    return kind(**{key: _filled(types[key], each, repr(key)) for key, each in content.items()})
-
-
-def _shown(content: Any) -> str:
-    # A few aliases of YAML can stand for lists that no memory holds when they are written out.
-    return f"of {len(content)} entries" if isinstance(content, list | dict) else repr(content)[:60]

@@ -1,5 +1,6 @@
 """The weights of a published probe on disk, in safetensors: read as the file of a stranger, within limits. No pickle anywhere."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvprobe.fingerprint import digest
 from kvprobe.probing.linear import LinearProbes
 from kvprobe.probing.probe_card import WEIGHTS, Card
 
@@ -16,8 +18,8 @@ MAX_WEIGHTS = 2**28
 """Bytes of a file that is read at all."""
 
 
-def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder: Path) -> None:
-    """Write one probe and the deviations of its features."""
+def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder: Path, card: Card) -> Card:
+    """Write one probe and the deviations of its features, and return the card with their digest."""
     tensors = {
         "mean": linear.mean[0],
         "weights": linear.weights[0],
@@ -25,14 +27,16 @@ def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder:
         "deviation": deviation,
     }
     held = {name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    (folder / WEIGHTS).write_bytes(save(held))
+    content = save(held)
+    (folder / WEIGHTS).write_bytes(content)
+    return replace(card, digest=digest([content], 16))
 
 
 def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, "dim"]]:
     """What `write_weights` wrote.
 
     Raises:
-        ValueError: there is no file, or it is too large, truncated, or holds other tensors than the card promises.
+        ValueError: there is no file, or it is too large, truncated, holds other tensors than the card promises, or has another digest.
     """
     path = folder / WEIGHTS
     if not path.is_file():
@@ -61,5 +65,7 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
         raise ValueError(
             f"{path} holds numbers that are not finite, or deviations below zero or of no size; publish the probe again."
         )
+    if digest([path.read_bytes()], 16) != card.digest:
+        raise ValueError(f"{path} holds other weights than its card was written for; copy the whole folder again.")
     one = {name: tensor[None] for name, tensor in tensors.items()}
     return LinearProbes(one["mean"], one["weights"], one["intercept"], len(card.target.classes)), deviation

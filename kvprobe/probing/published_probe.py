@@ -1,6 +1,5 @@
 """Published probes: weights in safetensors and a card, in a folder of their own, which anyone can read a cache with."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import Tensor
 from kvprobe.cache import KVCache
 from kvprobe.capture import Captured
 from kvprobe.designs import Target
+from kvprobe.fingerprint import differing, fingerprint
 from kvprobe.model import Model
 from kvprobe.probing.card_page import card_page
 from kvprobe.probing.differences import difference
@@ -156,8 +156,7 @@ class Probe:
         """Write weights, card, and the card in words (README.md) into a folder, which is made."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(self.linear, self.deviation, folder)
-        self.card.write(folder)
+        write_weights(self.linear, self.deviation, folder, self.card).write(folder)
         (folder / "README.md").write_text(card_page(self.card), encoding="utf-8")
         return folder
 
@@ -255,12 +254,15 @@ class Probe:
         """Refuse a model that this probe cannot read.
 
         Raises:
-            ValueError: its weights are others (in whatever dtype), or it has no such site.
+            ValueError: its weights are others (in whatever dtype), its config or its tokenizer; or it has no such site.
         """
         if not self.fits(model):
+            other = (model.fingerprint, self.card.weights)
+            if _dtype(model) != self.card.dtype:
+                other = (rounded_fingerprint(model), self.card.rounded)
             raise ValueError(
-                f"{self.name} reads the weights {self.card.weights} of {self.card.model}; {model.name} has the weights "
-                f"{model.fingerprint}, in which its directions mean nothing, so train a probe of that model instead."
+                f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*other)}, so its directions mean "
+                f"nothing there; train a probe of that model instead."
             )
         shape, site = model.geometry, self.site
         heads = shape.n_kv_heads if site.head is None else 1
@@ -274,7 +276,7 @@ class Probe:
             )
 
     def fits(self, model: Model) -> bool:
-        """Whether the model has the weights that this probe was trained on; in another dtype, up to their rounding."""
+        """Whether this is the model that the probe was trained on; in another dtype, up to the rounding of its weights."""
         if model.fingerprint == self.card.weights:
             return True
         return _dtype(model) != self.card.dtype and rounded_fingerprint(model) == self.card.rounded
@@ -311,13 +313,8 @@ def _dtype(model: Model) -> str:
 
 
 def rounded_fingerprint(model: Model) -> str:
-    """A hash of all weights rounded to bfloat16: the same for a model loaded in float32 and in bfloat16."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(model.lanes.plain.state_dict().items()):
-        digest.update(name.encode())
-        rounded = tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        digest.update(rounded.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    """The fingerprint with weights rounded to bfloat16: the same for a model loaded in float32 and in bfloat16."""
+    return fingerprint(model.lanes.plain, model.tokenizer, torch.bfloat16)
 
 
 def _slug(text: str) -> str:

@@ -1,10 +1,10 @@
 """From a finished run to published probes: the probes that the run kept, with the command that makes them again."""
 
-import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from kvprobe.probing.probe_card import CARD, Made
+from kvprobe.probing.probe_card import CARD, WEIGHTS, Made
 from kvprobe.probing.published_probe import Probe
 from kvprobe.runs import Run
 from kvprobe.suggest import unknown
@@ -38,16 +38,20 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
         command=_line(environment.get("command")),
         commit=_line(environment.get("commit")),
         kvprobe=_line(environment.get("versions", {}).get("kvprobe")),
-        seed=int(environment.get("seed") or 0),
+        seed=environment.get("seed") or 0,
     )
-    chosen = [Probe.load(folder) for each, folder in kept.items() if name in (None, each)]
-    for probe in chosen:
+    chosen = {each: Probe.load(folder) for each, folder in kept.items() if name in (None, each)}
+    for each, probe in chosen.items():
+        if probe.name != each:
+            raise ValueError(
+                f"{kept[each]} holds the card of {probe.name!r}; a probe's folder has its name, so rename it."
+            )
         if probe.card.weights != environment["model"]:
             raise ValueError(
-                f"{probe.name} reads the weights {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
+                f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
             )
         _refuse_other(probe, to / probe.name)
-    return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen]
+    return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen.values()]
 
 
 def _refuse_other(probe: Probe, folder: Path) -> None:
@@ -64,13 +68,14 @@ def _refuse_other(probe: Probe, folder: Path) -> None:
 
 
 def _saved(probe: Probe, folder: Path) -> Path:
-    """Written beside its place and then moved there, so that no half of it is ever found."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    probe.save(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    return partial.rename(folder)
+    """Written beside its place and then moved there, file by file, so that no half of one is ever found, the card comes last, and
+    what else lies in the folder stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as made:
+        probe.save(made)
+        for name in (WEIGHTS, "README.md", CARD):
+            (Path(made) / name).replace(folder / name)
+    return folder
 
 
 def _line(value: object) -> str:

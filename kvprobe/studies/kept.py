@@ -1,12 +1,15 @@
-"""Tables of many cases, one file each, so that an interrupted run resumes."""
+"""Tables and tensors of many cases, one file each, so that an interrupted run resumes."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
+from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.runs import Run
+from kvprobe.runs import Run, read_table
 
 Case = TypeVar("Case")
 
@@ -22,10 +25,15 @@ def kept_tables(
     """
     tables = []
     for number, case in enumerate(tqdm(cases, desc=doing, unit=unit)):
-        path = run.part(f"{number:05d}-{name}.parquet")
-        if not path.is_file():
-            partial = path.with_suffix(".partial")
-            measure(case).to_parquet(partial, index=False)
-            partial.replace(path)
-        tables.append(pd.read_parquet(path))
+        tables.append(read_table(kept_table(run, f"{number:05d}-{name}", lambda case=case: measure(case))))
     return pd.concat(tables, ignore_index=True)
+
+
+def kept_table(run: Run, name: str, make: Callable[[], pd.DataFrame]) -> Path:
+    """The file of one table; see `Run.keep`."""
+    return run.keep(f"{name}.parquet", lambda path: make().to_parquet(path, index=False))
+
+
+def kept_tensors(run: Run, name: str, make: Callable[[], dict[str, Tensor]]) -> Path:
+    """The file of some tensors; see `Run.keep`."""
+    return run.keep(f"{name}.safetensors", lambda path: save_file(make(), path))

@@ -17,7 +17,8 @@ from kvprobe.cache import KVCache
 from kvprobe.faults import scaffold
 from kvprobe.generate import stop_tokens
 from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.runs import Run, read_table
+from kvprobe.studies.kept import kept_table
 from kvprobe.sweep import Outcome, Trial, first_divergence
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task, prompt
@@ -72,13 +73,12 @@ def collect(
     with tqdm(total=len(tasks) * count, desc="Damaging and answering", unit="prompt") as bar:
         for place, task in enumerate(tasks):
             for index, item in enumerate(task.items(count, seed)):
-                path = run.part(f"{place:02d}-{index:05d}.parquet")
-                if not path.is_file():
-                    sample = Sample(task, item, place * count + index, prompt(item, model.tokenizer))
-                    partial = path.with_suffix(".partial")
-                    answer(model, sample, cases_of(sample), seed, follow=follow).to_parquet(partial, index=False)
-                    partial.replace(path)
-                tables.append(pd.read_parquet(path))
+
+                def answered(task: Task = task, item: Item = item, number: int = place * count + index) -> pd.DataFrame:
+                    sample = Sample(task, item, number, prompt(item, model.tokenizer))
+                    return answer(model, sample, cases_of(sample), seed, follow=follow)
+
+                tables.append(read_table(kept_table(run, f"{place:02d}-{index:05d}", answered)))
                 bar.update()
     return pd.concat(tables, ignore_index=True)
 

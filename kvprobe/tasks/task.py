@@ -5,13 +5,14 @@ begins with the items of a shorter one.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from kvprobe.fingerprint import digest
 from kvprobe.suggest import unknown
 from kvprobe.transcript import Message, Part, Tokenizer, Tokens, Transcript
 
@@ -191,6 +192,15 @@ def first_items(every: list[Item], count: int, name: str) -> list[Item]:
     if not 0 <= count <= len(every):
         raise ValueError(f"{count} items of {name} were asked for; there are {len(every)}.")
     return every[:count]
+
+
+def items_digest(tasks: Sequence[Task], count: int, seed: int) -> str:
+    """A hash of what these tasks give a model to read and score it by: their first items, and chance.
+
+    Raises:
+        ValueError: a task does not have so many items.
+    """
+    return digest([repr((task.chance, task.items(count, seed))).encode() for task in tasks])
 
 
 def first_line(text: str) -> str:

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from kvprobe.model import Model, load
 from kvprobe.probing import probe_card
 from kvprobe.probing.card_page import card_page
-from kvprobe.probing.probe_card import CARD, MAX_BYTES, WEIGHTS, Card, Measure, Where
+from kvprobe.probing.probe_card import CARD, WEIGHTS, Card, Measure, Where
 from kvprobe.probing.published_probe import Probe
 from kvprobe.probing.sweep import READS, read_outs
+from kvprobe.studyconfig import MAX_BYTES
 from kvprobe.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 from tests.probing.made_probes import TARGET, made_probe
@@ -102,7 +103,7 @@ def test_rows_of_unequal_length_are_read_as_if_alone(tiny_llama: Model, read: An
 def test_other_weights_are_refused_and_another_dtype_of_the_same_is_not(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
     cache = tiny_llama.prefill(CHAT)
-    with pytest.raises(ValueError, match=f"reads the weights {tiny_llama.fingerprint}"):
+    with pytest.raises(ValueError, match="differs from it in weights"):
         probe.read(llama(seed=1, tokenizer=tiny_tokenizer()), cache, "T2")
     half = load(llama(tokenizer=tiny_tokenizer()).lanes.plain.to(torch.bfloat16), tokenizer=tiny_tokenizer())
     assert half.fingerprint != tiny_llama.fingerprint
@@ -110,6 +111,21 @@ def test_other_weights_are_refused_and_another_dtype_of_the_same_is_not(tiny_lla
     assert float((near - probe.read(tiny_llama, cache, "T2")).abs().max()) < 0.1
     other = llama(seed=1, tokenizer=tiny_tokenizer()).lanes.plain.to(torch.bfloat16)
     assert not probe.fits(load(other, tokenizer=tiny_tokenizer()))
+
+
+def test_another_config_or_tokenizer_over_the_same_weights_is_refused(tiny_llama: Model):
+    probe = made_probe(tiny_llama, VALUES)
+    turned = llama(tokenizer=tiny_tokenizer()).lanes.plain
+    turned.config.rope_parameters = {"rope_type": "default", "rope_theta": 50_000.0}
+    other = tiny_tokenizer()
+    other.chat_template += " "
+    for model, part in {
+        load(turned, tokenizer=tiny_tokenizer()): "config",
+        load(turned.to(torch.bfloat16), tokenizer=tiny_tokenizer()): "config",
+        load(tiny_llama.lanes.plain, tokenizer=other): "tokenizer or chat template",
+    }.items():
+        with pytest.raises(ValueError, match=f"differs from it in {part},"):
+            probe.check(model)
 
 
 def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
@@ -151,10 +167,19 @@ BAD_CARDS = {
     "has [0-9]+ bytes": lambda path: path.write_text("a: " + "x" * MAX_BYTES),
     "not readable YAML|UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00"),
     "not readable": lambda path: path.write_text("a: !!python/object/apply:os.system ['true']"),
-    "too deep": lambda path: path.write_text("a: " + "[" * 5_000),
+    "nests deeper": lambda path: path.write_text("a: " + "[" * 5_000),
     "month must be": lambda path: path.write_text("a: 2026-13-45"),
-    "'layer' is of 9 entries, a list": lambda path: path.write_text(path.read_text().replace("layer: 1", LAUGHS)),
-    "format": changed(lambda card: card.update(format="kvprobe-probe-2")),
+    "aliases": lambda path: path.write_text(path.read_text().replace("layer: 1", LAUGHS)),
+    "format": changed(lambda card: card.update(format="kvprobe-probe-1")),
+    "no fingerprint": changed(lambda card: card.update(weights=card["weights"][:16])),
+    "'layer' is -1": changed(lambda card: card["site"].update(layer=-1)),
+    "'agreed' is 1.5": changed(lambda card: card["training"].update(agreed=1.5)),
+    "'contexts' is -3": changed(lambda card: card["training"].update(contexts=-3)),
+    "'temperature' is": changed(lambda card: card["training"].update(temperature=[0.0])),
+    "'accuracy' is 7": changed(lambda card: card["measures"][0].update(mean=7.0)),
+    "interval of accuracy": changed(lambda card: card["measures"][0].update(low=0.9)),
+    "lacks 'digest'": changed(lambda card: card.pop("digest") and None),
+    "cannot be read as a card": lambda path: path.write_text("a: " + "1:" * 9_000 + "1"),
     "no key called 'weigths'": changed(lambda card: card.update(weigths=1)),
     "lacks 'site'": changed(lambda card: card.pop("site") and None),
     "no key called 'code'": changed(lambda card: card["site"].update(code="import os")),
@@ -162,7 +187,7 @@ BAD_CARDS = {
     "'layer' is True": changed(lambda card: card["site"].update(layer=True)),
     "'family' is 'w'": changed(lambda card: card["site"].update(family="w")),
     "'far' is .*finite": changed(lambda card: card["training"].update(far=float("nan"))),
-    "printable": changed(lambda card: card["training"].update(what="\x1b[2Jgone")),
+    "cannot be printed": changed(lambda card: card["training"].update(what="\x1b[2Jgone")),
     "at most 600": changed(lambda card: card["training"].update(what="x" * 601)),
     "list of at most": changed(lambda card: card["target"].update(classes=["x"] * 1001)),
     "none of them twice": changed(lambda card: card["target"].update(classes=["x", "x"])),
@@ -170,7 +195,7 @@ BAD_CARDS = {
     "no measure called": changed(lambda card: card["measures"][0].update(measure="precision")),
     "no split called": changed(lambda card: card["measures"][0].update(split="rnd")),
     "no accuracy under the random": changed(lambda card: card["measures"].pop(0) and None),
-    "twice": changed(lambda card: card["measures"].append(card["measures"][0])),
+    "twice": changed(lambda card: card["measures"].append(dict(card["measures"][0]))),
 }
 
 
@@ -202,6 +227,7 @@ BAD_WEIGHTS = {
     "not float32": altered(lambda held: held.update(mean=held["mean"].double())),
     "not finite": altered(lambda held: held["mean"].fill_(torch.nan)),
     "below zero": altered(lambda held: held["deviation"].fill_(-1)),
+    "other weights than its card": altered(lambda held: held["weights"].mul_(-1)),
 }
 
 

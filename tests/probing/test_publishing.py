@@ -68,6 +68,16 @@ def test_publishing_again_changes_nothing_and_never_writes_over_another_probe(
         publish(run, tmp_path, "two")
 
 
+def test_publishing_deletes_nothing_that_it_did_not_write(run: Run, tmp_path: Path):
+    (folder,) = publish(run, tmp_path, "one")
+    for mine in (folder / "notes.md", tmp_path / "one.partial" / "thesis.tex"):
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("precious")
+    publish(run, tmp_path, "one")
+    assert (folder / "notes.md").read_text() == (tmp_path / "one.partial" / "thesis.tex").read_text() == "precious"
+    assert {path.name for path in folder.iterdir()} == {CARD, WEIGHTS, "README.md", "notes.md"}
+
+
 def test_a_run_that_has_nothing_to_publish_is_refused(run: Run, tmp_path: Path):
     with pytest.raises(ValueError, match="did you mean 'one'"):
         publish(run, tmp_path, "ones")

@@ -9,6 +9,7 @@ from kvprobe.studies.bands.config import Config
 from kvprobe.studies.bands.figures import draw_all
 from kvprobe.studies.bands.narrative import narrate
 from kvprobe.studies.begin import begin
+from kvprobe.tasks.task import items_digest
 
 NAME = "bands"
 
@@ -19,7 +20,8 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     Raises:
         ValueError: a setting that does not fit the model, or a directory that holds another run.
     """
-    model, directory = begin(NAME, config, root, name)
+    inputs = {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
+    model, directory = begin(NAME, config, root, name, inputs)
     if directory.finished:
         return directory
     table = collect(model, config, directory)

@@ -9,6 +9,7 @@ from kvprobe.studies.bitflips.collect import collect, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import draw_all
 from kvprobe.studies.bitflips.narrative import narrate
+from kvprobe.tasks.task import items_digest
 
 NAME = "bitflips"
 
@@ -20,8 +21,8 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
         FileNotFoundError: a task's file is missing.
         ValueError: an unknown task, a setting that does not fit the model, or a directory that holds another run.
     """
-    tasks_of(config)  # An unknown task is refused before a model is loaded.
-    model, directory = begin(NAME, config, root, name)
+    inputs = {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
+    model, directory = begin(NAME, config, root, name, inputs)
     if directory.finished:
         return directory
     table = collect(model, config, directory)

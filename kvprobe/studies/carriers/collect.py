@@ -8,6 +8,7 @@ in the hidden turn. One table per conversation is kept, so an interrupted run re
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -22,9 +23,10 @@ from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
 from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
-from kvprobe.runs import Run
+from kvprobe.runs import Run, read_table
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import HIDDEN, bands, cells, code_cells, groups, token_cells
+from kvprobe.studies.kept import kept_table
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
 from kvprobe.transcript import Tokens, Transcript
@@ -61,16 +63,11 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     tables = []
     with tqdm(total=config.contexts, desc="Patching conversations", unit="pair") as bar:
         for number, (context, compaction) in enumerate(every):
-            path = run.part(f"context-{number:03d}.parquet")
-            if not path.is_file():
-                own, spare = codes[number], codes[config.contexts + number :]
-                # Another first digit, so that one token tells the two codes apart.
-                other = next(code for code in spare if code[0] != own[0])
-                partial = path.with_suffix(".partial")
-                table = read_context(model, context, compaction, (own, other), config, example=number == 0)
-                table.to_parquet(partial, index=False)
-                partial.replace(path)
-            tables.append(pd.read_parquet(path).assign(context=number))
+            own, spare = codes[number], codes[config.contexts + number :]
+            # Another first digit, so that one token tells the two codes apart.
+            other = next(code for code in spare if code[0] != own[0])
+            read = partial(read_context, model, context, compaction, (own, other), config, example=number == 0)
+            tables.append(read_table(kept_table(run, f"context-{number:03d}", read)).assign(context=number))
             bar.update()
     return pd.concat(tables, ignore_index=True)
 

@@ -8,6 +8,7 @@ for. Arms that no code can reach are read once per context. One file per context
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,18 +47,26 @@ def collect(model: Model, config: Config, run: Run) -> list[Path]:
     paths = []
     with tqdm(total=config.contexts, desc="Reading under every arm", unit="conversation") as bar:
         for index, (context, compaction) in enumerate(every[: config.contexts]):
-            path = run.part(f"context-{index:03d}.safetensors")
-            if not path.is_file():
-                others = [each for each, _ in every if each != context]
-                filler = others[index % len(others) :] + others[: index % len(others)]
-                own = codes[index * per_context : (index + 1) * per_context]
-                tensors, texts = read_context(model, context, compaction, filler, own, config)
-                partial = path.with_suffix(".partial")
-                save_file(tensors, partial, metadata={"texts": json.dumps(texts)})
-                partial.replace(path)
-            paths.append(path)
+            others = [each for each, _ in every if each != context]
+            filler = others[index % len(others) :] + others[: index % len(others)]
+            own = codes[index * per_context : (index + 1) * per_context]
+            write = partial(_write_context, model, context, compaction, filler, own, config)
+            paths.append(run.keep(f"context-{index:03d}.safetensors", write))
             bar.update()
     return paths
+
+
+def _write_context(
+    model: Model,
+    context: Context,
+    compaction: Compaction,
+    filler: Sequence[Context],
+    codes: Sequence[str],
+    config: Config,
+    path: Path,
+) -> None:
+    tensors, texts = read_context(model, context, compaction, filler, codes, config)
+    save_file(tensors, path, metadata={"texts": json.dumps(texts)})
 
 
 def read_context(

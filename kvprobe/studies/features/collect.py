@@ -6,6 +6,7 @@ encoded. One file per context is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -25,7 +25,7 @@ from kvprobe.features.places import joined, site_of
 from kvprobe.model import Model
 from kvprobe.runs import Run
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.kept import kept_tables
+from kvprobe.studies.kept import kept_tables, kept_tensors
 from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
 from kvprobe.transcript import Tokens
 
@@ -50,18 +50,12 @@ def samples_of(model: Model, config: Config) -> list[tuple[Context, list[str]]]:
 
 def collect(model: Model, dictionaries: Sequence[SparseFeatures], config: Config, run: Run) -> list[Path]:
     """One file of tensors per context (see `read_context`), in order."""
-    paths = []
     readers = {str(each.place): (each, each.turned(config.seed)) for each in dictionaries}
-    for number, (context, codes) in enumerate(
-        tqdm(samples_of(model, config), desc="Reading conversations", unit="conversation")
-    ):
-        path = run.part(f"context-{number:03d}.safetensors")
-        if not path.is_file():
-            partial = path.with_suffix(".partial")
-            save_file(read_context(model, context, codes, readers), partial)
-            partial.replace(path)
-        paths.append(path)
-    return paths
+    samples = tqdm(samples_of(model, config), desc="Reading conversations", unit="conversation")
+    return [
+        kept_tensors(run, f"context-{number:03d}", partial(read_context, model, context, codes, readers))
+        for number, (context, codes) in enumerate(samples)
+    ]
 
 
 def read_context(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from kvprobe.features import Place, Recipe, Shards, SparseFeatures, record, self_written, train
+from kvprobe.features.dictionary import content_digest
+from kvprobe.fingerprint import digest
 from kvprobe.model import Model
 from kvprobe.runs import Run
 from kvprobe.studies.features.config import Config
@@ -41,6 +43,13 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures
     if len(set(places)) != len(places):
         raise ValueError(f"Two dictionaries read {places[0]}; give one for each place.")
     return loaded, record(model, texts, places, recording(run))
+
+
+def content_of(config: Config) -> str:
+    """A digest of the files of the dictionaries that a config names; none of those that are trained."""
+    if config.dictionaries == TRAIN:
+        return ""
+    return digest([content_digest(name).encode() for name in listed("dictionaries", config.dictionaries, str)])
 
 
 def recording(run: Run) -> Path:

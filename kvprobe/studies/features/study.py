@@ -19,7 +19,7 @@ from kvprobe.studies.features.collect import RESTARTED, Collected, collect, coll
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.figures import draw_all
 from kvprobe.studies.features.narrative import narrate
-from kvprobe.studies.features.prepare import prepare, recording
+from kvprobe.studies.features.prepare import content_of, prepare, recording
 from kvprobe.views.features import feature_view, peak_words
 
 NAME = "features"
@@ -37,7 +37,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     Raises:
         ValueError: a setting that does not fit the model, or a directory that holds another run.
     """
-    model, directory = begin(NAME, config, root, name)
+    model, directory = begin(NAME, config, root, name, {"dictionaries": content_of(config)})
     if directory.finished:
         return directory
     dictionaries, shards = prepare(model, config, directory)

@@ -7,11 +7,11 @@ given themselves. One file per session is kept, so an interrupted collection res
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,6 +22,7 @@ from kvprobe.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.runs import Run
 from kvprobe.studies.idle_rebuild.config import Config
+from kvprobe.studies.kept import kept_tensors
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
 from kvprobe.transcript import Tokens
 
@@ -57,15 +58,10 @@ class Rows:
 
 def collect(model: Model, config: Config, run: Run) -> list[Path]:
     """One file of tensors per session (see `read_session`), in order."""
-    paths = []
-    for index, session in enumerate(tqdm(sessions()[: config.sessions], desc="Reading sessions", unit="session")):
-        path = run.part(f"session-{index:03d}.safetensors")
-        if not path.is_file():
-            partial = path.with_suffix(".partial")
-            save_file(read_session(model, session, config.continuation), partial)
-            partial.replace(path)
-        paths.append(path)
-    return paths
+    return [
+        kept_tensors(run, f"session-{index:03d}", partial(read_session, model, session, config.continuation))
+        for index, session in enumerate(tqdm(sessions()[: config.sessions], desc="Reading sessions", unit="session"))
+    ]
 
 
 def read_session(model: Model, session: Session, continuation: int) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,6 +20,7 @@ from kvprobe.model import Model
 from kvprobe.outcomes import use_measurements
 from kvprobe.probing.sweep import read_outs
 from kvprobe.runs import Run
+from kvprobe.studies.kept import kept_tensors
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import Context, conversation
 from kvprobe.tasks.secrets import secret
@@ -46,13 +46,12 @@ def collect(model: Model, config: Config, run: Run, part: str = "context") -> li
     paths = []
     with tqdm(total=config.samples, desc="Reading conversations", unit="conversation") as bar:
         for index, (context, own) in enumerate(zip(hidden.contexts, texts, strict=False)):
-            path = run.part(f"{part}-{index:03d}.safetensors")
-            if not path.is_file():
+
+            def read(context: Context = context, own: Sequence[str] = own) -> dict[str, Tensor]:
                 labels = torch.tensor([hidden.labels(text) for text in own])
-                partial = path.with_suffix(".partial")
-                save_file({**read_context(model, context, own, config.batch), "labels": labels}, partial)
-                partial.replace(path)
-            paths.append(path)
+                return {**read_context(model, context, own, config.batch), "labels": labels}
+
+            paths.append(kept_tensors(run, f"{part}-{index:03d}", read))
             bar.update(per_context)
     return paths
 

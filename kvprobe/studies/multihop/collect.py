@@ -7,13 +7,13 @@ is the same and costs less. One file per session is kept, so an interrupted run 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from kvprobe.model import Model
 from kvprobe.outcomes import use_measurements
 from kvprobe.probing.sweep import read_outs
 from kvprobe.runs import Run
+from kvprobe.studies.kept import kept_tensors
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_seen
 from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.trialconfig import listed
@@ -60,13 +61,9 @@ def collect(model: Model, config: Config, run: Run) -> list[Path]:
     paths = []
     with tqdm(total=config.samples, desc="Reading sessions", unit="session") as bar:
         for index, session in enumerate(sessions()[: config.sessions]):
-            path = run.part(f"session-{index:03d}.safetensors")
-            if not path.is_file():
-                own = codes[index * per_session : (index + 1) * per_session]
-                partial = path.with_suffix(".partial")
-                save_file(read_session(model, session, own, families_of(config), config.batch), partial)
-                partial.replace(path)
-            paths.append(path)
+            own = codes[index * per_session : (index + 1) * per_session]
+            read = partial(read_session, model, session, own, families_of(config), config.batch)
+            paths.append(kept_tensors(run, f"session-{index:03d}", read))
             bar.update(per_session)
     return paths
 

@@ -8,6 +8,7 @@ run resumes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvprobe.policies import (
     SnapKV,
 )
 from kvprobe.runs import Run
+from kvprobe.studies.kept import kept_table
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
 from kvprobe.transcript import Message, Part, Tokens, Transcript
@@ -193,14 +195,10 @@ def collect(model: Model, config: Config, run: Run) -> list[Path]:
     paths, count = [], len(conditions(config)) + 1
     with tqdm(total=config.samples * count, desc="Evicting and asking", unit="condition") as bar:
         for sample in range(config.samples):
-            path = run.part(f"sample-{sample:05d}.parquet")
-            if path.is_file():
-                bar.update(count)
-            else:
-                partial = path.with_suffix(".partial")
-                read_sample(model, config, sample, bar.update).to_parquet(partial, index=False)
-                partial.replace(path)
-            paths.append(path)
+            paths.append(
+                kept_table(run, f"sample-{sample:05d}", partial(read_sample, model, config, sample, bar.update))
+            )
+            bar.update((sample + 1) * count - bar.n)
     return paths
 
 

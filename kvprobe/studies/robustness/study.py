@@ -10,7 +10,7 @@ from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.narrative import narrate
 from kvprobe.studies.trialconfig import listed
-from kvprobe.tasks.task import find_task
+from kvprobe.tasks.task import find_task, items_digest
 
 NAME = "robustness"
 
@@ -25,7 +25,8 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     tasks = listed("tasks", config.tasks, find_task)
     kinds(config)
     table = beside(config, tasks)
-    model, directory = begin(NAME, config, root, name)
+    inputs = {"tasks": items_digest(tasks, config.samples, config.seed)}
+    model, directory = begin(NAME, config, root, name, inputs)
     if directory.finished:
         return directory
     rows = collect(model, config, directory, tasks)

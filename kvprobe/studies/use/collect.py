@@ -5,11 +5,12 @@ One file per conversation and stage is kept, so an interrupted run resumes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,7 +18,7 @@ from kvprobe.generate import generate
 from kvprobe.model import Model
 from kvprobe.runs import Run
 from kvprobe.studies.carriers.groups import EVERY_LAYER, bands
-from kvprobe.studies.kept import kept_tables
+from kvprobe.studies.kept import kept_tables, kept_tensors
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     ERASE,
@@ -85,12 +86,8 @@ def collect_reads(model: Model, cases: Sequence[Case], config: Config, run: Run)
     found = []
     with tqdm(total=len(cases) * config.codes, desc="Reading conversations", unit="conversation") as bar:
         for case in cases:
-            path = run.part(f"{case.number:05d}-read.safetensors")
-            if not path.is_file():
-                partial = path.with_suffix(".partial")
-                save_file(read_turn(model, case.context, case.codes, config.batch), partial)
-                partial.replace(path)
-            found.append(load_file(path))
+            read = partial(read_turn, model, case.context, case.codes, config.batch)
+            found.append(load_file(kept_tensors(run, f"{case.number:05d}-read", read)))
             bar.update(config.codes)
     return found
 

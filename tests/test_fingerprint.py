@@ -1,0 +1,83 @@
+"""A fingerprint: the same for the same model however it is loaded, another for all that decides numbers."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvprobe.fingerprint import PARTS, differing, fingerprint
+from kvprobe.model import Model, load
+from tests.models import llama, tiny_tokenizer
+
+
+def test_a_model_that_is_saved_and_loaded_again_has_the_same_fingerprint(tiny: Model, tmp_path: Path):
+    tiny.lanes.plain.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    again = load(tmp_path, device="cpu", dtype="float32")
+    assert again.fingerprint == tiny.fingerprint
+    assert again.lanes.hooked
+    assert load(again.lanes.plain, tokenizer=again.tokenizer).fingerprint == tiny.fingerprint
+
+
+def test_reading_and_truncating_change_no_fingerprint():
+    model = llama(tokenizer=tiny_tokenizer())
+    before = model.fingerprint
+    model.tokenizer("a b c", truncation=True, max_length=2)
+    model.prefill("abc")
+    with model.lanes.attending_by(lambda given: given.query):
+        assert fingerprint(model.lanes.plain, model.tokenizer) == before
+
+
+def _weight(plain: Any, tokenizer: Any) -> None:
+    with torch.no_grad():
+        next(plain.parameters()).view(-1)[3] += 1e-3
+
+
+def _theta(plain: Any, tokenizer: Any) -> None:
+    plain.config.rope_parameters["rope_theta"] = 20_000.0
+
+
+def _norm(plain: Any, tokenizer: Any) -> None:
+    plain.config.rms_norm_eps = 1e-4
+
+
+def _stop(plain: Any, tokenizer: Any) -> None:
+    plain.generation_config.eos_token_id = 5
+
+
+def _template(plain: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template += " "
+
+
+def _token(plain: Any, tokenizer: Any) -> None:
+    tokenizer.add_tokens(["zzz"])
+
+
+def _special(plain: Any, tokenizer: Any) -> None:
+    tokenizer.bos_token = "a"
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [(0, _weight), (1, _theta), (1, _norm), (1, _stop), (2, _template), (2, _token), (2, _special)],
+)
+def test_whatever_decides_numbers_is_in_the_fingerprint(part: int, change: Callable[[Any, Any], None]):
+    model = llama(tokenizer=tiny_tokenizer())
+    plain, tokenizer = copy.deepcopy(model.lanes.plain), copy.deepcopy(model.tokenizer)
+    before = fingerprint(plain, tokenizer)
+    change(plain, tokenizer)
+    assert differing(before, fingerprint(plain, tokenizer)) == PARTS[part]
+
+
+def test_a_model_whose_weights_were_written_since_is_another():
+    model = llama()
+    before = model.fingerprint
+    _weight(model.lanes.plain, None)
+    assert differing(before, model.fingerprint) == "weights"
+
+
+def test_a_fingerprint_of_an_older_format_differs_in_its_format():
+    assert differing("0123456789abcdef", llama().fingerprint) == "fingerprint of another format"
