@@ -98,7 +98,6 @@ def attend(
     read = text if chat is None else read_chat(chat)
     if read is None or None not in (text, chat):
         raise ValueError("Give --text or --chat, and not both.")
-    _set_threads()
     from kvprobe.model import load
     from kvprobe.views.attend import attend_page
 
@@ -147,7 +146,6 @@ def scan(
     from kvprobe.chat_file import read_chat
 
     conversation = read_chat(chat)
-    _set_threads()
     from kvprobe.model import load
     from kvprobe.probing.live_scan import live_scan
     from kvprobe.probing.published_probe import Probe
@@ -212,8 +210,6 @@ def budget(
         from kvprobe.model import load
 
         measurable(found)
-        _set_threads()
-
         measured = measured_by(load(model, device=device, dtype=found.request.dtype.name), found)
     if json:
         from json import dumps
@@ -240,7 +236,6 @@ def budget(
 @app.command
 def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
     """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
-    _set_threads()
     from kvprobe.doctor import examine
     from kvprobe.model import load
 
@@ -276,7 +271,6 @@ def _add_run_command(command: str, preset: Preset) -> None:
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
     ) -> None:
-        _set_threads()
         from kvprobe.report import write_report
 
         chosen = study.config(**dataclasses.asdict(config or flags()))
@@ -299,10 +293,3 @@ def _with_defaults(config: Any) -> type[Any]:
     made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
-
-
-def _set_threads() -> None:
-    """One thread per core that this process may use: torch would otherwise count the machine's."""
-    import torch
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

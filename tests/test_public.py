@@ -9,6 +9,7 @@ import pytest
 
 import kvprobe
 from kvprobe.model import Model
+from tests.models import llama
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,3 +90,16 @@ def test_the_doctor_notices_lanes_that_drift_apart(tiny_llama: Model, monkeypatc
     failed = {check.name for check in examine(tiny_llama) if not check.passed}
     handle.remove()
     assert failed == {"both lanes agree on logits"}
+
+
+@pytest.mark.parametrize("setting", ["eos_token_id", "repetition_penalty"])
+def test_the_doctor_decodes_both_sides_alike_whatever_the_generation_config_says(setting: str):
+    from kvprobe.doctor import _CUT, _greedy_against_library, _sample
+
+    model = llama()
+    tokens = _sample(model)[:_CUT]
+    said = model.generate(tokens, max_new_tokens=16).tokens[0]
+    value = said[3] if setting == "eos_token_id" else 1.8
+    setattr(model.lanes.plain.generation_config, setting, value)
+    assert _greedy_against_library(model, tokens).passed
+    assert getattr(model.lanes.plain.generation_config, setting) == value
