@@ -98,7 +98,7 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["doctor", "nowhere"], ["attend", "nowhere", "--text", "-"], ["run", "leakage", "--model", "nowhere"]],
+    [["doctor", "nowhere"], ["attend", "nowhere", "--text", "hello"], ["run", "leakage", "--model", "nowhere"]],
 )
 def test_the_number_of_threads_is_the_users(arguments: list[str], tmp_path: Path):
     check = (

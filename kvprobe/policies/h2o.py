@@ -29,7 +29,10 @@ class H2O(Scored):
     def observes(self) -> int:
         return 0
 
+    @property
+    def protected(self) -> int:
+        return self.budget // 2 if self.recent is None else self.recent
+
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None
-        recent = self.budget // 2 if self.recent is None else self.recent
-        return scene.attention.total.masked_fill(age(scene.live) < recent, torch.inf)
+        return scene.attention.total.masked_fill(age(scene.live) < self.protected, torch.inf)

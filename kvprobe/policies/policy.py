@@ -179,6 +179,11 @@ class Scored(Policy):
         super().__post_init__()
         self._at_least("budget", self.budget, 1)
 
+    @property
+    def protected(self) -> int:
+        """How many slots of the budget stay whatever attention they drew: the newest, or the first."""
+        return 0
+
     @abstractmethod
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         """The worth of each slot; infinite where it always stays."""

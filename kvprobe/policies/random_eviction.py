@@ -38,6 +38,10 @@ class RandomEviction(Scored):
         if not 0 <= self.sinks <= self.budget:
             raise ValueError(f"RandomEviction has sinks={self.sinks}; it must be 0 to its budget, {self.budget}.")
 
+    @property
+    def protected(self) -> int:
+        return self.sinks
+
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         ledger = scene.cache.ledger
         layers, batch, heads, _ = scene.live.shape

@@ -33,6 +33,10 @@ class SnapKV(Scored):
     def observes(self) -> int:
         return self.window
 
+    @property
+    def protected(self) -> int:
+        return self.window
+
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None
         paid = scene.attention.recent[:, :, :, -self.window :].sum(3)
