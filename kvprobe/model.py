@@ -21,6 +21,7 @@ from kvprobe.lens import Family
 from kvprobe.live import apply, read, read_in_chunks, watch
 from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
 from kvprobe.memory.budget import Budget, budget
+from kvprobe.model_files import refuse_not_finite
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.sweep import Sweep, Trial, sweep
 from kvprobe.transcript import Tokens, Transcript
@@ -52,9 +53,11 @@ def load(
     if isinstance(source, torch.nn.Module):
         if not hasattr(source, "config"):
             raise ValueError(f"{type(source).__name__} is no Hugging Face model; give a causal language model.")
+        refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(source.eval(), tokenizer), type(source).__name__)
     where = pick_device(device)
     plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
+    refuse_not_finite(os.fspath(source), plain.named_parameters())
     return Model(Lanes(plain, tokenizer or own_tokenizer), os.fspath(source))
 
 

@@ -11,7 +11,7 @@ FLOORS = [
         "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
         "studyconfig", "presets", "designs", "rotary", "footprint", "memory", "policies", "faults", "described", "published", "outcomes", "wording",
     },
-    {"catalog", "loading", "lens", "lanes", "train_ordinal"},
+    {"catalog", "model_files", "loading", "lens", "lanes", "train_ordinal"},
     {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
     {"probing", "erasing", "patching", "attention", "layers", "features", "doctor", "measured", "plots", "views"},
     {"studies"},
