@@ -3,14 +3,26 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from kvprobe.presets import Preset, presets, read_preset, shipped
 from kvprobe.studies import STUDIES, find
 from kvprobe.studyconfig import from_mapping, read_yaml
+
+
+def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+    """A flag's whole number; cyclopts would round 3.5."""
+    try:
+        return int(tokens[0].value)
+    except ValueError as error:
+        raise ValueError(f"{tokens[0].value!r} is no whole number.") from error
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 
 app = App(
     name="kvprobe",
@@ -87,7 +99,7 @@ def attend(
         tuple[str, ...],
         Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
     ] = (),
-    last: Annotated[int | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
+    last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
     out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
     device: str = "auto",
     dtype: str = "auto",
@@ -161,10 +173,10 @@ def scan(
 def budget(
     model: str = "smollm2-135m",
     *,
-    context: Annotated[int, Parameter(help="Tokens of each conversation.")] = 8192,
-    new: Annotated[int, Parameter(help="How many of them are generated, one by one.")] = 0,
-    batch: Annotated[int, Parameter(help="Conversations at once.")] = 1,
-    source: Annotated[int, Parameter(help="Tokens of the other input that cross-attention looks at.")] = 0,
+    context: Annotated[Whole, Parameter(help="Tokens of each conversation.")] = 8192,
+    new: Annotated[Whole, Parameter(help="How many of them are generated, one by one.")] = 0,
+    batch: Annotated[Whole, Parameter(help="Conversations at once.")] = 1,
+    source: Annotated[Whole, Parameter(help="Tokens of the other input that cross-attention looks at.")] = 0,
     dtype: Annotated[str | None, Parameter(help="Of weights and activations; by default the config's.")] = None,
     cache_dtype: Annotated[
         str | None, Parameter(help="Of the cache: a float, fp8, int4, int2 (hf), int8_per_token_head, nvfp4 … (vllm).")
@@ -181,9 +193,9 @@ def budget(
         Parameter(help="Of attention in transformers; by default what it takes itself."),
     ] = None,
     logits: Annotated[Literal["last", "all"], Parameter(help="Of the prompt's last token, or of all.")] = "last",
-    ranks: Annotated[int, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
-    block: Annotated[int, Parameter(help="Tokens of a vLLM block.")] = 16,
-    batched_tokens: Annotated[int, Parameter(help="That a vLLM step reads at most.")] = 8192,
+    ranks: Annotated[Whole, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
+    block: Annotated[Whole, Parameter(help="Tokens of a vLLM block.")] = 16,
+    batched_tokens: Annotated[Whole, Parameter(help="That a vLLM step reads at most.")] = 8192,
     json: Annotated[bool, Parameter(help="Print numbers for a program instead of a table.", negative="")] = False,
     figure: Annotated[Path | None, Parameter(help="Also draw memory over context into this file.")] = None,
     measure: Annotated[
@@ -287,7 +299,7 @@ def _with_defaults(config: Any) -> type[Any]:
     """The config's dataclass with its values as the defaults, for the command line to show and fill."""
     kind = type(config)
     fields = [
-        (field.name, field.type, dataclasses.field(default=getattr(config, field.name)))
+        (field.name, Whole if field.type is int else field.type, dataclasses.field(default=getattr(config, field.name)))
         for field in dataclasses.fields(config)
     ]
     made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)

@@ -70,6 +70,8 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
             )
             model, found = loaded
             tokenizer = AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
+            if tokenizer is not None:
+                tokenizer("a")  # some settings of a tokenizer are looked at only when it is used
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except (

@@ -34,7 +34,7 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
 
 def require(name: str, value: int | float, low: int | float, high: int | float | None = None) -> None:
     """Refuse a number that is not between `low` and `high`."""
-    if value < low or (high is not None and value > high):
+    if not value >= low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"Setting {name!r} is {value}; expected {expected}.")
 

@@ -8,11 +8,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
-        "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
+        "suggest", "settings", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
         "studyconfig", "presets", "designs", "rotary", "footprint", "memory", "policies", "faults", "described", "published", "outcomes", "wording",
     },
     {"catalog", "model_files", "loading", "lens", "lanes", "train_ordinal"},
-    {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
+    {"readable", "forward", "capture", "live", "generate", "batch", "sweep", "model"},
     {"probing", "erasing", "patching", "attention", "layers", "features", "doctor", "measured", "plots", "views"},
     {"studies"},
     {"cli", "report", "__init__"},

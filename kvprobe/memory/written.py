@@ -11,6 +11,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from kvprobe.memory.slots import Evicts, Plan, Rounds
+from kvprobe.settings import require_share
 from kvprobe.suggest import unknown
 
 LONGEST = 500
@@ -93,7 +94,7 @@ def _layer_budgets(policy: Any, beta: Any = 20) -> Evicts:
 
 
 def _head_budgets(policy: Any, floor: Any = 0.2) -> Evicts:
-    _share("HeadBudgets", "floor", floor)
+    require_share("HeadBudgets", "floor", floor)
     return replace(_scored("HeadBudgets", policy), even=False)
 
 
@@ -223,11 +224,6 @@ def _whole(name: str, setting: str, value: Any, low: int, high: int = MOST) -> i
         expected = f"at least {low}" if high == MOST else f"{low} to {high}"
         raise ValueError(f"{name} has {setting}={str(value)[:40]}; it must be a whole number, {expected}.")
     return value
-
-
-def _share(name: str, setting: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} has {setting}={str(value)[:40]}; it must be 0 to 1.")
 
 
 def _known(name: str) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvprobe.cache import PositionLaw
 from kvprobe.memory.slots import layer_counts
 from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
+from kvprobe.settings import require_share
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Rebudgeted(Scored):
         if isinstance(self.policy, Rebudgeted):
             raise ValueError(
                 f"{type(self).__name__} would not heed the shares of {self.policy}; give it the policy inside that one."
+            )
+        if not isinstance(self.policy, Scored):
+            raise ValueError(
+                f"{type(self).__name__} shares out the budget of a policy that scores slots; {self.policy} has none."
             )
         for name in ("budget", "law", "provenance", "every"):
             object.__setattr__(self, name, getattr(self.policy, name))
@@ -64,7 +69,7 @@ class LayerBudgets(Rebudgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("beta", self.beta, 1)
+        self._whole("beta", 1)
 
     def keep(self, scene: Scene) -> Live:
         # Row by row: what a row may keep must not depend on the rows beside it.
@@ -98,8 +103,7 @@ class HeadBudgets(Rebudgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"HeadBudgets has floor={self.floor}; it must be 0 to 1.")
+        require_share("HeadBudgets", "floor", self.floor)
 
     def keep(self, scene: Scene) -> Live:
         scores, live = self.scores(scene), scene.live

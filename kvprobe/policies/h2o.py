@@ -22,8 +22,8 @@ class H2O(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.recent is not None and not 0 <= self.recent <= self.budget:
-            raise ValueError(f"H2O has recent={self.recent}; it must be 0 to its budget, {self.budget}.")
+        if self.recent is not None:
+            self._whole("recent", 0, self.budget)
 
     @property
     def observes(self) -> int:
