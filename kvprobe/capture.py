@@ -18,6 +18,7 @@ from kvprobe.cache import KVCache
 from kvprobe.forward import at_slots, cache_of, one_row_each, read, taps
 from kvprobe.lanes import Lane, Lanes
 from kvprobe.lens import PER_HEAD, Family
+from kvprobe.settings import is_whole
 from kvprobe.suggest import unknown
 from kvprobe.transcript import Tokens
 
@@ -206,7 +207,7 @@ def _picked(
                 row.span(name)  # refuses an unknown one
             rows.append([index for index, name in enumerate(row.segments) if name in segments])
         elif slots is not None:
-            if any(not -len(row) <= slot < len(row) for slot in slots):
+            if any(not is_whole(slot) or not -len(row) <= slot < len(row) for slot in slots):
                 raise ValueError(f"Slots {list(slots)} reach outside the {len(row)} new tokens.")
             rows.append([slot % len(row) for slot in slots])
         else:
@@ -218,6 +219,6 @@ def _picked(
 
 
 def _layer(layer: int, n_layers: int) -> int:
-    if not 0 <= layer < n_layers:
+    if not is_whole(layer) or not 0 <= layer < n_layers:
         raise ValueError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
     return layer

@@ -3,14 +3,26 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from kvprobe.presets import Preset, presets, read_preset, shipped
 from kvprobe.studies import STUDIES, find
 from kvprobe.studyconfig import from_mapping, read_yaml
+
+
+def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+    """A flag's whole number; cyclopts would round 3.5."""
+    try:
+        return int(tokens[0].value)
+    except ValueError as error:
+        raise ValueError(f"{tokens[0].value!r} is no whole number.") from error
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 
 app = App(
     name="kvprobe",
@@ -87,7 +99,7 @@ def attend(
         tuple[str, ...],
         Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
     ] = (),
-    last: Annotated[int | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
+    last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
     out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
     device: str = "auto",
     dtype: str = "auto",
@@ -98,7 +110,6 @@ def attend(
     read = text if chat is None else read_chat(chat)
     if read is None or None not in (text, chat):
         raise ValueError("Give --text or --chat, and not both.")
-    _set_threads()
     from kvprobe.model import load
     from kvprobe.views.attend import attend_page
 
@@ -147,7 +158,6 @@ def scan(
     from kvprobe.chat_file import read_chat
 
     conversation = read_chat(chat)
-    _set_threads()
     from kvprobe.model import load
     from kvprobe.probing.live_scan import live_scan
     from kvprobe.probing.published_probe import Probe
@@ -163,10 +173,10 @@ def scan(
 def budget(
     model: str = "smollm2-135m",
     *,
-    context: Annotated[int, Parameter(help="Tokens of each conversation.")] = 8192,
-    new: Annotated[int, Parameter(help="How many of them are generated, one by one.")] = 0,
-    batch: Annotated[int, Parameter(help="Conversations at once.")] = 1,
-    source: Annotated[int, Parameter(help="Tokens of the other input that cross-attention looks at.")] = 0,
+    context: Annotated[Whole, Parameter(help="Tokens of each conversation.")] = 8192,
+    new: Annotated[Whole, Parameter(help="How many of them are generated, one by one.")] = 0,
+    batch: Annotated[Whole, Parameter(help="Conversations at once.")] = 1,
+    source: Annotated[Whole, Parameter(help="Tokens of the other input that cross-attention looks at.")] = 0,
     dtype: Annotated[str | None, Parameter(help="Of weights and activations; by default the config's.")] = None,
     cache_dtype: Annotated[
         str | None, Parameter(help="Of the cache: a float, fp8, int4, int2 (hf), int8_per_token_head, nvfp4 … (vllm).")
@@ -183,9 +193,9 @@ def budget(
         Parameter(help="Of attention in transformers; by default what it takes itself."),
     ] = None,
     logits: Annotated[Literal["last", "all"], Parameter(help="Of the prompt's last token, or of all.")] = "last",
-    ranks: Annotated[int, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
-    block: Annotated[int, Parameter(help="Tokens of a vLLM block.")] = 16,
-    batched_tokens: Annotated[int, Parameter(help="That a vLLM step reads at most.")] = 8192,
+    ranks: Annotated[Whole, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
+    block: Annotated[Whole, Parameter(help="Tokens of a vLLM block.")] = 16,
+    batched_tokens: Annotated[Whole, Parameter(help="That a vLLM step reads at most.")] = 8192,
     json: Annotated[bool, Parameter(help="Print numbers for a program instead of a table.", negative="")] = False,
     figure: Annotated[Path | None, Parameter(help="Also draw memory over context into this file.")] = None,
     measure: Annotated[
@@ -212,8 +222,6 @@ def budget(
         from kvprobe.model import load
 
         measurable(found)
-        _set_threads()
-
         measured = measured_by(load(model, device=device, dtype=found.request.dtype.name), found)
     if json:
         from json import dumps
@@ -240,7 +248,6 @@ def budget(
 @app.command
 def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
     """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
-    _set_threads()
     from kvprobe.doctor import examine, limits
     from kvprobe.model import load
 
@@ -278,7 +285,6 @@ def _add_run_command(command: str, preset: Preset) -> None:
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
     ) -> None:
-        _set_threads()
         from kvprobe.report import write_report
 
         chosen = study.config(**dataclasses.asdict(config or flags()))
@@ -295,16 +301,9 @@ def _with_defaults(config: Any) -> type[Any]:
     """The config's dataclass with its values as the defaults, for the command line to show and fill."""
     kind = type(config)
     fields = [
-        (field.name, field.type, dataclasses.field(default=getattr(config, field.name)))
+        (field.name, Whole if field.type is int else field.type, dataclasses.field(default=getattr(config, field.name)))
         for field in dataclasses.fields(config)
     ]
     made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
-
-
-def _set_threads() -> None:
-    """One thread per core that this process may use: torch would otherwise count the machine's."""
-    import torch
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

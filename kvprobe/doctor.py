@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvprobe.forward import extend
-from kvprobe.generate import generate
+from kvprobe.generate import generate, stop_tokens
 from kvprobe.lanes import Lane
 from kvprobe.lens import Family
 from kvprobe.model import Model
@@ -125,13 +125,22 @@ def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed:
 
 
 def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
-    ours = generate(model.lanes, [tokens], max_new_tokens=16, stop=()).tokens[0]
-    theirs = model.lanes.plain.generate(
-        torch.tensor([tokens.ids], device=model.lanes.device),
-        attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.lanes.device),
-        # Its own config might bring a repetition penalty, which is no part of greedy decoding.
-        generation_config=GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0),
-    )[0, len(tokens) :]
+    ours = generate(model.lanes, [tokens], max_new_tokens=16).tokens[0]
+    plain = model.lanes.plain
+    settings = GenerationConfig(
+        max_new_tokens=16, do_sample=False, eos_token_id=stop_tokens(model.lanes) or None, pad_token_id=0
+    )
+    own = plain.generation_config
+    # What `settings` leaves open the library takes from here: a repetition penalty, say, which is no part of greedy decoding.
+    plain.generation_config = GenerationConfig()
+    try:
+        theirs = plain.generate(
+            torch.tensor([tokens.ids], device=model.lanes.device),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.lanes.device),
+            generation_config=settings,
+        )[0, len(tokens) :]
+    finally:
+        plain.generation_config = own
     return Check("greedy decoding equals the library's own", float(list(ours) != theirs.tolist()), 0.0)
 
 

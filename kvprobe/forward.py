@@ -14,7 +14,9 @@ from kvprobe.cache import KVCache
 from kvprobe.fingerprint import differing
 from kvprobe.lanes import Lane, Lanes, past_key_values
 from kvprobe.ledger import PADDING, Ledger
+from kvprobe.readable import refuse_unreadable
 from kvprobe.rotary import Turn
+from kvprobe.settings import is_whole
 from kvprobe.transcript import Tokens
 
 
@@ -147,11 +149,12 @@ def read(
 ) -> tuple[Ledger, Float[Tensor, "batch kept vocab"]]:
     """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
     of each row."""
+    refuse_unreadable(lanes, past, tokens, lane)
     new = new_slots(tokens, lanes.device)
     _warn_of_taken_positions(past, new)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
-    if not 1 <= logits <= shortest:
+    if not is_whole(logits) or not 1 <= logits <= shortest:
         raise ValueError(f"{logits} logits were asked for, but the shortest row has {shortest} tokens.")
     # Rows may end at different queries: compute the logits that any row needs, then pick each row's own.
     lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
@@ -171,8 +174,6 @@ def read(
 
 def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
     """The ledger of runs of tokens about to be read, padded on the right to the longest."""
-    if not tokens or not all(len(row) for row in tokens):
-        raise ValueError("There is nothing to read: give at least one token for each row.")
     length = max(len(row) for row in tokens)
     names = tuple(dict.fromkeys(name for row in tokens for name in row.names))
     number = {name: index for index, name in enumerate(names)}

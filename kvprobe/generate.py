@@ -14,6 +14,7 @@ from kvprobe.lanes import Lane, Lanes
 from kvprobe.ledger import PADDING
 from kvprobe.live import Kept, apply, read
 from kvprobe.policies.policy import Policy, Scene
+from kvprobe.settings import is_whole, require_whole
 from kvprobe.transcript import Tokens
 
 OnStep = Callable[[int, KVCache], KVCache | None]
@@ -83,6 +84,8 @@ def generate(
         ValueError: a setting out of range, or sampling without one generator per row.
     """
     _check(max_new_tokens, temperature, top_p, generators, len(prompts))
+    if stop is not None and not all(is_whole(token) for token in stop):
+        raise ValueError(f"stop is {str(stop)[:40]!r}; give token ids, whole numbers.")
     ends = set(stop_tokens(lanes) if stop is None else stop)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
@@ -124,6 +127,8 @@ def generate(
 
 def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
     """One generator per row, each seeded from `seed` and the row's number."""
+    require_whole("row_generators", "seed", seed, 0)
+    require_whole("row_generators", "rows", rows, 1)
     seeds = [int(np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)[0] >> 1) for row in range(rows)]
     return [torch.Generator(device).manual_seed(row_seed) for row_seed in seeds]
 
@@ -174,11 +179,11 @@ def _check(
     generators: Sequence[torch.Generator] | None,
     rows: int,
 ) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
-    if not 0 <= temperature < float("inf"):
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1, a whole number.")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
-    if not 0 < top_p <= 1:
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
     if temperature > 0 and (generators is None or len(generators) != rows):
         raise ValueError(f"Sampling needs one torch.Generator per row ({rows}); see kvprobe.row_generators.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,8 @@ from kvprobe.ledger import Ledger
 from kvprobe.policies.attention import Attention, Digest
 from kvprobe.policies.policy import Policy, Scene, acting, settle
 from kvprobe.policies.prune_tools import PruneToolResults
+from kvprobe.readable import refuse_unknown_lane, refuse_unreadable
+from kvprobe.settings import require_whole
 from kvprobe.transcript import Tokens
 
 
@@ -45,6 +47,9 @@ def lane_for(policy: Policy | None, lane: Lane | Literal["auto"]) -> Lane:
     Raises:
         ValueError: the plain lane was asked for by name, and cannot answer.
     """
+    refuse_unknown_lane(lane, (*get_args(Lane), "auto"))
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"{str(policy)[:40]!r} is no policy; give one of kv.policies.")
     needs = policy is not None and policy.observes is not None
     if needs and lane == "plain":
         raise ValueError(
@@ -68,6 +73,8 @@ def watch(
         past: what was watched so far; a cache that was read unwatched counts as never attended to.
         queries: how many of the last queries to remember one by one.
     """
+    refuse_unreadable(lanes, past and past.cache, tokens, "hooked")
+    require_whole("Watching", "queries", queries, 0)
     shape = lanes.geometry
     padding = new_slots(tokens, lanes.device).padding
     digests: dict[int, Digest] = {}
@@ -151,8 +158,7 @@ def read_in_chunks(
     Raises:
         ValueError: rows of unequal length, which would not end together.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; read at least 1 token at a time.")
+    require_whole("Reading", "chunk", chunk, 1)
     if len({len(row) for row in tokens}) != 1:
         raise ValueError("Reading in chunks needs rows of equal length; read them one by one.")
     scene: Scene | None = None

@@ -1,19 +1,19 @@
 """From a name to weights: every source is first made a local folder of safetensors, then loaded one way."""
 
 import hashlib
-import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from safetensors import SafetensorError
 
 from kvprobe.catalog import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
+from kvprobe.model_files import bounded, check_folder, weight_sizes
 from kvprobe.presets import shipped
 from kvprobe.suggest import unknown
 
@@ -50,29 +50,55 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     """The model and tokenizer in a local folder (the tokenizer is None where there is none).
 
     Raises:
+        ValueError: a file is damaged, or config and weights do not agree.
         MemoryError: the weights do not fit into the memory that is free.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    _check_memory(folder, device, dtype)
-    # No code of a stranger's runs, not even after a question on the terminal.
+    sizes = weight_sizes(folder)
+    _check_bytes(folder.name, sum(sizes) * dtype.itemsize, device, dtype)
+    # No code of the folder's runs, not even after a question on the terminal.
     settings: Any = {"local_files_only": True, "trust_remote_code": False}
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     try:
-        with _quiet():
+        with _quiet(), bounded(sizes):
+            config = AutoConfig.from_pretrained(folder, **settings)
+            # A config could name any kernel on the hub; the library's own choice is sdpa.
+            config._attn_implementation = config._experts_implementation = None
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, **settings
+                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **settings
             )
             model, found = loaded
             tokenizer = AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
-    except SafetensorError as error:
-        raise ValueError(f"The weights in {folder} are truncated or damaged ({error}); fetch them again.") from error
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} cannot be loaded: its config and weights do not agree ({_line(error)}).") from error
+            if tokenizer is not None:
+                tokenizer("a")  # some settings of a tokenizer are looked at only when it is used
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # on a damaged folder libraries raise a dozen kinds, and a panic in Rust is no Exception
+        raise ValueError(
+            f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({_line(error)})."
+        ) from error
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise ValueError(f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …).")
+    if unused := _unused_layers(model, found["unexpected_keys"]):
+        raise ValueError(
+            f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
+        )
     return model.to(device).eval(), tokenizer
+
+
+def _unused_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Of weights that the model does not take, those of layers like its own."""
+
+    def of_first_layer(name: str) -> str:
+        return re.sub(r"\.\d+\.", ".0.", name)
+
+    known = {of_first_layer(name) for name in model.state_dict()}
+    has_layers = any(".0." in name for name in known)
+    return sorted(name for name in unexpected if of_first_layer(name) in known or not has_layers)
 
 
 def _line(error: Exception) -> str:
@@ -175,20 +201,13 @@ def _from_hub(repository: str) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"The folder {folder} has no *.safetensors; pickled weights are not read, convert them first.")
+    check_folder(folder)
     return folder
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of memory that nothing uses yet."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def _check_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    _check_bytes(folder.name, _parameters(folder) * dtype.itemsize, device, dtype)
 
 
 def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -198,26 +217,6 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
             f"The weights of {name} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / 2**30:.1f} GiB are free on {device}; use a smaller dtype, a smaller model or another device."
         )
-
-
-def _parameters(folder: Path) -> int:
-    """Number of weights, from the headers of the safetensors files (those of the index, if there is one)."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        paths = [folder / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
-    else:
-        paths = list(folder.glob("*.safetensors"))
-    count = 0
-    for path in paths:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 2 <= size <= path.stat().st_size:
-                raise ValueError(f"{path} is truncated or not a safetensors file; fetch it again.")
-            header = json.loads(file.read(size))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                count += torch.Size(tensor["shape"]).numel()
-    return count
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -21,12 +21,15 @@ from kvprobe.lens import Family
 from kvprobe.live import apply, read, read_in_chunks, watch
 from kvprobe.loading import load_folder, pick_device, pick_dtype, resolve_folder
 from kvprobe.memory.budget import Budget, budget
+from kvprobe.model_files import refuse_not_finite
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.sweep import Sweep, Trial, sweep
 from kvprobe.transcript import Tokens, Transcript
 
-Readable = str | Transcript | Tokens | Sequence[Transcript | Tokens]
-"""What a model reads: a text, a conversation, tokens, or a batch of either of the last two."""
+Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Readable = str | Transcript | Tokens | Messages | Sequence[str | Transcript | Tokens | Messages]
+"""What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, or a batch of
+them."""
 
 
 def load(
@@ -52,9 +55,13 @@ def load(
     if isinstance(source, torch.nn.Module):
         if not hasattr(source, "config"):
             raise ValueError(f"{type(source).__name__} is no Hugging Face model; give a causal language model.")
+        refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(source.eval(), tokenizer), type(source).__name__)
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"A {type(source).__name__} is no model; give a name, a folder, or a Hugging Face model.")
     where = pick_device(device)
     plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
+    refuse_not_finite(os.fspath(source), plain.named_parameters())
     return Model(Lanes(plain, tokenizer or own_tokenizer), os.fspath(source))
 
 
@@ -85,13 +92,7 @@ class Model:
 
     def tokens(self, text: Readable) -> list[Tokens]:
         """One run of tokens per row: of a text (as it is, after the tokenizer's own start token) or conversations."""
-        if isinstance(text, str):
-            return [Tokens.of(self._tokenizer()(text)["input_ids"])]
-        if isinstance(text, Tokens):
-            return [text]
-        if isinstance(text, Transcript):
-            return [text.tokens(self._tokenizer())]
-        return [row for piece in text for row in self.tokens(piece)]
+        return self._rows(text, answered=False)
 
     def budget(self, **settings: Any) -> Budget:
         """What this model needs, from its config and as it was loaded; see `kvprobe.memory.budget.budget`."""
@@ -237,17 +238,28 @@ class Model:
                 for unfinished, position in zip(_unfinished(start), start.ledger.following.tolist(), strict=True)
             ]
         if ask is None:
-            return self._answerable(start)
+            return self._rows(start, answered=True)
         _, turn = self._user_turn(ask)
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
 
-    def _answerable(self, start: Readable) -> list[Tokens]:
-        """Conversations with the header of the assistant's answer; texts and tokens as they are."""
-        if isinstance(start, Transcript):
-            return [start.tokens(self._tokenizer(), generation_prompt=True)]
-        if isinstance(start, str | Tokens):
-            return self.tokens(start)
-        return [row for piece in start for row in self._answerable(piece)]
+    def _rows(self, text: Readable, answered: bool) -> list[Tokens]:
+        """One run of tokens per row; where they are `answered`, conversations have the header of the answer."""
+        if isinstance(text, Mapping):
+            text = [text]
+        if isinstance(text, Sequence) and text and all(isinstance(message, Mapping) for message in text):
+            text = Transcript.from_messages(cast(Sequence[Mapping[str, Any]], text))
+        if isinstance(text, str):
+            return [Tokens.of(self._tokenizer()(text)["input_ids"])]
+        if isinstance(text, Tokens):
+            return [text]
+        if isinstance(text, Transcript):
+            return [text.tokens(self._tokenizer(), generation_prompt=answered)]
+        if not isinstance(text, Sequence) or any(isinstance(piece, Mapping | int | float | bytes) for piece in text):
+            raise ValueError(
+                f"A {type(text).__name__} of this kind cannot be read; give a text, messages, a Transcript, Tokens (Tokens.of(ids)), "
+                f"or a list of such rows."
+            )
+        return [row for piece in text for row in self._rows(cast(Readable, piece), answered)]
 
     def _user_turn(self, text: str) -> tuple[Tokens, Tokens]:
         """What closes an assistant's message in mid-conversation, and what follows it: a user's message and the

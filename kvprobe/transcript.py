@@ -5,13 +5,15 @@ template is rendered once with a placeholder in place of each message, which tel
 the text, so the place of every character is known before anything is tokenised. No text is ever searched.
 """
 
+import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateRuntimeError
 
 from kvprobe.suggest import unknown
 
@@ -63,6 +65,11 @@ class Message:
     parts: tuple[Part, ...]
     segment: str
 
+    def __post_init__(self) -> None:
+        # Anything longer could forge the header of another message in a template of plain words.
+        if not isinstance(self.role, str) or not re.fullmatch(r"[\w-]+", self.role):
+            raise ValueError(f"A message has the role {str(self.role)[:40]!r}; a role is one word, such as 'user'.")
+
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.parts)
@@ -92,10 +99,15 @@ class Tokens:
 
     @classmethod
     def of(cls, ids: Sequence[int], segment: str = "prompt", start: int = 0) -> "Tokens":
-        """Plain token ids as one segment, at consecutive positions from `start`."""
-        count = len(ids)
+        """Plain token ids as one segment, at consecutive positions from `start`.
+
+        Raises:
+            ValueError: an id or the start is no whole number, or is below zero.
+        """
+        count, whole = len(ids), _whole_numbers([start, *ids])
+        start = whole[0]
         return cls(
-            tuple(map(int, ids)),
+            whole[1:],
             tuple(range(start, start + count)),
             (segment,) * count,
             (None,) * count,
@@ -176,27 +188,20 @@ class Transcript:
         of each message; neighbours may share one. Without names each message is its own segment, `m0`, `m1` ….
 
         Raises:
-            ValueError: a message without role or content, an empty message, or not as many names as messages.
+            ValueError: no message, one without role or content, with a role that is not one word, with other fields, or empty; or
+                not as many names as messages.
         """
         messages = list(messages)
         names = [f"m{index}" for index in range(len(messages))] if names is None else list(names)
         if len(names) != len(messages):
             raise ValueError(f"There are {len(messages)} messages but {len(names)} segment names.")
-        built = []
-        for index, (message, name) in enumerate(zip(messages, names, strict=True)):
-            missing = {"role", "content"} - set(message)
-            if missing:
-                raise ValueError(f"Message {index} has no {' and no '.join(sorted(missing))}.")
-            content = message["content"]
-            pieces = [content] if isinstance(content, str) else content
-            if not all(isinstance(piece, str) or "text" in piece for piece in pieces):
-                raise ValueError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
-            parts = tuple(
-                Part(piece) if isinstance(piece, str) else Part(piece["text"], piece.get("name")) for piece in pieces
-            )
-            built.append(Message(str(message["role"]), parts, name))
-            if not built[-1].text.strip():
-                raise ValueError(f"Message {index} ({name!r}) is empty; a segment needs at least one token.")
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise ValueError(f"A segment is called {str(wrong[0])[:40]!r}; a name is a text.")
+        if not messages:
+            raise ValueError("A conversation has at least one message; give {'role': …, 'content': …}.")
+        built = [
+            _message(index, message, name) for index, (message, name) in enumerate(zip(messages, names, strict=True))
+        ]
         runs = [name for name, before in zip(names, [None, *names], strict=False) if name != before]
         if len(set(runs)) != len(runs):
             raise ValueError(f"Segment names must not come back after another segment: {', '.join(map(repr, runs))}.")
@@ -216,6 +221,8 @@ class Transcript:
         for name in segments:
             if name not in self.segments:
                 raise ValueError(unknown("segment", name, self.segments))
+        if law not in get_args(PositionLaw):
+            raise ValueError(unknown("position law", law, get_args(PositionLaw)))
         return replace(self, hidden=self.hidden | set(segments), law=law)
 
     def tokens(self, tokenizer: Tokenizer, generation_prompt: bool = False) -> Tokens:
@@ -271,18 +278,23 @@ class Transcript:
         template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
 
         def render(messages: list[dict[str, str]], generation_prompt: bool = False) -> str:
-            return tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                chat_template=template,
-            )
+            try:
+                return tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    chat_template=template,
+                )
+            except TemplateError:
+                raise
+            except Exception as error:  # what a template computes can fail in any way
+                raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
         try:
             return self._place(render, generation_prompt)
         except TemplateError as error:
             raise ValueError(
-                f"The chat template refuses the conversation ({error}); use roles that it knows, in the order that it "
+                f"The chat template refuses the conversation ({' '.join(str(error).split())[:200]}); use roles that it knows, in the order that it "
                 f"expects (often user and assistant in turn, no system)."
             ) from error
 
@@ -328,7 +340,7 @@ class Transcript:
         control = dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)])
         for index, message in enumerate(self.messages):
             for token in control:
-                if token in message.text:
+                if token in message.text or token in message.role:
                     raise ValueError(
                         f"Message {index} ({message.segment!r}) contains the control token {token!r}, which would "
                         f"end or forge a message; remove it from the text."
@@ -344,6 +356,55 @@ class _Piece:
     part: str | None
     end: int = 0
     delimiter: bool = True
+
+
+def _message(index: int, message: Mapping[str, Any], name: str) -> Message:
+    """A message from its mapping, in the segment `name`."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"Message {index} is a {type(message).__name__}; give {{'role': …, 'content': …}}.")
+    missing = {"role", "content"} - set(message)
+    if missing:
+        raise ValueError(f"Message {index} has no {' and no '.join(sorted(missing))}.")
+    if others := sorted(str(field) for field in set(message) - {"role", "content"}):
+        raise ValueError(f"Message {index} has the field {others[0]!r}, which is not read; write it into the content.")
+    role, content = message["role"], message["content"]
+    pieces = [content] if isinstance(content, str) else content
+    if not isinstance(pieces, Sequence):
+        raise ValueError(
+            f"Message {index} has a {type(content).__name__} for content; give a text, or a list of texts."
+        )
+    parts = tuple(_part(index, piece) for piece in pieces)
+    if not "".join(part.text for part in parts).strip():
+        raise ValueError(f"Message {index} ({name!r}) is empty; a segment needs at least one token.")
+    return Message(role, parts, name)
+
+
+def _part(index: int, piece: Any) -> Part:
+    if isinstance(piece, str):
+        return Part(piece)
+    if not isinstance(piece, Mapping) or not isinstance(piece.get("text"), str) or piece.get("type", "text") != "text":
+        raise ValueError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
+    if others := sorted(str(field) for field in set(piece) - {"type", "text", "name"}):
+        raise ValueError(f"Message {index} has a part with the field {others[0]!r}, which is not read; leave it out.")
+    name = piece.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"Message {index} has a part called {str(name)[:40]!r}; a name is a text.")
+    return Part(piece["text"], name)
+
+
+def _whole_numbers(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers as Python's own; what is no whole number from 0 on is refused, `True` and `3.0` too."""
+
+    def whole(number: Any) -> int:
+        try:
+            found = -1 if isinstance(number, bool) else operator.index(number)
+        except TypeError:
+            found = -1
+        if found < 0:
+            raise ValueError(f"{str(number)[:40]!r} is no token id or position; give whole numbers from 0 on.")
+        return found
+
+    return tuple(map(whole, numbers))
 
 
 def _split_at_placeholders(rendered: str, count: int) -> list[str]:

@@ -94,3 +94,23 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     assert page.read_text().count('data-component="AttentionView"') == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["doctor", "nowhere"], ["attend", "nowhere", "--text", "hello"], ["run", "leakage", "--model", "nowhere"]],
+)
+def test_the_number_of_threads_is_the_users(arguments: list[str], tmp_path: Path):
+    check = (
+        "import sys\n"
+        "import torch\n"
+        "from kvprobe.cli import main\n"
+        "torch.set_num_threads(7)\n"
+        f"sys.argv = ['kvprobe', *{arguments!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    print(torch.get_num_threads())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["7"]

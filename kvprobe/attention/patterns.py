@@ -17,10 +17,10 @@ from torch import Tensor
 from kvprobe.cache import KVCache
 from kvprobe.forward import cache_of, new_slots, one_row_each, read, taps
 from kvprobe.lanes import Attending, Lane, Lanes
-from kvprobe.model import Model
+from kvprobe.model import Model, Readable
 from kvprobe.positions import visible
 from kvprobe.suggest import unknown
-from kvprobe.transcript import Tokens, Transcript
+from kvprobe.transcript import Tokens
 
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that what a pass holds is small."""
@@ -79,7 +79,7 @@ class Patterns:
 
 def attend(
     model: Model,
-    text: Tokens | str | Transcript,
+    text: Readable,
     past: KVCache | None = None,
     *,
     queries: str | Sequence[str] | Sequence[int] = "last",
@@ -90,7 +90,7 @@ def attend(
     """Read a text, after `past` if there is one, and keep what some of its tokens attend to.
 
     Args:
-        text: one row; a bare text takes the positions that follow the cache.
+        text: one row, as `Model.prefill` takes it; a bare text takes the positions that follow the cache.
         queries: the `last` token, a segment of the text or several, or tokens of it by index (negative from the end).
         layers: all by default.
         chunk: tokens to read at a time.

@@ -16,6 +16,7 @@ from kvprobe.features.places import Place
 from kvprobe.features.shards import FIRST
 from kvprobe.fingerprint import differing, digest
 from kvprobe.model import Model
+from kvprobe.model_files import refuse_not_finite
 from kvprobe.presets import shipped
 from kvprobe.suggest import unknown
 
@@ -118,6 +119,7 @@ class SparseFeatures:
             ValueError: there is none, it is damaged, it belongs nowhere in this model, or it is of the wrong width.
         """
         sae = _from_disk(source) if isinstance(source, str | Path) else source
+        refuse_not_finite("the SAE", sae.named_parameters())
         config = sae.cfg
         hook = config.metadata.hook_name
         if place is None and hook is None:

@@ -94,7 +94,7 @@ class Budget:
     def _fuller_steps(self) -> list[int]:
         if self.engine == "hf" and not self.request.numbers.is_plain:
             return hf.fuller_steps(self.request)
-        return self.request.plan.fuller_steps(self.request.prompt, self.request.new)
+        return self.request.plan.fuller_steps(self.request.prompt, self.request.new, len(self.layers))
 
     @property
     def _end(self) -> str:
@@ -159,7 +159,7 @@ class Budget:
         line."""
 
         def fits(context: int) -> bool:
-            before = self.request.plan.fuller_contexts(context, self.request.new)
+            before = self.request.plan.fuller_contexts(context, self.request.new, len(self.layers))
             return all(self.at(each).fits() for each in (context, *before))
 
         return self._largest(fits, self.request.new + 1)

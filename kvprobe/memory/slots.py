@@ -5,7 +5,6 @@ policy that drops what a text calls by name (`MaskSpans`, `PruneToolResults`) ha
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd, lcm
 
 MOST_STEPS = 4096
@@ -66,38 +65,55 @@ class Evicts:
     """Keeps at most `budget` slots a head, acting every so many generated tokens; None for once, after the prompt.
 
     Attributes:
-        slope: of budgets that fall from the first layer to the last at the same mean (PyramidKV).
-        even: whether all heads of a layer keep as many; else they do on average (Ada-KV).
+        beta: of budgets that fall from the first layer to the last (PyramidKV); None where all layers keep as many.
+        protected: how many of the budget's slots are not shared out between layers: a window, or sinks.
+        even: whether all heads of a layer keep as many; else they do on average, up to rounding (Ada-KV).
     """
 
     budget: int
     every: int | None = 1
-    slope: float = 0.0
+    beta: int | None = None
+    protected: int = 0
     even: bool = True
 
     def kept(self, prompt: int, new: int, layer: int, layers: int) -> int:
         """Slots that a head of this layer holds after so many generated tokens."""
         since = new if self.every is None else new % self.every
         acted_on = prompt + new - since
-        budget = layer_counts(layers, self.budget, acted_on, self.slope)[layer] if self.slope else self.budget
-        if budget < 1:
-            raise ValueError(
-                f"A budget of {self.budget} with slope={self.slope} leaves layer {layer} without a slot; raise it."
-            )
+        budget = self.budget if self.beta is None else self.layer_counts(layers, acted_on)[layer]
         return min(acted_on, budget) + since
 
+    def layer_counts(self, layers: int, length: int) -> list[int]:
+        """Slots for each layer of what has `length` slots."""
+        assert self.beta is not None
+        return layer_counts(layers, self.budget, self.protected, self.beta, length, self.every is None)
 
-def layer_counts(layers: int, budget: int, most: int, slope: float) -> list[int]:
-    """Slots for each layer, falling linearly from (1 + slope) to (1 − slope) times the budget; they add up to `layers` times
-    the budget. Where there are only `most` slots, the slope is less."""
-    slope = max(0.0, min(slope, most / budget - 1))
-    step = 2 * slope / (layers - 1) if layers > 1 else 0.0
-    ends = [0]
-    total = 0.0
-    for layer in range(layers):
-        total += (1 + slope - step * layer) * budget if layers > 1 else budget
-        ends.append(round(total))
-    return [end - start for start, end in pairwise(ends)]
+    def fuller_lengths(self, acted_on: int, least: int, layers: int, pace: int = 1) -> list[int]:
+        """Of shorter lengths to act on, `pace` apart, the one that leaves most in all layers together, if that is more than
+        `acted_on` leaves: steps between layers are rounded, so what the layers add up to does not always grow."""
+
+        def held(length: int) -> int:
+            return sum(min(length, count) for count in self.layer_counts(layers, length))
+
+        if self.beta is None:
+            return []
+        chosen = self.budget - self.protected
+        # Longer ones leave the same, and what is lost by rounding repeats after as many lengths as there are layers.
+        longest = self.protected + 2 * chosen - chosen // self.beta
+        skipped = max(0, -((longest - acted_on) // pace))
+        lengths = range(acted_on - skipped * pace, least - 1, -pace)[:layers]
+        fullest = max(lengths, key=held, default=acted_on)
+        return [fullest] if held(fullest) > held(acted_on) else []
+
+
+def layer_counts(layers: int, budget: int, protected: int, beta: int, length: int, once: bool) -> list[int]:
+    """PyramidKV's slots for each layer of what has `length` slots; see `kvprobe.policies.LayerBudgets`."""
+    chosen = budget - protected
+    if layers == 1 or length < budget or (once and length < 2 * chosen):
+        return [budget] * layers
+    first = min(2 * chosen - chosen // beta, length - protected)
+    step = (2 * first - 2 * chosen) // (layers - 1)
+    return [max(1, protected + first - step * layer) for layer in range(layers)]
 
 
 @dataclass(frozen=True)
@@ -114,14 +130,22 @@ class Plan:
     evicts: tuple[Evicts, ...] = ()
     rounds: Rounds | None = None
 
-    def fuller_contexts(self, context: int, new: int) -> list[int]:
+    def fuller_contexts(self, context: int, new: int, layers: int) -> list[int]:
         """Shorter contexts, with as many generated tokens, at which more may be held than at this one."""
         found = [] if self.rounds is None else self.rounds.fuller_contexts(context, new)
+        for each in self.evicts:
+            since = new if each.every is None else new % each.every
+            found += [length + since for length in each.fuller_lengths(context - since, 1, layers)]
         return [each for each in found if new < each < context]
 
-    def fuller_steps(self, prompt: int, new: int) -> list[int]:
+    def fuller_steps(self, prompt: int, new: int, layers: int) -> list[int]:
         """Smaller numbers of generated tokens at which more may be held than at this one."""
         found = [] if self.rounds is None else self.rounds.fuller_steps(prompt, new)
+        for each in self.evicts:
+            if each.every is not None:
+                acted_on = prompt + new - new % each.every
+                fuller = each.fuller_lengths(acted_on, prompt, layers, each.every)
+                found += [length - prompt + each.every - 1 for length in fuller]
         paces = sorted({each.every for each in self.evicts if each.every is not None})
         # Most is held right before an act, and what acts leave repeats when all paces have.
         back = new - (min(lcm(*paces), MOST_STEPS) if len(paces) > 1 else max(paces, default=0))

@@ -6,10 +6,12 @@ does to the number of slots. Tests hold them to the policies: to their settings,
 
 import ast
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any
 
 from kvprobe.memory.slots import Evicts, Plan, Rounds
+from kvprobe.settings import require_share
 from kvprobe.suggest import unknown
 
 LONGEST = 500
@@ -43,7 +45,7 @@ def plan_of(policy: Any) -> Plan:
         raise ValueError(
             f"{policy} rounds slots and evicts some, and which of them are rounded depends on which went; give one of the two."
         )
-    if len(evicts) > 1 and any(each.slope or not each.even for each in evicts):
+    if len(evicts) > 1 and any(each.beta is not None or not each.even for each in evicts):
         raise ValueError(
             f"{policy} has budgets that differ by layer or head in a chain, where no setting tells what stays; give one."
         )
@@ -60,9 +62,8 @@ def _sink_window(sinks: Any, window: Any, *, every: Any = 1) -> Evicts:
 
 def _h2o(budget: Any, recent: Any = None, *, every: Any = 1) -> Evicts:
     slots = _whole("H2O", "budget", budget, 1)
-    if recent is not None:
-        _whole("H2O", "recent", recent, 0, slots)
-    return Evicts(slots, every)
+    protected = slots // 2 if recent is None else _whole("H2O", "recent", recent, 0, slots)
+    return Evicts(slots, every, protected=protected)
 
 
 def _tova(budget: Any, *, every: Any = 1) -> Evicts:
@@ -70,10 +71,11 @@ def _tova(budget: Any, *, every: Any = 1) -> Evicts:
 
 
 def _snapkv(budget: Any, window: Any = 16, kernel: Any = 7, *, every: Any = None) -> Evicts:
-    slots = _whole("SnapKV", "budget", budget, _whole("SnapKV", "window", window, 1))
+    protected = _whole("SnapKV", "window", window, 1)
+    slots = _whole("SnapKV", "budget", budget, protected)
     if _whole("SnapKV", "kernel", kernel, 1) % 2 == 0:
         raise ValueError(f"SnapKV has kernel={kernel}; it must be odd.")
-    return Evicts(slots, every)
+    return Evicts(slots, every, protected=protected)
 
 
 def _random_eviction(
@@ -81,24 +83,19 @@ def _random_eviction(
 ) -> Evicts:
     slots = _whole("RandomEviction", "budget", budget, 1)
     _whole("RandomEviction", "seed", seed, 0)
-    _whole("RandomEviction", "sinks", sinks, 0, slots)
+    protected = _whole("RandomEviction", "sinks", sinks, 0, slots)
     if law != "gapped" and every is not None:
         raise ValueError(f"RandomEviction with law={law!r} acts once; give every=None.")
-    return Evicts(slots, every)
+    return Evicts(slots, every, protected=protected)
 
 
-def _layer_budgets(policy: Any, slope: Any = 0.5) -> Evicts:
-    inner = _scored("LayerBudgets", policy)
-    share = _share("LayerBudgets", "slope", slope)
-    if share == 1:
-        raise ValueError("LayerBudgets has slope=1; it must be below 1.")
-    return Evicts(inner.budget, inner.every, share)
+def _layer_budgets(policy: Any, beta: Any = 20) -> Evicts:
+    return replace(_scored("LayerBudgets", policy), beta=_whole("LayerBudgets", "beta", beta, 1))
 
 
 def _head_budgets(policy: Any, floor: Any = 0.2) -> Evicts:
-    inner = _scored("HeadBudgets", policy)
-    _share("HeadBudgets", "floor", floor)
-    return Evicts(inner.budget, inner.every, even=False)
+    require_share("HeadBudgets", "floor", floor)
+    return replace(_scored("HeadBudgets", policy), even=False)
 
 
 def _quantise(
@@ -227,12 +224,6 @@ def _whole(name: str, setting: str, value: Any, low: int, high: int = MOST) -> i
         expected = f"at least {low}" if high == MOST else f"{low} to {high}"
         raise ValueError(f"{name} has {setting}={str(value)[:40]}; it must be a whole number, {expected}.")
     return value
-
-
-def _share(name: str, setting: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} has {setting}={str(value)[:40]}; it must be 0 to 1.")
-    return float(value)
 
 
 def _known(name: str) -> str:

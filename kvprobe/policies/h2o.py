@@ -22,14 +22,17 @@ class H2O(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.recent is not None and not 0 <= self.recent <= self.budget:
-            raise ValueError(f"H2O has recent={self.recent}; it must be 0 to its budget, {self.budget}.")
+        if self.recent is not None:
+            self._whole("recent", 0, self.budget)
 
     @property
     def observes(self) -> int:
         return 0
 
+    @property
+    def protected(self) -> int:
+        return self.budget // 2 if self.recent is None else self.recent
+
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None
-        recent = self.budget // 2 if self.recent is None else self.recent
-        return scene.attention.total.masked_fill(age(scene.live) < recent, torch.inf)
+        return scene.attention.total.masked_fill(age(scene.live) < self.protected, torch.inf)

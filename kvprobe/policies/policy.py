@@ -16,6 +16,7 @@ from torch import Tensor
 from kvprobe.cache import KVCache, PositionLaw
 from kvprobe.described import described
 from kvprobe.policies.attention import Attention
+from kvprobe.settings import require_whole
 from kvprobe.suggest import unknown
 
 Provenance = Literal["retained", "recomputed"]
@@ -81,7 +82,7 @@ class Policy(ABC):
         if self.provenance not in get_args(Provenance):
             raise ValueError(unknown("provenance", self.provenance, get_args(Provenance)))
         if self.every is not None:
-            self._at_least("every", self.every, 1)
+            self._whole("every", 1)
 
     @property
     def observes(self) -> int | None:
@@ -138,9 +139,8 @@ class Policy(ABC):
                 f"{self} would leave layer {layer}, KV head {head} of row {row} without a single slot; keep more."
             )
 
-    def _at_least(self, name: str, value: int, low: int) -> None:
-        if value < low:
-            raise ValueError(f"{type(self).__name__} has {name}={value}; it must be at least {low}.")
+    def _whole(self, name: str, low: int, high: int | None = None) -> None:
+        require_whole(type(self).__name__, name, getattr(self, name), low, high)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,12 @@ class Scored(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("budget", self.budget, 1)
+        self._whole("budget", 1)
+
+    @property
+    def protected(self) -> int:
+        """How many slots of the budget stay whatever attention they drew: the newest, or the first."""
+        return 0
 
     @abstractmethod
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:

@@ -22,7 +22,7 @@ class PruneToolResults(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("keep_last", self.keep_last, 0)
+        self._whole("keep_last", 0)
         if self.placeholder is not None and not self.placeholder.strip():
             raise ValueError("PruneToolResults has an empty placeholder; give a text, or None for none.")
 

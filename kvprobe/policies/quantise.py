@@ -30,10 +30,9 @@ class Quantise(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"Quantise has bits={self.bits}; it must be 1 to 8.")
-        self._at_least("group", self.group, 1)
-        self._at_least("tail", self.tail, 0)
+        self._whole("bits", 1, 8)
+        self._whole("group", 1)
+        self._whole("tail", 0)
         if self.provenance != "retained" or self.law != "gapped":
             raise ValueError("Quantise moves and recomputes nothing; put its law and provenance on another policy.")
 

@@ -29,14 +29,17 @@ class RandomEviction(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("seed", self.seed, 0)
+        self._whole("seed", 0)
         if self.law != "gapped" and self.every is not None:
             raise ValueError(
                 f"RandomEviction with law={self.law!r} would draw the same lots again for new slots; give every=None, so that it "
                 f"acts after the prompt only, or law='gapped'."
             )
-        if not 0 <= self.sinks <= self.budget:
-            raise ValueError(f"RandomEviction has sinks={self.sinks}; it must be 0 to its budget, {self.budget}.")
+        self._whole("sinks", 0, self.budget)
+
+    @property
+    def protected(self) -> int:
+        return self.sinks
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         ledger = scene.cache.ledger

@@ -21,8 +21,8 @@ class SinkWindow(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("sinks", self.sinks, 0)
-        self._at_least("window", self.window, 1)
+        self._whole("sinks", 0)
+        self._whole("window", 1)
 
     def keep(self, scene: Scene) -> Live:
         return (rank(scene.live) < self.sinks) | (age(scene.live) < self.window)

@@ -18,7 +18,7 @@ class SlidingWindow(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("window", self.window, 1)
+        self._whole("window", 1)
 
     def keep(self, scene: Scene) -> Live:
         return age(scene.live) < self.window

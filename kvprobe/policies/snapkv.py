@@ -24,13 +24,18 @@ class SnapKV(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("window", self.window, 1)
-        self._at_least("budget", self.budget, self.window)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"SnapKV has kernel={self.kernel}; it must be odd and at least 1.")
+        self._whole("window", 1)
+        self._whole("budget", self.window)
+        self._whole("kernel", 1)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"SnapKV has kernel={self.kernel}; it must be odd.")
 
     @property
     def observes(self) -> int:
+        return self.window
+
+    @property
+    def protected(self) -> int:
         return self.window
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvprobe.policies.policy import Live, Policy, Scene
+from kvprobe.settings import is_whole
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ZeroValues(Policy):
         names = (self.segments,) if isinstance(self.segments, str) else self.segments
         gone = cache.ledger.in_segments(names)[:, None, :, None]
         layers = range(cache.n_layers) if self.layers is None else self.layers
-        if any(not 0 <= layer < cache.n_layers for layer in layers):
+        if any(not is_whole(layer) or not 0 <= layer < cache.n_layers for layer in layers):
             raise ValueError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}.")
         values = tuple(
             tensor.masked_fill(gone, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvprobe.features import Place, Recipe, Shards, SparseFeatures, shipped_dictionaries, train
 from kvprobe.features.training import Kind
@@ -154,6 +155,17 @@ def test_files_that_are_no_dictionary_are_refused(trained: dict[str, SparseFeatu
     weights = folder / "sae_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="cannot be loaded"):
+        SparseFeatures.load(folder, fitting)
+
+
+def test_a_dictionary_that_is_not_finite_is_refused_by_name(
+    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+):
+    folder = trained["topk"].save(tmp_path / "nan")
+    weights = load_file(folder / "sae_weights.safetensors")
+    weights["W_dec"][2, 3] = torch.nan
+    save_file(weights, folder / "sae_weights.safetensors")
+    with pytest.raises(ValueError, match="tensor W_dec of the SAE has NaN or infinity"):
         SparseFeatures.load(folder, fitting)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprobe import policies
-from kvprobe.memory import logical, slots
+from kvprobe.memory import logical
 from kvprobe.memory.caches import Layer, layers_of, text_model
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
@@ -55,7 +54,7 @@ even: st.SearchStrategy[Policy] = st.one_of(
     scored,
 )
 """Policies with the same budget for every layer and head."""
-layered = st.builds(LayerBudgets, scored, slope=st.sampled_from([0.0, 0.1, 0.3, 0.5]))
+layered = st.builds(LayerBudgets, scored, beta=st.sampled_from([1, 2, 5, 20]))
 headed = st.builds(HeadBudgets, scored, floor=st.sampled_from([0.0, 0.2, 0.9]))
 quantised = st.builds(
     Quantise, st.integers(1, 8), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 9), every=paces
@@ -106,8 +105,13 @@ def test_layer_budgets_leave_as_many_slots_as_their_settings_tell(policy: Policy
 
 @given(policy=headed, prompt=PROMPTS, new=NEW, n_layers=st.sampled_from([1, 3]))
 @few
-def test_head_budgets_leave_as_many_slots_as_their_settings_tell(policy: Policy, prompt: int, new: int, n_layers: int):
-    assert told(plan_of(policy), prompt, new, n_layers) == counted(policy, prompt, new, n_layers)
+def test_head_budgets_leave_as_many_slots_as_their_settings_tell_but_for_ada_kvs_rounding(
+    policy: Policy, prompt: int, new: int, n_layers: int
+):
+    heads = n_layers * built(n_layers)[0].geometry.n_kv_heads
+    slot = told(Plan(), 1, 0, n_layers) // heads
+    off = counted(policy, prompt, new, n_layers) - told(plan_of(policy), prompt, new, n_layers)
+    assert -1.5 * heads * slot <= off <= heads * slot
 
 
 @given(policy=quantised, prompt=PROMPTS, new=NEW, batch=st.integers(1, 2))
@@ -151,12 +155,22 @@ def test_no_policy_keeps_more_than_there_is(policy: Policy, prompt: int, new: in
         assert 0 < plan.kept(prompt, new, layer, 4) <= prompt + new
 
 
-@given(layers=st.integers(1, 80), budget=st.integers(1, 10**5), slope=st.floats(0, 0.99), more=st.integers(0, 10**6))
-def test_unequal_layers_add_up_to_their_budgets(layers: int, budget: int, slope: float, more: int):
-    counts = slots.layer_counts(layers, budget, budget + more, slope)
-    assert sum(counts) == layers * budget
-    assert max(counts) <= budget + more + 1
-    assert all(earlier + 1 >= later for earlier, later in pairwise(counts))
+@given(policy=layered, prompt=st.integers(1, 60), new=st.integers(0, 40), layers=st.integers(1, 9))
+def test_lengths_that_leave_more_than_a_longer_one_are_known(policy: Policy, prompt: int, new: int, layers: int):
+    plan = plan_of(policy)
+
+    def held(context: int, new: int) -> int:
+        return sum(plan.kept(context - new, new, layer, layers) for layer in range(layers))
+
+    context = prompt + new
+    fuller = plan.fuller_contexts(context, new, layers)
+    assert max(held(each, new) for each in (context, *fuller)) == max(
+        held(each, new) for each in range(new + 1, context + 1)
+    )
+    steps = plan.fuller_steps(prompt, new, layers)
+    assert max(held(prompt + each, each) for each in (new, *steps)) == max(
+        held(prompt + each, each) for each in range(new + 1)
+    )
 
 
 # Text and objects
@@ -199,7 +213,7 @@ def test_a_policy_written_out_has_the_plan_of_the_policy(policy: Policy):
         ("SnapKV(64, 8, 5, every=None)", SnapKV(64, 8, 5)),
         ("RandomEviction(64, 0, True, 4)", RandomEviction(64, 0, True, 4)),
         ("LayerBudgets(SnapKV(64))", LayerBudgets(SnapKV(64))),
-        ("LayerBudgets(H2O(64), 0.25)", LayerBudgets(H2O(64), 0.25)),
+        ("LayerBudgets(H2O(64), 5)", LayerBudgets(H2O(64), 5)),
         ("HeadBudgets(policy=TOVA(64), floor=0)", HeadBudgets(TOVA(64), 0.0)),
         ("Quantise(4)", Quantise(4)),
         ("Quantise(2, 64, tail=0, every=None)", Quantise(2, 64, 0, every=None)),
@@ -232,14 +246,14 @@ WRONG = [
     ("SlidingWindow(True)", "window=True"), ("SlidingWindow('64')", "window"), ("SlidingWindow([64])", "window"),
     ("SinkWindow(-1, 8)", "sinks=-1"), ("TOVA(8, every=0)", "every=0"), ("Quantise(0)", "bits=0"),
     ("Quantise(9)", "bits=9"), ("Quantise(4, 0)", "group=0"), ("Quantise(4, 32, -1)", "tail=-1"),
-    ("LayerBudgets(TOVA(8), 2)", "slope=2"), ("LayerBudgets(TOVA(8), -0.1)", "slope=-0.1"),
+    ("LayerBudgets(TOVA(8), 0)", "beta=0"), ("LayerBudgets(TOVA(8), 0.5)", "beta=0.5"),
     ("HeadBudgets(TOVA(8), 1.5)", "floor=1.5"), ("HeadBudgets(TOVA(8), True)", "floor=True"),
 ]  # fmt: skip
 UNFIT = [
     "SlidingWindow(None)", "SinkWindow(None, 8)", "SinkWindow(4, None)", "TOVA(None)", "RandomEviction(8, None)",
     "Quantise(None)", "Quantise(4, None)", "Quantise(4, 32, None)", "LayerBudgets(Quantise(4))", "HeadBudgets(Quantise(4))",
     "LayerBudgets(SinkWindow(4, 60))", "HeadBudgets(SlidingWindow(64))", "LayerBudgets(HeadBudgets(TOVA(8)))",
-    "LayerBudgets(TOVA(8), 1.0)", "LayerBudgets(TOVA(8), every=2)", "H2O(8, 9)", "SnapKV(8)", "SnapKV(64, 0)",
+    "LayerBudgets(TOVA(8), every=2)", "H2O(8, 9)", "SnapKV(8)", "SnapKV(64, 0)",
     "SnapKV(64, 16, 4)", "RandomEviction(8, 0, sinks=9)", "RandomEviction(8, 0, law='contiguous')",
     "SlidingWindow(64, law='sideways')", "SlidingWindow(64, provenance='stolen')", "Quantise(4, law='contiguous')",
     "SlidingWindow(64, window=8)", "SlidingWindow(window=64, window=8)",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -129,15 +128,46 @@ def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
     return best(live_at(scene, place), WORTH[type(policy)](policy, scene, place), policy.budget)
 
 
+PROTECTED: dict[type[Policy], Callable[..., int]] = {
+    H2O: lambda policy: policy.budget // 2 if policy.recent is None else policy.recent,
+    TOVA: lambda policy: 0,
+    SnapKV: lambda policy: policy.window,
+}
+
+
+def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: int, once: bool) -> list[int]:
+    """The slots of each layer as PyramidKV's code has them, written from its description: the last layer is given a share of
+    what is chosen beside the window, the first as much as brings their mean back, and layers between them fall in whole
+    steps. Short prompts are cut to the same budget everywhere."""
+    choose = budget - window
+    if length < budget or layers == 1 or (once and length < choose * 2):
+        return [budget] * layers
+    smallest = choose // beta
+    largest = choose * 2 - smallest
+    if largest >= length - window:
+        largest = length - window
+        smallest = choose * 2 - largest
+    step = (largest - smallest) // (layers - 1)
+    return [max(1, largest - step * layer + window) for layer in range(layers)]
+
+
 def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
-    """Budgets in a straight line over the layers, rounded so that their sums from the first layer on are as near as can be
-    to those of the line."""
-    last = scene.cache.n_layers - 1
-    most = max(len(live_at(scene, each)) for each in places(scene) if each[1] == place[1])
-    slope = max(0.0, min(policy.slope, most / policy.policy.budget - 1))
-    line = [policy.policy.budget * (1 + slope - 2 * slope * layer / last) for layer in range(last + 1)]
-    count = round(sum(line[: place[0] + 1])) - round(sum(line[: place[0]]))
-    return best(live_at(scene, place), WORTH[type(policy.policy)](policy.policy, scene, place), count)
+    inner, length = policy.policy, max(len(live_at(scene, each)) for each in places(scene) if each[1] == place[1])
+    window = PROTECTED[type(inner)](inner)
+    counts = pyramid_by_hand(scene.cache.n_layers, inner.budget, window, policy.beta, length, inner.every is None)
+    return best(live_at(scene, place), WORTH[type(inner)](inner, scene, place), counts[place[0]])
+
+
+def ada_by_hand(scores: list[list[float]], choose: int, floor: float) -> list[int]:
+    """How many of its slots each head keeps, as Ada-KV's code has it, beside its window: its number among the best of all heads,
+    drawn towards an equal share, and rounded."""
+    if choose > len(scores[0]):
+        return [len(head) for head in scores]
+    ranked = sorted(((score, head) for head, row in enumerate(scores) for score in row), reverse=True)
+    among = [0] * len(scores)
+    for _, head in ranked[: choose * len(scores)]:
+        among[head] += 1
+    return [round(number * (1 - floor) + int(choose * floor)) for number in among]
 
 
 def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
@@ -145,13 +175,21 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
     inner, heads = policy.policy, range(scene.cache.n_kv_heads)
     worth = {head: WORTH[type(inner)](inner, scene, (layer, row, head)) for head in heads}
     live = {head: live_at(scene, (layer, row, head)) for head in heads}
-    floor = max(1, int(policy.floor * inner.budget))
-    kept = {head: best(live[head], worth[head], floor) for head in heads}
-    rest = [(worth[head](slot), slot, head) for head in heads for slot in live[head] if slot not in kept[head]]
-    left = inner.budget * len(heads) - sum(map(len, kept.values()))
-    for _, slot, head in sorted(rest, reverse=True)[: max(0, left)]:
+    protected = {head: {slot for slot in live[head] if worth[head](slot) == float("inf")} for head in heads}
+    free = {head: [slot for slot in live[head] if slot not in protected[head]] for head in heads}
+    budgets = {head: inner.budget - len(protected[head]) for head in heads}
+    if sum(budgets.values()) > sum(map(len, free.values())):
+        return set(live[own])
+    ranked = sorted(((worth[head](slot), slot, head) for head in heads for slot in free[head]), reverse=True)
+    among = [head for _, _, head in ranked[: sum(budgets.values())]]
+    share = {head: round(among.count(head) * (1 - policy.floor) + int(budgets[head] * policy.floor)) for head in heads}
+    if PROTECTED[type(inner)](inner) == 0:
+        share = {head: max(1, count) for head, count in share.items()}
+    kept = {head: best(free[head], worth[head], share[head]) for head in heads}
+    lacking = sum(max(0, share[head] - len(free[head])) for head in heads)
+    for _, slot, head in [each for each in ranked if each[1] not in kept[each[2]]][:lacking]:
         kept[head].add(slot)
-    return kept[own]
+    return protected[own] | kept[own]
 
 
 def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
@@ -196,8 +234,10 @@ POLICIES: list[tuple[Policy, Loop]] = [
     (SnapKV(5, window=2, kernel=5), scored_by_loop),
     (SnapKV(5, window=1, kernel=1, law="contiguous"), scored_by_loop),
     (LayerBudgets(H2O(3)), layers_by_loop),
-    (LayerBudgets(TOVA(4), slope=0.0), layers_by_loop),
-    (LayerBudgets(SnapKV(5, window=2, kernel=3), slope=0.6), layers_by_loop),
+    (LayerBudgets(TOVA(4), beta=1), layers_by_loop),
+    (LayerBudgets(TOVA(4, every=None), beta=3), layers_by_loop),
+    (LayerBudgets(SnapKV(5, window=2, kernel=3), beta=2), layers_by_loop),
+    (LayerBudgets(SnapKV(4, window=1, kernel=3)), layers_by_loop),
     (HeadBudgets(H2O(3)), heads_by_loop),
     (HeadBudgets(SnapKV(5, window=2, kernel=3), floor=0.0), heads_by_loop),
     (HeadBudgets(TOVA(4), floor=1.0), heads_by_loop),
@@ -298,36 +338,73 @@ def test_a_budget_is_met_exactly_wherever_there_are_slots_enough(policy: Scored,
     assert torch.equal(live_counts(policy.act(scene)), live_counts(scene).clamp(max=4))
 
 
-@given(seed=seeds, budget=st.integers(1, 9), slope=st.floats(0, 0.95), layers=st.integers(1, 12))
-@settings(max_examples=60)
-def test_layer_budgets_fall_and_add_up_to_the_whole(seed: int, budget: int, slope: float, layers: int):
-    policy = LayerBudgets(H2O(budget), slope=slope)
-    if budget * (1 - slope) < 1.01:
-        return
-    counts = policy.counts(layers, most=1000).tolist()
-    assert sum(counts) == layers * budget
+@pytest.mark.parametrize(
+    ("budget", "window", "beta", "length", "layers", "expected"),
+    [
+        # Chosen 48, so the last of 31 layers gets 48 // 20 = 2, the first 96 - 2 = 94, the step (94 - 2) // 30 = 3.
+        (64, 16, 20, 1000, 31, [110 - 3 * layer for layer in range(31)]),
+        (64, 16, 2, 1000, 7, [16 + 72 - 8 * layer for layer in range(7)]),
+        # Of 100 slots the first layer can choose 84, so the last gets 96 - 84 = 12.
+        (64, 16, 20, 100, 4, [16 + 84 - 24 * layer for layer in range(4)]),
+        (64, 16, 20, 96, 4, [16 + 80 - 21 * layer for layer in range(4)]),
+        (64, 16, 20, 95, 4, [64] * 4),
+        (64, 16, 20, 40, 4, [64] * 4),
+        (320, 64, 20, 8000, 32, [64 + 500 - 15 * layer for layer in range(32)]),
+        (64, 16, 1, 1000, 4, [64] * 4),
+        (64, 16, 20, 1000, 1, [64]),
+    ],
+)
+def test_layer_budgets_are_those_of_pyramidkv(
+    budget: int, window: int, beta: int, length: int, layers: int, expected: list[int]
+):
+    counts = LayerBudgets(SnapKV(budget, window), beta).counts(layers, length).tolist()
+    assert counts == expected == pyramid_by_hand(layers, budget, window, beta, length, once=True)
+
+
+@given(data=st.data(), layers=st.integers(1, 12), length=st.integers(1, 200), beta=st.integers(1, 30))
+@settings(max_examples=100)
+def test_layer_budgets_fall_and_add_up_to_the_whole_but_for_their_rounding(
+    data: st.DataObject, layers: int, length: int, beta: int
+):
+    budget = data.draw(st.integers(1, 40))
+    policy = H2O(budget, data.draw(st.integers(0, budget)), every=data.draw(st.sampled_from([None, 1])))
+    counts = LayerBudgets(policy, beta).counts(layers, length).tolist()
     assert min(counts) >= 1
-    assert all(second <= first + 1 for first, second in pairwise(counts))
-    if layers > 1:
-        assert abs(counts[0] - budget * (1 + slope)) <= 1
-        assert abs(counts[-1] - budget * (1 - slope)) <= 1
+    assert counts == sorted(counts, reverse=True)
+    assert max(counts) <= max(length, budget)
+    # A layer without any slot keeps one after all.
+    assert layers * budget <= sum(counts) <= layers * (budget + max(0, (layers - 2) / 2)) + 1
 
 
-@given(slope=st.floats(0, 0.7), budget=st.integers(4, 12))
-@settings(max_examples=30)
-def test_layer_budgets_ask_for_no_more_slots_than_there_are_and_lose_none(slope: float, budget: int):
-    counts = LayerBudgets(H2O(budget), slope=slope).counts(5, most=12).tolist()
-    assert max(counts) <= 12 + 1  # rounding may give a layer one more
-    assert sum(counts) == 5 * budget
+def test_head_budgets_are_those_of_ada_kv():
+    scene = random_scene(0, batch=1, slots=128)
+    # The window of 16 stays; of the 96 best of the other slots, 92 are the first head's.
+    paid = torch.rand(3, 1, 2, 16, 128, generator=torch.Generator().manual_seed(0))
+    paid[:, :, 0, :, :92] += 4
+    paid[:, :, 1, :, :4] += 3
+    scene = replace(scene, attention=Attention(record(scene).total, paid))
+    counts = {floor: HeadBudgets(SnapKV(64, 16, 1), floor).act(scene) for floor in (0.0, 0.2, 0.5, 1.0)}
+    assert {floor: live_counts(found)[0, 0].tolist() for floor, found in counts.items()} == {
+        0.0: [108, 20],
+        0.2: [99, 28],
+        0.5: [86, 42],
+        1.0: [64, 64],
+    }
 
 
-@given(seed=seeds, budget=st.integers(2, 5), floor=st.floats(0, 1))
-@settings(max_examples=30)
-def test_head_budgets_keep_the_layers_total_and_each_heads_floor(seed: int, budget: int, floor: float):
-    scene = random_scene(seed, slots=12)
-    counts = live_counts(HeadBudgets(H2O(budget, recent=0), floor=floor).act(scene))
-    assert bool((counts.sum(2) == budget * scene.cache.n_kv_heads).all())
-    assert bool((counts >= max(1, int(floor * budget))).all())
+@given(
+    seed=seeds, budget=st.integers(1, 12), window=st.integers(1, 4), floor=st.sampled_from([0.0, 0.2, 0.25, 0.5, 1.0])
+)
+@settings(max_examples=60)
+def test_every_head_keeps_what_ada_kv_gives_it(seed: int, budget: int, window: int, floor: float):
+    scene, window = random_scene(seed, slots=12), min(window, budget)
+    paid = torch.rand(record(scene).recent.shape, generator=torch.Generator().manual_seed(seed))
+    scene = replace(scene, attention=Attention(record(scene).total, paid))
+    counts = live_counts(HeadBudgets(SnapKV(budget, window, 1), floor).act(scene))
+    scores = paid[..., -window:, : 12 - window].sum(3)
+    for layer, row, _ in places(scene):
+        shares = ada_by_hand(scores[layer, row].tolist(), budget - window, floor)
+        assert (counts[layer, row] - window).tolist() == shares
 
 
 def test_head_budgets_give_more_to_heads_that_are_looked_at():
@@ -336,7 +413,9 @@ def test_head_budgets_give_more_to_heads_that_are_looked_at():
     assert live_counts(HeadBudgets(H2O(4, recent=0), floor=0.25).act(scene))[:, 0].tolist() == [[7, 1]] * 3
 
 
-@pytest.mark.parametrize("policy", [H2O(3, recent=0), TOVA(3), SnapKV(3, window=1, kernel=1), HeadBudgets(TOVA(3))])
+@pytest.mark.parametrize(
+    "policy", [H2O(3, recent=0), TOVA(3), SnapKV(3, window=1, kernel=1), HeadBudgets(TOVA(3), 0.0)]
+)
 def test_the_newest_of_equal_slots_stays(policy: Policy):
     scene = random_scene(0, batch=1, slots=8)
     same = Attention(torch.ones_like(record(scene).total), torch.ones_like(record(scene).recent))
@@ -534,7 +613,8 @@ def test_budgets_of_a_policy_that_acts_on_the_prompt_act_on_the_prompt(tiny_llam
         policy=wrap(SnapKV(4, window=2)),
     )
     counts = [int(kept.ledger.live.expand(3, -1, 2, -1).sum()) for kept in found.trace]
-    assert counts == [4 * 6, 5 * 6, 6 * 6, 7 * 6]
+    assert counts[0] <= 4 * 6
+    assert counts == [counts[0] + step * 6 for step in range(4)]
 
 
 def refused(call: Callable[[], Any], *said: str) -> None:
@@ -563,8 +643,7 @@ BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: RandomEviction(4, 0, law="contiguous"), ("law='contiguous'", "every=None")),
     (lambda: RandomEviction(4, 0, sinks=5), ("sinks=5", "0 to its budget, 4")),
     (lambda: RandomEviction(4, 0, sinks=-1), ("sinks=-1",)),
-    (lambda: LayerBudgets(H2O(4), slope=1.0), ("slope=1.0", "below 1")),
-    (lambda: LayerBudgets(H2O(4), slope=-0.1), ("slope=-0.1",)),
+    (lambda: LayerBudgets(H2O(4), beta=0), ("LayerBudgets has beta=0", "at least 1")),
     (lambda: HeadBudgets(H2O(4), floor=1.5), ("floor=1.5",)),
     (lambda: HeadBudgets(LayerBudgets(H2O(4))), ("HeadBudgets", "shares of LayerBudgets(policy=H2O(budget=4))")),
     (lambda: RandomEviction(4, 0).act(replace(random_scene(0), samples=(3,))), ("2 rows", "1 sample numbers")),
@@ -588,7 +667,6 @@ BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: MaskSpans("sumary").act(random_scene(0)), ("'sumary'", "did you mean 'summary'?")),
     (lambda: ZeroValues("T3").act(random_scene(0)), ("'T3'",)),
     (lambda: ZeroValues("T1", layers=[3]).act(random_scene(0)), ("beyond the cache's 0 to 2",)),
-    (lambda: LayerBudgets(H2O(1), slope=0.9).act(random_scene(0)), ("would leave layer 2 without a single slot",)),
     (lambda: MaskSpans(NAMES).act(random_scene(0)), ("would leave layer 0, KV head 0 of row 0 without",)),
     (lambda: H2O(4).act(Scene(random_scene(0).cache)), ("H2O needs", "Model.watch")),
     (lambda: (H2O(4) | TOVA(2)).act(Scene(random_scene(0).cache)), ("H2O needs", "Model.watch")),

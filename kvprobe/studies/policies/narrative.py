@@ -390,7 +390,7 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
         f"{plain(estimate_of(ceiling['instruction_margin']))} nats; a cache that knows nothing has a mean of zero.",
         "Every condition acts on the cache of the same reading; nothing is read again.",
         f"Below {2 * WINDOW} slots of budget, SnapKV and what builds on it look with the last half of the budget instead of "
-        f"{WINDOW} queries. PyramidKV's slope is lowered where its first layers would need more slots than there are.",
+        f"{WINDOW} queries. PyramidKV's steps between layers are rounded down, as published, so it may hold more than the budget.",
         "Positions of what is asked follow the ledger, so a policy that closes gaps is asked right after its last slot.",
     ]
     return Section(title="Controls", points=checks)

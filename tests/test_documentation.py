@@ -1,0 +1,126 @@
+"""Every code block of README.md and docs/ runs as printed, and every `kvprobe …` line is one that the command line takes."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import pytest
+
+import kvprobe
+from kvprobe import cli
+from kvprobe.model import Model
+
+matplotlib.use("Agg")
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = 1
+"""Blocks that a comment excuses, with its reason: `<!-- not run: … -->` on the line before."""
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    line: int
+    excuse: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text()
+    found = re.finditer(r"(?:<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Block(each[2], each[3], text[: each.start(3)].count("\n"), each[1]) for each in found]
+
+
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.fixture
+def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a page's blocks share, in a folder of their own; the model is loaded once for all pages."""
+    load = kvprobe.load
+    monkeypatch.setattr("kvprobe.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how))
+    monkeypatch.chdir(tmp_path)
+    return {}
+
+
+def run(page: Path, namespace: dict[str, Any]) -> dict[str, Any]:
+    for block in blocks(page):
+        if block.language == "python" and block.excuse is None:
+            code = "\n" * block.line + block.code
+            exec(compile(code, page.name, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_as_printed(
+    page: Path, namespace: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run(page, namespace)
+    said = capsys.readouterr().out
+    check = {"README": readme_forgets, "tutorial": tutorial_says}.get(page.stem)
+    if check is not None:
+        check(namespace, said, tmp_path)
+
+
+def readme_forgets(names: dict[str, Any], said: str, folder: Path) -> None:
+    full, kept, fresh = eval(said)
+    assert "48213" in full
+    assert "48213" not in kept
+    assert "48213" not in fresh
+
+
+def tutorial_says(names: dict[str, Any], said: str, folder: Path) -> None:
+    layer, channel, *_ = names["swept"].outcomes
+    assert sum(layer.kl) > sum(channel.kl)
+    assert "GQA 9:3" in said
+    assert kvprobe.measure(names["model"], names["planned"]).cache == names["planned"].cache
+    assert {"random", "leave-context-out", "paired"} <= {line.split(":")[0] for line in said.splitlines()}
+    for figure in ("leak.png", "memory.png"):
+        assert (folder / figure).stat().st_size > 10_000
+
+
+def test_blocks_that_are_not_run_say_why():
+    assert sum(block.excuse is not None for page in PAGES for block in blocks(page)) == NOT_RUN
+
+
+STANDS_FOR = {"RUN": "runs/one", "MODEL": "smollm2-135m", "TEXT": "hello", "FILE.json": "chat.json", "FILE.yaml": "mine.yaml"}
+"""What a word in capitals stands for."""
+
+
+def commands(page: Path) -> list[str]:
+    """Each `kvprobe …` line of a page's blocks, and each in its text that is no mere mention of a command."""
+    fenced = [line for block in blocks(page) if block.language != "python" for line in block.code.splitlines()]
+    inline = re.findall(r"`(kvprobe [^`]*)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+    return [line for line in (*fenced, *inline) if line.startswith("kvprobe ")]
+
+
+LINES = sorted({(page.stem, line) for page in PAGES for line in commands(page)})
+
+
+@pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{page}: {line[:60]}" for page, line in LINES])
+def test_a_command_is_one_that_the_command_line_takes(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("study: leakage\n")
+    for arguments in read_line(line):
+        cli._add_run_commands(arguments)
+        cli.app.parse_args(arguments, exit_on_error=False, print_error=False)
+
+
+def read_line(line: str) -> list[list[str]]:
+    """The commands that a line stands for: with its optional flags and without, and one for each alternative."""
+    line = re.split(r"\s{2,}|\s#", line)[0]
+    values = iter(range(100))
+    line = re.sub(r"(--(?:contexts|samples|seed|context|batch|length)) …", lambda each: f"{each[1]} {next(values) + 1}", line)
+    line = re.sub(r" …(?=[\]\s]|$)", " cpu" if "--device …" in line else "", line)
+    whole = line.replace("[", "").replace("]", "")
+    bare = re.sub(r"\[[^\]]*\]", "", line)
+    found = []
+    for each in dict.fromkeys((whole, bare)):
+        head, *alternatives = each.split(" | ")
+        kept = " ".join(head.split()[:-2])
+        found += [head, *(f"{kept} {alternative}" for alternative in alternatives)]
+    return [[STANDS_FOR.get(word, word) for word in shlex.split(each)[1:]] for each in found if each != "kvprobe"]
