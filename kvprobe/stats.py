@@ -44,6 +44,11 @@ class Estimate:
     def has_interval(self) -> bool:
         return not (isnan(self.low) or isnan(self.high))
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """What a figure draws about the number: the interval, or the range where there is none."""
+        return (self.low, self.high) if self.has_interval else (self.smallest, self.largest)
+
     def above(self, value: float = 0.0) -> bool:
         """Whether the whole interval lies above a value; never without an interval."""
         return self.low > value
