@@ -212,7 +212,7 @@ def _cliffs(
     config: Config,
     scorer: str,
 ) -> dict[str, float | None]:
-    """The lowest rate at which accuracy has surely fallen below half of the clean one; None where none has."""
+    """The lowest rate at which accuracy is significantly below half of the clean one; None where none has."""
     found: dict[str, float | None] = {}
     for name in kinds(config):
         fallen = (
@@ -234,7 +234,8 @@ def _contrasts(
     ) -> dict[str, Any] | None:
         if not set(pair) <= set(harm):
             return None
-        return estimate(harm[pair[0]] - harm[pair[1]], within=within, comparisons=len(CONTRASTS)).record()
+        measured = sum(set(each) <= set(harm) for each in CONTRASTS)
+        return estimate(harm[pair[0]] - harm[pair[1]], within=within, comparisons=measured).record()
 
     found = [
         {"faults": list(pair), "lost": more(lost, pair, DIFFERENCE), "kl": more(kl, pair, UNBOUNDED)}

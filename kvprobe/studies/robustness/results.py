@@ -298,7 +298,7 @@ def _procedure_cell(each: Mapping[str, Any]) -> str:
 
 
 def _procedure_point(name: str, fault: str, cells: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> str:
-    """Which readings of the seed's procedure surely differ from fresh damage to whole slots."""
+    """Which readings of the seed's procedure differ significantly from fresh damage to whole slots."""
     differing = [
         f"{timing} by {unit} ({points(beyond)} lost)"
         for (each, timing, unit), cell in cells.items()
