@@ -46,6 +46,12 @@ def ends(values: Mapping[str, Any]) -> tuple[float, float]:
     return estimate_of(values).ends
 
 
+def whiskers(values: Mapping[str, Any]) -> list[list[float]]:
+    """How far `ends` are below and above the number, as error bars take it."""
+    low, high = ends(values)
+    return [[values["mean"] - low], [high - values["mean"]]]
+
+
 def verdict(value: Estimate, above: str, below: str, neither: str) -> str:
     """What is said of a number by the side of zero on which its interval lies; without an interval, `neither`."""
     return above if value.above() else below if value.below() else neither

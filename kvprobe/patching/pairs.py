@@ -80,8 +80,11 @@ def table_of(found: PatchMap, pair: int, cluster: str | None = None) -> pd.DataF
     return found.df().assign(pair=pair, cluster=name, base=found.base, donor=found.donor, way=found.donor - found.base)
 
 
-def summarise(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> pd.DataFrame:
     """See `PairMaps.summary`.
+
+    Args:
+        comparisons: see `stats.interval`.
 
     Raises:
         ValueError: a column that the table does not have.
@@ -100,8 +103,8 @@ def summarise(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
                 **{column: cells[column].iloc[0] for column in by},
                 "pairs": cells["pair"].nunique(),
                 "clusters": len(count),
-                **_columns("effect", ratio(effect, count)),
-                **_columns("normalised", ratio(effect, way)),
+                **_columns("effect", ratio(effect, count, comparisons=comparisons)),
+                **_columns("normalised", ratio(effect, way, comparisons=comparisons)),
             }
         )
     return pd.DataFrame(rows)
