@@ -41,6 +41,22 @@ def span(value: Estimate, written: Callable[[float], str]) -> str:
     return f"range {written(value.smallest)} to {written(value.largest)} over {value.clusters}; too few for an interval"
 
 
+def ends(values: Mapping[str, Any]) -> tuple[float, float]:
+    """What a figure draws about a number of `metrics.json`: its interval, or the range where there is none."""
+    return estimate_of(values).ends
+
+
+def whiskers(values: Mapping[str, Any]) -> list[list[float]]:
+    """How far `ends` are below and above the number, as error bars take it."""
+    low, high = ends(values)
+    return [[values["mean"] - low], [high - values["mean"]]]
+
+
+def verdict(value: Estimate, above: str, below: str, neither: str) -> str:
+    """What is said of a number by the side of zero on which its interval lies; without an interval, `neither`."""
+    return above if value.above() else below if value.below() else neither
+
+
 def few_clusters(count: int, of: str) -> str | None:
     """What a report says where there are too few clusters for an interval, and so for a claim; None where there are enough."""
     if count >= FEWEST:
