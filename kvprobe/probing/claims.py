@@ -157,7 +157,10 @@ def probe_features(
         found = np.concatenate(scores, 1)
         p = p_values(found)
         table = table.assign(
-            permuted=found[1:].mean(0) / features.labels.numel(), p=p, p_family=step_down(found), q=false_discovery_rate(p)
+            permuted=found[1:].mean(0) / features.labels.numel(),
+            p=p,
+            p_family=step_down(found),
+            q=false_discovery_rate(p),
         )
     return Probing(
         features.target,

@@ -26,7 +26,7 @@ from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import FAMILY_NAMES
 from kvprobe.tasks.passcode import contexts, conversation
 
-SMALL = Config(contexts=5, samples=50, folds=3, permutations=9, batch=10)
+SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
 KEYS_AND_VALUES: tuple[Family, ...] = ("k", "v")
 
@@ -98,8 +98,8 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert len(probes) == sites * (len(ARMS) + len(CHANGED)) * 3
     assert ((probes["low"] <= probes["accuracy"]) & (probes["accuracy"] <= probes["high"])).all()
     samples = finished.df()
-    assert len(samples) == 50 * (len(USE_ARMS) + len(ARMS))
-    assert samples.groupby(["measure", "condition"]).size().eq(50).all()
+    assert len(samples) == 48 * (len(USE_ARMS) + len(ARMS))
+    assert samples.groupby(["measure", "condition"]).size().eq(48).all()
     for name in ("accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from kvprobe.lens import Family
 from kvprobe.probing.calibration import calibrated_probes
-from kvprobe.probing.intervals import held_out, held_out_means
+from kvprobe.probing.intervals import held_out
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.sweep import READS, accuracy_table, best_by_inner_fold, sites, sweep
 from kvprobe.probing.transfer import transferred

@@ -64,9 +64,7 @@ def narrate(
 
 def reach(metrics: Mapping[str, Any], arm: str) -> list[int]:
     """The distances at which a leak is claimed in the paired split."""
-    return [
-        distance for distance in DISTANCES if estimate_of(metrics["claims"]["reach"][arm][distance]).above()
-    ]
+    return [distance for distance in DISTANCES if estimate_of(metrics["claims"]["reach"][arm][distance]).above()]
 
 
 def in_words(distances: Sequence[int]) -> str:
@@ -92,7 +90,9 @@ def answer_new(metrics: Mapping[str, Any]) -> str:
         f"them (chance {metrics['chance']:.0%}; over the restart floor {points(leak)})"
     )
     if not leak.has_interval:
-        return f"{first}; whether anything is read from the seven summaries after it cannot be said from so few sessions."
+        return (
+            f"{first}; whether anything is read from the seven summaries after it cannot be said from so few sessions."
+        )
     found = [arm for arm in ARMS if beyond[arm].above()]
     if found:
         told = "; ".join(f"{arm} {points(beyond[arm])}" for arm in found)
