@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +19,7 @@ import yaml
 from kvprobe.designs import Target
 from kvprobe.lens import Family
 from kvprobe.presets import shipped
+from kvprobe.probing.intervals import LEVEL
 from kvprobe.stats import Estimate
 from kvprobe.studyconfig import read_yaml
 from kvprobe.suggest import unknown
@@ -104,13 +106,23 @@ class Measure:
             `use`, what the retained cache adds, against the restarted one, to the model's own log-probability of the truth less
             its mean over the other answers, in nats.
         split: one of `CARD_SPLITS`, or "" for what has none.
+        low, high: None where there are too few contexts for an interval.
     """
 
     measure: str
     split: str
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, measure: str, split: str, value: Estimate) -> "Measure":
+        ends = (value.low, value.high) if value.has_interval else (None, None)
+        return cls(measure, split, value.mean, *ends)
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.mean, *(nan if end is None else end for end in (self.low, self.high)))
 
 
 @dataclass(frozen=True)
@@ -170,14 +182,16 @@ class Card:
     def measure(self, measure: str, split: str = UNSEEN) -> Estimate | None:
         """A number of the card, if it has it."""
         found = [each for each in self.measures if (each.measure, each.split) == (measure, split)]
-        return Estimate(found[0].mean, found[0].low, found[0].high) if found else None
+        return found[0].estimate if found else None
 
     @property
     def reads_unseen(self) -> bool:
-        """Whether it was shown to read conversations that it was not trained on: above chance, and above the restart floor."""
-        accuracy, leak = self.measure("accuracy"), self.measure("leak")
+        """Whether it was shown to read conversations that it was not trained on: above chance, above the restart floor, and
+        better than with labels permuted within conversations, where they were."""
+        accuracy, leak, p = (self.measure(each) for each in ("accuracy", "leak", "p"))
         assert accuracy is not None
-        return accuracy.low > self.target.chance and leak is not None and leak.low > 0
+        confirmed = p is None or p.mean <= LEVEL
+        return accuracy.above(self.target.chance) and leak is not None and leak.above() and confirmed
 
     def write(self, folder: Path) -> None:
         """Write `card.yaml` into a folder."""
