@@ -20,7 +20,6 @@ SHARE = (0.0, 1.0)
 DIFFERENCE = (-1.0, 1.0)
 """The natural range of a difference between shares, and of a correlation."""
 UNBOUNDED = (-np.inf, np.inf)
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -187,34 +186,6 @@ def means(
     with np.errstate(divide="ignore", invalid="ignore"):
         without = (sums.sum(-1, keepdims=True) - sums) / (sizes.sum() - sizes)
     return mean, *interval(mean, without, within, comparisons)
-
-
-def cluster_weights(
-    clusters: int, rng: np.random.Generator, resamples: int = RESAMPLES
-) -> Int[np.ndarray, "resamples clusters"]:
-    """How often each cluster is drawn in each resample. Use the same weights for quantities to be compared."""
-    return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=resamples)
-
-
-def cluster_bootstrap(
-    values: Float[np.ndarray, "*quantities samples"],
-    clusters: Int[np.ndarray, "samples"],
-    weights: Int[np.ndarray, "resamples clusters"],
-) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
-    """Mean over samples of each quantity, with the 2.5 and 97.5 percentiles over resampled clusters.
-
-    Args:
-        clusters: which cluster each sample belongs to, numbered from 0.
-        weights: see `cluster_weights`.
-    """
-    count = weights.shape[1]
-    summed = np.zeros((count, *values.shape[:-1]))
-    np.add.at(summed, clusters, np.moveaxis(values, -1, 0))
-    sums = np.moveaxis(summed, 0, -1)
-    sizes = np.bincount(clusters, minlength=count)
-    resampled = (sums @ weights.T) / (sizes @ weights.T)
-    low, high = np.percentile(resampled, [2.5, 97.5], axis=-1)
-    return np.asarray(values.mean(-1)), np.asarray(low), np.asarray(high)
 
 
 def wilson(successes: int | float, trials: int) -> Estimate:

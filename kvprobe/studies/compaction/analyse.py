@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
 from kvprobe.probing.sweep import accuracy_table, best_by_inner_fold, sites, sweep
-from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, cluster_weights, estimate
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, MASK, RESTART, RETAINED, contrast
 from kvprobe.studies.compaction.collect import CALIBRATION, CONDITIONS, FAMILIES, LOOKED_AT
 from kvprobe.studies.compaction.config import Config
@@ -105,8 +105,7 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     """Fit the probes, estimate every outcome of every arm, and take the arms apart into effects."""
     rng = np.random.default_rng([config.seed, 2])
     count = len(collected.texts)
-    weights = cluster_weights(count, rng)
-    probes, hits = _probe(collected, config, weights, rng)
+    probes, hits = _probe(collected, config, rng)
     outcomes = _outcomes(collected, hits)
 
     def of(values: np.ndarray, within: Range = UNBOUNDED) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def analyse(collected: Collected, config: Config) -> Analysis:
 
 
 def _probe(
-    collected: Collected, config: Config, weights: Int[np.ndarray, "resamples contexts"], rng: np.random.Generator
+    collected: Collected, config: Config, rng: np.random.Generator
 ) -> tuple[pd.DataFrame, dict[tuple[str, str], np.ndarray]]:
     """Every probe's accuracy, and per (split, arm) how many digits the probe chosen on the inner fold read right."""
     labels = torch.from_numpy(collected.measured["digits"].T.copy())
@@ -171,7 +170,6 @@ def _probe(
                             places,
                             labels,
                             collected.contexts,
-                            weights,
                             arm=arm.name,
                             split=split,
                             family=family,
