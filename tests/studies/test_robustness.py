@@ -278,8 +278,8 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_told_apart():
     assert "Accuracy has significantly fallen below half of that at 10 % of Gaussian (layer)" in told
     assert told.count("is found (") == 2
     assert headline(found) == (
-        "Recite, 100.0 % (83.9 to 100.0) right with a sound cache: worst is Gaussian (layer) (costs 100.0 points (100.0 to "
-        "100.0)), mildest distractor (costs 15.0 points (2.5 to 30.0))."
+        "Recite, 100.0 % (83.9 to 100.0) right with a sound cache: worst is Gaussian (layer) (costs 100.0 points (74.4 to "
+        "100.0)), mildest distractor (for which a loss was not detected (15.0 points (-4.3 to 46.9)))."
     )
 
 
