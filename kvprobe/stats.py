@@ -50,11 +50,11 @@ class Estimate:
 
     def above(self, value: float = 0.0) -> bool:
         """Whether the whole interval lies above a value; never without an interval."""
-        return self.low > value
+        return bool(self.low > value)
 
     def below(self, value: float = 0.0) -> bool:
         """Whether the whole interval lies below a value; never without an interval."""
-        return self.high < value
+        return bool(self.high < value)
 
     def differs(self, value: float = 0.0) -> bool:
         """Whether the whole interval lies on one side of a value; never without an interval."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,26 +217,26 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right():
     metrics = made_up(became, MADE_UP, right=lambda sample: sample >= 8)
     (task,) = metrics["tasks"]
     assert (task["items"], task["right"], task["too_hard"]) == (20, 12, None)
-    assert task["clean"] == asdict(wilson(12, 20))
+    assert task["clean"] == wilson(12, 20).record()
     (dtype,) = task["dtypes"]
     bits = {each["bit"]: each for each in dtype["bits"]}
     assert bits[14]["right"] == {
-        "nothing": asdict(wilson(3, 12)),
-        "words": asdict(wilson(0, 12)),
-        "breaks": asdict(wilson(9, 12)),
-        "nonfinite": asdict(wilson(3, 12)),
+        "nothing": wilson(3, 12).record(),
+        "words": wilson(0, 12).record(),
+        "breaks": wilson(9, 12).record(),
+        "nonfinite": wilson(3, 12).record(),
     }
-    assert bits[14]["same"] == asdict(wilson(5, 20))
-    assert bits[14]["different"] == asdict(wilson(10, 20))
+    assert bits[14]["same"] == wilson(5, 20).record()
+    assert bits[14]["different"] == wilson(10, 20).record()
     assert (bits[14]["flips"], bits[14]["nonfinite_flips"]) == (80, 20)
     assert bits[14]["kl"]["mean"] == pytest.approx(2 * 2 / 3), "flips that were not finite have no KL"
-    assert bits[13]["right"]["words"] == asdict(wilson(5, 12))
-    assert bits[13]["right"]["breaks"] == asdict(wilson(0, 12))
+    assert bits[13]["right"]["words"] == wilson(5, 12).record()
+    assert bits[13]["right"]["breaks"] == wilson(0, 12).record()
     assert bits[13]["kl"]["mean"] == pytest.approx(0.5 / 4)
-    assert bits[0]["right"]["nothing"] == asdict(wilson(12, 12))
+    assert bits[0]["right"]["nothing"] == wilson(12, 12).record()
     assert (dtype["altered"], dtype["nonfinite"], dtype["breaking"]) == ([13, 14], [14], [14])
     breaks = dtype["fields"]["exponent"]["right"]["breaks"]
-    assert breaks == pytest.approx(asdict(wilson(12 * 0.75 / 8, 12)))
+    assert breaks == pytest.approx(wilson(12 * 0.75 / 8, 12).record())
     assert task["broken"]["single"]["broken"] == 20
     assert task["broken"]["single"]["first"]["broken"] == "K of layer 2, KV head 1, slot 7"
     assert [(each["bit"], each["right"], each["item"]) for each in task["examples"]] == [(14, False, "item-8")]
@@ -354,7 +354,7 @@ def test_on_a_task_that_is_too_hard_only_the_same_and_the_finite_are_told(
     assert dtype["breaking"] is None
     assert all(each["right"] is None for each in dtype["bits"])
     assert all(held["breaks"] is None for held in dtype["contrasts"].values())
-    assert dtype["bits"][14]["nonfinite"] == asdict(wilson(10, 20))
+    assert dtype["bits"][14]["nonfinite"] == wilson(10, 20).record()
     said = answer(task)
     assert "Faults are not ranked on retrieve" in said
     assert "breaks" not in said

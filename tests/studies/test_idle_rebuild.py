@@ -223,7 +223,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert not tokens[["kl", "agrees", "nll"]].isna().any().any()
     layers = finished.df("layers")
     assert len(layers) == 2 * 30 * len(SHARED)
-    assert ((layers["low"] <= layers["distance"]) & (layers["distance"] <= layers["high"])).all()
+    assert layers[["low", "high"]].isna().all(axis=None), "two sessions are too few for an interval"
     metrics = finished.metrics
     assert {row: list(cells) for row, cells in metrics["matrix"].items()} == {
         f"rebuilt{before}": [str(turn) for turn in MEASURED if turn >= before] for before in MEASURED
