@@ -94,8 +94,8 @@ def interval(
     The jackknife's pseudo-values take the place of independent observations: half the width is Student's t with one degree of
     freedom fewer than clusters, times their standard error. The end on the side of the longer tail is moved out by Johnson's
     correction for skewness (1978), enlarged since few clusters hide most of their skewness, and less so in a limited range. Where
-    clusters are all alike and the range is limited, they could still be so by luck: the interval is then as wide as Wilson's for
-    none of so many trials. docs/intervals.md measures what these choices give.
+    clusters are all alike at 0 or 1, as single trials can be, they could be so by luck: with a limited range the interval is then as
+    wide as Wilson's for none of so many trials. docs/intervals.md measures what these choices give.
 
     Args:
         within: the natural range of the quantities, `SHARE` or `DIFFERENCE`, at which intervals end.
@@ -116,7 +116,7 @@ def interval(
     hidden = 1.5 if limited else 1 + 40 / count
     shift = hidden * (1 / 6 + quantile**2 / 3) * third / (spread**2 * count)
     half = quantile * spread / np.sqrt(count)
-    by_luck = quantile**2 / (count + quantile**2) if limited else 0.0
+    by_luck = np.where(limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile**2 / (count + quantile**2), 0.0)
     below, above = (np.where(alike, by_luck, half + np.maximum(0, side * shift)) for side in (-1, 1))
     return np.asarray(np.maximum(estimate - below, within[0])), np.asarray(np.minimum(estimate + above, within[1]))
 

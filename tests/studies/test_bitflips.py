@@ -20,9 +20,9 @@ from kvprobe.lanes import Geometry
 from kvprobe.model import Model
 from kvprobe.report import write_report
 from kvprobe.runs import Run
-from kvprobe.stats import cluster_weights, estimate, wilson
+from kvprobe.stats import DIFFERENCE, estimate, wilson
 from kvprobe.studies import trials
-from kvprobe.studies.bitflips.analyse import Bootstrap, analyse, of_field, tolerated
+from kvprobe.studies.bitflips.analyse import analyse, difference, mean_of, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, cases, places
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import bit_maps, draw_all
@@ -30,6 +30,7 @@ from kvprobe.studies.bitflips.narrative import answer, answer_bits, answer_rate,
 from kvprobe.studies.trials import Sample
 from kvprobe.tasks.task import find_task, prompt
 from kvprobe.transcript import Tokens
+from kvprobe.wording import estimate_of
 
 PROMPTS = ("the user is at the sea", "a hat is a hat", "it is 12 at the hut")
 RATES = "1e-3,1e-1"
@@ -273,7 +274,8 @@ def test_the_answer_says_which_field_matters_or_that_none_was_found(breaking: st
     assert found in answer_bits(task)
     gap = {"exponent": 1.0, "mantissa": -1.0, "": 0.0}[breaking]
     held = task["dtypes"][0]["contrasts"]["exponent - mantissa"]
-    assert held["breaks"] == held["changed"] == {"mean": gap, "low": gap, "high": gap}
+    assert held["breaks"] == held["changed"]
+    assert (held["breaks"]["mean"], estimate_of(held["breaks"]).differs()) == (gap, gap != 0)
     assert held["kl"]["mean"] == pytest.approx(2 * gap)
 
 
@@ -285,27 +287,30 @@ def test_keys_are_held_against_values_and_late_layers_against_early_ones_at_expo
         return WRONG if labels["field"] == "exponent" and labels["layer"] in (0, 1) else {}
 
     of_keys, of_early = (made_up(each, MADE_UP)["tasks"][0]["dtypes"][0]["contrasts"] for each in (keys, early))
-    assert of_keys["k - v"]["breaks"] == {"mean": 1, "low": 1, "high": 1}
-    assert of_early["late - early"]["breaks"] == {"mean": -1, "low": -1, "high": -1}
+    assert (of_keys["k - v"]["breaks"]["mean"], of_keys["k - v"]["breaks"]["high"]) == (1, 1)
+    assert (of_early["late - early"]["breaks"]["mean"], of_early["late - early"]["breaks"]["low"]) == (-1, -1)
     assert of_early["k - v"]["breaks"]["low"] < 0 < of_early["k - v"]["breaks"]["high"]
 
 
-def test_a_mean_is_that_of_the_plain_bootstrap_where_every_item_has_as_many_rows():
-    weights = cluster_weights(6, np.random.default_rng(0))
-    values = np.random.default_rng(1).normal(size=18)
-    items = np.repeat(np.arange(6), 3)
+def test_means_and_differences_count_the_items_that_have_rows():
+    values = np.random.default_rng(1).normal(size=30)
+    items = np.repeat(np.arange(10), 3)
     rows = pd.DataFrame({"cluster": items, "kl": values})
-    bootstrap = Bootstrap(weights)
-    assert bootstrap.mean(rows, "kl") == pytest.approx(asdict(estimate(values, items, weights)))
-    missing = bootstrap.mean(rows[rows["cluster"] > 2], "kl")
+    assert mean_of(rows, "kl") == pytest.approx(estimate(values, items).record())
+    missing = mean_of(rows[rows["cluster"] > 1], "kl")
     assert missing is not None
-    assert missing["mean"] == pytest.approx(values[9:].mean())
-    assert missing["low"] < missing["mean"] < missing["high"]
-    assert bootstrap.mean(rows[rows["cluster"] == 2], "kl") is None, "one item has no interval"
-    assert bootstrap.difference(rows, rows[rows["cluster"] == 2], "kl") is None
+    assert (missing["mean"], missing["clusters"]) == pytest.approx((values[6:].mean(), 8))
+    one = rows[rows["cluster"] == 2]
+    assert mean_of(one, "kl") is None, "one item has no interval"
+    assert difference(rows, one, "kl") is None
+    paired = difference(rows, rows.assign(kl=values - items), "kl")
+    assert paired == pytest.approx(estimate(items.astype(float), items).record())
+    alike = difference(rows.assign(kl=1.0), rows.assign(kl=1.0), "kl", DIFFERENCE)
+    assert alike is not None
+    assert alike["low"] < 0 < alike["high"]
 
 
-def test_the_highest_bearable_rate_is_below_the_first_that_surely_costs():
+def test_the_highest_bearable_rate_is_below_the_first_that_costs_significantly():
     def became(labels: dict[str, Any], sample: int) -> dict[str, Any]:
         if labels["group"] != "rate" or labels["field"] == "mantissa":
             return {}
@@ -314,8 +319,8 @@ def test_the_highest_bearable_rate_is_below_the_first_that_surely_costs():
 
     (task,) = made_up(became, MADE_UP)["tasks"]
     rates = of_field(task, ANY)
-    assert [each["accuracy"] for each in rates] == [asdict(wilson(right, 20)) for right in (19, 5, 0)]
-    assert rates[0]["from_clean"]["high"] == 0
+    assert [each["accuracy"] for each in rates] == [wilson(right, 20).record() for right in (19, 5, 0)]
+    assert not estimate_of(rates[0]["from_clean"]).below()
     assert rates[2]["nonfinite_rows"] == 20
     assert rates[2]["kl"] is None
     assert [each["expected"] for each in rates] == pytest.approx([0.192, 1.92, 19.2])

@@ -326,7 +326,7 @@ def test_the_sentence_on_answers_follows_the_intervals(right: float, beyond: flo
     ("paired", "margin", "inside", "used"),
     [
         (0.2, 0.2, "and reads more centred", "the model uses some of it"),
-        (0.0, 0.0, "and reads no more centred", "was not found to use it"),
+        (0.0, 0.0, "and reads no more centred", "was not detected to use it"),
         (0.0, -0.2, "and reads no more centred", "is turned away from it"),
     ],
 )

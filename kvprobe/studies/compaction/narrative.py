@@ -190,7 +190,7 @@ def _arms_section(metrics: Mapping[str, Any]) -> Section:
             Table(
                 columns=["arm", *(OUTCOMES[name] for name in shown)],
                 rows=rows,
-                caption="With 95 % intervals, from a bootstrap that resamples whole conversations.",
+                caption="With 95 % intervals over conversations.",
             )
         ],
         figures=[

@@ -198,8 +198,8 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
             Table(
                 columns=["KL from compacted", *_GROUP_NAMES.values()],
                 rows=apart,
-                caption="KL(compacted ‖ run) in nats per token of the reply, with 95 % intervals from a bootstrap that resamples "
-                "whole sessions. The last row, KL(in place ‖ rebuilt), is what positions alone do.",
+                caption="KL(compacted ‖ run) in nats per token of the reply, with 95 % intervals over "
+                "sessions. The last row, KL(in place ‖ rebuilt), is what positions alone do.",
             ),
             Table(
                 columns=["run", "KL from kept", "same top token", "surprise"],
@@ -352,7 +352,7 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         "Unless the model was trained to go on from masked turns, it is the compacted run that is out of distribution for it, not "
         "the rebuilt one; a difference in surprise holds both effects. Study `compaction` calibrates that with an irrelevant masked block.",
         "Replies are scripted, so no run ever acts on what it said itself; drift that builds up over a run's own replies is not seen.",
-        f"{metrics['sessions']} hand-written English sessions, one point of compaction, one summary each; intervals resample these sessions.",
+        f"{metrics['sessions']} hand-written English sessions, one point of compaction, one summary each; intervals are over these sessions.",
         "A question put early may refer to a turn that was not read. Both runs meet the same text, so their divergence is fair; how "
         "well they predict such a reply is another matter.",
     ]

@@ -77,7 +77,7 @@ def answer_random(metrics: Mapping[str, Any], config: Config) -> str:
         told = [f"on {NAMES[name]}, {_verdict(metrics, policies, name, budget)}" for name in measures]
         strict = _beating(metrics, policies, "agreement", budget, RANDOM_SINKS)
         sentences.append(
-            f"At {budget} % of the slots, of {len(policies)} policies these beat random eviction and the others do not: "
+            f"At {budget} % of the slots, of {len(policies)} policies these beat random eviction significantly: "
             f"{'; '.join(told)}. "
             f"If random eviction spares the first {SINKS} slots, these still beat it on agreement: {_named(strict, policies)}."
         )
