@@ -5,15 +5,15 @@ contexts, or none (noise). The truth is what the same procedure reads on average
 noise, accuracy is chance. Half the sites of a design are searched, as a study does: each fold is read at the site that did best
 on its inner fold. The floor is one vector a context.
 
-    OMP_NUM_THREADS=1 python benchmarks/coverage_probes.py
+    OMP_NUM_THREADS=1 python benchmarks/coverage_probes.py [--quick]
 """
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 import torch
+from coverage import table, write
 
 from kvprobe.designs import Target
 from kvprobe.probing.claims import FLOOR, probe_features
@@ -24,7 +24,7 @@ from kvprobe.probing.intervals import held_out
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
 
-CLASSES, DIM, SITES, FOLDS, SIGNAL = 4, 12, 2, 5, 1.5
+CLASSES, DIM, SITES, FOLDS, SIGNAL, EACH = 4, 12, 2, 5, 1.5, 5
 TARGET = Target("letter", tuple("abcd"))
 COUNTS = (8, 16, 48)
 WITHIN = {"accuracy": SHARE, "leak": DIFFERENCE, "selectivity": DIFFERENCE, "bits": UNBOUNDED}
@@ -32,30 +32,36 @@ WITHIN = {"accuracy": SHARE, "leak": DIFFERENCE, "selectivity": DIFFERENCE, "bit
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=8, help="draws of labels, of 40 designs each")
-    parser.add_argument("--probings", type=int, default=200, help="whole probings of noise at each number of contexts")
+    parser.add_argument("--draws", type=int, default=25, help="draws of labels, of 40 designs each")
+    parser.add_argument("--probings", type=int, default=400, help="whole probings of noise at each number of contexts")
+    parser.add_argument("--quick", action="store_true", help="a tenth of both, and the page stays as it is")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for line in section(arguments.draws, arguments.probings):
-        print(line, flush=True)
+    draws, probings = (
+        max(1, each // 10 if arguments.quick else each) for each in (arguments.draws, arguments.probings)
+    )
 
+    def shown(share: float) -> str:
+        return f"{100 * share:.1f}"
 
-def section(draws: int, probings: int) -> Iterator[str]:
-    """The tables as lines of Markdown."""
-    yield "| intervals of probes: contexts × samples, features | split | " + " | ".join(WITHIN) + " |"
-    yield "|---|---|" + "---|" * len(WITHIN)
-    for contexts in COUNTS:
-        for signal in (0.0, SIGNAL):
-            for split in SPLITS:
-                held = coverage(contexts, 5, signal, split, draws)
-                cells = " | ".join(f"{100 * held[name]:.0f} %" for name in WITHIN)
-                yield f"| {contexts} × 5, {'a signal' if signal else 'noise'} | {split} | {cells} |"
-    yield ""
-    yield "| probings of noise that claim anything: contexts × samples | without permutations | with 39 |"
-    yield "|---|---|---|"
-    for contexts in COUNTS:
-        shares = [false_claims(contexts, 5, probings, permutations) for permutations in (0, 39)]
-        yield f"| {contexts} × 5 | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |"
+    rows = [
+        [f"{contexts}", "a signal" if signal else "noise", split, *(shown(held[name]) for name in WITHIN)]
+        for contexts in COUNTS
+        for signal in (0.0, SIGNAL)
+        for split in SPLITS
+        for held in (coverage(contexts, EACH, signal, split, draws),)
+    ]
+    covered = table(["contexts", "features", "split", *WITHIN], rows)
+    print(covered, flush=True)
+    rows = [
+        [f"{contexts}", *(shown(false_claims(contexts, EACH, probings, permutations)) for permutations in (0, 39))]
+        for contexts in COUNTS
+    ]
+    claimed = table(["contexts", "intervals alone", "and 39 permutations"], rows)
+    print(claimed)
+    if not arguments.quick:
+        write("coverage of probes", covered)
+        write("false claims of probes", claimed)
 
 
 def coverage(contexts: int, each: int, signal: float, split: Split, draws: int, designs: int = 40) -> dict[str, float]:
