@@ -32,8 +32,8 @@ WITHIN = {"accuracy": SHARE, "leak": DIFFERENCE, "selectivity": DIFFERENCE, "bit
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=25, help="draws of labels, of 40 designs each")
-    parser.add_argument("--probings", type=int, default=400, help="whole probings of noise at each number of contexts")
+    parser.add_argument("--draws", type=int, default=8, help="draws of labels, of 40 designs each")
+    parser.add_argument("--probings", type=int, default=200, help="whole probings of noise at each number of contexts")
     parser.add_argument("--quick", action="store_true", help="a tenth of both, and the page stays as it is")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from kvprobe.probing.intervals import held_out, held_out_means
 from kvprobe.probing.splits import Split, fold_numbers
 from kvprobe.stats import SHARE, means
 
-CONTEXTS, EACH, CLASSES, DIM = 8, 6, 2, 6
+CONTEXTS, EACH, CLASSES, DIM = 8, 16, 2, 4
 HOMES = np.repeat(np.arange(CONTEXTS), EACH)
 
 
@@ -36,16 +36,15 @@ def test_intervals_hold_what_is_read_on_average_and_would_not_with_the_fits_held
     held, fixed = [], []
     for seed in range(4):
         features = drawn(signal, 60, seed)
-        fold = fold_numbers(split, HOMES, 4, np.random.default_rng(seed))
+        fold = fold_numbers(split, HOMES, 8, np.random.default_rng(seed))
         hits = fit_sites(features, split, fold).predicted.eq(features.labels).double().mean(1).numpy()
         truth = hits.mean() if signal else 1 / CLASSES
         for found, of in ((held, held_out_means), (fixed, means)):
             _, low, high = of(hits, HOMES, SHARE)
             found += list((low <= truth) & (truth <= high))
-    assert 0.92 <= np.mean(held)
+    # The percentile bootstrap of these hits holds 84 to 96 %.
+    assert np.mean(held) >= 0.94
     assert np.mean(fixed) < np.mean(held)
-    if not signal:
-        assert np.mean(fixed) < 0.92
 
 
 def test_a_mean_is_that_of_the_samples_and_its_interval_stays_a_share():
@@ -67,7 +66,7 @@ def test_a_claim_takes_the_interval_and_the_permutations(read: Probing):
     said = str(read).splitlines()
     assert all(": decodable above the restart;" in line for line in said)
     unsure = dataclasses.replace(read, table=read.table.assign(p_family=0.2))
-    assert all(": not confirmed by permuted labels above" in line for line in str(unsure).splitlines())
+    assert all(": not confirmed (permuted labels are read as well) above" in line for line in str(unsure).splitlines())
     assert not any(unsure.confirmed(split) for split in unsure.picks)
     blind = {key: np.zeros_like(hits) if key[1] == "retained" else hits for key, hits in read.right.items()}
     assert all(": not detected above" in line for line in str(dataclasses.replace(read, right=blind)).splitlines())
