@@ -201,7 +201,7 @@ def _verdict(probing: Probing, split: str, above: Estimate) -> str:
         return "undecided for want of contexts"
     if not above.above():
         return "not detected"
-    return "decodable" if probing.confirmed(split) else "not confirmed by permuted labels"
+    return "decodable" if probing.confirmed(split) else "not confirmed (permuted labels are read as well)"
 
 
 @dataclass(frozen=True)
