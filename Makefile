@@ -37,6 +37,8 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/attention.py
 	$(PY) benchmarks/probes.py
 	$(PY) benchmarks/memory.py
+	$(PY) benchmarks/coverage.py
+	$(PY) benchmarks/coverage_probes.py
 
 clean:
 	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis

@@ -1,45 +1,127 @@
-"""Cluster bootstrap: right by a slow loop, and wider than pretending that samples are independent."""
+"""Intervals: the jackknife by a slow loop, covering where a percentile bootstrap does not, and none from few clusters."""
+
+import json
 
 import numpy as np
 import pytest
+from scipy import stats as reference
 
-from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate, wilson
+from kvprobe.stats import (
+    DIFFERENCE,
+    FEWEST,
+    SHARE,
+    Estimate,
+    estimate,
+    interval,
+    jackknife,
+    leave_one_out,
+    means,
+    ratio,
+    wilson,
+)
+from kvprobe.wording import estimate_of, percent, plain
 
 
-def test_the_bootstrap_equals_a_slow_loop_over_resampled_clusters():
+def test_replicates_equal_a_slow_loop_that_leaves_each_cluster_out():
     rng = np.random.default_rng(0)
-    clusters = np.repeat(np.arange(5), [3, 1, 4, 2, 5])
+    clusters = np.repeat(np.arange(9), [3, 1, 4, 2, 5, 1, 2, 3, 4])
     values = rng.random((2, len(clusters)))
-    weights = cluster_weights(5, rng, resamples=50)
-    mean, low, high = cluster_bootstrap(values, clusters, weights)
-    for quantity in range(2):
-        resampled = []
-        for draw in weights:
-            members = np.concatenate([np.repeat(values[quantity, clusters == c], draw[c]) for c in range(5)])
-            resampled.append(members.mean())
-        np.testing.assert_allclose([low[quantity], high[quantity]], np.percentile(resampled, [2.5, 97.5]))
+    mean, low, high = means(values, clusters)
     np.testing.assert_allclose(mean, values.mean(1))
+    without = np.array([[row[clusters != left].mean() for left in range(9)] for row in values])
+    np.testing.assert_allclose(np.stack([low, high]), np.stack(interval(values.mean(1), without)))
+    for row, ends in zip(values, np.stack([low, high], 1), strict=True):
+        alone = estimate(row, clusters)
+        np.testing.assert_allclose((alone.low, alone.high), ends)
+        sums, sizes = np.bincount(clusters, row), np.bincount(clusters)
+        weights = leave_one_out(9)
+        np.testing.assert_allclose(jackknife(row.mean(), weights @ sums / (weights @ sizes)).low, ends[0])
 
 
-def test_weights_draw_as_many_clusters_as_there_are_and_depend_on_the_seed_alone():
-    weights = cluster_weights(7, np.random.default_rng(3), resamples=20)
-    assert (weights.sum(1) == 7).all()
-    np.testing.assert_array_equal(weights, cluster_weights(7, np.random.default_rng(3), resamples=20))
-    assert (weights != cluster_weights(7, np.random.default_rng(4), resamples=20)).any()
+def test_symmetric_independent_values_have_students_interval():
+    values = np.array([-4.0, -3, -2, -1, -0.5, 0.5, 1, 2, 3, 4]) + 7
+    found = estimate(values)
+    expected = reference.t.interval(0.95, 9, loc=values.mean(), scale=reference.sem(values))
+    assert (found.low, found.high) == pytest.approx(expected)
+    assert (found.smallest, found.largest, found.clusters) == pytest.approx((3.0, 11.0, 10))
 
 
-def test_the_interval_covers_the_truth_where_a_naive_one_does_not():
+def test_the_end_on_the_side_of_the_long_tail_is_moved_out_and_the_other_is_not():
+    values = np.array([1.0, 1, 1, 2, 2, 2, 3, 3, 4, 15])
+    expected = reference.t.interval(0.95, 9, loc=values.mean(), scale=reference.sem(values))
+    found, mirrored = estimate(values), estimate(-values)
+    assert found.low == pytest.approx(expected[0])
+    assert found.high > expected[1]
+    assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
+
+
+@pytest.mark.parametrize("clusters", [1, 2, FEWEST - 1])
+def test_few_clusters_have_a_range_and_no_interval_and_support_no_claim(clusters: int):
+    values = np.linspace(5, 6, clusters)
+    found = estimate(values)
+    assert not found.has_interval
+    assert not any((found.above(0.0), found.below(10.0), found.differs(0.0)))
+    assert (found.smallest, found.largest) == pytest.approx((values.min(), values.max()))
+    written = plain(found)
+    assert "range" in written
+    assert f"over {clusters}; too few for an interval" in written
+    kept = json.loads(json.dumps(found.record(), allow_nan=False))
+    assert kept["low"] is None
+    assert str(estimate_of(kept)) == str(found)
+
+
+def test_claims_and_intervals_agree():
+    found = Estimate(0.5, 0.2, 0.8)
+    assert (found.above(0.1), found.differs(0.1), found.above(0.2)) == (True, True, False)
+    assert (found.below(0.9), found.below(0.8), found.differs(0.5)) == (True, False, False)
+    turned = found.complement()
+    assert (turned.low, turned.high) == pytest.approx((0.2, 0.8))
+    assert ((-found).low, (-found).high) == pytest.approx((-0.8, -0.2))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_shares_that_are_all_alike_have_an_interval_with_a_width_inside_their_range(share: float):
+    found = estimate(np.full(12, share), within=SHARE)
+    assert 0.2 < found.high - found.low < 0.5
+    assert (found.low if share == 0 else found.high) == share
+    unchanged = estimate(np.zeros(12), within=DIFFERENCE)
+    assert unchanged.low == -unchanged.high < -0.2
+    assert percent(found).count(" to ") == 1
+
+
+def test_leaving_the_only_cluster_with_a_denominator_out_gives_no_interval():
+    bottom = np.zeros(10)
+    bottom[3] = 1
+    assert not ratio(np.ones(10), bottom).has_interval
+    assert np.isnan(ratio(np.ones(10), np.zeros(10)).mean)
+
+
+def test_samples_without_a_cluster_number_of_their_own_do_not_count_as_clusters():
+    values = np.arange(20.0)
+    assert estimate(values, np.repeat([3, 90], 10)).clusters == 2
+
+
+def test_comparisons_widen_intervals_so_that_together_they_hold():
+    rng = np.random.default_rng(3)
+    single, together = 0, 0
+    for _ in range(300):
+        noise = rng.normal(size=(6, 12))
+        own = np.arange(12)
+        for comparisons in (1, 6):
+            _, low, high = means(noise, own, comparisons=comparisons)
+            claimed = bool(((low > 0) | (high < 0)).any())
+            single, together = single + (claimed and comparisons == 1), together + (claimed and comparisons == 6)
+    assert together <= 0.07 * 300 < 0.15 * 300 < single
+
+
+@pytest.mark.parametrize(("draw", "truth"), [("normal", 0.0), ("lognormal", np.exp(0.5)), ("exponential", 1.0)])
+@pytest.mark.parametrize("clusters", [8, 16])
+def test_intervals_cover_where_a_percentile_bootstrap_does_not(draw: str, truth: float, clusters: int):
+    """Five samples to a cluster; the bootstrap that resamples clusters covers 67 to 90 % here."""
     rng = np.random.default_rng(1)
-    clusters = np.repeat(np.arange(30), 20)
-    covered, naive_covered = 0, 0
-    for _ in range(100):
-        values = np.repeat(rng.normal(size=30), 20) + 0.1 * rng.normal(size=600)
-        interval = estimate(values, clusters, cluster_weights(30, rng, resamples=400))
-        naive = 1.96 * values.std() / np.sqrt(len(values))
-        covered += interval.low <= 0 <= interval.high
-        naive_covered += abs(values.mean()) <= naive
-    assert covered >= 85
-    assert naive_covered <= 60
+    values = np.repeat(getattr(rng, draw)(size=(1500, clusters)), 5, axis=1)
+    _, low, high = means(values, np.repeat(np.arange(clusters), 5))
+    assert 0.92 <= ((low <= truth) & (truth <= high)).mean() <= 0.99
 
 
 def test_wilson_is_the_textbooks_interval_and_stays_inside():
@@ -54,5 +136,5 @@ def test_wilson_is_the_textbooks_interval_and_stays_inside():
         assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
         mirrored = wilson(trials - successes, trials)
         assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
-    with pytest.raises(ValueError, match="are no share"):
+    with pytest.raises(ValueError, match="must lie in 0 to 2"):
         wilson(3, 2)

@@ -1,6 +1,6 @@
 """Several pairs of runs under one grid, with intervals over pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
-from kvprobe.stats import cluster_weights
+from kvprobe.stats import Estimate, ratio
 from kvprobe.transcript import Tokens
 
 
@@ -46,14 +46,15 @@ class PairMaps:
     def df(self) -> pd.DataFrame:
         return self.table
 
-    def summary(self, by: Sequence[str] = ("layer", "segment", "part"), seed: int = 0) -> pd.DataFrame:
+    def summary(self, by: Sequence[str] = ("layer", "segment", "part")) -> pd.DataFrame:
         """Mean `effect` and pooled `normalised` of each group of cells over pairs, each with its 95 % interval (`…_low`,
-        `…_high`) from a bootstrap that resamples clusters of pairs.
+        `…_high`) over clusters of pairs. With fewer clusters than `stats.FEWEST` an interval is NaN, and there is only the range
+        of the clusters' values (`…_smallest`, `…_largest`).
 
         `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly differ does
         not count the most.
         """
-        return summarise(self.table, by, seed)
+        return summarise(self.table, by)
 
 
 def patch_pairs(
@@ -79,39 +80,48 @@ def table_of(found: PatchMap, pair: int, cluster: str | None = None) -> pd.DataF
     return found.df().assign(pair=pair, cluster=name, base=found.base, donor=found.donor, way=found.donor - found.base)
 
 
-def summarise(table: pd.DataFrame, by: Sequence[str], seed: int = 0) -> pd.DataFrame:
+def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> pd.DataFrame:
     """See `PairMaps.summary`.
+
+    Args:
+        comparisons: see `stats.interval`.
 
     Raises:
         ValueError: a column that the table does not have.
     """
     if missing := [column for column in by if column not in table]:
         raise ValueError(f"The maps have no column {missing[0]!r}; they have {', '.join(table.columns)}.")
-    clusters = {name: number for number, name in enumerate(dict.fromkeys(table["cluster"]))}
-    weights = cluster_weights(len(clusters), np.random.default_rng(seed))
     rows = []
     for _, cells in table.groupby(list(by), sort=False):
-        own = np.array([clusters[name] for name in cells["cluster"]])
+        own = pd.factorize(cells["cluster"])[0]
         count, effect, way = (
-            np.bincount(own, column, minlength=len(clusters))
+            np.bincount(own, column)
             for column in (np.ones(len(cells)), cells["effect"].to_numpy(), cells["way"].to_numpy())
         )
-        # A resample may hold none of the clusters that have such cells, or ways that cancel.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            means = (weights @ effect) / (weights @ count)
-            shares = (weights @ effect) / (weights @ way)
-        low, high = np.nanpercentile(means, [2.5, 97.5])
-        share_low, share_high = np.nanpercentile(shares, [2.5, 97.5]) if way.sum() else (np.nan, np.nan)
         rows.append(
             {
                 **{column: cells[column].iloc[0] for column in by},
                 "pairs": cells["pair"].nunique(),
-                "effect": effect.sum() / count.sum(),
-                "effect_low": low,
-                "effect_high": high,
-                "normalised": effect.sum() / way.sum() if way.sum() else np.nan,
-                "normalised_low": share_low,
-                "normalised_high": share_high,
+                "clusters": len(count),
+                **_columns("effect", ratio(effect, count, comparisons=comparisons)),
+                **_columns("normalised", ratio(effect, way, comparisons=comparisons)),
             }
         )
     return pd.DataFrame(rows)
+
+
+def pooled(row: Mapping[Any, Any], column: str = "normalised") -> Estimate:
+    """The estimate that a row of `summarise` holds."""
+    ends = (float(row[f"{column}_{name}"]) for name in ("smallest", "largest"))
+    low, high = (float(row[f"{column}_{name}"]) for name in ("low", "high"))
+    return Estimate(float(row[column]), low, high, int(row["clusters"]), *ends)
+
+
+def _columns(name: str, value: Estimate) -> dict[str, float]:
+    return {
+        name: value.mean,
+        f"{name}_low": value.low,
+        f"{name}_high": value.high,
+        f"{name}_smallest": value.smallest,
+        f"{name}_largest": value.largest,
+    }

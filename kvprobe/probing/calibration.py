@@ -1,8 +1,10 @@
 """Probabilities that can be believed, from ridge or logistic probes, and the bits that they are worth.
 
 A probe's probabilities are softmax(log frequency of the class + evidence / temperature), the frequency that of its training
-set and the temperature fitted on the inner fold (Guo et al. 2017, arXiv 1706.04599). A probe that reads nothing so falls
-back on the frequencies and not on a uniform guess: its information is then nought, neither more nor less.
+set and the temperature fitted on the inner fold (Guo et al. 2017, arXiv 1706.04599). A temperature that was fitted on n samples
+says nothing of what happens less than once in n + 1: this share of the probability goes by the frequencies alone. Without it a few
+samples of which a probe is sure and wrong would decide its bits. A probe that reads nothing falls back on the frequencies and not
+on a uniform guess: its information is then zero, neither more nor less.
 """
 
 from collections.abc import Sequence
@@ -134,7 +136,9 @@ def calibrated(
         known = log_frequency(labels[:, ~inner & ~test], classes)[:, None].to(out.dtype)
         temperature = fit_temperature(found.inner_evidence[:, :, inner], known, labels[:, inner])
         known = log_frequency(labels[:, ~test], classes)[:, None].to(out.dtype)
-        out[:, :, test] = (known + found.evidence[:, :, test] / temperature[..., None, None]).log_softmax(-1)
+        told = (known + found.evidence[:, :, test] / temperature[..., None, None]).log_softmax(-1)
+        rare = 1 / (int(inner.sum()) + 1)
+        out[:, :, test] = torch.logaddexp(told + log(1 - rare), known + log(rare))
         temperatures.append(temperature)
     return torch.stack(temperatures, -1), out
 

@@ -156,9 +156,18 @@ def limits(card: Card) -> list[str]:
             f"In conversations that it has never seen it is right in {percent(accuracy)}, chance being {100 * chance:.1f} %: it may be "
             f"used to see whether hidden text can still be read from such slots ({ARMS[card.training.arm]})."
         )
-    elif accuracy.low > chance:
+    elif not accuracy.has_interval:
+        said.append(
+            f"It was trained on {card.training.contexts} contexts, too few for an interval: whether it reads conversations that it has "
+            "never seen cannot be said."
+        )
+    elif accuracy.above(chance):
         known = (
-            "no restart floor is known" if leak is None else f"what it reads above the restart floor is {points(leak)}"
+            "no restart floor is known"
+            if leak is None
+            else f"what it reads above the restart floor is {points(leak)}"
+            if not leak.above()
+            else "labels permuted within conversations are read as well"
         )
         said.append(
             f"In conversations that it has never seen it is right in {percent(accuracy)}, above chance ({100 * chance:.1f} %), but {known}: "
@@ -166,7 +175,7 @@ def limits(card: Card) -> list[str]:
         )
     else:
         said.append(
-            f"In conversations that it has never seen it was not found to be right more often than chance ({percent(accuracy)} against "
+            f"In conversations that it has never seen it is not significantly better than chance ({percent(accuracy)} against "
             f"{100 * chance:.1f} %): its probabilities there stay near the class frequencies, and rightly so. It shows the "
             "difference between the splits; it is no detector."
         )
@@ -208,7 +217,7 @@ def _use(card: Card) -> str:
     use = card.measure("use", "")
     if use is None:
         return "Whether the model uses what this probe reads was not measured."
-    found = "used" if use.low > 0 else "not found to be used" if use.high >= 0 else "of no use"
+    found = "used" if use.above() else "of no use" if use.below() else "not detectably used"
     return (
         f"By the model itself it is {found}: asked for it, the model gives the truth, over other answers, {plain(use)} nats more from the "
         "retained cache than from the restarted one."

@@ -24,10 +24,11 @@ from kvprobe.probing.curves import chosen_curves
 from kvprobe.probing.description import description
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites, permuted_scores
+from kvprobe.probing.intervals import LEVEL, held_out, held_out_means
 from kvprobe.probing.scan import false_discovery_rate, p_values, paired_features, step_down
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
-from kvprobe.stats import Estimate, cluster_bootstrap, cluster_weights
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
 from kvprobe.wording import percent, points
 
 FLOOR = "restart"
@@ -48,17 +49,18 @@ class Probing:
         table: one row per split and site: `accuracy` (mean over places) and `bits` (told per label), each with `_low` and
             `_high`; `floor`, `leak` (accuracy − floor, with interval) and `leak_bits`, where there is a restart floor; `control`
             and `selectivity` (accuracy − hash control), where there is one; `eta_squared` (mean over dimensions); `permuted` (mean accuracy with
-            labels permuted in context), `p`, `p_family` (step-down max-T over all sites of the split) and `q` (Benjamini and
-            Hochberg).
+            labels permuted in context), `p`, and over all sites of all splits together `p_family` (step-down max-T) and `q`
+            (Benjamini and Hochberg).
         summary: one row per split and reading, `retained` first, then each floor, the hash control, and what `context`, `text`
             and `majority` alone tell: `accuracy` and `bits` of the site chosen on inner folds, and `lead`, the accuracy of
-            `retained` above it; all with intervals.
+            `retained` above it; all with intervals, and with the smallest and largest mean of a cluster; see `reading`.
         floors: per split and floor, its own accuracy at every site, with `low` and `high`.
         codelength: per split and place, bits per label by online coding from the site that most folds chose. All samples had a
             part in that choice, so of many sites it is flattered a little; compare accuracies for a claim.
         sparse: per split and k, accuracy from the k best dimensions of the site that each fold chose, and from k at random.
         picks: per split, the site that each test fold chose.
         right: per split and reading, which samples' places were read right by the chosen site.
+        clusters: of each sample, what intervals leave out: its context, or itself where all samples share one.
         use: what the model itself says of the answer, a row per sample and arm; None if it was not asked.
     """
 
@@ -70,6 +72,7 @@ class Probing:
     sparse: pd.DataFrame
     picks: Mapping[str, tuple[tuple[Family, Site], ...]]
     right: Mapping[tuple[str, str], np.ndarray] = field(repr=False)
+    clusters: Int[np.ndarray, "samples"] = field(repr=False)
     use: pd.DataFrame | None = None
 
     @property
@@ -80,6 +83,31 @@ class Probing:
     def df(self) -> pd.DataFrame:
         """The table of all sites."""
         return self.table
+
+    def readings(self, split: str) -> list[str]:
+        """The readings of a split, `retained` first."""
+        return [reading for own, reading in self.right if own == split]
+
+    def reading(self, split: str, reading: str, name: str = "accuracy") -> Estimate:
+        """`accuracy`, `bits` or `lead` of a row of the summary."""
+        summary = self.summary
+        row: Any = summary[(summary["split"] == split) & (summary["reading"] == reading)].iloc[0]
+        ends = (float(row[f"{name}_{end}"]) for end in ("smallest", "largest"))
+        return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"], len(set(self.clusters.tolist())), *ends)
+
+    def lead(self, split: str, over: str, comparisons: int = 1) -> Estimate:
+        """How much more `retained` reads than another reading.
+
+        Args:
+            comparisons: how many of them a claim is picked from; see `kvprobe.stats.interval`.
+        """
+        own, other = (self.right[split, name].mean(0) for name in ("retained", over))
+        return held_out(own - other, self.clusters, DIFFERENCE, comparisons)
+
+    def confirmed(self, split: str) -> bool:
+        """Whether labels permuted within contexts do worse at some site, family-wise; True if none were permuted."""
+        own = self.table[self.table["split"] == split]
+        return "p_family" not in own or bool(own["p_family"].min() <= LEVEL)
 
     def __str__(self) -> str:
         return "\n".join(claim(self, split) for split in self.picks)
@@ -102,7 +130,7 @@ def probe_features(
         floors: features of the same samples by what they are (`restart`, `embedding`, `random model`); `restart` is what a
             leak is measured from.
         permutations: of labels within context; no p can be below 1 / (permutations + 1), and 0 leaves p-values out.
-        rng: of folds, control labels, permutations and bootstrap.
+        rng: of folds, control labels and permutations.
 
     Raises:
         ValueError: features of which none varies, fewer contexts than folds, or what `check_problem` refuses.
@@ -110,40 +138,70 @@ def probe_features(
     _check(features, permutations)
     single = len(np.unique(features.contexts)) == 1
     splits: tuple[Split, ...] = ("random",) if single else SPLITS
-    # With one context there is nothing to resample but its samples, and no claim beyond it.
+    # With one context there is nothing to leave out but its samples, and no claim beyond it.
     clusters = np.arange(len(features.contexts)) if single else features.contexts
-    how = _How(folds, solver, permutations, clusters, cluster_weights(int(clusters.max()) + 1, rng))
+    # The same for all splits, so that one family-wise level holds over them.
+    orders = permuted_within(features.contexts, permutations, rng)
+    how = _How(folds, solver, orders, clusters)
     own = sum(map(len, features.sites.values()))
     probes = own * (2 + (permutations > 0)) + sum(
         len(sites) for each in floors.values() for sites in each.sites.values()
     )
     with tqdm(total=probes * len(splits), desc=note, unit="probe") as bar:
-        parts = [_under(split, features, floors, how, rng, bar.update) for split in splits]
+        parts, scores = zip(*(_under(split, features, floors, how, rng, bar.update) for split in splits), strict=True)
+    table, summary, floor, codelength, sparse = (
+        pd.concat([getattr(part, name) for part in parts], ignore_index=True)
+        for name in ("table", "summary", "floors", "codelength", "sparse")
+    )
+    if permutations:
+        found = np.concatenate(scores, 1)
+        p = p_values(found)
+        table = table.assign(
+            permuted=found[1:].mean(0) / features.labels.numel(),
+            p=p,
+            p_family=step_down(found),
+            q=false_discovery_rate(p),
+        )
     return Probing(
         features.target,
-        *(
-            pd.concat([getattr(part, name) for part in parts], ignore_index=True)
-            for name in ("table", "summary", "floors", "codelength", "sparse")
-        ),
+        table,
+        summary,
+        floor,
+        codelength,
+        sparse,
         picks={split: picks for part in parts for split, picks in part.picks.items()},
         right={reading: hits for part in parts for reading, hits in part.right.items()},
+        clusters=clusters,
     )
 
 
 def claim(probing: Probing, split: str) -> str:
-    """What was read under a split, above what, in a sentence."""
-    rows = probing.summary[probing.summary["split"] == split].set_index("reading")
-    read = _interval(rows.loc["retained"], "accuracy")
-    floor = f"{FLOOR} floor {percent(_interval(rows.loc[FLOOR], 'accuracy'))}, " if FLOOR in rows.index else ""
-    blind = rows.loc[[name for name in ("context", "text", "majority", "embedding") if name in rows.index], "accuracy"]
-    lead = FLOOR if FLOOR in rows.index else str(blind.astype(float).idxmax())
-    above = _interval(rows.loc[lead], "lead")
-    found = "decodable" if above.low > 0 else "not decodable"
-    return (
-        f"{split}: {found} above the {lead}; a probe reads {percent(read)} of {probing.target.name} ({floor}chance "
-        f"{probing.chance:.0%}), {points(above)} above it"
-        + (f", with a selectivity of {points(_interval(rows.loc[CONTROL], 'lead'))}." if CONTROL in rows.index else ".")
+    """What was read under a split, above what, in a sentence.
+
+    Intervals of the claim are so wide that those of all splits hold together, and it takes the permutation test as well:
+    of labels that nothing tells, at most 5 % of probings claim anything.
+    """
+    readings = probing.readings(split)
+    blind = [name for name in ("context", "text", "majority", "embedding") if name in readings]
+    lead = FLOOR if FLOOR in readings else max(blind, key=lambda name: probing.reading(split, name).mean)
+    above = probing.lead(split, lead, len(probing.picks))
+    floor = f"{FLOOR} floor {percent(probing.reading(split, FLOOR))}, " if lead == FLOOR else ""
+    selective = (
+        f", with a selectivity of {points(probing.reading(split, CONTROL, 'lead'))}" if CONTROL in readings else ""
     )
+    return (
+        f"{split}: {_verdict(probing, split, above)} above the {lead}; a probe reads "
+        f"{percent(probing.reading(split, 'retained'))} of {probing.target.name} ({floor}chance {probing.chance:.0%}), "
+        f"{points(above)} above it{selective}."
+    )
+
+
+def _verdict(probing: Probing, split: str, above: Estimate) -> str:
+    if not above.has_interval:
+        return "undecided for want of contexts"
+    if not above.above():
+        return "not detected"
+    return "decodable" if probing.confirmed(split) else "not confirmed (permuted labels are read as well)"
 
 
 @dataclass(frozen=True)
@@ -152,15 +210,19 @@ class _How:
 
     folds: int
     solver: Solver
-    permutations: int
+    orders: Int[np.ndarray, "permutations samples"]
     clusters: Int[np.ndarray, "samples"]
-    weights: Int[np.ndarray, "resamples clusters"]
 
     def interval(
-        self, values: Float[np.ndarray, "*quantities samples"], name: str, low: str = "{}_low", high: str = "{}_high"
+        self,
+        values: Float[np.ndarray, "*quantities samples"],
+        name: str,
+        within: tuple[float, float],
+        low: str = "{}_low",
+        high: str = "{}_high",
     ) -> dict[str, np.ndarray]:
         """Columns of a mean over samples and its interval."""
-        found = cluster_bootstrap(values.astype(float), self.clusters, self.weights)
+        found = held_out_means(values.astype(float), self.clusters, within)
         return dict(zip((name, low.format(name), high.format(name)), found, strict=True))
 
 
@@ -171,8 +233,8 @@ def _under(
     how: _How,
     rng: np.random.Generator,
     done: Callable[[int], object],
-) -> Probing:
-    """Everything under one split."""
+) -> tuple[Probing, Float[np.ndarray, "assignments sites"]]:
+    """Everything under one split but p-values, and the scores that they are made of."""
     labels, classes = features.labels, len(features.target.classes)
     fold = fold_numbers(split, features.contexts, how.folds, rng)
     drawn = _control_tasks(features, rng) if len(set(features.contexts)) > 1 else None
@@ -183,13 +245,7 @@ def _under(
     others = {name: fit_sites(floor, split, fold, solver=how.solver, done=done) for name, floor in floors.items()}
 
     table = _site_table(split, features, fits, others.get(FLOOR), control, how)
-    if how.permutations:
-        orders = permuted_within(features.contexts, how.permutations, rng)
-        scores = permuted_scores(features, split, fold, orders, done=done)
-        p = p_values(scores)
-        table = table.assign(
-            permuted=scores[1:].mean(0) / labels.numel(), p=p, p_family=step_down(scores), q=false_discovery_rate(p)
-        )
+    scores = permuted_scores(features, split, fold, how.orders, done=done) if len(how.orders) else np.empty((0, 0))
 
     best = chosen(fits, fold)
     right = {"retained": best.predicted.eq(labels)}
@@ -212,11 +268,11 @@ def _under(
     codes = description(seen, labels, features.contexts, classes, split=split, rng=rng).df()
     curves = chosen_curves(features, split, fold, best.picks, rng)
     sparse = [
-        {"split": split, "k": k, **how.interval(hits, "accuracy", "low", "high"), "random": blind.mean()}
+        {"split": split, "k": k, **how.interval(hits, "accuracy", SHARE, "low", "high"), "random": blind.mean()}
         for k, (hits, blind) in curves.items()
     ]
     where = {"split": split, "family": family, **site._asdict()}
-    return Probing(
+    part = Probing(
         features.target,
         table,
         pd.DataFrame(summary),
@@ -225,7 +281,9 @@ def _under(
         pd.DataFrame(sparse),
         {split: best.picks},
         {(split, name): hits.numpy() for name, hits in right.items()},
+        how.clusters,
     )
+    return part, scores
 
 
 def _site_table(
@@ -241,16 +299,16 @@ def _site_table(
     columns: dict[str, Any] = {
         "split": split,
         **_site_columns(fits),
-        **how.interval(hits, "accuracy", "low", "high"),
-        **how.interval(fits.information.double().numpy(), "bits"),
+        **how.interval(hits, "accuracy", SHARE, "low", "high"),
+        **how.interval(fits.information.double().numpy(), "bits", UNBOUNDED),
         "eta_squared": _eta_squared(features, split),
     }
     if control is not None:
         memorised = _hits(*control)
-        columns |= {"control": memorised.mean(1), **how.interval(hits - memorised, "selectivity")}
+        columns |= {"control": memorised.mean(1), **how.interval(hits - memorised, "selectivity", DIFFERENCE)}
     if floor is not None and floor.sites == fits.sites:
         blind = _hits(floor, features.labels)
-        columns |= {"floor": blind.mean(1), **how.interval(hits - blind, "leak")}
+        columns |= {"floor": blind.mean(1), **how.interval(hits - blind, "leak", DIFFERENCE)}
         columns["leak_bits"] = (fits.information - floor.information).double().mean(1).numpy()
     return pd.DataFrame(columns)
 
@@ -272,7 +330,7 @@ def _floor_table(
     tables = [
         pd.DataFrame(
             {"split": split, "floor": name, **_site_columns(fits)}
-            | how.interval(_hits(fits, labels), "accuracy", "low", "high")
+            | how.interval(_hits(fits, labels), "accuracy", SHARE, "low", "high")
         )
         for name, fits in floors.items()
     ]
@@ -296,13 +354,17 @@ def _summary_row(
     how: _How,
 ) -> dict[str, Any]:
     """One reading: its accuracy and bits, and how far `retained` is above it."""
-    hits = right[name].double().mean(0).numpy()
-    row: dict[str, Any] = {"split": split, "reading": name, **how.interval(hits, "accuracy")}
+    own, read = (right[each].double().mean(0).numpy() for each in (name, "retained"))
+    found = {"accuracy": held_out(own, how.clusters, SHARE)}
     if bits is not None:
-        row |= how.interval(bits.double().numpy(), "bits")
+        found["bits"] = held_out(bits.double().numpy(), how.clusters)
     if name != "retained":
-        row |= how.interval(right["retained"].double().mean(0).numpy() - hits, "lead")
-    return {key: value if key in ("split", "reading") else float(value) for key, value in row.items()}
+        found["lead"] = held_out(read - own, how.clusters, DIFFERENCE)
+    row: dict[str, Any] = {"split": split, "reading": name}
+    for column, value in found.items():
+        row |= {column: value.mean}
+        row |= {f"{column}_{end}": getattr(value, end) for end in ("low", "high", "smallest", "largest")}
+    return row
 
 
 def _eta_squared(features: Features, split: Split) -> Float[np.ndarray, "sites"]:
@@ -318,10 +380,6 @@ def _eta_squared(features: Features, split: Split) -> Float[np.ndarray, "sites"]
 
 def _hits(fits: Fits, labels: Int[Tensor, "targets samples"]) -> Float[np.ndarray, "sites samples"]:
     return fits.predicted.eq(labels).double().mean(1).numpy()
-
-
-def _interval(row: Any, name: str) -> Estimate:
-    return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"])
 
 
 def _check(features: Features, permutations: int) -> None:

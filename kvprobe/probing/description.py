@@ -19,10 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.probing.gram import principal_axes
+from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
 from kvprobe.probing.splits import Split
-from kvprobe.stats import cluster_bootstrap, cluster_weights
 
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
 """Where blocks end, as shares of the samples (Voita and Titov 2020, section 2.2)."""
@@ -45,7 +45,7 @@ class Description:
 
     Attributes:
         table: one row per probe and target: `bits`, `uniform_bits` and `context_bits` per label, `compression`
-            (uniform bits over bits) with `low` and `high` over resampled contexts, and `saved`, bits per label fewer
+            (uniform bits over bits) with `low` and `high` over contexts, and `saved`, bits per label fewer
             than the context alone needs, with `saved_low` and `saved_high`.
         ends: where each block ended, in samples.
     """
@@ -76,7 +76,7 @@ def description(
         split: `random` sends samples in any order; otherwise whole contexts are sent, each in one block.
         blocks: where blocks end, as rising shares of the samples, the last one 1.
         predict: `ridge_log_probs` by default.
-        rng: of the order and the bootstrap; seeded with 0 by default.
+        rng: of the order; seeded with 0 by default.
 
     Raises:
         ValueError: blocks that do not rise to 1, labels out of range or of one class, or features that are not
@@ -84,7 +84,7 @@ def description(
     """
     rng = np.random.default_rng(0) if rng is None else rng
     _check(features, labels, classes, blocks)
-    found, clusters = np.unique(contexts, return_inverse=True)
+    _, clusters = np.unique(contexts, return_inverse=True)
     units = np.arange(len(clusters)) if split == "random" else clusters
     order = np.argsort(rng.permutation(int(units.max()) + 1)[units], kind="stable")
     features, labels, clusters, units = features[:, order], labels[:, order], clusters[order], units[order]
@@ -96,16 +96,17 @@ def description(
     bits = probes.cpu().numpy()
     context = _context_bits(torch.from_numpy(clusters), labels.cpu(), ends, classes).numpy()
 
-    weights = cluster_weights(len(found), rng)
-    mean, low, high = cluster_bootstrap(bits, clusters, weights)
-    saved, saved_low, saved_high = cluster_bootstrap(context - bits, clusters, weights)
+    mean, low, high = held_out_means(bits, clusters, (0.0, np.inf))
+    saved, saved_low, saved_high = held_out_means(context - bits, clusters)
+    with np.errstate(divide="ignore"):
+        best = log2(classes) / low
     columns = {
         "bits": mean,
         "uniform_bits": np.full(mean.shape, log2(classes)),
         "context_bits": np.broadcast_to(context.mean(-1), mean.shape),
         "compression": log2(classes) / mean,
         "low": log2(classes) / high,
-        "high": log2(classes) / low,
+        "high": best,
         "saved": saved,
         "saved_low": saved_low,
         "saved_high": saved_high,

@@ -60,7 +60,7 @@ def kept_probe(
     where = Where(family, site.layer, site.head, "mean" if site.read == "mean" else "last", less_restart)
     measures = [*_measures(probing, where)]
     if use is not None:
-        measures.append(Measure("use", "", use.mean, use.low, use.high))
+        measures.append(Measure.of("use", "", use))
     trained = Training(
         training.study,
         training.what,
@@ -99,22 +99,19 @@ def _varies(features: Features, restart: Features | None, pick: tuple[Family, Si
 def _measures(probing: Probing, where: Where) -> Iterator[Measure]:
     """The numbers of the chosen sites; permutations are of the probe's own site."""
     for split in CARD_SPLITS:
-        rows = probing.summary[probing.summary["split"] == split].set_index("reading")
-        yield _measure("accuracy", split, rows, "retained", "accuracy")
-        yield _measure("bits", split, rows, "retained", "bits")
-        yield _measure("selectivity", split, rows, CONTROL, "lead")
-        if FLOOR in rows.index:
-            yield _measure("floor", split, rows, FLOOR, "accuracy")
-            yield _measure("leak", split, rows, FLOOR, "lead")
-        if "text" in rows.index:
-            yield _measure("text", split, rows, "text", "accuracy")
+        wanted = {
+            "accuracy": ("retained", "accuracy"),
+            "bits": ("retained", "bits"),
+            "selectivity": (CONTROL, "lead"),
+            "floor": (FLOOR, "accuracy"),
+            "leak": (FLOOR, "lead"),
+            "text": ("text", "accuracy"),
+        }
+        for measure, (reading, name) in wanted.items():
+            if reading in probing.readings(split):
+                yield Measure.of(measure, split, probing.reading(split, reading, name))
         if "permuted" in probing.table:
             yield from _permuted(probing.table, split, where)
-
-
-def _measure(measure: str, split: str, rows: pd.DataFrame, reading: str, column: str) -> Measure:
-    row: Any = rows.loc[reading]
-    return Measure(measure, split, *(float(row[f"{column}{end}"]) for end in ("", "_low", "_high")))
 
 
 def _permuted(table: pd.DataFrame, split: str, where: Where) -> Iterator[Measure]:
@@ -122,4 +119,4 @@ def _permuted(table: pd.DataFrame, split: str, where: Where) -> Iterator[Measure
     at = (table["split"] == split) & (table["family"] == where.family) & (table["layer"] == where.layer)
     row: Any = table[at & head & (table["read"] == where.read)].iloc[0]
     for measure, column in (("permuted", "permuted"), ("p", "p_family")):
-        yield Measure(measure, split, *[float(row[column])] * 3)
+        yield Measure(measure, split, float(row[column]), None, None)

@@ -42,7 +42,7 @@ def probe(
         per_head: probes for each KV head instead of all heads side by side.
         permutations: of labels within context; 0 leaves p-values out.
         untrained: also read a model of the same configuration before it learned anything, as a further floor.
-        rng: of folds, controls and bootstrap; seeded with 0 by default.
+        rng: of folds and controls; seeded with 0 by default.
 
     Raises:
         ValueError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see

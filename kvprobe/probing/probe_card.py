@@ -7,6 +7,7 @@ words for people is written by `kvprobe.probing.card_page` from the same numbers
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import yaml
 from kvprobe.designs import Target
 from kvprobe.lens import Family
 from kvprobe.presets import shipped
+from kvprobe.probing.intervals import LEVEL
 from kvprobe.stats import Estimate
 from kvprobe.studyconfig import read_yaml, require
 from kvprobe.suggest import unknown
@@ -121,19 +123,29 @@ class Measure:
             `use`, what the retained cache adds, against the restarted one, to the model's own log-probability of the truth less
             its mean over the other answers, in nats.
         split: one of `CARD_SPLITS`, or "" for what has none.
+        low, high: None where there are too few contexts for an interval.
     """
 
     measure: str
     split: str
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     def __post_init__(self) -> None:
-        if self.low > self.high:
+        if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; turn it round.")
         if self.measure in SHARES:
             require(self.measure, self.mean, 0, 1)
+
+    @classmethod
+    def of(cls, measure: str, split: str, value: Estimate) -> "Measure":
+        ends = (value.low, value.high) if value.has_interval else (None, None)
+        return cls(measure, split, value.mean, *ends)
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.mean, *(nan if end is None else end for end in (self.low, self.high)))
 
 
 @dataclass(frozen=True)
@@ -199,14 +211,16 @@ class Card:
     def measure(self, measure: str, split: str = UNSEEN) -> Estimate | None:
         """A number of the card, if it has it."""
         found = [each for each in self.measures if (each.measure, each.split) == (measure, split)]
-        return Estimate(found[0].mean, found[0].low, found[0].high) if found else None
+        return found[0].estimate if found else None
 
     @property
     def reads_unseen(self) -> bool:
-        """Whether it was shown to read conversations that it was not trained on: above chance, and above the restart floor."""
-        accuracy, leak = self.measure("accuracy"), self.measure("leak")
+        """Whether it was shown to read conversations that it was not trained on: above chance, above the restart floor, and
+        better than with labels permuted within conversations, where they were."""
+        accuracy, leak, p = (self.measure(each) for each in ("accuracy", "leak", "p"))
         assert accuracy is not None
-        return accuracy.low > self.target.chance and leak is not None and leak.low > 0
+        confirmed = p is None or p.mean <= LEVEL
+        return accuracy.above(self.target.chance) and leak is not None and leak.above() and confirmed
 
     def write(self, folder: Path) -> None:
         """Write `card.yaml` into a folder."""

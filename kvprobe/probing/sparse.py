@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import VARIANCE_FLOOR, ridge_probes
 from kvprobe.probing.splits import centred_within
-from kvprobe.stats import cluster_bootstrap, cluster_weights
+from kvprobe.stats import SHARE
 
 
 class Predictions(Protocol):
@@ -95,7 +96,8 @@ def sparse_curves(
 
     Args:
         ks: how many dimensions; by default those of `KS` that there are.
-        rng: of the random dimensions and of the bootstrap; seeded with 0 by default.
+        contexts: number of each sample's context, over which intervals are.
+        rng: of the random dimensions; seeded with 0 by default.
 
     Raises:
         ValueError: a k below 1 or above the number of dimensions, or what `check_problem` refuses.
@@ -114,8 +116,6 @@ def sparse_curves(
     drawn = np.argsort(rng.random((probes, count, len(labels), dim)), -1)[..., : ks[-1]]
     arms = {"accuracy": chosen, "random": torch.from_numpy(drawn.copy()).to(features.device)}
 
-    found, clusters = np.unique(contexts, return_inverse=True)
-    weights = cluster_weights(len(found), rng)
     tables, every = [], {}
     for k in ks:
         both = []
@@ -123,7 +123,7 @@ def sparse_curves(
         for name, dimensions in arms.items():
             hits = _hits(features, labels, numbers, classes, dimensions[..., :k], solve)
             both.append(hits)
-            mean, low, high = cluster_bootstrap(hits, clusters, weights)
+            mean, low, high = held_out_means(hits, contexts, SHARE)
             row[name] = mean
             if name == "accuracy":
                 row |= {"low": low, "high": high}

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.ridge import RidgeResult, ridge_probes
 from kvprobe.probing.splits import Split, centred_within
-from kvprobe.stats import cluster_bootstrap
+from kvprobe.stats import SHARE
 
 READS = ("mean", "last")
 """How a segment's slots become one vector: their mean, or the last one."""
@@ -96,12 +97,11 @@ def accuracy_table(
     places: list[tuple[int, int]],
     labels: Int[Tensor, "targets samples"],
     clusters: Int[np.ndarray, "samples"],
-    weights: Int[np.ndarray, "resamples clusters"],
     **constant: str,
 ) -> pd.DataFrame:
     """One row per site: accuracy (mean over targets) with its interval, beside the `constant` columns."""
     hits = result.predicted.eq(labels).double().mean(1).numpy()
-    accuracy, low, high = cluster_bootstrap(hits, clusters, weights)
+    accuracy, low, high = held_out_means(hits, clusters, SHARE)
     return pd.DataFrame(
         {
             **constant,

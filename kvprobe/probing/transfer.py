@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import PENALTIES, fitted_by_fold
-from kvprobe.stats import cluster_bootstrap, cluster_weights
+from kvprobe.stats import SHARE
 
 
 def transfer(
@@ -27,14 +28,12 @@ def transfer(
     classes: int,
     *,
     places: Sequence[Hashable] | None = None,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """Accuracy of the probe of each place at each place; see `transferred`.
 
     Args:
         contexts: number of each sample's context; all samples of a context share a fold.
         places: what they are called; numbers by default.
-        seed: of the bootstrap of contexts.
 
     Returns:
         One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 % interval.
@@ -48,9 +47,7 @@ def transfer(
     numbers = torch.from_numpy(folds).to(labels.device)
     check_problem(labels, numbers, classes, contexts)
     hits = transferred(features, labels, numbers, classes).eq(labels).double().mean(2).cpu().numpy()
-    found, clusters = np.unique(contexts, return_inverse=True)
-    weights = cluster_weights(len(found), np.random.default_rng(seed))
-    accuracy, low, high = cluster_bootstrap(hits, clusters, weights)
+    accuracy, low, high = held_out_means(hits, contexts, SHARE)
     return pd.DataFrame(
         {
             "train": [train for train in names for _ in names],

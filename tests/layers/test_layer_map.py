@@ -15,6 +15,7 @@ from kvprobe.cache import KVCache
 from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
 from kvprobe.layers.suffix import Suffix
 from kvprobe.model import Model
+from kvprobe.stats import FEWEST
 from kvprobe.transcript import Tokens
 
 COUNT, KEPT = 12, 3
@@ -190,7 +191,7 @@ def by_hand() -> Model:
 def test_a_head_that_copies_damage_is_poison_and_one_that_takes_it_back_a_filter(by_hand: Model):
     tables = []
     for family, flagged in (("few", 3), ("many", 9)):
-        for prompt in range(4):
+        for prompt in range(FEWEST):
             clean = by_hand.prefill(Tokens.of([CLEAN_TOKEN] * (COUNT + prompt), "T1"))
             context = [FLAGGED_TOKEN] * flagged + [CLEAN_TOKEN] * (COUNT + prompt - flagged)
             damaged = by_hand.prefill(Tokens.of(context, "T1"))
@@ -285,6 +286,13 @@ def test_a_verdict_needs_two_families_that_agree(pi: dict[str, float], verdict: 
         assert found[f"pi_{family}"] == pytest.approx(mean, abs=0.1)
 
 
+def test_few_prompts_give_a_range_and_no_verdict():
+    [found] = verdicts(table({"a": 0.3, "b": 0.3}, prompts=FEWEST - 1)).to_dict("records")
+    assert found["verdict"] == "unknown"
+    assert np.isnan(found["low_a"])
+    assert found["smallest_a"] < found["pi_a"] < found["largest_a"]
+
+
 def test_a_prompt_that_was_hardly_damaged_hardly_counts():
     frame = table({"a": 0.3, "b": 0.3})
     frame.loc[0, ["damage", "restored"]] = [1e-6, 1.0e-3]
@@ -311,12 +319,12 @@ def test_how_many_verdicts_chance_alone_would_give():
     for _ in range(6):
         maps = null(rng)
         called.append((verdicts(maps)["verdict"].isin(["poison", "filter"])).sum())
-        [row] = by_chance(maps, flips=40, resamples=200).to_dict("records")
+        [row] = by_chance(maps, flips=40).to_dict("records")
         expected.append(row["mean"])
         assert row["high"] >= row["mean"]
-    # Families that share their prompts agree by chance more often than independent ones, of which about one in 80 would.
-    assert np.mean(expected) == pytest.approx(np.mean(called), rel=0.5)
-    assert np.mean(expected) > 2
+    # Families that share their prompts agree by chance more often than independent ones, of which 0.3 of 80 would.
+    assert np.mean(called) <= 2
+    assert 0.3 < np.mean(expected) < 2
 
 
 def test_what_is_surely_there_is_more_than_chance():

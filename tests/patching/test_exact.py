@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvprobe.model import Model
 from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, patch_pairs, patch_sweep
 from kvprobe.patching.along import split
 from kvprobe.patching.grid import ACTIVATIONS, Cell
+from kvprobe.stats import FEWEST
 from kvprobe.transcript import Tokens
 
 COUNT, SUFFIX = 14, 4
@@ -218,12 +220,20 @@ def test_metrics_are_what_their_names_say(tiny_llama: Model):
 
 def test_pairs_are_pooled_with_intervals(tiny_llama: Model):
     base, donor = two(tiny_llama)
-    pairs = [Pair(base, donor, suffix_of(base), METRIC, "a"), Pair(donor, base, suffix_of(base), METRIC, "b")]
+    ways = ((base, donor, 0), (donor, base, FEWEST // 2))
+    pairs = [
+        Pair(one, other, suffix_of(base), METRIC, str(first + number))
+        for one, other, first in ways
+        for number in range(FEWEST // 2)
+    ]
     maps = patch_pairs(tiny_llama, pairs, (), parts=("V", "KV"), progress=False)
     table = maps.summary(["part"]).set_index("part")
-    assert table.loc["KV", "pairs"] == 2
+    assert table.loc["KV", "pairs"] == FEWEST
     assert table.loc["KV", "effect"] == pytest.approx(0, abs=1e-3)  # there and back
     assert table.loc["KV", "effect_low"] < 0 < table.loc["KV", "effect_high"]
+    few = patch_pairs(tiny_llama, [pairs[0], pairs[-1]], (), parts=("KV",), progress=False).summary(["part"]).iloc[0]
+    assert np.isnan(few["effect_low"])
+    assert few["effect_smallest"] < 0 < few["effect_largest"]
 
 
 REFUSED = [

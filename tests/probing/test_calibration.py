@@ -50,6 +50,17 @@ def test_a_probe_of_noise_tells_nothing_however_unequal_the_classes(solver: Solv
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+def test_a_sample_costs_no_more_bits_than_its_temperature_can_speak_for(solver: Solver):
+    """Fitted on eight samples, a temperature says nothing of what happens in fewer than one of nine."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 4, (1, 40), generator=generator)
+    features = torch.randn(30, 40, 12, generator=generator)
+    found = calibrated_probes(features, labels, torch.arange(40) % 5, 4, solver)
+    assert float(found.information.min()) >= -np.log2(9) - 1e-4
+    assert float(found.information.mean()) > -0.2
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_a_class_that_training_never_saw_costs_bits_but_no_nan(solver: Solver):
     features, labels, folds = planted(150, 3, 4.0, probes=2)
     # Class 3 lives in fold 2 alone, class 4 nowhere.

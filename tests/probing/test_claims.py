@@ -193,7 +193,7 @@ def test_without_a_floor_a_claim_is_held_against_the_strongest_reading_without_s
     answers = torch.where(torch.rand(len(HOMES), generator=generator) < 0.2, labels(3)[0], liked)[None]
     own = features_of(features.tensors["v"][:, ::2], answers)
     probing = probe_features(own, {}, permutations=0, rng=np.random.default_rng(1))
-    assert str(probing).startswith("random: not decodable above the context")
+    assert str(probing).startswith("random: not detected above the context")
 
 
 def test_the_same_generator_gives_the_same_claim(found: dict[str, Probing]):
@@ -208,7 +208,7 @@ def test_a_claim_says_what_was_read_above_what(found: dict[str, Probing]):
     assert [line.split(":")[0] for line in said] == ["random", "leave-context-out", "paired"]
     assert all("decodable above the restart" in line and "not" not in line for line in said)
     assert all("chance 25%" in line and "selectivity" in line for line in said)
-    assert "not decodable" in str(found["none"]).splitlines()[1]
+    assert "not detected" in str(found["none"]).splitlines()[1]
 
 
 def test_what_cannot_be_claimed_is_refused_in_a_sentence():

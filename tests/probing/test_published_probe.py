@@ -259,6 +259,28 @@ def test_the_card_in_words_follows_its_numbers(tiny_llama: Model):
     assert not other(chance).reads_unseen
 
 
+def test_a_probe_is_shown_to_read_only_where_permuted_labels_are_read_worse(tiny_llama: Model):
+    card = made_probe(tiny_llama, VALUES).card
+
+    def with_p(p: float) -> Card:
+        return dataclasses.replace(card, measures=(*card.measures, Measure("p", "leave-context-out", p, None, None)))
+
+    assert with_p(0.02).reads_unseen
+    assert not with_p(0.2).reads_unseen
+    assert "labels permuted within conversations are read as well" in card_page(with_p(0.2))
+
+
+def test_a_card_of_few_contexts_has_no_intervals_and_promises_nothing(tiny_llama: Model, tmp_path: Path):
+    made = made_probe(tiny_llama, VALUES).card
+    few = dataclasses.replace(
+        made, measures=tuple(dataclasses.replace(each, low=None, high=None) for each in made.measures)
+    )
+    few.write(tmp_path)
+    assert Card.read(tmp_path) == few
+    assert not few.reads_unseen
+    assert "too few for an interval" in card_page(few)
+
+
 def test_the_card_in_words_opens_no_markup(tiny_llama: Model):
     card = made_probe(tiny_llama, VALUES).card
     evil = dataclasses.replace(card.training, what="`<script>` | a cell")

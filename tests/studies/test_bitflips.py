@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from kvprobe.geometry import Geometry
 from kvprobe.model import Model
 from kvprobe.report import write_report
 from kvprobe.runs import Run
-from kvprobe.stats import cluster_weights, estimate, wilson
+from kvprobe.stats import DIFFERENCE, estimate, wilson
 from kvprobe.studies import trials
-from kvprobe.studies.bitflips.analyse import Bootstrap, analyse, of_field, tolerated
+from kvprobe.studies.bitflips.analyse import analyse, difference, mean_of, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, cases, places
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import bit_maps, draw_all
@@ -30,6 +30,7 @@ from kvprobe.studies.bitflips.narrative import answer, answer_bits, answer_rate,
 from kvprobe.studies.trials import Sample
 from kvprobe.tasks.task import find_task, prompt
 from kvprobe.transcript import Tokens
+from kvprobe.wording import estimate_of
 
 PROMPTS = ("the user is at the sea", "a hat is a hat", "it is 12 at the hut")
 RATES = "1e-3,1e-1"
@@ -216,26 +217,26 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right():
     metrics = made_up(became, MADE_UP, right=lambda sample: sample >= 8)
     (task,) = metrics["tasks"]
     assert (task["items"], task["right"], task["too_hard"]) == (20, 12, None)
-    assert task["clean"] == asdict(wilson(12, 20))
+    assert task["clean"] == wilson(12, 20).record()
     (dtype,) = task["dtypes"]
     bits = {each["bit"]: each for each in dtype["bits"]}
     assert bits[14]["right"] == {
-        "nothing": asdict(wilson(3, 12)),
-        "words": asdict(wilson(0, 12)),
-        "breaks": asdict(wilson(9, 12)),
-        "nonfinite": asdict(wilson(3, 12)),
+        "nothing": wilson(3, 12).record(),
+        "words": wilson(0, 12).record(),
+        "breaks": wilson(9, 12).record(),
+        "nonfinite": wilson(3, 12).record(),
     }
-    assert bits[14]["same"] == asdict(wilson(5, 20))
-    assert bits[14]["different"] == asdict(wilson(10, 20))
+    assert bits[14]["same"] == wilson(5, 20).record()
+    assert bits[14]["different"] == wilson(10, 20).record()
     assert (bits[14]["flips"], bits[14]["nonfinite_flips"]) == (80, 20)
     assert bits[14]["kl"]["mean"] == pytest.approx(2 * 2 / 3), "flips that were not finite have no KL"
-    assert bits[13]["right"]["words"] == asdict(wilson(5, 12))
-    assert bits[13]["right"]["breaks"] == asdict(wilson(0, 12))
+    assert bits[13]["right"]["words"] == wilson(5, 12).record()
+    assert bits[13]["right"]["breaks"] == wilson(0, 12).record()
     assert bits[13]["kl"]["mean"] == pytest.approx(0.5 / 4)
-    assert bits[0]["right"]["nothing"] == asdict(wilson(12, 12))
+    assert bits[0]["right"]["nothing"] == wilson(12, 12).record()
     assert (dtype["altered"], dtype["nonfinite"], dtype["breaking"]) == ([13, 14], [14], [14])
     breaks = dtype["fields"]["exponent"]["right"]["breaks"]
-    assert breaks == pytest.approx(asdict(wilson(12 * 0.75 / 8, 12)))
+    assert breaks == pytest.approx(wilson(12 * 0.75 / 8, 12).record())
     assert task["broken"]["single"]["broken"] == 20
     assert task["broken"]["single"]["first"]["broken"] == "K of layer 2, KV head 1, slot 7"
     assert [(each["bit"], each["right"], each["item"]) for each in task["examples"]] == [(14, False, "item-8")]
@@ -273,7 +274,8 @@ def test_the_answer_says_which_field_matters_or_that_none_was_found(breaking: st
     assert found in answer_bits(task)
     gap = {"exponent": 1.0, "mantissa": -1.0, "": 0.0}[breaking]
     held = task["dtypes"][0]["contrasts"]["exponent - mantissa"]
-    assert held["breaks"] == held["changed"] == {"mean": gap, "low": gap, "high": gap}
+    assert held["breaks"] == held["changed"]
+    assert (held["breaks"]["mean"], estimate_of(held["breaks"]).differs()) == (gap, gap != 0)
     assert held["kl"]["mean"] == pytest.approx(2 * gap)
 
 
@@ -285,27 +287,30 @@ def test_keys_are_held_against_values_and_late_layers_against_early_ones_at_expo
         return WRONG if labels["field"] == "exponent" and labels["layer"] in (0, 1) else {}
 
     of_keys, of_early = (made_up(each, MADE_UP)["tasks"][0]["dtypes"][0]["contrasts"] for each in (keys, early))
-    assert of_keys["k - v"]["breaks"] == {"mean": 1, "low": 1, "high": 1}
-    assert of_early["late - early"]["breaks"] == {"mean": -1, "low": -1, "high": -1}
+    assert (of_keys["k - v"]["breaks"]["mean"], of_keys["k - v"]["breaks"]["high"]) == (1, 1)
+    assert (of_early["late - early"]["breaks"]["mean"], of_early["late - early"]["breaks"]["low"]) == (-1, -1)
     assert of_early["k - v"]["breaks"]["low"] < 0 < of_early["k - v"]["breaks"]["high"]
 
 
-def test_a_mean_is_that_of_the_plain_bootstrap_where_every_item_has_as_many_rows():
-    weights = cluster_weights(6, np.random.default_rng(0))
-    values = np.random.default_rng(1).normal(size=18)
-    items = np.repeat(np.arange(6), 3)
+def test_means_and_differences_count_the_items_that_have_rows():
+    values = np.random.default_rng(1).normal(size=30)
+    items = np.repeat(np.arange(10), 3)
     rows = pd.DataFrame({"cluster": items, "kl": values})
-    bootstrap = Bootstrap(weights)
-    assert bootstrap.mean(rows, "kl") == pytest.approx(asdict(estimate(values, items, weights)))
-    missing = bootstrap.mean(rows[rows["cluster"] > 2], "kl")
+    assert mean_of(rows, "kl") == pytest.approx(estimate(values, items).record())
+    missing = mean_of(rows[rows["cluster"] > 1], "kl")
     assert missing is not None
-    assert missing["mean"] == pytest.approx(values[9:].mean())
-    assert missing["low"] < missing["mean"] < missing["high"]
-    assert bootstrap.mean(rows[rows["cluster"] == 2], "kl") is None, "one item has no interval"
-    assert bootstrap.difference(rows, rows[rows["cluster"] == 2], "kl") is None
+    assert (missing["mean"], missing["clusters"]) == pytest.approx((values[6:].mean(), 8))
+    one = rows[rows["cluster"] == 2]
+    assert mean_of(one, "kl") is None, "one item has no interval"
+    assert difference(rows, one, "kl") is None
+    paired = difference(rows, rows.assign(kl=values - items), "kl")
+    assert paired == pytest.approx(estimate(items.astype(float), items).record())
+    alike = difference(rows.assign(kl=1.0), rows.assign(kl=1.0), "kl", DIFFERENCE)
+    assert alike is not None
+    assert alike["low"] < 0 < alike["high"]
 
 
-def test_the_highest_bearable_rate_is_below_the_first_that_surely_costs():
+def test_the_highest_bearable_rate_is_below_the_first_that_costs_significantly():
     def became(labels: dict[str, Any], sample: int) -> dict[str, Any]:
         if labels["group"] != "rate" or labels["field"] == "mantissa":
             return {}
@@ -314,8 +319,8 @@ def test_the_highest_bearable_rate_is_below_the_first_that_surely_costs():
 
     (task,) = made_up(became, MADE_UP)["tasks"]
     rates = of_field(task, ANY)
-    assert [each["accuracy"] for each in rates] == [asdict(wilson(right, 20)) for right in (19, 5, 0)]
-    assert rates[0]["from_clean"]["high"] == 0
+    assert [each["accuracy"] for each in rates] == [wilson(right, 20).record() for right in (19, 5, 0)]
+    assert not estimate_of(rates[0]["from_clean"]).below()
     assert rates[2]["nonfinite_rows"] == 20
     assert rates[2]["kl"] is None
     assert [each["expected"] for each in rates] == pytest.approx([0.192, 1.92, 19.2])
@@ -349,7 +354,7 @@ def test_on_a_task_that_is_too_hard_only_the_same_and_the_finite_are_told(
     assert dtype["breaking"] is None
     assert all(each["right"] is None for each in dtype["bits"])
     assert all(held["breaks"] is None for held in dtype["contrasts"].values())
-    assert dtype["bits"][14]["nonfinite"] == asdict(wilson(10, 20))
+    assert dtype["bits"][14]["nonfinite"] == wilson(10, 20).record()
     said = answer(task)
     assert "Faults are not ranked on retrieve" in said
     assert "breaks" not in said

@@ -272,10 +272,10 @@ def test_the_analysis_finds_planted_shares_layers_parts_and_codes():
         for direction in DIRECTIONS:
             found = share(metrics, group, direction=direction)["share"]
             assert found["mean"] == pytest.approx(planted)
-            assert found["low"] <= found["mean"] + 1e-9 <= found["high"] + 2e-9
+            assert (found["low"], found["clusters"]) == (None, 6), "six conversations are too few for an interval"
     assert share(metrics, "all after", "K")["share"]["mean"] == pytest.approx(0.25)
     assert metrics["most"]["restoring"]["band"] == "2–3"
-    assert metrics["most"]["restoring"]["told"]
+    assert not metrics["most"]["restoring"]["told"]
     assert metrics["compared"]["removing"]["summary over later turns"][BOTH]["mean"] == pytest.approx(0.6)
     assert metrics["codes"]["able"] == 5
     assert metrics["codes"]["of"] == 6
@@ -339,7 +339,7 @@ def metrics_with(
     ("settings", "said"),
     [
         ({}, "mostly at layers 15–19"),
-        ({"told": False}, "no band of layers is told apart"),
+        ({"told": False}, "no band of layers differs significantly"),
         ({"values": 0.4}, "more of it in V"),
         ({"values": -0.4}, "more of it in K"),
         ({"values": 0.0}, "do not agree on whether more of it is in K or in V"),
@@ -348,7 +348,6 @@ def metrics_with(
         ({"over": (-0.5, -0.5)}, "The other way round agrees"),
         ({"over": (0.5, 0.0)}, "does not agree"),
         ({"over": (0.0, 0.0)}, "In neither direction"),
-        ({"conversations": 3}, "3 conversations are too few to be sure"),
         ({"kl": 1e-5}, "There is hardly anything to carry"),
     ],
 )
@@ -358,7 +357,7 @@ def test_the_sentence_on_carriers_follows_the_numbers(settings: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("masked", "said"),
-    [(0.5, "Some of what they carry is the code"), (-0.5, "turned away from it"), (0.0, "was not found")],
+    [(0.5, "Some of what they carry is the code"), (-0.5, "turned away from it"), (0.0, "was not detected")],
 )
 def test_the_sentence_on_codes_follows_the_interval(masked: float, said: str):
     assert said in answer_codes({"of": 12, "able": 11, "masked": of(masked), "in_view": of(9.0)})

@@ -311,7 +311,7 @@ def test_the_sentence_on_factors_follows_each_interval():
     ("right", "beyond", "said", "reason"),
     [
         (-0.2, -0.2, "masking answers fewer than restarting", "was computed while what it sums up was in view"),
-        (-0.2, 0.0, "masking answers fewer than restarting", "not told from what it does when unrelated text"),
+        (-0.2, 0.0, "masking answers fewer than restarting", "indistinguishable from what it does when unrelated text"),
         (0.2, 0.2, "restarting answers fewer than masking", "was computed while what it sums up was in view"),
         (0.0, -0.2, "answer about as many", ""),
     ],
@@ -326,7 +326,7 @@ def test_the_sentence_on_answers_follows_the_intervals(right: float, beyond: flo
     ("paired", "margin", "inside", "used"),
     [
         (0.2, 0.2, "and reads more centred", "the model uses some of it"),
-        (0.0, 0.0, "and reads no more centred", "was not found to use it"),
+        (0.0, 0.0, "and reads no more centred", "was not detected to use it"),
         (0.0, -0.2, "and reads no more centred", "is turned away from it"),
     ],
 )

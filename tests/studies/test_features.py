@@ -21,8 +21,7 @@ from kvprobe.presets import presets
 from kvprobe.probing.splits import SPLITS
 from kvprobe.report import write_report
 from kvprobe.runs import Run
-from kvprobe.stats import cluster_weights
-from kvprobe.studies.features.analyse import ARMS, PARTS, differing, fewest, ratio
+from kvprobe.studies.features.analyse import ARMS, PARTS, differing, fewest
 from kvprobe.studies.features.collect import READERS, RESTARTED, exchange, read_context, restarted
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.narrative import answer_differs, answer_tells, controls
@@ -32,7 +31,7 @@ from kvprobe.tasks.passcode import contexts, conversation
 from tests.features.test_quality import identity
 from tests.models import llama
 
-SMALL = Config(places="v.1", width=12, active=3, written=3, length=10, tokens=2048, contexts=6, codes=3, folds=3)
+SMALL = Config(places="v.1", width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")
 
 
@@ -161,7 +160,7 @@ def test_a_planted_difference_is_found_and_noise_is_not():
     retained[:, 7] += 0.2
     retained[:, 9] -= 0.2
     restart[:, 11] = retained[:, 11] = 0
-    table = differing(retained, restart, 0, cluster_weights(40, rng))
+    table = differing(retained, restart, 0)
     assert table.loc[table["p_family"] <= 0.05, "latent"].tolist() == [7, 9]
     assert table.loc[11, "p_family"] == 1
     assert table.loc[7, "low"] > 0 > table.loc[9, "high"]
@@ -174,7 +173,7 @@ def test_under_the_null_the_family_is_wrong_one_time_in_twenty():
         # Columns that go together, as latents do, of very different sizes.
         change = rng.normal(size=(20, 3)) @ rng.normal(size=(3, 12)) + rng.normal(size=(20, 12))
         change *= np.exp(rng.normal(size=12))
-        table = differing(change, np.zeros_like(change), seed, cluster_weights(20, rng, 1))
+        table = differing(change, np.zeros_like(change), seed)
         found += bool((table["p_family"] <= 0.05).any())
     assert found <= 13
 
@@ -183,13 +182,6 @@ def test_the_fewest_that_hold_half():
     assert fewest(np.array([1.0, 5.0, 2.0, 1.0])) == 1
     assert fewest(np.ones(10)) == 5
     assert fewest(np.array([3.0, 3.0, 1.0])) == 2
-
-
-def test_a_ratio_is_of_sums_and_its_interval_resamples_texts():
-    weights = cluster_weights(50, np.random.default_rng(0))
-    bottom = np.linspace(1, 5, 50)
-    found = ratio(0.25 * bottom, bottom, weights)
-    assert found == pytest.approx({"mean": 0.25, "low": 0.25, "high": 0.25})
 
 
 def curves_with(latent: float, raw: float, new: float = 0.1) -> pd.DataFrame:
@@ -204,6 +196,10 @@ def curves_with(latent: float, raw: float, new: float = 0.1) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def of(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - 0.04, "high": mean + 0.04}
+
+
 @pytest.mark.parametrize(
     ("latent", "raw", "new", "said"),
     [
@@ -211,25 +207,25 @@ def curves_with(latent: float, raw: float, new: float = 0.1) -> pd.DataFrame:
             0.4,
             0.2,
             0.1,
-            ["digit better than", "30.0 % (28.0 to 32.0) of the digits from all", "were not found to read above"],
+            ["tells a digit better at v.7", "30.0 % (28.0 to 32.0) of the digits from all", "are not significantly read above"],
         ),
-        (0.2, 0.4, 0.1, ["digit worse than", "were not found to read above"]),
-        (0.30, 0.31, 0.1, ["not found to tell a digit better or worse", "were not found to read above"]),
+        (0.2, 0.4, 0.1, ["tells a digit worse at v.7", "are not significantly read above"]),
+        (0.30, 0.31, 0.1, ["does not tell a digit significantly better or worse", "are not significantly read above"]),
         (0.30, 0.31, 0.3, ["T3's latents read above the recomputed floor"]),
     ],
 )
 def test_the_sentence_on_single_latents_follows_the_intervals(latent: float, raw: float, new: float, said: list[str]):
-    sentence = answer_tells(curves_with(latent, raw, new), {"places": ["v.7"]})
+    claims = {"single": {"v.7": of(latent - raw)}, "read": {"v.7": of(new - 0.1)}}
+    sentence = answer_tells(curves_with(latent, raw, new), {"places": ["v.7"], "claims": claims})
     assert all(words in sentence for words in said)
 
 
-@pytest.mark.parametrize(("apart", "said"), [(0.3, "more than"), (-0.3, "less than"), (0.0, "not surely another")])
+@pytest.mark.parametrize(
+    ("apart", "said"), [(0.3, "more than"), (-0.3, "less than"), (0.0, "not significantly more or less")]
+)
 def test_the_sentence_on_what_matters_follows_the_interval(apart: float, said: str):
-    def of(mean: float) -> dict[str, float]:
-        return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
-
-    entry = {"differing_less_random": of(apart), "sets": {"differing": of(0.3), "whole": of(0.5)}}
-    counts = {"T3": {reader: {"differ": 3, "alive": 9} for reader in READERS}}
+    entry = {"claim": of(apart), "sets": {"differing": of(0.3), "whole": of(0.5)}}
+    counts = {"T3": {reader: {"claimed": 3, "alive": 9} for reader in READERS}}
     metrics = {"places": ["v.7"], "exchange": {"v.7": entry}, "differing": {"v.7": counts}, "exchanged": 32}
     assert said in answer_differs(metrics)
 

@@ -190,9 +190,9 @@ def test_before_the_compaction_there_is_nothing_to_lose(finished: Run):
     assert controls["before_compaction_agreement"] == 1
     assert controls["whenever"] < ROUND_OFF
     drift = finished.metrics["drift"]["all"]
-    assert drift["kl_from_compacted"]["rebuilt"]["low"] > 100 * ROUND_OFF
-    assert drift["kl_from_compacted"]["compacted"]["high"] < ROUND_OFF
-    assert drift["kl_from_kept"]["kept"]["high"] < ROUND_OFF
+    assert drift["kl_from_compacted"]["rebuilt"]["smallest"] > 100 * ROUND_OFF
+    assert drift["kl_from_compacted"]["compacted"]["largest"] < ROUND_OFF
+    assert drift["kl_from_kept"]["kept"]["largest"] < ROUND_OFF
 
 
 def test_the_light_cone_of_a_rebuild_in_place(smol: Model, read: tuple[dict, ...]):
@@ -223,7 +223,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert not tokens[["kl", "agrees", "nll"]].isna().any().any()
     layers = finished.df("layers")
     assert len(layers) == 2 * 30 * len(SHARED)
-    assert ((layers["low"] <= layers["distance"]) & (layers["distance"] <= layers["high"])).all()
+    assert layers[["low", "high"]].isna().all(axis=None), "two sessions are too few for an interval"
     metrics = finished.metrics
     assert {row: list(cells) for row, cells in metrics["matrix"].items()} == {
         f"rebuilt{before}": [str(turn) for turn in MEASURED if turn >= before] for before in MEASURED
@@ -365,7 +365,7 @@ def test_the_sentence_on_cost_follows_the_interval(loss: float, start: str):
 
 @pytest.mark.parametrize(
     ("over", "words"),
-    [(0.5, "had seen than of positions"), (-0.5, "of positions than of"), (0.0, "cannot be told apart")],
+    [(0.5, "had seen than of positions"), (-0.5, "of positions than of"), (0.0, "are indistinguishable")],
 )
 def test_the_sentence_on_the_cause_follows_the_interval(over: float, words: str):
     assert words in answer_cause(metrics_with(over=over))

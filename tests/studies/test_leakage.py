@@ -26,7 +26,7 @@ from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import FAMILY_NAMES
 from kvprobe.tasks.passcode import contexts, conversation
 
-SMALL = Config(contexts=5, samples=50, folds=3, permutations=9, batch=10)
+SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
 KEYS_AND_VALUES: tuple[Family, ...] = ("k", "v")
 
@@ -98,8 +98,8 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert len(probes) == sites * (len(ARMS) + len(CHANGED)) * 3
     assert ((probes["low"] <= probes["accuracy"]) & (probes["accuracy"] <= probes["high"])).all()
     samples = finished.df()
-    assert len(samples) == 50 * (len(USE_ARMS) + len(ARMS))
-    assert samples.groupby(["measure", "condition"]).size().eq(50).all()
+    assert len(samples) == 48 * (len(USE_ARMS) + len(ARMS))
+    assert samples.groupby(["measure", "condition"]).size().eq(48).all()
     for name in ("accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()
@@ -220,13 +220,26 @@ def test_the_choice_between_probes_looks_at_the_inner_fold_alone():
 
 
 def metrics_with(
-    leak: float, paired: float = 0.0, gain: float = 0.0, split: str = "leave-context-out", changed: float | None = None
+    leak: float,
+    paired: float = 0.0,
+    gain: float = 0.0,
+    split: str = "leave-context-out",
+    changed: float | None = None,
+    permuted: bool = True,
+    interval: bool = True,
 ) -> dict:
-    """Metrics whose differences are these, each give or take 0.1."""
+    """Metrics whose differences are these, each give or take 0.1.
+
+    Args:
+        permuted: whether labels permuted within conversations are read worse.
+        interval: whether there are conversations enough for one.
+    """
 
     def of(mean: float) -> dict[str, float]:
-        return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
+        ends = (mean - 0.1, mean + 0.1) if interval else ()
+        return Estimate(mean, *ends, clusters=8 if interval else 5, smallest=mean - 0.2, largest=mean + 0.2).record()
 
+    confirmed = {"confirmed": permuted}
     accuracy = {"masked": of(0.3), "restart": of(0.1), "masked less restart": of(0.3)}
     arm = {"token_accuracy": of(0.5), "margin": of(5.0)}
     return {
@@ -234,12 +247,14 @@ def metrics_with(
         "chance": 0.1,
         "headline_split": split,
         "accuracy": {split: accuracy, "paired": accuracy},
-        "leak": {
-            split: {"masked": of(leak), "masked less restart": of(leak if changed is None else changed)},
-            "paired": {"masked": of(paired)},
+        "claims": {
+            "leak": of(leak) | confirmed,
+            "changed": of(leak if changed is None else changed) | confirmed,
+            "inside": of(paired) | confirmed,
+            "use": of(gain),
         },
         "selectivity": {split: {"masked": of(leak)}},
-        "use": {"full": arm, "retained": arm, "restart": arm, "delta_margin": of(gain)},
+        "use": {"full": arm, "retained": arm, "restart": arm},
     }
 
 
@@ -247,9 +262,9 @@ def metrics_with(
     ("leak", "paired", "start", "end"),
     [
         (0.2, 0.2, "Information leaks: ", "centred on other secrets of the same conversation, a probe reads"),
-        (0.2, 0.0, "Information leaks: ", "no more than the floor."),
+        (0.2, 0.0, "Information leaks: ", "not significantly more than the floor."),
         (0.0, 0.2, "No leak that a probe can read in new", "Something of the code is there all the same"),
-        (0.0, 0.0, "No leak that a probe can read in new", "no more than the floor."),
+        (0.0, 0.0, "No leak that a probe can read in new", "not significantly more than the floor."),
         (-0.2, 0.0, "No leak that a probe can read in new", "doubt the run"),
     ],
 )
@@ -262,11 +277,22 @@ def test_the_sentence_on_leakage_follows_the_intervals(leak: float, paired: floa
 
 def test_what_differs_from_the_restart_is_enough_for_a_leak():
     sentence = answer_probe(metrics_with(0.0, 0.2, changed=0.2))
-    assert sentence.startswith("Information leaks to whoever has the visible text, too: ")
+    assert sentence.startswith("Information leaks to anyone who has the visible text, too: ")
     assert "all the same" not in sentence
 
 
-@pytest.mark.parametrize(("leak", "start"), [(0.2, "Information leaks within"), (0.0, "No leak was found in this")])
+def test_a_leak_that_permuted_labels_do_not_confirm_is_not_claimed():
+    assert answer_probe(metrics_with(0.2, 0.2, permuted=False)).startswith("No leak that a probe can read")
+
+
+def test_of_few_conversations_ranges_are_given_and_nothing_is_claimed():
+    metrics = metrics_with(0.5, 0.5, 0.5, interval=False)
+    assert answer_probe(metrics).startswith("Whether information leaks cannot be said from so few conversations: ")
+    assert answer_use(metrics).startswith("Whether the model uses what is left cannot be said")
+    assert "range +30.0 to +70.0 over 5; too few for an interval" in answer_probe(metrics)
+
+
+@pytest.mark.parametrize(("leak", "start"), [(0.2, "Information leaks within"), (0.0, "No leak was detected in this")])
 def test_with_one_conversation_nothing_is_said_of_others(leak: float, start: str):
     sentence = answer_probe(metrics_with(leak, split="random"))
     assert sentence.startswith(start)

@@ -28,13 +28,14 @@ from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer, su
 from kvprobe.studies.multihop.collect import PLACES, SHOWN, USE_ARMS, name_of, place, read_session
 from kvprobe.studies.multihop.collected import Collected
 from kvprobe.studies.multihop.config import Config
+from kvprobe.studies.multihop.figures import accuracies
 from kvprobe.studies.multihop.narrative import answer_new, answer_paired, answer_use, in_words, reach
 from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.transcript import Tokens
 from tests.models import llama, tiny_tokenizer
 
-SMALL = Config(sessions=3, samples=30, folds=3, families="v")
+SMALL = Config(sessions=8, samples=32, folds=3, families="v")
 CODES = ("48213", "90577", "33662")
 N_LAYERS, SHALLOW = 10, 3
 ROUND_OFF = 1e-5
@@ -172,7 +173,7 @@ def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_t
     for arm in ("open", "skip"):
         assert min(mean["paired", arm]) > 0.9
         assert min(mean["leave-context-out", arm]) > 0.3
-        assert reach(metrics, "paired", arm) == list(DISTANCES)
+        assert reach(metrics, arm) == list(DISTANCES)
     assert min(mean["paired", "hop-forced"][:3]) > 0.9
     assert max(mean["paired", "hop-forced"][3:]) < 0.2
     for split in SPLITS:
@@ -182,12 +183,12 @@ def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_t
     assert min(each["mean"] for each in metrics["bits"]["paired"]["open"]) > 2
     assert all(abs(each["mean"]) < 0.2 for each in metrics["floor_bits"]["paired"]["open"])
     assert [each["low"] > 0.5 for each in metrics["versus"]["paired"]["skip"]] == [False] * 3 + [True] * 5
-    table = np.array(metrics["transfer"]["paired"]["open"]["accuracy"])
+    table = accuracies(metrics["transfer"]["paired"]["open"])
     assert table[1:, 1:].min() > 0.9
     assert table[0, 0] > 0.9
     assert max(table[0, 1:].max(), table[1:, 0].max()) < 0.4
     assert {pick["layer"] for pick in metrics["transfer"]["paired"]["open"]["picks"]} == {1}
-    assert np.array(metrics["transfer"]["paired"]["hop-forced"]["accuracy"])[1, 3:].max() < 0.25
+    assert accuracies(metrics["transfer"]["paired"]["hop-forced"])[1, 3:].max() < 0.25
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +212,8 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert ((probes["low"] <= probes["accuracy"] + 1e-9) & (probes["accuracy"] <= probes["high"] + 1e-9)).all()
     samples = finished.df()
     assert samples.groupby("measure").size().to_dict() == {
-        "use": 30 * len(USE_ARMS),
-        "probe": 30 * len(PLACES) * 2 * len(SPLITS),
+        "use": 32 * len(USE_ARMS),
+        "probe": 32 * len(PLACES) * 2 * len(SPLITS),
     }
     for name in ("by_distance", "by_layer_v", "transfer", "use"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
@@ -256,24 +257,23 @@ def metrics_with(
     """Metrics with these paired leaks by arm, give or take 0.1."""
 
     def of(mean: float) -> dict[str, float]:
-        return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
+        return Estimate(mean, mean - 0.1, mean + 0.1, clusters=30, smallest=mean - 0.5, largest=mean + 0.5).record()
 
     each = {arm: [of(leak) for leak in own] for arm, own in leaks.items()}
     floor = {arm: [of(0.1)] * len(DISTANCES) for arm in ARMS}
-    versus = {
-        arm: [of(one - other) for one, other in zip(leaks[arm], leaks["hop-forced"], strict=True)]
-        for arm in ARMS
-        if arm != "hop-forced"
-    }
+    straight = [of(one - other) for one, other in zip(leaks["skip"], leaks["hop-forced"], strict=True)]
     return {
         "chance": 0.1,
         "accuracy": {"leave-context-out": each, "paired": each},
         "floor": {"paired": floor},
         "leak": {"leave-context-out": each, "paired": each},
-        "beyond": {"leave-context-out": {arm: of(beyond) for arm in ARMS}},
-        "versus": {"paired": versus},
-        "use": {SHOWN: {"margin": of(20.0)}}
-        | {arm: {"delta_margin": of(gain)} for arm, gain in zip(ARMS, gains, strict=True)},
+        "claims": {
+            "beyond": {arm: of(beyond) for arm in ARMS},
+            "reach": each,
+            "straight": straight,
+            "use": {arm: of(gain) for arm, gain in zip(ARMS, gains, strict=True)},
+        },
+        "use": {SHOWN: {"margin": of(20.0)}},
     }
 
 
@@ -284,8 +284,8 @@ ALL, FEW, NONE = [0.5] * 8, [0.5] * 3 + [0.0] * 5, [0.0] * 8
     ("leaks", "said"),
     [
         ({"open": ALL, "hop-forced": FEW, "skip": ALL}, "at distances 0 to 2 only; what comes straight from the first summary is more"),
-        ({"open": ALL, "hop-forced": ALL, "skip": FEW}, "at every distance; what comes straight from the first summary is not more"),
-        ({"open": NONE, "hop-forced": NONE, "skip": NONE}, "reads nothing beyond the first summary"),
+        ({"open": ALL, "hop-forced": ALL, "skip": FEW}, "at every distance; what comes straight from the first summary is not significantly more"),
+        ({"open": NONE, "hop-forced": NONE, "skip": NONE}, "reads nothing significant beyond the first summary"),
     ],
 )  # fmt: skip
 def test_the_sentence_on_hops_follows_the_intervals(leaks: dict[str, list[float]], said: str):
@@ -293,7 +293,7 @@ def test_the_sentence_on_hops_follows_the_intervals(leaks: dict[str, list[float]
 
 
 @pytest.mark.parametrize(
-    ("beyond", "said"), [(0.2, "more than the floor in the arms"), (0.0, "no more than the floor")]
+    ("beyond", "said"), [(0.2, "more than the floor in the arms"), (0.0, "not significantly more than the floor")]
 )
 def test_the_sentence_on_new_sessions_follows_the_intervals(beyond: float, said: str):
     assert said in answer_new(metrics_with(dict.fromkeys(ARMS, ALL), beyond))
@@ -305,7 +305,7 @@ def test_the_sentence_on_new_sessions_follows_the_intervals(beyond: float, said:
         ((0.5, 0.0, 0.0), "The model uses a little of it in the arm open ("),
         ((0.5, 0.0, 0.5), "The model uses a little of it in the arms open and skip ("),
         ((0.0, 0.0, 0.0), "No use of it"),
-        ((0.0, -0.5, 0.0), "No use by the model was found; in the arm hop-forced"),
+        ((0.0, -0.5, 0.0), "No use by the model was detected; in the arm hop-forced"),
         ((0.1005, -0.1005, 0.0), "No use of it"),  # intervals above zero, but by less than rounding would do
     ],
 )

@@ -154,7 +154,7 @@ def test_the_report_has_every_map_view_and_figure(finished: Run):
     for name in ("whole_by_segment", "layer_by_segment", "layer_by_head", "reader_and_total", "layer_by_slot"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
     assert "DOES NOT HOLD" not in page
-    assert "A first look" in page
+    assert "too few for an interval" in page
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
@@ -298,7 +298,7 @@ def test_known_shares_layers_and_bands_come_back():
         ({"K": 0.1, "V": 0.8}, "The fact is read from V, at layer 2: "),
         ({"K": 0.8, "V": 0.1}, "The fact is read from K, at layer 3: "),
         ({"K": 0.5, "V": 0.5}, "The fact is not read from one of K and V more than"),
-        ({"K": 0.0, "V": 0.0}, "Neither K nor V alone is found to carry the fact"),
+        ({"K": 0.0, "V": 0.0}, "That K or V alone carries the fact was not detected"),
     ],
 )
 def test_the_answer_follows_the_intervals(shares: dict[str, float], start: str):
@@ -322,7 +322,7 @@ def test_what_both_need_and_what_both_do_are_told_apart():
 
 def test_few_facts_and_a_broken_control_are_warned_of():
     few = table_with({"K": 0.1, "V": 0.8}, {"K": 3, "V": 2}, facts=6)
-    assert warnings(numbers_of(few))[0].startswith("A first look: 6 facts")
+    assert warnings(numbers_of(few))[0].startswith("6 facts are too few for an interval")
     assert numbers_of(table_with({"K": 0.1, "V": 0.8}, {}, facts=3))["enough"] is False
     broken = table_with({"K": 0.1, "V": 0.8}, {"K": 3, "V": 2})
     broken.loc[(broken["grid"] == WHOLE) & (broken["segment"] == "system"), "effect"] = 0.5

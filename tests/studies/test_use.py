@@ -30,7 +30,7 @@ from kvprobe.studies.use.sentences import answer_probes, answer_swap, answer_use
 from kvprobe.tasks.passcode import Context, conversation
 from tests.models import llama, tiny_tokenizer
 
-SMALL = Config(contexts=6, codes=12, bands=2, randoms=2, batch=5)
+SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
 CONTEXTS = tuple(
     Context(
         id=f"short-{number}",
@@ -46,7 +46,7 @@ CONTEXTS = tuple(
         question="the code?",
         answer="It is",
     )
-    for number in range(6)
+    for number in range(8)
 )
 
 
@@ -213,7 +213,7 @@ def test_the_place_of_a_half_is_chosen_on_the_other():
 
 
 def of(mean: float, give: float = 0.1) -> dict[str, float]:
-    return dataclasses.asdict(Estimate(mean, mean - give, mean + give))
+    return Estimate(mean, mean - give, mean + give).record()
 
 
 def metrics_with(
@@ -222,7 +222,7 @@ def metrics_with(
     lost = {"code": code, "after": after, "summary": masked}
     site = {"part": BOTH, "band": EVERY_LAYER}
     erased = [
-        {"view": view, "place": place, **site, "beyond": of(lost[place]), "lost": {FULL: of(lost[place] + 1)}}
+        {"view": view, "place": place, **site, "claim": of(lost[place]), "lost": {FULL: of(lost[place] + 1)}}
         for view, place in SITES
     ]
     share = {LEACE: of(0.9), RANDOM: of(0.1), FULL: of(1.0)}
@@ -245,13 +245,13 @@ def metrics_with(
     ("settings", "said"),
     [
         ({}, "The model uses what the probe reads in the code's own slots [+20.00"),
-        ({}, "No use was found of what the probe reads in its turn after it [+0.00"),
+        ({}, "No use was detected of what the probe reads in its turn after it [+0.00"),
         ({"after": 0.5}, "a trace (below 5% of the margin) of what the probe reads in its turn after it"),
         (
             {"masked": 3.0},
             "the code's own slots [+20.00 (+19.90 to +20.10); whole vectors +21.00 (+20.90 to +21.10)]; the summary",
         ),
-        ({"code": -3.0}, "No use was found of what the probe reads in the code's own slots"),
+        ({"code": -3.0}, "No use was detected of what the probe reads in the code's own slots"),
     ],
 )
 def test_the_sentence_on_use_follows_the_intervals(settings: dict[str, float], said: str):

@@ -1,24 +1,28 @@
-"""From rows to numbers: what noise costs in each band, which bands are told apart, and whether another scale agrees.
+"""From rows to numbers: what noise costs in each band, which bands differ significantly, and whether another scale agrees.
 
 Each item gives one row of every case, from shared lots, so all comparisons are paired and items are the clusters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
+from math import comb, inf
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from kvprobe.published import Published, published
-from kvprobe.stats import Estimate, cluster_weights, estimate, wilson
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, leave_one_out, wilson
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config
 from kvprobe.studies.trialconfig import chosen, percents
 from kvprobe.tasks.task import Task, rankable, too_hard
+from kvprobe.wording import estimate_of
 
+Range = tuple[float, float]
+POSITIVE: Range = (0.0, inf)
 LAST, BUFFER = "quarter 4", "quarter 3"
 """Seed 001 finds the last quarter the most sensitive, and calls the third a buffer."""
 SPLITS = 200
@@ -84,49 +88,34 @@ class Measured:
         return values[found].mean(0)
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """Intervals by resampling items, the same for all quantities."""
+def mean_of(
+    values: Float[np.ndarray, "items"], within: Range = UNBOUNDED, comparisons: int = 1
+) -> dict[str, Any] | None:
+    """The mean of one quantity over items for which it is known; None where those are fewer than half."""
+    found = np.isfinite(values)
+    if 2 * found.sum() < len(found):
+        return None
+    return estimate(values[found], within=within, comparisons=comparisons).record()
 
-    weights: Int[np.ndarray, "resamples items"]
 
-    def known(self, found: Bool[np.ndarray, "items"]) -> Int[np.ndarray, "resamples known"] | None:
-        """The weights of the items for which a quantity is known; None where those are fewer than half."""
-        if 2 * found.sum() < len(found):
-            return None
-        weights = self.weights[:, found]
-        return weights[weights.sum(1) > 0]
+def statistic(
+    values: Sequence[Float[np.ndarray, "*axes items"]], say: Callable[..., Float[np.ndarray, "draws"]], within: Range
+) -> dict[str, Any] | None:
+    """What `say` makes of means over items, with its interval; None where it cannot be said.
 
-    def of(self, values: Float[np.ndarray, "items"]) -> dict[str, float] | None:
-        """The mean of one quantity over items for which it is known; None where those are fewer than half."""
-        found = np.isfinite(values)
-        weights = self.known(found)
-        if weights is None:
-            return None
-        return asdict(estimate(values[found], np.arange(weights.shape[1]), weights))
-
-    def statistic(
-        self,
-        values: Sequence[Float[np.ndarray, "*axes items"]],
-        say: Callable[..., Float[np.ndarray, "draws"]],
-    ) -> dict[str, float] | None:
-        """What `say` makes of means over items, with its interval; None where it cannot be said.
-
-        Args:
-            values: quantities, items last; only items at which all are known count.
-            say: from means, draws first, to a number for each draw.
-        """
-        found = np.logical_and.reduce([np.isfinite(each).reshape(-1, each.shape[-1]).all(0) for each in values])
-        weights = self.known(found)
-        if weights is None:
-            return None
-        # The first draw takes every item once, which gives the estimate itself.
-        draws = np.concatenate([np.ones((1, weights.shape[1])), weights / weights.mean(1, keepdims=True)])
-        told = say(*(draws @ np.moveaxis(each[..., found], -1, 0) / draws.shape[1] for each in values))
-        if not np.isfinite(told[0]):
-            return None
-        low, high = np.percentile(told[1:][np.isfinite(told[1:])], [2.5, 97.5])
-        return asdict(Estimate(float(told[0]), float(low), float(high)))
+    Args:
+        values: quantities, items last; only items at which all are known count.
+        say: from means, draws first (all items, then all but each), to a number for each draw.
+    """
+    found = np.logical_and.reduce([np.isfinite(each).reshape(-1, each.shape[-1]).all(0) for each in values])
+    count = int(found.sum())
+    if 2 * count < len(found):
+        return None
+    weights = np.concatenate([np.ones((1, count), int), leave_one_out(count)])
+    sizes = np.maximum(weights.sum(1), 1)
+    means = [np.moveaxis(np.moveaxis(each[..., found], -1, 0).T @ weights.T / sizes, -1, 0) for each in values]
+    numbers = say(*means)
+    return jackknife(float(numbers[0]), numbers[1:], within).record() if np.isfinite(numbers[0]) else None
 
 
 def analyse(table: Any, config: Config, tasks: Sequence[Task]) -> dict[str, Any]:
@@ -136,7 +125,7 @@ def analyse(table: Any, config: Config, tasks: Sequence[Task]) -> dict[str, Any]
     return {
         "layers": int(control["last"].max()) + 1,
         "bands": _layers_of(table[table["group"] == CUTS]),
-        "tasks": [_task(table[table["task"] == task.name], config, task, beside) for task in tasks],
+        "tasks": [_task(table[table["task"] == task.name], config, task, beside, len(tasks)) for task in tasks],
     }
 
 
@@ -145,13 +134,12 @@ def _layers_of(rows: Any) -> dict[str, list[int]]:
     return {str(row["band"]): [int(row["first"]), int(row["last"])] for row in found.to_dict("records")}
 
 
-def _task(rows: Any, config: Config, task: Task, beside: Published | None) -> dict[str, Any]:
+def _task(rows: Any, config: Config, task: Task, beside: Published | None, tasks: int) -> dict[str, Any]:
     measured = Measured.of(rows)
-    bootstrap = Bootstrap(cluster_weights(measured.items, np.random.default_rng([config.seed, 0, 6])))
     accuracy = float(measured.clean.mean())
     judged = rankable(accuracy, task.chance)
     measures = [name for name, is_there in (("kl", config.follow), ("lost", judged)) if is_there]
-    cells = [_cell(measured, case, bootstrap) for case in range(len(measured.cases))]
+    cells = [_cell(measured, case) for case in range(len(measured.cases))]
     clean = rows[rows["case"] < 0]
     found = {
         "task": task.name,
@@ -159,24 +147,24 @@ def _task(rows: Any, config: Config, task: Task, beside: Published | None) -> di
         "chance": float(task.chance),
         "items": measured.items,
         "slots": [int(clean["slots"].min()), int(clean["slots"].max())],
-        "clean": asdict(wilson(float(measured.clean.sum()), measured.items)),
+        "clean": wilson(float(measured.clean.sum()), measured.items).record(),
         "judged": judged,
         "too_hard": too_hard(task.name, accuracy, task.chance),
         "control": _control(rows[rows["group"] == CONTROL]),
         "broken": _broken(rows),
         "cells": [cell for cell in cells if cell["group"] != CONTROL],
-        "orders": _orders(measured, config, bootstrap, measures),
-        "last_against_others": _last_against_others(measured, config, bootstrap),
-        "agreement": _agreement(measured, config, bootstrap),
+        "orders": _orders(measured, config, measures, tasks),
+        "last_against_others": _last_against_others(measured, config),
+        "agreement": _agreement(measured, config),
         "self_agreement": _self_agreement(measured, config),
-        "keys_against_values": _keys_against_values(measured, config, bootstrap, measures),
+        "keys_against_values": _keys_against_values(measured, config, measures),
     }
     if beside is not None and task.name.partition(":")[0] == beside.task:
         found["published"] = _beside(beside, found)
     return found
 
 
-def _cell(measured: Measured, case: int, bootstrap: Bootstrap) -> dict[str, Any]:
+def _cell(measured: Measured, case: int) -> dict[str, Any]:
     labels = measured.cases[case]
     items = measured.items
     return {
@@ -187,10 +175,10 @@ def _cell(measured: Measured, case: int, bootstrap: Bootstrap) -> dict[str, Any]
         "noise": str(labels["noise"]),
         "parts": str(labels["parts"]),
         "rate": float(labels["rate"]),
-        "accuracy": asdict(wilson(float(measured.right[case].sum()), items)),
-        "lost": bootstrap.of(measured.lost[case]),
-        "kl": bootstrap.of(measured.kl[case]),
-        "same": asdict(wilson(float(measured.same[case].sum()), items)),
+        "accuracy": wilson(float(measured.right[case].sum()), items).record(),
+        "lost": mean_of(measured.lost[case], DIFFERENCE),
+        "kl": mean_of(measured.kl[case]),
+        "same": wilson(float(measured.same[case].sum()), items).record(),
         "broken": int(measured.broken[case].sum()),
     }
 
@@ -225,11 +213,14 @@ def band_names(config: Config, cut: str) -> list[str]:
     return names_of(cut) if cut in chosen("bands", config.bands, BANDS) else []
 
 
-def _orders(measured: Measured, config: Config, bootstrap: Bootstrap, measures: Sequence[str]) -> list[dict[str, Any]]:
-    """The bands of each cut, most sensitive first, and which of them are told apart."""
+def _orders(measured: Measured, config: Config, measures: Sequence[str], tasks: int) -> list[dict[str, Any]]:
+    """The bands of each cut, most sensitive first, and which of them differ. The headline picks from the pairs under every noise on
+    every task: their intervals hold together."""
     found = []
+    noises = len({noise for noise, _ in conditions(config)})
     for cut in ("quarters", "halves"):
         names = band_names(config, cut)
+        claims = comb(len(names), 2) * noises * tasks
         for noise, parts in conditions(config) if names else []:
             for rate in together(config):
                 for measure in measures:
@@ -239,21 +230,23 @@ def _orders(measured: Measured, config: Config, bootstrap: Bootstrap, measures: 
                         )
                         for name in names
                     }
-                    order = order_of(values, bootstrap)
+                    order = order_of(values, DIFFERENCE if measure == "lost" else UNBOUNDED, claims)
                     if order is not None:
                         known = {"cut": cut, "noise": noise, "parts": parts, "rate": rate, "measure": measure}
                         found.append(known | order)
     return found
 
 
-def order_of(values: Mapping[str, Float[np.ndarray, "items"]], bootstrap: Bootstrap) -> dict[str, Any] | None:
+def order_of(
+    values: Mapping[str, Float[np.ndarray, "items"]], within: Range = UNBOUNDED, comparisons: int = 1
+) -> dict[str, Any] | None:
     """Bands by their mean, largest first, with the paired difference of each two; None where a mean is not known."""
-    means = {name: bootstrap.of(each) for name, each in values.items()}
+    means = {name: mean_of(each, within) for name, each in values.items()}
     if any(mean is None for mean in means.values()):
         return None
     order = sorted(values, key=lambda name: -float(np.nanmean(values[name])))
     pairs = [
-        {"more": more, "less": less, "difference": bootstrap.of(values[more] - values[less])}
+        {"more": more, "less": less, "difference": mean_of(values[more] - values[less], within, comparisons)}
         for more, less in combinations(order, 2)
     ]
     return {
@@ -265,13 +258,13 @@ def order_of(values: Mapping[str, Float[np.ndarray, "items"]], bootstrap: Bootst
 
 
 def told(pair: Mapping[str, Any]) -> bool:
-    """Whether a pair's difference is told apart from zero."""
-    return pair["difference"] is not None and pair["difference"]["low"] > 0
+    """Whether a pair's difference is significantly above zero."""
+    return pair["difference"] is not None and estimate_of(pair["difference"]).above()
 
 
 def verdict(pairs: Sequence[Mapping[str, Any]], side: str, band: str) -> str:
-    """Whether a band is the extreme one on this side (`more` or `less`) of every pair: `yes`, told apart from all others;
-    `no`, another is beyond it and told apart; else `open`."""
+    """Whether a band is the extreme one on this side (`more` or `less`) of every pair: `yes`, significantly from all others;
+    `no`, another is significantly beyond it; else `open`."""
     other = "less" if side == "more" else "more"
     if any(pair[other] == band and told(pair) for pair in pairs):
         return "no"
@@ -279,7 +272,7 @@ def verdict(pairs: Sequence[Mapping[str, Any]], side: str, band: str) -> str:
     return "yes" if mine and all(pair[side] == band and told(pair) for pair in mine) else "open"
 
 
-def _last_against_others(measured: Measured, config: Config, bootstrap: Bootstrap) -> list[dict[str, Any]]:
+def _last_against_others(measured: Measured, config: Config) -> list[dict[str, Any]]:
     """How many times the mean KL of the other quarters the last one has, all rates together, and by what factor that is
     larger than under noise at the layer's scale."""
     names = band_names(config, "quarters")
@@ -300,10 +293,10 @@ def _last_against_others(measured: Measured, config: Config, bootstrap: Bootstra
         mine = quarters(noise, parts)
         against = None
         if noise != "layer" and ("layer", parts) in conditions(config):
-            against = bootstrap.statistic(
-                [mine, quarters("layer", parts)], lambda own, layer: ratio(own) / ratio(layer)
+            against = statistic(
+                [mine, quarters("layer", parts)], lambda own, layer: ratio(own) / ratio(layer), POSITIVE
             )
-        found.append({"noise": noise, "parts": parts, "ratio": bootstrap.statistic([mine], ratio), "change": against})
+        found.append({"noise": noise, "parts": parts, "ratio": statistic([mine], ratio, POSITIVE), "change": against})
     return found
 
 
@@ -313,7 +306,7 @@ def _singles(measured: Measured, noise: str, parts: str) -> Float[np.ndarray, "l
     return measured.kl[[layers[layer] for layer in sorted(layers)]]
 
 
-def _agreement(measured: Measured, config: Config, bootstrap: Bootstrap) -> list[dict[str, Any]]:
+def _agreement(measured: Measured, config: Config) -> list[dict[str, Any]]:
     """Spearman's correlation across single layers between the mean KL under two noises."""
     if not config.single or not config.follow:
         return []
@@ -321,7 +314,7 @@ def _agreement(measured: Measured, config: Config, bootstrap: Bootstrap) -> list
     for (noise, parts), (other, also) in combinations(conditions(config), 2):
         if parts == also:
             both = [_singles(measured, noise, parts), _singles(measured, other, parts)]
-            found.append({"parts": parts, "noises": [noise, other], "rho": bootstrap.statistic(both, spearman)})
+            found.append({"parts": parts, "noises": [noise, other], "rho": statistic(both, spearman, DIFFERENCE)})
     return found
 
 
@@ -355,9 +348,7 @@ def spearman(
         return (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
 
 
-def _keys_against_values(
-    measured: Measured, config: Config, bootstrap: Bootstrap, measures: Sequence[str]
-) -> list[dict[str, Any]]:
+def _keys_against_values(measured: Measured, config: Config, measures: Sequence[str]) -> list[dict[str, Any]]:
     """What noise in K costs more than noise in V, in the same slots."""
     known = dict.fromkeys(noise for noise, _ in conditions(config))
     if not {"k", "v"} <= {parts for _, parts in conditions(config)}:
@@ -376,7 +367,7 @@ def _keys_against_values(
                     measured.pick(values, group=group, band=band, noise=noise, parts=part, rate=rate)
                     for part in ("k", "v")
                 )
-                differences[measure] = bootstrap.of(keys - others)
+                differences[measure] = mean_of(keys - others, DIFFERENCE if measure == "lost" else UNBOUNDED)
             found.append({"group": group, "band": band, "noise": noise, "rate": rate, "more": differences})
     return found
 
@@ -393,17 +384,17 @@ def _beside(table: Published, task: Mapping[str, Any]) -> dict[str, Any]:
         for rate, accuracy in zip(table.rates, accuracies, strict=True):
             theirs = wilson(accuracy * table.samples, table.samples)
             mine = cells.get((band, rate))
-            difference = None if mine is None else asdict(newcombe(Estimate(**mine), theirs))
-            rows.append({"band": band, "rate": rate, "theirs": asdict(theirs), "difference": difference})
+            difference = None if mine is None else newcombe(estimate_of(mine), theirs).record()
+            rows.append({"band": band, "rate": rate, "theirs": theirs.record(), "difference": difference})
     return {
         "name": table.name,
         "source": table.source,
         "model": table.model,
         "samples": table.samples,
-        "clean": asdict(wilson(table.clean * table.samples, table.samples)),
-        "clean_difference": asdict(
-            newcombe(Estimate(**task["clean"]), wilson(table.clean * table.samples, table.samples))
-        ),
+        "clean": wilson(table.clean * table.samples, table.samples).record(),
+        "clean_difference": newcombe(
+            estimate_of(task["clean"]), wilson(table.clean * table.samples, table.samples)
+        ).record(),
         "rows": rows,
     }
 

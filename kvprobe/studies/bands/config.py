@@ -30,7 +30,7 @@ class Config:
         unit: what is drawn at once: slot (the same in all layers), layer (each its own slots), head, or number.
         follow: also measure KL to the clean run, which takes as long again.
         published: a table to print beside what was measured: seed001-bands-7b; none by default.
-        seed: of items, lots and bootstrap.
+        seed: of items and random draws.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

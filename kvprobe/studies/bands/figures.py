@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 
 from kvprobe.narrative import HeatMap
@@ -15,6 +16,7 @@ from kvprobe.studies.bands.collect import CUTS, SINGLES
 from kvprobe.studies.bands.config import Config
 from kvprobe.studies.maps import map_of
 from kvprobe.studies.trialconfig import percents
+from kvprobe.wording import ends
 
 NOISE_NAMES = {
     "layer": "noise at the layer's scale",
@@ -173,9 +175,8 @@ def kl_by_layer(task: Mapping[str, Any], config: Config, title: str) -> Any:
                 cells = [cell for cell in _cells(task, SINGLES, noise, part) if cell["kl"] is not None]
                 layers = [cell["first"] for cell in cells]
                 colour, marker, dashes = NOISE_STYLES[noise]
-                means, lows, highs = (
-                    [max(cell["kl"][end], _SMALLEST) for cell in cells] for end in ("mean", "low", "high")
-                )
+                spans = [(cell["kl"]["mean"], *ends(cell["kl"])) for cell in cells]
+                means, lows, highs = np.maximum(np.array(spans).reshape(-1, 3), _SMALLEST).T
                 axis.fill_between(layers, lows, highs, color=colour, alpha=0.15, lw=0)
                 axis.plot(layers, means, color=colour, marker=marker, ls=dashes, ms=3.5, label=NOISE_LABELS[noise])
             axis.set_yscale("log")
@@ -251,11 +252,9 @@ def _errorbar(
     positive: bool = False,
 ) -> None:
     floor = _SMALLEST if positive else 0.0
-    means, lows, highs = ([max(value[end], floor) for value in values] for end in ("mean", "low", "high"))
-    errors = [
-        [max(mean - low, 0.0) for mean, low in zip(means, lows, strict=True)],
-        [max(high - mean, 0.0) for mean, high in zip(means, highs, strict=True)],
-    ]
+    spans = np.array([(value["mean"], *ends(value)) for value in values]).reshape(-1, 3)
+    means, lows, highs = np.maximum(spans, floor).T
+    errors = np.clip([means - lows, highs - means], 0, None)
     axis.errorbar(
         where, means, yerr=errors, color=colour, marker=marker, ls=dashes, ms=4.5, lw=1.1, elinewidth=0.8, label=label
     )

@@ -20,15 +20,13 @@ from kvprobe.studies.bands.results import (
     seed_section,
 )
 from kvprobe.studies.trialconfig import TIMINGS, percents
-from kvprobe.wording import estimate_of, percent, plain, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section
 
 QUESTION = (
     "Seed 001 strikes bands of Qwen2.5-7B's layers with Gaussian noise at the layer's own scale, K and V together. Answers "
     "suffer most in the last quarter, “where reasoning happens”, and hardly in the third, “a buffer”. Does this model show "
     "that order, and does the order stay when noise has another scale, or strikes K or V alone?"
 )
-FEW = 12
-"""Items below which a bootstrap's intervals are too narrow to rely on."""
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing is struck may be from the clean one."""
 
@@ -106,8 +104,8 @@ def findings(task: Mapping[str, Any], config: Config) -> list[str]:
 def claimed(orders: Mapping[str, Mapping[str, Any]], key: str) -> str:
     """Under which noises a claim on the quarters holds, fails, or is not decided."""
     ways = {
-        "yes": "holds under {} (told apart from each other quarter)",
-        "no": "fails under {} (another quarter is surely beyond it)",
+        "yes": "holds under {} (significantly beyond each other quarter)",
+        "no": "fails under {} (another quarter is significantly beyond it)",
         "open": "is not decided under {}",
     }
     found = []
@@ -134,9 +132,9 @@ def _scale_sentences(task: Mapping[str, Any], part: str) -> list[str]:
     changes = {each["noise"]: each["change"] for each in known if each["change"] is not None}
     changed = [NOISE_NAMES[noise] for noise, change in changes.items() if differs(change, 1.0)]
     if changed:
-        sentences.append(f"It is surely another than at the layer's scale under {_joined(changed)}.")
+        sentences.append(f"It differs significantly from that at the layer's scale under {_joined(changed)}.")
     elif changes:
-        sentences.append("That it depends on the noise's scale was not found.")
+        sentences.append("That it depends on the noise's scale was not detected.")
     layers = [
         f"{NOISE_NAMES[each['noises'][1]]} {plain(estimate_of(each['rho']))}"
         for each in task["agreement"]
@@ -160,14 +158,17 @@ def _part_sentences(task: Mapping[str, Any]) -> list[str]:
                 for each in task["keys_against_values"]
                 if (each["group"], each["noise"], each["rate"]) == (CUTS, noise, None) and each["more"].get(measure)
             ]
-            keys, values = sum(each["low"] > 0 for each in rows), sum(each["high"] < 0 for each in rows)
+            keys = sum(estimate_of(each).above() for each in rows)
+            values = sum(estimate_of(each).below() for each in rows)
             if rows:
                 apart = (
                     f"K in {keys} and V in {values} of {len(rows)} bands" if keys or values else "neither in any band"
                 )
                 found.append(f"{apart} under {NOISE_NAMES[noise]}")
         if found:
-            sentences.append(f"Whose noise surely costs more by {name}, K's alone or V's alone: {'; '.join(found)}.")
+            sentences.append(
+                f"Whose noise costs significantly more by {name}, K's alone or V's alone: {'; '.join(found)}."
+            )
     return sentences
 
 
@@ -175,11 +176,8 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
     """What a reader must know before the numbers."""
     found = []
     for task in metrics["tasks"]:
-        if task["items"] < FEW:
-            found.append(
-                f"{task['task']} has {task['items']} items. Intervals from so few are too narrow, and what they decide below "
-                f"is a first look; run with more samples."
-            )
+        if few := few_clusters(task["items"], f"items of {task['task']}"):
+            found.append(few)
         if task["too_hard"]:
             found.append(task["too_hard"])
         broken = task["broken"]
@@ -196,9 +194,7 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
         if beside and beside["model"].lower() not in config.model.lower():
             found.append(f"The published table is of {beside['model']}; this run is of {config.model}.")
     if not config.follow:
-        found.append(
-            "KL was not measured (follow is off), so single layers and bands are told apart by accuracy alone."
-        )
+        found.append("KL was not measured (follow is off), so single layers and bands are compared by accuracy alone.")
     return found
 
 

@@ -44,7 +44,7 @@ def seed_section(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Co
         title=f"Beside the seed's table{name}",
         paragraphs=[
             f"{beside['source']}: {beside['model']}, {beside['samples']} items. Seed 001 strikes K and V at the layer's scale; "
-            f"under that noise {apart} of {len(compared)} accuracies are told apart from the seed's, whose items are few, too. Clean, this run's accuracy minus the seed's is "
+            f"under that noise {apart} of {len(compared)} accuracies differ from the seed's, whose items are few, too. Clean, this run's accuracy minus the seed's is "
             f"{points(estimate_of(beside['clean_difference']))}.",
         ],
         tables=[
@@ -116,7 +116,7 @@ def bands_section(
             Table(
                 columns=["band", "noise", "rate (%)", "accuracy", "accuracy lost", "KL (nats)", "unchanged", "broken"],
                 rows=rows,
-                caption=f"Noise in {PART_LABELS[part]}, 95 % intervals: Wilson's for shares of items, bootstrap over items for the rest. "
+                caption=f"Noise in {PART_LABELS[part]}, 95 % intervals: Wilson's for shares of items, the jackknife's over items for the rest. "
                 "Unchanged: the whole answer is the clean one.",
             )
         )
@@ -162,10 +162,10 @@ def order_section(
                         ]
                         for each in orders
                     ],
-                    caption=f"{cut.capitalize()} by {called}. Between neighbours, > says that their paired difference is told apart from zero, "
+                    caption=f"{cut.capitalize()} by {called}. Between neighbours, > says that their paired difference is significant, "
                     "≥ that it is not."
                     + (
-                        f" Yes: {LAST} (or, as a buffer, {BUFFER}) is told apart from each other quarter; no: another is surely "
+                        f" Yes: {LAST} (or, as a buffer, {BUFFER}) is significantly beyond each other quarter; no: another is significantly "
                         "beyond it; open: neither."
                         if quarters
                         else ""
@@ -179,8 +179,8 @@ def order_section(
         title=f"Order of the bands{name}",
         paragraphs=[
             "Differences are between rows of the same items that strike the same slots. All rates together is each item's mean over rates. "
-            f"These are {count} comparisons, each with its own 95 % interval: about {max(1, round(count / 20))} would seem told apart by luck "
-            "if none were."
+            "Intervals of differences hold together (Bonferroni) over the pairs of a cut, all noises and all tasks; not over parts, rates and "
+            f"measures, which make {count} comparisons in all."
         ],
         tables=tables,
     )
@@ -212,7 +212,7 @@ def _pairs_table(orders: Sequence[Mapping[str, Any]], cut: str, measure: str) ->
         for pair in order["pairs"]
     ]
     return Table(
-        columns=["noise", "in", "bands", "difference", "told apart"],
+        columns=["noise", "in", "bands", "difference", "significant"],
         rows=rows,
         caption=f"Paired differences between {cut} in {MEASURE_NAMES[measure]}{' (nats)' if measure == 'kl' else ''}, all rates together, with 95 % intervals; "
         "metrics.json has every rate.",
@@ -273,7 +273,7 @@ def layers_section(
                     ]
                     for each in task["agreement"]
                 ],
-                caption="Across single layers, with 95 % bootstrap intervals over items; with itself: between halves of the items, the mean over "
+                caption="Across single layers, with 95 % intervals over items; with itself: between halves of the items, the mean over "
                 "halvings, which is below what all items would give.",
             ),
             Table(
@@ -350,11 +350,12 @@ def _layers_by_part(task: Mapping[str, Any]) -> list[str]:
             if (each["group"], each["noise"]) == (SINGLES, noise) and each["more"].get("kl")
         ]
         if rows:
-            keys, values = sum(each["low"] > 0 for each in rows), sum(each["high"] < 0 for each in rows)
+            keys = sum(estimate_of(each).above() for each in rows)
+            values = sum(estimate_of(each).below() for each in rows)
             told.append(f"under {NOISE_NAMES[noise]} K in {keys} and V in {values} of {len(rows)}")
-    return [f"Of single layers, by KL, noise is surely worse: {'; '.join(told)}."] if told else []
+    return [f"Of single layers, by KL, noise is significantly worse: {'; '.join(told)}."] if told else []
 
 
 def differs(value: Mapping[str, float], reference: float) -> bool:
     """Whether an interval excludes a number."""
-    return value["low"] > reference or value["high"] < reference
+    return estimate_of(value).differs(reference)

@@ -1,24 +1,23 @@
 """From rows to numbers: what flips do by dtype, bit and field, where they do more, and at which rate accuracy gives way.
 
 An item is one cluster. Shares have Wilson intervals over items: the mean over an item's flips counts once. Differences and
-KL resample items, always with the same weights.
+KL have jackknife intervals over items.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
 
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
 from kvprobe.geometry import Geometry
-from kvprobe.stats import Estimate, cluster_weights, wilson
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, wilson
 from kvprobe.studies.bitflips.collect import FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import Task, too_hard
+from kvprobe.wording import estimate_of
 
 Rows = Any
 """A pandas table, whose own annotations do not tell a column from a table."""
@@ -39,57 +38,21 @@ MEASURES = ("breaks", "changed", "kl")
 """By what places are held against each other: breaks (of items whose clean answer is right), answers that changed, KL."""
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """Intervals by resampling items, the same for all quantities."""
-
-    weights: Int[np.ndarray, "resamples items"]
-
-    def mean(self, rows: Rows, column: str) -> dict[str, float] | None:
-        """The mean over rows, as `metrics.json` holds it; None if fewer than two items have any."""
-        return self._told(*self._means(rows, column))
-
-    def difference(self, one: Rows, other: Rows, column: str) -> dict[str, float] | None:
-        """By how much one mean exceeds another; None if either has too few items."""
-        (mine, my_draws), (theirs, their_draws) = self._means(one, column), self._means(other, column)
-        return self._told(mine - theirs, my_draws - their_draws)
-
-    def _means(self, rows: Rows, column: str) -> tuple[float, Float[np.ndarray, "resamples"]]:
-        rows = rows[rows[column].notna()]
-        values, items = rows[column].to_numpy(float), rows["cluster"].to_numpy()
-        if len(set(items)) < 2:
-            return np.nan, np.full(len(self.weights), np.nan)
-        count = self.weights.shape[1]
-        sums, sizes = np.bincount(items, values, count), np.bincount(items, minlength=count)
-        drawn = self.weights @ sizes
-        # Not every item has a row of every kind: a draw without any says nothing.
-        return float(values.mean()), np.where(drawn > 0, self.weights @ sums / np.maximum(drawn, 1), np.nan)
-
-    def _told(self, mean: float, draws: Float[np.ndarray, "resamples"]) -> dict[str, float] | None:
-        if np.isnan(mean):
-            return None
-        low, high = np.nanpercentile(draws, [2.5, 97.5])
-        return asdict(Estimate(mean, float(low), float(high)))
-
-
 def analyse(table: pd.DataFrame, config: Config, shape: Geometry) -> dict[str, Any]:
     """The numbers of a run.
 
     Args:
         table: see `collect`.
     """
-    bootstrap = Bootstrap(cluster_weights(config.samples, np.random.default_rng([config.seed, 0, 2])))
     tasks = {task.name: task for task in tasks_of(config)}
     return {
         "items": config.samples,
         "layers": shape.n_layers,
-        "tasks": [
-            _task(rows, tasks[str(name)], config, shape, bootstrap) for name, rows in table.groupby("task", sort=False)
-        ],
+        "tasks": [_task(rows, tasks[str(name)], config, shape) for name, rows in table.groupby("task", sort=False)],
     }
 
 
-def _task(table: Rows, task: Task, config: Config, shape: Geometry, bootstrap: Bootstrap) -> dict[str, Any]:
+def _task(table: Rows, task: Task, config: Config, shape: Geometry) -> dict[str, Any]:
     rows, clean = prepared(table)
     accuracy = wilson(int(clean["right"].sum()), len(clean))
     problem = too_hard(task.name, accuracy.mean, task.chance)
@@ -97,25 +60,27 @@ def _task(table: Rows, task: Task, config: Config, shape: Geometry, bootstrap: B
     # The prompt's last token is read after the strike.
     numbers = (slots - 1) * shape.n_layers * shape.n_kv_heads * 2 * shape.d_head
     single, rates = rows[rows["group"] == "single"], rows[rows["group"] == "rate"]
+    # Of the headline: exponent against mantissa and the rates, on every task. Their intervals hold together.
+    claims = len(tasks_of(config)) * (1 + len(config.shares))
     return {
         "task": task.name,
         "scorer": task.scorers[0],
         "items": len(clean),
         "right": int(clean["right"].sum()),
-        "clean": asdict(accuracy),
+        "clean": accuracy.record(),
         "chance": task.chance,
         "too_hard": problem,
         "slots": slots,
         "numbers": numbers,
         "dtypes": [
-            _dtype(single[single["dtype"] == dtype], dtype, shape.n_layers, bootstrap, problem is None)
+            _dtype(single[single["dtype"] == dtype], dtype, shape.n_layers, problem is None, claims)
             for dtype in dtypes_of(config)
         ],
         "rates": [
             _rate(
                 rates[(rates["field"] == field) & np.isclose(rates["rate"], rate, rtol=1e-6, atol=0)],
-                bootstrap,
                 numbers,
+                claims,
             )
             for field in FIELDS
             for rate in config.shares
@@ -148,7 +113,7 @@ def prepared(table: Rows) -> tuple[Rows, Rows]:
     ), clean
 
 
-def _dtype(rows: Rows, dtype: str, layers: int, bootstrap: Bootstrap, rankable: bool) -> dict[str, Any]:
+def _dtype(rows: Rows, dtype: str, layers: int, rankable: bool, comparisons: int) -> dict[str, Any]:
     bits = range(LAYOUTS[dtype].bits)
     right = rows[rows["was_right"]]
 
@@ -157,44 +122,73 @@ def _dtype(rows: Rows, dtype: str, layers: int, bootstrap: Bootstrap, rankable: 
 
     return {
         "dtype": dtype,
-        "all": _summary(rows, bootstrap, rankable),
-        "fields": {
-            str(name): _summary(of_field, bootstrap, rankable) for name, of_field in rows.groupby("field", sort=False)
-        },
+        "all": _summary(rows, rankable),
+        "fields": {str(name): _summary(of_field, rankable) for name, of_field in rows.groupby("field", sort=False)},
         "bits": [
             {
                 "bit": bit,
                 "field": LAYOUTS[dtype].field_of(bit),
-                **_summary(rows[rows["bit"] == bit], bootstrap, rankable),
+                **_summary(rows[rows["bit"] == bit], rankable),
             }
             for bit in bits
         ],
         "altered": hit("different"),
         "nonfinite": hit("nonfinite"),
         "breaking": hit("breaks", right) if rankable else None,
-        "contrasts": _contrasts(rows, layers, bootstrap, rankable),
+        "contrasts": _contrasts(rows, layers, rankable, comparisons),
     }
 
 
-def _summary(rows: Rows, bootstrap: Bootstrap, rankable: bool) -> dict[str, Any]:
+def _summary(rows: Rows, rankable: bool) -> dict[str, Any]:
     right = rows[rows["was_right"]]
     return {
         "flips": len(rows),
         "nonfinite_flips": int(rows["nonfinite"].sum()),
         **{name: _share(rows, name) for name in OUTCOMES},
         "right": {name: _share(right, name) for name in (*CLASSES, "nonfinite")} if rankable else None,
-        "kl": bootstrap.mean(rows, "kl"),
+        "kl": mean_of(rows, "kl"),
     }
+
+
+def mean_of(
+    rows: Rows, column: str, within: tuple[float, float] = UNBOUNDED, comparisons: int = 1
+) -> dict[str, Any] | None:
+    """The mean over rows; None if fewer than two items have any."""
+    rows = rows[rows[column].notna()]
+    if rows["cluster"].nunique() < 2:
+        return None
+    return estimate(rows[column].to_numpy(float), rows["cluster"].to_numpy(), within, comparisons).record()
+
+
+def difference(
+    one: Rows, other: Rows, column: str, within: tuple[float, float] = UNBOUNDED, comparisons: int = 1
+) -> dict[str, Any] | None:
+    """By how much one mean exceeds another; None if either has fewer than two items."""
+    pair = [rows[rows[column].notna()] for rows in (one, other)]
+    if any(rows["cluster"].nunique() < 2 for rows in pair):
+        return None
+    items = sorted({item for rows in pair for item in rows["cluster"]})
+    replicates = []
+    for rows in pair:
+        place = np.searchsorted(items, rows["cluster"])
+        sums, sizes = (
+            np.bincount(place, rows[column].astype(float), len(items)),
+            np.bincount(place, minlength=len(items)),
+        )
+        # Not every item has rows of both kinds; without it, the mean of the other kind stays as it is.
+        replicates.append((sums.sum() - sums) / (sizes.sum() - sizes))
+    mean = float(pair[0][column].mean() - pair[1][column].mean())
+    return jackknife(mean, replicates[0] - replicates[1], within, comparisons).record()
 
 
 def _share(rows: Rows, column: str) -> dict[str, float]:
     """Over the items, each of which counts by the mean over its flips."""
     shares = rows[column].astype(float).groupby(rows["cluster"]).mean()
-    return asdict(wilson(min(float(shares.sum()), len(shares)), len(shares)))
+    return wilson(min(float(shares.sum()), len(shares)), len(shares)).record()
 
 
 def _contrasts(
-    rows: Rows, layers: int, bootstrap: Bootstrap, rankable: bool
+    rows: Rows, layers: int, rankable: bool, comparisons: int
 ) -> dict[str, dict[str, dict[str, float] | None]]:
     fields = {name: rows[rows["field"] == name] for name in ("sign", "exponent", "mantissa")}
     exponent = fields["exponent"]
@@ -210,13 +204,14 @@ def _contrasts(
 
     def held(measure: str, one: Rows, other: Rows) -> dict[str, float] | None:
         if measure != "breaks":
-            return bootstrap.difference(one, other, measure)
-        return bootstrap.difference(one[one["was_right"]], other[other["was_right"]], measure) if rankable else None
+            return difference(one, other, measure, UNBOUNDED if measure == "kl" else DIFFERENCE, comparisons)
+        right = (one[one["was_right"]], other[other["was_right"]])
+        return difference(*right, measure, DIFFERENCE, comparisons) if rankable else None
 
     return {name: {measure: held(measure, one, other) for measure in MEASURES} for name, (one, other) in pairs.items()}
 
 
-def _rate(rows: Rows, bootstrap: Bootstrap, numbers: float) -> dict[str, Any]:
+def _rate(rows: Rows, numbers: float, comparisons: int) -> dict[str, Any]:
     rate = float(rows["rate"].iloc[0])
     return {
         "field": str(rows["field"].iloc[0]),
@@ -225,20 +220,20 @@ def _rate(rows: Rows, bootstrap: Bootstrap, numbers: float) -> dict[str, Any]:
         "struck": float(rows["struck"].mean()),
         "untouched": int((rows["struck"] == 0).sum()),
         "accuracy": _share(rows, "right"),
-        "from_clean": bootstrap.mean(rows, "lost"),
+        "from_clean": mean_of(rows, "lost", DIFFERENCE, comparisons),
         "changed": _share(rows, "changed"),
         "nonfinite": _share(rows, "nonfinite"),
         "nonfinite_rows": int(rows["nonfinite"].sum()),
-        "kl": bootstrap.mean(rows, "kl"),
+        "kl": mean_of(rows, "kl"),
     }
 
 
 def tolerated(task: Mapping[str, Any], field: str) -> Mapping[str, Any] | None:
-    """The highest measured error rate up to which accuracy is at none surely below clean; None if the lowest already is."""
+    """The highest measured error rate up to which accuracy is at none significantly below clean; None if the lowest already is."""
     found = None
     for each in task["rates"]:
         if each["field"] == field:
-            if each["from_clean"]["high"] < 0:
+            if estimate_of(each["from_clean"]).below():
                 break
             found = each
     return found
@@ -285,9 +280,8 @@ def _examples(single: Rows) -> list[dict[str, Any]]:
 def harm(summary: Mapping[str, Any], ranked: bool) -> Estimate:
     """What breaks of some flips; or, where that cannot be told, what does not stay the same."""
     if ranked:
-        return Estimate(**summary["right"]["breaks"])
-    same = summary["same"]
-    return Estimate(1 - same["mean"], 1 - same["high"], 1 - same["low"])
+        return estimate_of(summary["right"]["breaks"])
+    return estimate_of(summary["same"]).complement()
 
 
 def of_field(task: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:

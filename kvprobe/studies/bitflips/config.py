@@ -20,7 +20,7 @@ class Config:
         flips: single flips at each bit of each dtype, for each item; layer, head, slot, channel, K or V are drawn.
         error_rates: shares of all numbers of K and V of which one drawn bit flips, in the first of the dtypes; commas between.
         follow: also measure KL to the clean run, which takes as long again.
-        seed: of items, lots and bootstrap.
+        seed: of items and random draws.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

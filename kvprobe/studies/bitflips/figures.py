@@ -1,7 +1,6 @@
 """The figures of the bit-flip study."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from kvprobe.plots import save, styled
 from kvprobe.studies.bitflips.analyse import harm, of_field
 from kvprobe.studies.bitflips.collect import ANY, FIELDS
 from kvprobe.studies.maps import map_of
+from kvprobe.wording import ends, whiskers
 
 BREAKS, LOUD, WORDS, NOTHING = "#d55e00", "#222222", "#56b4e9", "#e3e3e3"
 LINES = {
@@ -53,7 +53,7 @@ def shares_by_bit(task: Mapping[str, Any], title: str) -> Any:
             bits = dtype["bits"][::-1]
             places = np.arange(len(bits))
             shares = [each["right"] if ranked else each for each in bits]
-            bad = [asdict(harm(each, ranked)) for each in bits]
+            bad = [harm(each, ranked).record() for each in bits]
             bottom = np.zeros(len(bits))
             for label, colour, heights in _stack(shares, ranked):
                 axis.bar(places, heights, 0.86, bottom=bottom, color=colour, label=label, lw=0)
@@ -87,7 +87,7 @@ def kl_by_bit(task: Mapping[str, Any], title: str) -> Any:
             bits = dtype["bits"][::-1]
             for place, each in enumerate(bits):
                 if each["kl"] is not None:
-                    mean, low, high = (max(each["kl"][key], LEAST_KL) for key in ("mean", "low", "high"))
+                    mean, low, high = (max(value, LEAST_KL) for value in (each["kl"]["mean"], *ends(each["kl"])))
                     axis.plot([place, place], [low, high], color="#0072b2", lw=1.2)
                     axis.plot(place, mean, "o", color="#0072b2", ms=4)
                 if each["nonfinite_flips"]:
@@ -239,9 +239,7 @@ def _name_bits(axis: Any, bits: Sequence[Mapping[str, Any]]) -> None:
 
 def _errors(values: Sequence[Mapping[str, float]]) -> Any:
     """How far intervals reach below and above, in percent."""
-    return 100 * np.array(
-        [[each["mean"] - each["low"] for each in values], [each["high"] - each["mean"] for each in values]]
-    )
+    return 100 * np.hstack([whiskers(each) for each in values])
 
 
 def _finish(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
 from kvprobe.studies.trialconfig import TIMINGS
-from kvprobe.wording import estimate_of, percent, points, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, points, reproduce_section, span, verdict
 
 QUESTION = (
     "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that do to "
@@ -73,12 +73,14 @@ def answer_bits(task: Mapping[str, Any]) -> str:
     exponent, mantissa = (harm(dtype["fields"][field], ranked) for field in ("exponent", "mantissa"))
     gap = estimate_of(dtype["contrasts"]["exponent - mantissa"][measure])
     pair = f"{percent(exponent)} of answers, one of a mantissa bit {percent(mantissa)}"
-    if gap.low > 0:
+    if gap.above():
         said = f"A single flip of an exponent bit of {dtype['dtype']} {verb} {pair}: the exponent is what matters."
-    elif gap.high < 0:
+    elif gap.below():
         said = f"A single flip of an exponent bit of {dtype['dtype']} {verb} {pair}: the mantissa matters more."
     else:
-        said = f"No difference between fields was found: a flip of an exponent bit of {dtype['dtype']} {verb} {pair}."
+        said = (
+            f"No difference between fields was detected: a flip of an exponent bit of {dtype['dtype']} {verb} {pair}."
+        )
     worst = max(dtype["bits"], key=lambda each: harm(each, ranked).mean)
     if harm(worst, ranked).mean > 0:
         said += f" The worst is bit {worst['bit']} ({worst['field']}), which {verb} {percent(harm(worst, ranked))}."
@@ -101,11 +103,15 @@ def answer_silence(task: Mapping[str, Any]) -> str:
 
 
 def answer_rate(task: Mapping[str, Any]) -> str:
-    """Up to which error rate accuracy is not surely below clean."""
+    """Up to which error rate accuracy is not significantly below clean."""
     if task["too_hard"]:
         return task["too_hard"]
     dtype, rates = task["dtypes"][0]["dtype"], of_field(task, ANY)
     clean = percent(estimate_of(task["clean"]))
+    if not estimate_of(rates[0]["from_clean"]).has_interval:
+        return (
+            f"From {task['items']} items nothing can be said of the rate at which accuracy falls below clean ({clean})."
+        )
     bearable = tolerated(task, ANY)
     if bearable is None:
         first = rates[0]
@@ -113,7 +119,7 @@ def answer_rate(task: Mapping[str, Any]) -> str:
             f"When bits of {dtype} flip all over the cache, accuracy is below clean ({clean}) at the lowest rate measured, "
             f"{_rate(first)}: {percent(estimate_of(first['accuracy']))}."
         )
-    said = f"When bits of {dtype} flip all over the cache, accuracy is not surely below clean ({clean}) up to a rate of {_rate(bearable)}"
+    said = f"When bits of {dtype} flip all over the cache, accuracy is not significantly below clean ({clean}) up to a rate of {_rate(bearable)}"
     beyond = rates[rates.index(bearable) + 1 :]
     if not beyond:
         return f"{said}, the highest measured."
@@ -123,11 +129,8 @@ def answer_rate(task: Mapping[str, Any]) -> str:
 def warnings(metrics: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
     """What a reader must know before the numbers."""
     found = []
-    if metrics["items"] < FEW:
-        found.append(
-            f"This run has {metrics['items']} items of each task. Intervals from so few are wide where they are shares and too "
-            f"narrow where items are resampled; run with more samples."
-        )
+    if few := few_clusters(metrics["items"], "items of each task"):
+        found.append(few)
     for task in metrics["tasks"]:
         if task["too_hard"]:
             found.append(
@@ -171,7 +174,8 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
             "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "
             "clean answer, which both rows read"
             + ("." if config.follow else "; it was not measured here (follow is off)."),
-            "Shares have Wilson intervals over items, in which an item's flips count once; differences and KL resample items.",
+            "Shares have Wilson intervals over items, in which an item's flips count once; differences and KL have jackknife intervals "
+            "over items. Those that decide the headline hold together.",
         ],
     )
 
@@ -276,12 +280,12 @@ def _distribution(dtype: Mapping[str, Any], measure: str) -> str:
     """What seed 001 expects of numbers out of distribution, and whether it was found."""
     gap = estimate_of(dtype["contrasts"]["top - rest"][measure])
     power = 2 ** (LAYOUTS[dtype["dtype"]].exponent - 1)
-    if gap.low > 0:
+    if gap.above():
         found = f"This run agrees: it does more harm than the other exponent bits, by {points(gap)}."
-    elif gap.high < 0:
+    elif gap.below():
         found = f"This run disagrees: it does less harm than the other exponent bits, by {points(gap)}."
     else:
-        found = f"That it does more harm than the other exponent bits was not found: {points(gap)}."
+        found = f"That it does more harm than the other exponent bits was not detected: {points(gap)}."
     return (
         "Seed 001 expects a bit flip to be catastrophic if it gives activations out of distribution. The highest exponent bit is the "
         f"one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as much. {found}"
@@ -293,7 +297,7 @@ def _verdict(dtype: Mapping[str, Any], name: str, measure: str) -> str:
     if held is None:
         return f"{CONTRASTS[name]}, no flips fell on both"
     gap = estimate_of(held)
-    found = "no difference was found" if gap.low <= 0 <= gap.high else "more" if gap.low > 0 else "fewer"
+    found = verdict(gap, "more", "fewer", "no difference was detected")
     return f"{CONTRASTS[name]}, {found}: {points(gap)}"
 
 
@@ -442,8 +446,8 @@ def _nats(value: Mapping[str, float] | None, sign: bool = False) -> str:
     if value is None:
         return "–"
     form = "{:+.1e}" if sign else "{:.1e}"
-    mean, low, high = (form.format(value[key]) for key in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+    known = estimate_of(value)
+    return f"{form.format(known.mean)} ({span(known, form.format)})"
 
 
 def _numbered(bits: Sequence[int]) -> str:

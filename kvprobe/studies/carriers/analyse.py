@@ -5,18 +5,20 @@ which the two caches hardly differ does not count the most. Shares of groups nee
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from kvprobe.patching.pairs import summarise
-from kvprobe.stats import Estimate, cluster_weights, estimate, wilson
+from kvprobe.patching.pairs import pooled, summarise
+from kvprobe.stats import estimate, wilson
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, EVERY_LAYER, GROUPS, SELF, TOKEN
+from kvprobe.wording import estimate_of
 
+CLAIMS = 4
+"""Of the headline: the band, K or V, the summary or later turns, the code. The intervals that decide them hold together."""
 BOTH = "both"
 """The two questions together."""
 COMPARED = {
@@ -38,12 +40,12 @@ def analyse(table: Any, config: Config) -> Record:
     return {
         "conversations": int(table["context"].nunique()),
         "bands": [band for band in dict.fromkeys(kl["band"]) if band != EVERY_LAYER],
-        "scale": _scale(cells, config.seed),
-        "shares": _shares(cells[cells["band"] == EVERY_LAYER], config.seed),
-        "layers": _layers(kl[kl["band"] != EVERY_LAYER], config.seed),
-        "compared": _compared(kl, config.seed),
-        "most": _most(kl, config.seed),
-        "codes": _codes(table[table["question"] == CODES], config.seed),
+        "scale": _scale(cells),
+        "shares": _shares(cells[cells["band"] == EVERY_LAYER]),
+        "layers": _layers(kl[kl["band"] != EVERY_LAYER]),
+        "compared": _compared(kl),
+        "most": _most(kl),
+        "codes": _codes(table[table["question"] == CODES]),
         "tokens": _tokens(swapped[(swapped["group"] == TOKEN) & (swapped["metric"] == "kl")]),
         "controls": _controls(table),
     }
@@ -55,7 +57,7 @@ def share(metrics: Mapping[str, Any], group: str, part: str = "KV", **labels: st
     return next(each for each in metrics["shares"] if wanted.items() <= each.items())
 
 
-def _scale(cells: Any, seed: int) -> list[Record]:
+def _scale(cells: Any) -> list[Record]:
     """How far the two caches' replies are apart, and what the reply is with everything in view."""
     found = []
     for question in QUESTIONS:
@@ -65,26 +67,24 @@ def _scale(cells: Any, seed: int) -> list[Record]:
         found.append(
             {
                 "question": question,
-                "kl": _mean(kl["base"], seed),
+                "kl": _mean(kl["base"]),
                 "largest_kl": float(kl["base"].max()),
                 "heaviest": float(kl["base"].max() / kl["base"].sum()) if kl["base"].sum() else 1.0,
-                "retained": _mean(logprob["donor"], seed),
-                "recomputed": _mean(logprob["base"], seed),
-                "full": _mean(logprob["full"], seed),
-                "gain": _mean(logprob["way"], seed),
-                "right": asdict(wilson(int(logprob["right"].sum()), len(logprob))),
+                "retained": _mean(logprob["donor"]),
+                "recomputed": _mean(logprob["base"]),
+                "full": _mean(logprob["full"]),
+                "gain": _mean(logprob["way"]),
+                "right": wilson(int(logprob["right"].sum()), len(logprob)).record(),
             }
         )
     return found
 
 
-def _mean(values: Any, seed: int) -> Record:
-    own = values.to_numpy(dtype=float)
-    weights = cluster_weights(len(own), np.random.default_rng(seed))
-    return asdict(estimate(own, np.arange(len(own)), weights))
+def _mean(values: Any, comparisons: int = 1) -> Record:
+    return estimate(values.to_numpy(dtype=float), comparisons=comparisons).record()
 
 
-def _shares(cells: Any, seed: int) -> list[Record]:
+def _shares(cells: Any) -> list[Record]:
     """Every group and part at all layers, with how many of the slots after the hidden turn it is."""
     size = cells[cells["group"] == "all after"]["slots"].mean()
     counted = cells.groupby("group")["slots"].mean()
@@ -92,16 +92,16 @@ def _shares(cells: Any, seed: int) -> list[Record]:
     return [
         {**{name: row[name] for name in by}, **_told(row), "slots": float(counted[row["group"]])}
         | {"of_slots": float(counted[row["group"]] / size)}
-        for row in summarise(_with_both(cells), by, seed).to_dict("records")
+        for row in summarise(_with_both(cells), by).to_dict("records")
     ]
 
 
-def _layers(kl: Any, seed: int) -> list[Record]:
+def _layers(kl: Any) -> list[Record]:
     """Every kind of slot in every band, the questions together."""
     by = ["direction", "group", "part", "band"]
     return [
         {**{name: row[name] for name in by}, "share": _told(row)["share"]}
-        for row in summarise(kl, by, seed).to_dict("records")
+        for row in summarise(kl, by).to_dict("records")
     ]
 
 
@@ -111,28 +111,26 @@ def _with_both(cells: Any) -> Any:
 
 def _told(row: Mapping[str, Any]) -> Record:
     """The share and the effect itself of a row of `summarise`, as estimates; None where a share has no scale."""
-    known = np.isfinite([row["normalised"], row["normalised_low"], row["normalised_high"]]).all()
-    pooled = Estimate(*(float(row[f"normalised{end}"]) for end in ("", "_low", "_high"))) if known else None
-    effect = Estimate(*(float(row[f"effect{end}"]) for end in ("", "_low", "_high")))
-    return {"share": None if pooled is None else asdict(pooled), "effect": asdict(effect)}
+    share = pooled(row)
+    return {"share": share.record() if isfinite(share.mean) else None, "effect": pooled(row, "effect").record()}
 
 
-def _difference(more: Any, less: Any, seed: int) -> Record | None:
+def _difference(more: Any, less: Any) -> Record | None:
     """The share of some cells less that of others of the same sweeps."""
     keys = ["context", "question", "direction"]
     both = more.merge(less[[*keys, "effect"]], on=keys, suffixes=("", "_less"))
     paired = both.assign(effect=both["effect"] - both["effect_less"], one="")
-    return _told(summarise(paired, ["one"], seed).to_dict("records")[0])["share"]
+    return _told(summarise(paired, ["one"], CLAIMS).to_dict("records")[0])["share"]
 
 
-def _compared(kl: Any, seed: int) -> Record:
+def _compared(kl: Any) -> Record:
     """`COMPARED` by direction, name and question."""
     every = _with_both(kl[kl["band"] == EVERY_LAYER])
 
     def gap(direction: str, question: str, more: tuple[str, str], less: tuple[str, str]) -> Record | None:
         own = every[(every["direction"] == direction) & (every["question"] == question)]
         one, other = (own[(own["group"] == group) & (own["part"] == part)] for group, part in (more, less))
-        return _difference(one, other, seed)
+        return _difference(one, other)
 
     return {
         direction: {
@@ -143,7 +141,7 @@ def _compared(kl: Any, seed: int) -> Record:
     }
 
 
-def _most(kl: Any, seed: int) -> Record:
+def _most(kl: Any) -> Record:
     """The band of layers with the largest share when all slots after the hidden turn are swapped in it, and by how much it
     is beyond the next."""
     found = {}
@@ -151,23 +149,21 @@ def _most(kl: Any, seed: int) -> Record:
         cells = kl[(kl["direction"] == direction) & (kl["group"] == "all after") & (kl["part"] == "KV")]
         shares = {
             row["band"]: _told(row)["share"]
-            for row in summarise(cells[cells["band"] != EVERY_LAYER], ["band"], seed).to_dict("records")
+            for row in summarise(cells[cells["band"] != EVERY_LAYER], ["band"]).to_dict("records")
         }
         order = sorted((band for band in shares if shares[band] is not None), key=lambda band: -shares[band]["mean"])
         first = order[0] if order else None
-        beyond = [
-            _difference(cells[cells["band"] == first], cells[cells["band"] == other], seed) for other in order[1:]
-        ]
+        beyond = [_difference(cells[cells["band"] == first], cells[cells["band"] == other]) for other in order[1:]]
         found[direction] = {
             "band": first,
             "share": None if first is None else shares[first],
             "over_next": beyond[0] if beyond else None,
-            "told": bool(beyond) and all(each is not None and each["low"] > 0 for each in beyond),
+            "told": bool(beyond) and all(each is not None and estimate_of(each).above() for each in beyond),
         }
     return found
 
 
-def _codes(rows: Any, seed: int) -> Record:
+def _codes(rows: Any) -> Record:
     """What of logit(own code) − logit(other code) the masked turn still decides, in conversations where the model can tell
     the two with everything in view."""
     able = rows[(rows["full"] > 0) & (rows["full_other"] < 0)]
@@ -178,10 +174,10 @@ def _codes(rows: Any, seed: int) -> Record:
     # Over the whole swing in view: what turning the code from the one to the other could move.
     swing = able.assign(effect=-able["effect"], way=able["full"] - able["full_other"])
     once = swing.drop_duplicates("context").sort_values("context")
-    shares = summarise(swing[swing["group"].isin(GROUPS)], ["group"], seed).to_dict("records")
+    shares = summarise(swing[swing["group"].isin(GROUPS)], ["group"]).to_dict("records")
     return found | {
-        "in_view": _mean(once["way"], seed),
-        "masked": _mean(once["base"] - once["donor"], seed),
+        "in_view": _mean(once["way"]),
+        "masked": _mean(once["base"] - once["donor"], CLAIMS),
         "groups": [{"group": row["group"], **_told(row)} for row in shares],
     }
 

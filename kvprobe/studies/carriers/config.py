@@ -15,7 +15,7 @@ class Config:
         model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
         contexts: different conversations; each is asked two questions, and is read with two codes.
         bands: bands that the layers are cut into.
-        seed: of codes and bootstrap.
+        seed: of codes.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

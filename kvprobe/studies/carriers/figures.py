@@ -11,6 +11,7 @@ from kvprobe.plots import save, styled
 from kvprobe.studies.carriers.analyse import BOTH
 from kvprobe.studies.carriers.collect import DIRECTIONS
 from kvprobe.studies.carriers.groups import GROUPS, KINDS, PARTS
+from kvprobe.wording import ends
 
 COLOURS = {"K": "#0072b2", "V": "#d55e00", "KV": "#000000"}
 ROWS = (("all after", "K"), ("all after", "V"), ("all after", "KV"), *((kind, "KV") for kind in KINDS))
@@ -60,7 +61,7 @@ def shares(metrics: Mapping[str, Any]) -> Any:
                 }
                 known = [(place, told[group]) for place, group in enumerate(GROUPS) if told[group] is not None]
                 for place, each in known:
-                    axis.plot([each["low"], each["high"]], [place + offset] * 2, color=COLOURS[part], lw=1.1)
+                    axis.plot(ends(each), [place + offset] * 2, color=COLOURS[part], lw=1.1)
                 axis.plot(
                     [each["mean"] for _, each in known],
                     [place + offset for place, _ in known],
@@ -128,7 +129,7 @@ def codes(told: Mapping[str, Any]) -> Any:
         figure, axis = plt.subplots(figsize=(6.2, 3.2))
         for place, each in enumerate(told["groups"]):
             found = each["effect"]
-            axis.plot([found["low"], found["high"]], [place] * 2, color="#0072b2", lw=1.4)
+            axis.plot(ends(found), [place] * 2, color="#0072b2", lw=1.4)
             axis.plot(found["mean"], place, "o", ms=5, color="#0072b2")
         axis.axvline(0, color="0.6", ls="--", lw=0.8, zorder=0)
         axis.set_yticks(range(len(told["groups"])), [each["group"] for each in told["groups"]])

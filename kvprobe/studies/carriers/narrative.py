@@ -14,15 +14,13 @@ from kvprobe.studies.carriers.figures import ROWS, row_name, shares_by_layer
 from kvprobe.studies.carriers.groups import GROUPS, HIDDEN, PARTS
 from kvprobe.tasks.compaction import compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
-from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed, span
 
 QUESTION = (
     "A turn of a conversation was masked. The slots after it were computed while it was in view, and so the model does not go on "
     "as if that turn had never been said. Which of these slots carry its effect: the summary's text, the chat template's "
     "delimiters, later turns; at which layers, and in K or in V?"
 )
-FEWEST = 5
-"""Conversations below which an interval over them says little."""
 NEGLIGIBLE = 1e-3
 """Nats per token below which there is hardly an effect to carry."""
 _ROUND_OFF = 100
@@ -36,8 +34,8 @@ QUESTION_NAMES = {"hidden": "code in the hidden turn", "summary": "answer in the
 def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
     """The report of a run."""
     warnings = []
-    if metrics["conversations"] < FEWEST:
-        warnings.append(f"Only {metrics['conversations']} conversations: too few for an interval to mean much.")
+    if few := few_clusters(metrics["conversations"], "conversations"):
+        warnings.append(few)
     if not all(checks(metrics).values()):
         warnings.append("A control fails (see Controls): doubt this run.")
     return Report(
@@ -74,8 +72,6 @@ def answer_carriers(metrics: Mapping[str, Any]) -> str:
         f"summary's slots restores {whole} (its text alone {text}, its delimiters {delimiters}), later turns' {later}; "
         f"{_layers_said(metrics)}, {_parts_said(metrics)}."
     )
-    if metrics["conversations"] < FEWEST:
-        sentence += f" {metrics['conversations']} conversations are too few to be sure."
     return f"{sentence} {_agreement(metrics)}"
 
 
@@ -90,7 +86,7 @@ def _layers_said(metrics: Mapping[str, Any]) -> str:
     told = percent(estimate_of(most["share"]))
     if most["told"]:
         return f"mostly at layers {most['band']}, which alone restore {told}"
-    return f"no band of layers is told apart from all others (the first is {most['band']}, {told})"
+    return f"no band of layers differs significantly from all others (the first is {most['band']}, {told})"
 
 
 def _parts_said(metrics: Mapping[str, Any]) -> str:
@@ -104,7 +100,7 @@ def _parts_said(metrics: Mapping[str, Any]) -> str:
 
 def _sign(gap: Mapping[str, float] | None) -> int:
     """1 or −1 where an interval excludes zero, else 0."""
-    return 0 if gap is None or gap["low"] <= 0 <= gap["high"] else 1 if gap["low"] > 0 else -1
+    return 0 if gap is None else estimate_of(gap).above() - estimate_of(gap).below()
 
 
 def _agreement(metrics: Mapping[str, Any]) -> str:
@@ -115,7 +111,7 @@ def _agreement(metrics: Mapping[str, Any]) -> str:
     if signs[0] == signs[1] != 0:
         return f"The other way round agrees: {told}."
     if signs[0] == signs[1]:
-        return f"In neither direction are the summary and later turns told apart: {told}."
+        return f"In neither direction do the summary and later turns differ significantly: {told}."
     return f"The other way round does not agree on which carries more: {told}."
 
 
@@ -128,11 +124,11 @@ def answer_codes(codes: Mapping[str, Any]) -> str:
         )
     masked, view = estimate_of(codes["masked"]), estimate_of(codes["in_view"])
     told = f"{signed(masked)} logits between two codes, of {plain(view, 1)} with the turn in view"
-    if masked.low > 0:
+    if masked.above():
         return f"Some of what they carry is the code itself: {told}."
-    if masked.high < 0:
+    if masked.below():
         return f"Of the code itself they carry nothing that helps; the answer is turned away from it: {told}."
-    return f"That they carry the code itself was not found: {told}."
+    return f"That they carry the code itself was not detected: {told}."
 
 
 def _shares_section(metrics: Mapping[str, Any]) -> Section:
@@ -286,7 +282,8 @@ def _codes_section(codes: Mapping[str, Any]) -> Section:
 
 
 def _percent_fine(values: Mapping[str, float]) -> str:
-    return f"{100 * values['mean']:+.2f} % ({100 * values['low']:+.2f} to {100 * values['high']:+.2f})"
+    known = estimate_of(values)
+    return f"{100 * known.mean:+.2f} % ({span(known, lambda share: f'{100 * share:+.2f}')})"
 
 
 def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
@@ -379,7 +376,8 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "so its text is also what stands nearest to it. Distance and role are not told apart.",
             "KL tells that replies differ, not that one is better.",
             "Slots carry jointly: what one group restores may depend on what others hold, which is why both directions are shown.",
-            "Intervals resample conversations and are not adjusted for how many there are; codes are one pair for each conversation.",
+            "Intervals are over conversations. Those that decide the headline hold together; the others are not adjusted for how many there "
+            "are. Codes are one pair for each conversation.",
             "Shares weigh each conversation and question by its KL: "
             + ", ".join(
                 f"with the {QUESTION_NAMES[each['question']]}, one conversation makes up {each['heaviest']:.0%} of it"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from tqdm import tqdm
 
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
 from kvprobe.probing.sweep import accuracy_table, best_by_inner_fold, sites, sweep
-from kvprobe.stats import cluster_weights, estimate
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, MASK, RESTART, RETAINED, contrast
 from kvprobe.studies.compaction.collect import CALIBRATION, CONDITIONS, FAMILIES, LOOKED_AT
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS
 
 CHANCE = 0.1
+CLAIMS = 9
+"""Of the headline: the distance, three factors on it, right answers and those beyond the calibration, leak, leak within contexts
+and use. The intervals that decide them hold together."""
+Range = tuple[float, float]
 
 OUTCOMES = {
     "kl": "KL from full context (nats per token)",
@@ -38,6 +42,7 @@ OUTCOMES = {
     "right_hidden": "right answers: only in the hidden turns",
 }
 """What is measured for every arm. An answer is kept as far as its tokens are those given with the full context."""
+SHARES = frozenset(OUTCOMES) - {"kl", "margin", "logprob"}
 
 
 @dataclass(frozen=True)
@@ -100,31 +105,43 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     """Fit the probes, estimate every outcome of every arm, and take the arms apart into effects."""
     rng = np.random.default_rng([config.seed, 2])
     count = len(collected.texts)
-    weights = cluster_weights(count, rng)
-    own = np.arange(count)
-    probes, hits = _probe(collected, config, weights, rng)
+    probes, hits = _probe(collected, config, rng)
     outcomes = _outcomes(collected, hits)
 
-    def of(values: np.ndarray) -> dict[str, float]:
-        return asdict(estimate(values, own, weights))
+    def of(values: np.ndarray, within: Range = UNBOUNDED) -> dict[str, Any]:
+        return estimate(values, within=within).record()
+
+    def claimed(values: np.ndarray, within: Range = UNBOUNDED) -> dict[str, Any]:
+        return estimate(values, within=within, comparisons=CLAIMS).record()
 
     metrics: dict[str, Any] = {
         "chance": CHANCE,
         "contexts": count,
         "samples": len(collected.contexts),
         "arms": {
-            arm.name: {name: of(values[:, index]) for name, values in outcomes.items()}
+            arm.name: {
+                name: of(values[:, index], SHARE if name in SHARES else UNBOUNDED) for name, values in outcomes.items()
+            }
             for index, arm in enumerate(ARMS)
         },
         "effects": {
-            name: {" × ".join(factors): of(values @ np.array(contrast(factors))) for factors in CONTRASTS}
+            name: {
+                " × ".join(factors): claimed(
+                    values @ np.array(contrast(factors)), DIFFERENCE if name in SHARES else UNBOUNDED
+                )
+                for factors in CONTRASTS
+            }
             for name, values in outcomes.items()
         },
         "mask_minus_restart": {
-            name: of(values[:, ARMS.index(MASK)] - values[:, ARMS.index(RESTART)]) for name, values in outcomes.items()
+            name: claimed(
+                values[:, ARMS.index(MASK)] - values[:, ARMS.index(RESTART)],
+                DIFFERENCE if name in SHARES else UNBOUNDED,
+            )
+            for name, values in outcomes.items()
         },
         "full": _full(collected, of),
-        "calibration": _calibration(collected, of),
+        "calibration": _calibration(collected, of, claimed),
         "dangling": _dangling(collected, of),
         "light_cone": _light_cone(collected),
     }
@@ -132,7 +149,7 @@ def analyse(collected: Collected, config: Config) -> Analysis:
 
 
 def _probe(
-    collected: Collected, config: Config, weights: Int[np.ndarray, "resamples contexts"], rng: np.random.Generator
+    collected: Collected, config: Config, rng: np.random.Generator
 ) -> tuple[pd.DataFrame, dict[tuple[str, str], np.ndarray]]:
     """Every probe's accuracy, and per (split, arm) how many digits the probe chosen on the inner fold read right."""
     labels = torch.from_numpy(collected.measured["digits"].T.copy())
@@ -153,7 +170,6 @@ def _probe(
                             places,
                             labels,
                             collected.contexts,
-                            weights,
                             arm=arm.name,
                             split=split,
                             family=family,
@@ -202,13 +218,13 @@ def _full(collected: Collected, of: Any) -> dict[str, Any]:
     right = collected.measured["right"][:, 0].astype(float)
     return {
         "margin": of(first.astype(float)),
-        "right_summary": of(right[:, KINDS.index("summary")]),
-        "right_hidden": of(right[:, KINDS.index("hidden")]),
+        "right_summary": of(right[:, KINDS.index("summary")], SHARE),
+        "right_hidden": of(right[:, KINDS.index("hidden")], SHARE),
         "reply_tokens": float(np.isfinite(collected.measured["kl"][:, 0]).sum(-1).mean()),
     }
 
 
-def _calibration(collected: Collected, of: Any) -> dict[str, Any]:
+def _calibration(collected: Collected, of: Any, claimed: Any) -> dict[str, Any]:
     """Masking and restarting where what is hidden does not matter, and how far one is from the other."""
     masked, restarted = (CONDITIONS.index(name) for name in CALIBRATION[1:])
     kl = np.nanmean(collected.measured["kl"], -1).astype(float)
@@ -223,10 +239,10 @@ def _calibration(collected: Collected, of: Any) -> dict[str, Any]:
         "between": of(between[:, 0]),
         "between_irrelevant": of(between[:, 1]),
         "between_beyond_calibration": of(between[:, 0] - between[:, 1]),
-        "right_summary_masked": of(right[:, masked]),
-        "right_summary_restarted": of(right[:, restarted]),
-        "right_summary_masked_minus_restarted": of(right[:, masked] - right[:, restarted]),
-        "right_summary_beyond_calibration": of(
+        "right_summary_masked": of(right[:, masked], SHARE),
+        "right_summary_restarted": of(right[:, restarted], SHARE),
+        "right_summary_masked_minus_restarted": of(right[:, masked] - right[:, restarted], DIFFERENCE),
+        "right_summary_beyond_calibration": claimed(
             right[:, own[0]] - right[:, own[1]] - right[:, masked] + right[:, restarted]
         ),
     }

@@ -19,7 +19,7 @@ class Config:
         continuation: tokens of the full context's own reply over which the arms are compared.
         answer: tokens of an answer to a question.
         batch: codes that are read side by side.
-        seed: of codes, folds and bootstrap.
+        seed: of codes and folds.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -13,6 +13,7 @@ from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS
 from kvprobe.studies.maps import map_of
+from kvprobe.wording import estimate_of, whiskers
 
 COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}
 SHOWN = ("kl", "agreement", "right_summary", "margin", "paired", "prefix_hidden")
@@ -46,7 +47,7 @@ def by_arm(metrics: dict[str, Any]) -> Any:
         for axis, outcome in zip(grid.flat, SHOWN, strict=True):
             for place, arm in enumerate(ARMS):
                 value = metrics["arms"][arm.name][outcome]
-                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
+                error = whiskers(value)
                 axis.errorbar(
                     [value["mean"]],
                     [place],
@@ -68,7 +69,7 @@ def by_arm(metrics: dict[str, Any]) -> Any:
 
 
 def effects(metrics: dict[str, Any]) -> Any:
-    """Main effects and interactions on each outcome, with 95 % intervals; filled where zero is outside."""
+    """Main effects and interactions on each outcome, with their intervals; filled where zero is outside."""
     import matplotlib.pyplot as plt
 
     names = [" × ".join(factors) for factors in CONTRASTS]
@@ -78,8 +79,8 @@ def effects(metrics: dict[str, Any]) -> Any:
         for axis, outcome in zip(grid.flat, SHOWN, strict=True):
             for place, name in enumerate(names):
                 value = metrics["effects"][outcome][name]
-                apart = value["low"] > 0 or value["high"] < 0
-                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
+                apart = estimate_of(value).differs()
+                error = whiskers(value)
                 axis.errorbar(
                     [value["mean"]],
                     [place],

@@ -15,7 +15,7 @@ from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.figures import dangling_maps
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
-from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed
+from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed, verdict
 
 QUESTION = (
     "A conversation was summarised and its turns are dropped from the cache. Is it better to mask them and go on with what "
@@ -73,11 +73,11 @@ def answer_distance(metrics: Mapping[str, Any]) -> str:
         f"over the next {metrics['full']['reply_tokens']:.0f} tokens its KL from the full context is {plain(mask, 3)} nats "
         f"per token, against {plain(restart, 3)} after a restart at the same positions: {signed(gap)}"
     )
-    if gap.high < 0:
+    if gap.below():
         return f"Masking stays nearer to the full context than restarting: {told}."
-    if gap.low > 0:
+    if gap.above():
         return f"Restarting stays nearer to the full context than masking: {told}."
-    return f"Neither masking nor restarting was found to stay nearer to the full context: masking, {told}."
+    return f"Neither masking nor restarting was detected to stay nearer to the full context: masking, {told}."
 
 
 def answer_factors(metrics: Mapping[str, Any]) -> str:
@@ -90,8 +90,8 @@ def answer_factors(metrics: Mapping[str, Any]) -> str:
     }
     parts = []
     for name, value in effects.items():
-        verdict = "lowers" if value.high < 0 else "raises" if value.low > 0 else "does not measurably change"
-        parts.append(f"{phrases[name]} {verdict} it, {signed(value)}")
+        moved = verdict(value, "raises", "lowers", "does not measurably change")
+        parts.append(f"{phrases[name]} {moved} it, {signed(value)}")
     return "Taken apart over all eight arms, " + "; ".join(parts[:-1]) + f"; and {parts[-1]}."
 
 
@@ -106,12 +106,16 @@ def answer_questions(metrics: Mapping[str, Any]) -> str:
         f"{percent(mask)} right after masking, {percent(restart)} after restarting, {percent(estimate_of(metrics['full']['right_summary']))} "
         f"with the full context"
     )
-    if gap.low <= 0 <= gap.high:
-        return f"Of questions whose answer stands in the summary, masking and restarting answer about as many ({told})."
-    worse, better = ("masking", "restarting") if gap.high < 0 else ("restarting", "masking")
+    if not gap.differs():
+        return (
+            f"Of questions whose answer stands in the summary, masking and restarting are indistinguishable ({told})."
+        )
+    worse, better = ("masking", "restarting") if gap.below() else ("restarting", "masking")
     sentence = f"Of questions whose answer stands in the summary, {worse} answers fewer than {better} ({told})"
-    if beyond.low <= 0 <= beyond.high:
-        return f"{sentence}; that is not told from what it does when unrelated text is masked ({points(other)})."
+    if not beyond.differs():
+        return (
+            f"{sentence}; that is indistinguishable from what it does when unrelated text is masked ({points(other)})."
+        )
     return (
         f"{sentence}. It is not what masking does to any text: when unrelated text of equal length is masked, the difference is "
         f"{points(other)}, so what matters is that the summary was computed while what it sums up was in view."
@@ -121,11 +125,9 @@ def answer_questions(metrics: Mapping[str, Any]) -> str:
 def answer_code(metrics: Mapping[str, Any]) -> str:
     """Whether the hidden code is read and used."""
     leak, paired, gain = (estimate_of(metrics["mask_minus_restart"][name]) for name in ("leak", "paired", "margin"))
-    read = "reads more" if leak.low > 0 else "reads no more"
-    inside = "reads more" if paired.low > 0 else "reads no more"
-    used = (
-        "uses some of it" if gain.low > 0 else "is turned away from it" if gain.high < 0 else "was not found to use it"
-    )
+    read = "reads more" if leak.above() else "reads no more"
+    inside = "reads more" if paired.above() else "reads no more"
+    used = verdict(gain, "uses some of it", "is turned away from it", "was not detected to use it")
     share = gain.mean / metrics["full"]["margin"]["mean"]
     return (
         f"Of a random number in the hidden turns, a probe {read} after masking than after restarting in conversations that it "
@@ -188,7 +190,7 @@ def _arms_section(metrics: Mapping[str, Any]) -> Section:
             Table(
                 columns=["arm", *(OUTCOMES[name] for name in shown)],
                 rows=rows,
-                caption="With 95 % intervals, from a bootstrap that resamples whole conversations.",
+                caption="With 95 % intervals over conversations.",
             )
         ],
         figures=[
@@ -287,10 +289,10 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
     slack = _ROUND_OFF * metrics["precision"]
     holds = "holds" if cone["layers_0_1"] <= slack else "DOES NOT HOLD: doubt this run"
     beyond = estimate_of(calibration["kl_difference_beyond_calibration"])
-    if beyond.low <= 0 <= beyond.high:
-        verdict = "so what masking does differently here is no more than it does with text that does not matter"
+    if not beyond.differs():
+        meant = "so what masking does differently here is no more than it does with text that does not matter"
     else:
-        verdict = "so what masking does differently here is not what it does with text that does not matter"
+        meant = "so what masking does differently here is not what it does with text that does not matter"
     return Section(
         title="Controls",
         points=[
@@ -302,7 +304,7 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
             f"There KL from its own full context is {plain(estimate_of(calibration['kl_masked']), 3)} nats after masking and "
             f"{plain(estimate_of(calibration['kl_restarted']), 3)} after restarting, a difference of "
             f"{signed(estimate_of(calibration['kl_masked_minus_restarted']))}. The difference above is beyond this one by "
-            f"{signed(beyond)}, {verdict}.",
+            f"{signed(beyond)}, {meant}.",
             f"From the restarted to the masked arm, on the same tokens, KL is {plain(estimate_of(calibration['between']), 3)} "
             f"nats with the true hidden turns and {plain(estimate_of(calibration['between_irrelevant']), 3)} with unrelated ones.",
             f"The same calibration for right answers in the summary: {percent(estimate_of(calibration['right_summary_masked']))} after masking "
@@ -326,6 +328,7 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "Nearness to the full context is not quality: an arm may differ from it and be no worse.",
             f"{metrics['contexts']} hand-written English conversations of some two hundred tokens; a few positions closed up are "
             "a small gap, and say nothing of gaps of thousands.",
-            "Intervals resample conversations with the fitted probes held fixed.",
+            "Intervals are over conversations, with the fitted probes held fixed. Those of effects and differences between arms hold "
+            "together for the claims of the headline (Bonferroni).",
         ],
     )

@@ -17,7 +17,7 @@ class Config:
         rescued: for how many KV heads the hidden turn comes back into view; commas between.
         random: sets of random KV heads of each size to compare with.
         memos: lists that the model `ordinal`, trained to hold a payload or a pointer, is asked about; 0 leaves that out.
-        seed: of halves, random heads, memos and bootstrap.
+        seed: of halves, random heads, and memos.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -14,6 +14,7 @@ from kvprobe.studies.dangling.analyse import PLACES
 from kvprobe.studies.dangling.collect import FULL, MASKED, RANDOM, TOP, Case, arms_of, read
 from kvprobe.tasks.ordinal import VERBS
 from kvprobe.views.attention import patterns_view
+from kvprobe.wording import ends
 
 PLACE_NAMES = {
     "sink": "the first slot",
@@ -97,7 +98,7 @@ def rescues(metrics: Mapping[str, Any], name: str) -> Any:
             sizes = [entry["size"] for entry in metrics["rescues"]]
             for sort, colour, marker in ((TOP, "#d55e00", "o"), (RANDOM, "0.5", "s")):
                 own = [entry[sort][measure] for entry in metrics["rescues"]]
-                low, high = [value["low"] for value in own], [value["high"] for value in own]
+                low, high = zip(*(ends(value) for value in own), strict=True)
                 axis.fill_between(sizes, low, high, color=colour, alpha=0.2, lw=0)
                 label = "most attention on it" if sort == TOP else "random"
                 axis.plot(sizes, [value["mean"] for value in own], color=colour, marker=marker, ms=4, label=label)

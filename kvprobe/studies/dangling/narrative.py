@@ -14,7 +14,7 @@ from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, Memo
 from kvprobe.tasks.ordinal import PLACES as PLACES_OF_LIST
-from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed
 
 QUESTION = (
     "A turn is hidden after later turns have seen it, and then asked about. Where does the attention go that would have looked at it; "
@@ -22,8 +22,6 @@ QUESTION = (
 )
 EXACT = 1e-4
 """How far attention gained may be from attention lost."""
-FEW = 12
-"""Conversations below which intervals that resample them are too narrow to rely on."""
 
 
 def narrate(
@@ -72,11 +70,11 @@ def answer(metrics: Mapping[str, Any]) -> str:
 def rescued(metrics: Mapping[str, Any]) -> str:
     """What the heads with the most dangling attention bring back, beside random ones: at the size that separates the two most."""
     every = metrics["rescues"]
-    if metrics["way"]["low"] <= 0:
-        return "Hiding the turn does not surely lower the right answer's margin, so there is nothing to bring back."
-    worse = [str(entry["size"]) for entry in every if entry["difference"]["margin"]["high"] < 0]
+    if not estimate_of(metrics["way"]).above():
+        return "That hiding the turn lowers the right answer's margin was not detected, so nothing is said of bringing it back."
+    worse = [str(entry["size"]) for entry in every if estimate_of(entry["difference"]["margin"]).below()]
     against = f" With {' or '.join(worse)} they bring back less than random ones." if worse else ""
-    apart = [entry for entry in every if entry["difference"]["margin"]["low"] > 0]
+    apart = [entry for entry in every if estimate_of(entry["difference"]["margin"]).above()]
     if not apart:
         entry = every[-1]
         return (
@@ -98,7 +96,7 @@ def memo_sentence(metrics: Mapping[str, Any]) -> str:
     def of(reference: str, follows: str) -> Estimate:
         return estimate_of(_memo(metrics, reference, "crossed", follows))
 
-    told = of("payload", "payload").low > 0.5 and of("pointer", "pointer").low > 0.5
+    told = of("payload", "payload").above(0.5) and of("pointer", "pointer").above(0.5)
     lead = (
         "In a model trained to hold either, an interchange of the summary tells a payload from a pointer"
         if told
@@ -112,10 +110,8 @@ def memo_sentence(metrics: Mapping[str, Any]) -> str:
 
 def warnings(metrics: Mapping[str, Any]) -> list[str]:
     found = []
-    if metrics["prompts"] < FEW:
-        found.append(
-            f"A first look: {metrics['prompts']} conversations, and below {FEW} intervals are narrower than they should be."
-        )
+    if few := few_clusters(metrics["prompts"], "conversations"):
+        found.append(few)
     if metrics["able"] < 0.75 * metrics["prompts"]:
         found.append(
             f"The model says the right value in {metrics['able']} of {metrics['prompts']} conversations even with everything in view, so "

@@ -12,18 +12,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.features import SparseFeatures
+from kvprobe.probing.intervals import LEVEL, held_out
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.scan import paired_features, step_down
 from kvprobe.probing.sparse import sparse_curves
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
-from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
+from kvprobe.stats import DIFFERENCE, SHARE, means, ratio
 from kvprobe.studies.features.collect import PER_CODE, READERS, RESTARTED, UNTOUCHED, Collected
 from kvprobe.studies.features.config import Config
 
 CHANCE = 0.1
 FLIPS = 1999
 """Sign flips of the null; no p can be below 1 / (FLIPS + 1)."""
-LEVEL = 0.05
 KS = (1, 4, 16, 64)
 ARMS = (*PER_CODE, "restart T3")
 PARTS = ("reconstruction", "remainder")
@@ -48,11 +48,10 @@ class Analysis:
 
 def analyse(collected: Collected, dictionaries: Sequence[SparseFeatures], quality: Any, config: Config) -> Analysis:
     """Everything but what latents do to the answer."""
-    weights = cluster_weights(config.contexts, np.random.default_rng([config.seed, 2]))
     places = [str(features.place) for features in dictionaries]
     differences = pd.concat(
         [
-            differing(*pair_of(collected, place, segment, reader), config.seed, weights).assign(
+            differing(*pair_of(collected, place, segment, reader), config.seed).assign(
                 place=place, segment=segment, reader=reader
             )
             for place in places
@@ -61,17 +60,24 @@ def analyse(collected: Collected, dictionaries: Sequence[SparseFeatures], qualit
         ],
         ignore_index=True,
     )
-    curves = decoding(collected, dictionaries, config, weights)
+    curves, claims = decoding(collected, dictionaries, config)
     metrics = {
         "chance": CHANCE,
         "contexts": config.contexts,
         "samples": config.contexts * config.codes,
         "places": places,
-        "quality": {place: judged(quality[quality["place"] == place], config.seed) for place in places},
+        "quality": {place: judged(quality[quality["place"] == place]) for place in places},
         "untouched": {place: untouched(collected, place) for place in places},
-        "differing": {place: counted(differences[differences["place"] == place]) for place in places},
+        "differing": {place: counted(differences[differences["place"] == place], claimed(places)) for place in places},
+        "claims": claims,
     }
     return Analysis(differences, curves, metrics)
+
+
+def claimed(places: Sequence[str]) -> int:
+    """How much the answer may claim: that latents and raw dimensions differ, that the latents matter, and at each place that a single
+    latent tells more or less than a single dimension, and that T3 is read."""
+    return len(("latents", "raw")) + 1 + 2 * len(places)
 
 
 def pair_of(
@@ -87,7 +93,6 @@ def differing(
     retained: Float[np.ndarray, "contexts dim"],
     restart: Float[np.ndarray, "contexts dim"],
     seed: int,
-    weights: Int[np.ndarray, "resamples contexts"],
 ) -> pd.DataFrame:
     """Difference of each column, paired within contexts.
 
@@ -97,7 +102,7 @@ def differing(
     change = retained - restart
     signs = np.random.default_rng([seed, 3]).choice([-1.0, 1.0], (FLIPS + 1, len(change)))
     signs[0] = 1.0
-    mean, low, high = cluster_bootstrap(change.T, np.arange(len(change)), weights)
+    mean, low, high = means(change.T, np.arange(len(change)))
     return pd.DataFrame(
         {
             "latent": np.arange(change.shape[1]),
@@ -114,21 +119,18 @@ def differing(
 def halved(collected: Collected, place: str, segment: str, config: Config) -> dict[int, pd.DataFrame]:
     """`differing` on the even and on the odd contexts alone, so that what is found on one half can be tested on the other."""
     retained, restart = pair_of(collected, place, segment, "latents")
-    found = {}
-    for half in (0, 1):
-        weights = cluster_weights(len(retained[half::2]), np.random.default_rng([config.seed, 4]), 1)
-        found[half] = differing(retained[half::2], restart[half::2], config.seed, weights)
-    return found
+    return {half: differing(retained[half::2], restart[half::2], config.seed) for half in (0, 1)}
 
 
-def counted(differences: Any) -> dict[str, dict[str, dict[str, int]]]:
-    """By segment and reader: how many columns differ at the level, of how many that are not constantly zero, and how few hold half of
-    the squared difference."""
+def counted(differences: Any, comparisons: int) -> dict[str, dict[str, dict[str, int]]]:
+    """By segment and reader: how many columns differ at the level, and where it is shared with all that the answer claims (`claimed`);
+    of how many that are not constantly zero; and how few hold half of the squared difference."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for (segment, reader), own in differences.groupby(["segment", "reader"]):
         alive = (own["retained"] != 0) | (own["restart"] != 0)
         found.setdefault(segment, {})[reader] = {
             "differ": int((own["p_family"] <= LEVEL).sum()),
+            "claimed": int((own["p_family"] <= LEVEL / comparisons).sum()),
             "up": int(((own["p_family"] <= LEVEL) & (own["difference"] > 0)).sum()),
             "alive": int(alive.sum()),
             "half": fewest(own["difference"].to_numpy(float) ** 2),
@@ -151,14 +153,17 @@ def decoding(
     collected: Collected,
     dictionaries: Sequence[SparseFeatures],
     config: Config,
-    weights: Int[np.ndarray, "resamples contexts"],
-) -> pd.DataFrame:
+) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Accuracy per digit of probes on the k best latents or raw dimensions, chosen in each training part, and on all; on all dimensions
-    of the reconstruction, and of what it leaves out."""
+    of the reconstruction, and of what it leaves out.
+
+    And by place, with intervals that hold together: how much more the best single latent tells of T2 itself than the best single
+    dimension (`single`), and all latents of T3 than those of its restart (`read`).
+    """
     labels, contexts = collected.digits, collected.contexts
     rng = np.random.default_rng([config.seed, 5])
     folds = {split: fold_numbers(split, contexts, config.folds, rng) for split in SPLITS}
-    tables = []
+    tables, single, whole = [], {}, {}
     with tqdm(total=len(dictionaries) * len(ARMS), desc="Fitting probes", unit="arm") as bar:
         for features in dictionaries:
             for arm in ARMS:
@@ -170,11 +175,24 @@ def decoding(
                     every = read if len(read) == len(contexts) else read[torch.from_numpy(contexts)]
                     ks = [k for k in KS if k < every.shape[1]] if reader in READERS else []
                     for split in SPLITS:
-                        table = curve(every, labels, contexts, folds[split], split, ks, weights, config.seed)
+                        table, hits = curve(every, labels, contexts, folds[split], split, ks, config.seed)
+                        if (arm, split) == ("hidden", "paired") and reader in READERS:
+                            single[str(features.place), reader] = hits[1]
+                        if split == "leave-context-out" and reader == "latents":
+                            whole[str(features.place), arm] = hits[every.shape[1]]
                         about = {"place": str(features.place), "arm": arm, "reader": reader, "split": split}
                         tables.append(table.assign(**about))
                 bar.update()
-    return pd.concat(tables, ignore_index=True)
+    places = [str(features.place) for features in dictionaries]
+
+    def beyond(own: np.ndarray, other: np.ndarray) -> dict[str, Any]:
+        return held_out(own - other, contexts, DIFFERENCE, claimed(places)).record()
+
+    claims = {
+        "single": {place: beyond(single[place, "latents"], single[place, "raw"]) for place in places},
+        "read": {place: beyond(whole[place, "T3"], whole[place, "restart T3"]) for place in places},
+    }
+    return pd.concat(tables, ignore_index=True), claims
 
 
 def curve(
@@ -184,16 +202,17 @@ def curve(
     folds: Int[np.ndarray, "samples"],
     split: Split,
     ks: Sequence[int],
-    weights: Int[np.ndarray, "resamples contexts"],
     seed: int,
-) -> pd.DataFrame:
-    """Accuracy with its interval for each k, and for k random dimensions; the last row is of all dimensions."""
+) -> tuple[pd.DataFrame, dict[int, Float[np.ndarray, "samples"]]]:
+    """Accuracy with its interval for each k, and for k random dimensions; the last row is of all dimensions. And by k, the share of
+    digits that is read right of each sample."""
     read = features[None]
     if split == "paired":
         read = paired_features(read, contexts)
     size = features.square().mean().sqrt()[None]
     every = ridge_probes(read, labels, torch.from_numpy(folds), 10, size=size).predicted[0]
-    accuracy = estimate(every.eq(labels).double().mean(0).numpy(), contexts, weights)
+    hits = {features.shape[1]: every.eq(labels).double().mean(0).numpy()}
+    accuracy = held_out(hits[features.shape[1]], contexts, SHARE)
     whole = {
         "k": features.shape[1],
         "accuracy": accuracy.mean,
@@ -204,55 +223,52 @@ def curve(
     tables = [pd.DataFrame([whole])]
     if ks:
         rng = np.random.default_rng([seed, 6])
-        tables = [sparse_curves(read, labels, contexts, folds, 10, ks=ks, rng=rng).df().drop(columns="probe"), *tables]
-    return pd.concat(tables, ignore_index=True)
+        sparse = sparse_curves(read, labels, contexts, folds, 10, ks=ks, rng=rng)
+        tables = [sparse.df().drop(columns="probe"), *tables]
+        hits |= {k: best[0] for k, (best, _) in sparse.hits.items()}
+    return pd.concat(tables, ignore_index=True), hits
 
 
-def judged(quality: Any, seed: int) -> dict[str, Any]:
+def judged(quality: Any) -> dict[str, Any]:
     """What a dictionary leaves unexplained, and what the model loses by it."""
     texts, latents = (quality[quality["grid"] == grid] for grid in ("texts", "latents"))
     spliced = texts[texts["clean"].notna()]
-    rng = np.random.default_rng([seed, 7])
-    weights, few = (cluster_weights(len(rows), rng) for rows in (texts, spliced))
-    losses = {name: ratio(spliced[name], spliced["predicted"], few) for name in ("clean", "spliced", "mean", "zero")}
+    losses = {
+        name: ratio(spliced[name], spliced["predicted"]).record() for name in ("clean", "spliced", "mean", "zero")
+    }
     return {
-        "unexplained": ratio(texts["error"], texts["variance"], weights),
-        "unexplained_turned": ratio(texts["turned"], texts["variance"], weights),
+        "unexplained": ratio(texts["error"], texts["variance"]).record(),
+        "unexplained_turned": ratio(texts["turned"], texts["variance"]).record(),
         "active": float(texts["active"].sum() / texts["tokens"].sum()),
         "width": len(latents),
         "dead": int((latents["density"] == 0).sum()),
         "dense": int((latents["density"] > 0.5).sum()),
         "loss": losses,
-        "loss_added": ratio(spliced["spliced"] - spliced["clean"], spliced["predicted"], few),
-        "kl": {name: ratio(spliced[f"kl_{name}"], spliced["predicted"], few) for name in ("spliced", "mean", "zero")},
-        "recovered": ratio(spliced["kl_mean"] - spliced["kl_spliced"], spliced["kl_mean"], few),
+        "loss_added": ratio(spliced["spliced"] - spliced["clean"], spliced["predicted"]).record(),
+        "kl": {
+            name: ratio(spliced[f"kl_{name}"], spliced["predicted"]).record() for name in ("spliced", "mean", "zero")
+        },
+        "recovered": ratio(spliced["kl_mean"] - spliced["kl_spliced"], spliced["kl_mean"]).record(),
         "texts": len(texts),
         "spliced_texts": len(spliced),
     }
 
 
-def ratio(top: Any, bottom: Any, weights: Int[np.ndarray, "resamples texts"]) -> dict[str, float]:
-    """A ratio of sums over texts with its interval."""
-    above, below = np.asarray(top, float), np.asarray(bottom, float)
-    low, high = np.percentile((weights @ above) / (weights @ below), [2.5, 97.5])
-    return {"mean": float(above.sum() / below.sum()), "low": float(low), "high": float(high)}
-
-
-def exchanged(table: Any, seed: int) -> dict[str, Any]:
+def exchanged(table: Any) -> dict[str, Any]:
     """By place: the KL between retained and restart, and the share of it that goes away with each set of latents."""
     found: dict[str, Any] = {}
     for place, own in table.groupby("place"):
         wide = own.groupby(["context", "set"])["kl"].mean().unstack()
-        weights = cluster_weights(len(wide), np.random.default_rng([seed, 8]))
         sets: Mapping[str, Any] = {
-            name: ratio(wide["retained"] - wide[name], wide["retained"], weights)
+            name: ratio(wide["retained"] - wide[name], wide["retained"]).record()
             for name in wide.columns
             if name != "retained"
         }
-        apart = ratio(wide["random"] - wide["differing"], wide["retained"], weights)
+        apart = wide["random"] - wide["differing"]
         found[str(place)] = {
-            "kl": ratio(wide["retained"], np.ones(len(wide)), weights),
+            "kl": ratio(wide["retained"], np.ones(len(wide))).record(),
             "sets": sets,
-            "differing_less_random": apart,
+            "differing_less_random": ratio(apart, wide["retained"]).record(),
+            "claim": ratio(apart, wide["retained"], comparisons=claimed(table["place"].unique())).record(),
         }
     return found

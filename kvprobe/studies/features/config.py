@@ -26,7 +26,7 @@ class Config:
         contexts: conversations that are studied; no dictionary that is trained here sees them.
         codes: different codes in each of them.
         folds: test folds; probes are trained on the others.
-        seed: of texts, dictionaries, codes, folds and bootstrap.
+        seed: of texts, dictionaries, codes and folds.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

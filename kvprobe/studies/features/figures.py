@@ -8,9 +8,11 @@ import matplotlib
 import numpy as np
 
 from kvprobe.plots import save, styled
+from kvprobe.probing.intervals import LEVEL
 from kvprobe.probing.splits import SPLITS
-from kvprobe.studies.features.analyse import KS, LEVEL
+from kvprobe.studies.features.analyse import KS
 from kvprobe.studies.features.collect import PER_CODE, RESTARTED
+from kvprobe.wording import estimate_of
 
 ARM_NAMES = {
     "hidden": "T2 itself, after the code",
@@ -128,9 +130,9 @@ def exchange(found: Mapping[str, Any]) -> Any:
         figure, axes = plt.subplots(1, len(found), figsize=(3.3 * len(found) + 1.4, 2.2), sharey=True, squeeze=False)
         for axis, (place, entry) in zip(axes[0], found.items(), strict=True):
             for row, name in enumerate(SET_NAMES):
-                value = entry["sets"][name]
-                axis.hlines(row, value["low"], value["high"], color="#0072b2", lw=1.6)
-                axis.plot(value["mean"], row, "o", color="#0072b2", ms=5)
+                value = estimate_of(entry["sets"][name])
+                axis.hlines(row, value.low, value.high, color="#0072b2", lw=1.6)
+                axis.plot(value.mean, row, "o", color="#0072b2", ms=5)
             axis.axvline(0, color="0.4", lw=0.8)
             axis.set_title(place)
             axis.set_xlabel("share of KL that goes away")

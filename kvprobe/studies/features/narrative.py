@@ -5,22 +5,21 @@ from typing import Any
 
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Report, Section, Table, TokenView, passages_of
+from kvprobe.probing.intervals import LEVEL
 from kvprobe.stats import Estimate
-from kvprobe.studies.features.analyse import ARMS, FLIPS, LEVEL, PARTS
+from kvprobe.studies.features.analyse import ARMS, FLIPS, PARTS
 from kvprobe.studies.features.collect import HIDDEN_SEGMENTS, READERS, RESTARTED, SPLICED
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.figures import ARM_NAMES, READER_NAMES, SET_NAMES, curves_file
 from kvprobe.studies.features.prepare import TRAIN
 from kvprobe.tasks.passcode import contexts, conversation
-from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section
 
 QUESTION = (
     "A turn that holds a random number is summarised without it and then masked. In terms of sparse features: which latents differ between "
     "the cache that saw the turn and one recomputed without it, on the same text; do single latents tell the number better than single "
     "dimensions do; and do the latents that differ matter to the answer?"
 )
-FEW = 12
-"""Conversations below which intervals that resample them are too narrow to rely on."""
 _ROUND_OFF = 100
 """Steps of the dtype's precision that a control may vary by."""
 
@@ -41,7 +40,7 @@ def narrate(
     return Report(
         title=f"Sparse features after masking: {model.name}",
         question=QUESTION,
-        answer=" ".join([answer_differs(metrics), answer_tells(curves, metrics)]),
+        answer=f"{answer_differs(metrics)} {answer_tells(curves, metrics)}",
         warnings=warnings(metrics),
         sections=[
             _read_section(config),
@@ -70,16 +69,18 @@ def answer_differs(metrics: Mapping[str, Any]) -> str:
     """How many latents of the first place differ in T3, beside raw dimensions, and whether those that differ most matter most."""
     place = metrics["places"][0]
     counts, entry = metrics["differing"][place]["T3"], metrics["exchange"][place]
-    apart = estimate_of(entry["differing_less_random"])
+    apart = estimate_of(entry["claim"])
     verb = (
-        "more than random ones"
-        if apart.low > 0
+        "too few conversations to say whether more than random ones"
+        if not apart.has_interval
+        else "more than random ones"
+        if apart.above()
         else "less than random ones"
-        if apart.high < 0
-        else "not surely another share than random ones"
+        if apart.below()
+        else "not significantly more or less than random ones"
     )
     return (
-        f"At {place}, {counts['latents']['differ']} of {counts['latents']['alive']} latents ({counts['raw']['differ']} of "
+        f"At {place}, {counts['latents']['claimed']} of {counts['latents']['alive']} latents ({counts['raw']['claimed']} of "
         f"{counts['raw']['alive']} raw dimensions) differ in T3 between the retained and the recomputed cache, and the "
         f"{metrics['exchanged']} that differ most on other conversations carry {percent(estimate_of(entry['sets']['differing']))} of the "
         f"distance between the predictions, {verb} (the whole activation {percent(estimate_of(entry['sets']['whole']))})."
@@ -88,39 +89,32 @@ def answer_differs(metrics: Mapping[str, Any]) -> str:
 
 def answer_tells(curves: Any, metrics: Mapping[str, Any]) -> str:
     """Whether one latent tells a digit better than one raw dimension, where the label is to be read at all."""
+    claims = {
+        name: {place: estimate_of(own) for place, own in metrics["claims"][name].items()} for name in ("single", "read")
+    }
     better, worse = [], []
-    for place in metrics["places"]:
+    for place, apart in claims["single"].items():
         latents, raw = (best_single(curves, place, "hidden", "paired", reader) for reader in ("latents", "raw"))
-        if latents.low > raw.high:
-            better.append(f"{place} ({percent(latents)} against {percent(raw)})")
-        elif latents.high < raw.low:
-            worse.append(f"{place} ({percent(latents)} against {percent(raw)})")
-    found = []
-    if better:
-        found.append(
-            f"In T2 itself the best single latent tells a digit better than the best single dimension at {', '.join(better)}"
-        )
-    if worse:
-        found.append(
-            f"worse at {', '.join(worse)}"
-            if found
-            else f"In T2 itself the best single latent tells a digit worse than the best single dimension at {', '.join(worse)}"
-        )
-    if not found:
-        found.append(
-            "In T2 itself the best single latent was not found to tell a digit better or worse than the best single dimension"
-        )
+        told = f"{place} ({percent(latents)} against {percent(raw)})"
+        better += [told] * apart.above()
+        worse += [told] * apart.below()
+    told = [f"{word} at {', '.join(each)}" for word, each in (("better", better), ("worse", worse)) if each]
+    single = "In T2 itself the best single latent"
+    if not any(each.has_interval for each in claims["single"].values()):
+        found = [f"{single} and the best single dimension cannot be compared over so few conversations"]
+    elif told:
+        found = [f"{single} tells a digit {' and '.join(told)} than the best single dimension"]
+    else:
+        found = [f"{single} does not tell a digit significantly better or worse than the best single dimension"]
     parts = [best(curves, metrics["places"][0], "hidden", "paired", part) for part in PARTS]
     found.append(
         f"at {metrics['places'][0]} a probe reads {percent(parts[0])} of the digits from all of the reconstruction and {percent(parts[1])} "
         f"from what it leaves out"
     )
-    new = [best(curves, place, "T3", "leave-context-out", "latents") for place in metrics["places"]]
-    floor = [best(curves, place, "restart T3", "leave-context-out", "latents") for place in metrics["places"]]
-    read = (
-        "read" if any(own.low > base.high for own, base in zip(new, floor, strict=True)) else "were not found to read"
-    )
-    found.append(f"in conversations that the probe has not seen, T3's latents {read} above the recomputed floor")
+    read = claims["read"].values()
+    if any(each.has_interval for each in read):
+        verb = "read" if any(each.above() for each in read) else "are not significantly read"
+        found.append(f"in conversations that the probe has not seen, T3's latents {verb} above the recomputed floor")
     return f"{'; '.join(found)}."
 
 
@@ -151,10 +145,8 @@ def _at(curves: Any, place: str, arm: str, split: str, reader: str, k: int) -> E
 
 def warnings(metrics: Mapping[str, Any]) -> list[str]:
     found = []
-    if metrics["contexts"] < FEW:
-        found.append(
-            f"A first look: {metrics['contexts']} conversations, and below {FEW} intervals are narrower than they should be."
-        )
+    if few := few_clusters(metrics["contexts"], "conversations"):
+        found.append(few)
     for place in metrics["places"]:
         judged = metrics["quality"][place]
         if judged["recovered"]["mean"] < 0.5:
@@ -181,12 +173,12 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
             )
         )
         judged = metrics["quality"][place]
-        turned, own = judged["unexplained_turned"], judged["unexplained"]
-        holds = own["high"] < turned["low"]
+        turned, own = (estimate_of(judged[name]) for name in ("unexplained_turned", "unexplained"))
+        holds = own.high < turned.low if own.has_interval else own.mean < turned.mean
         found.append(
             (
-                f"Turned dictionary, {place}: turned at random, it leaves {percent(estimate_of(turned))} of the variance unexplained; as "
-                f"trained, {percent(estimate_of(own))}.",
+                f"Turned dictionary, {place}: turned at random, it leaves {percent(turned)} of the variance unexplained; as "
+                f"trained, {percent(own)}.",
                 holds,
             )
         )
@@ -292,7 +284,8 @@ def _difference_section(metrics: Mapping[str, Any]) -> Section:
         paragraphs=[
             "Each latent's mean over the segment's slots, retained less restart, paired within conversations and averaged over their codes. "
             f"A latent differs where the p-value of its mean difference, corrected for all latents of its dictionary, is at most {LEVEL:g} "
-            f"({FLIPS:,} sign flips of whole conversations, step-down maximum). What differs is everything that came of T1 and T2, "
+            f"({FLIPS:,} sign flips of whole conversations, step-down maximum). The answer counts those that differ at a stricter level, which it "
+            "shares with all that it claims. What differs is everything that came of T1 and T2, "
             "not of the code alone.",
         ],
         tables=[
@@ -374,8 +367,8 @@ def _decoding_section(metrics: Mapping[str, Any], curves: Any) -> Section:
             Table(
                 columns=["place", "slots", "split", *(READER_NAMES[reader] for reader in READERS)],
                 rows=one,
-                caption="Accuracy per digit from the best one, chosen in the training part, with 95 % intervals from a bootstrap of "
-                "conversations. Two are told apart only where their intervals do not overlap, which is strict.",
+                caption="Accuracy per digit from the best one, chosen in the training part, with 95 % intervals over "
+                "conversations. The answer compares two readings by the difference of each conversation.",
             ),
             Table(
                 columns=["place", "slots", "split", "raw", "reconstruction", "what it leaves out"],

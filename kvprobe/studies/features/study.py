@@ -46,7 +46,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     analysis = analyse(collected, dictionaries, quality, config)
     exchanges = collect_exchanges(model, dictionaries, sets_by_half(collected, dictionaries, config), config, directory)
     metrics = analysis.metrics
-    metrics["exchange"], metrics["exchanged"] = exchanged(exchanges, config.seed), EXCHANGED
+    metrics["exchange"], metrics["exchanged"] = exchanged(exchanges), EXCHANGED
     looked_at = {str(each.place): shown(model, each, shards, collected, analysis) for each in dictionaries}
     metrics["shown"] = {place: rows for place, (rows, _) in looked_at.items()}
     metrics["precision"] = float(torch.finfo(model.lanes.dtype).eps)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvprobe.layers import Component, by_chance, verdicts
 from kvprobe.layers.layer_map import LEAST
-from kvprobe.stats import cluster_weights
+from kvprobe.stats import DIFFERENCE, estimate, jackknife, leave_one_out, ratio
 from kvprobe.studies.filter_poison.collect import LOOKS, NONE, Heads
 from kvprobe.studies.filter_poison.config import Config, families
 
@@ -17,13 +17,13 @@ POISON, FILTER = "poison", "filter"
 MATCHED = " (random)"
 """Added to the name of a set of heads: others of the same layers."""
 BY = ("kind", "layer", "head", "band")
-FEW = 12
-"""Conversations below which intervals that resample them are too narrow to rely on."""
+CLAIMS = 5
+"""Of the headline: verdicts on three kinds of component, and two sets of heads tested. What decides them holds together."""
 
 
 def called(maps: Any, config: Config) -> Any:
     """Every component and band: π in each family with intervals, the mean of the families, and the verdict."""
-    return verdicts(maps[maps["family"] != NONE], BY, seed=config.seed)
+    return verdicts(maps[maps["family"] != NONE], BY)
 
 
 def heads_by_half(maps: Any, config: Config) -> dict[int, Heads]:
@@ -72,14 +72,14 @@ def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], co
     control = maps.loc[maps["family"] == NONE, ["damage", "restored", "noised"]]
     whole = maps[(maps["kind"] == "band") & (maps["family"] != NONE)].groupby(["prompt", "family"]).tail(1)
     whole = whole[whole["damage"] >= LEAST]
-    chance = by_chance(maps[(maps["family"] != NONE) & (maps["kind"] != "band")], seed=config.seed)
+    chance = by_chance(maps[(maps["family"] != NONE) & (maps["kind"] != "band")], seed=config.seed, comparisons=CLAIMS)
     layers = int(maps["layer"].max()) + 1
     return {
         "families": names,
         "prompts": int(maps["prompt"].nunique()),
         "n_layers": layers,
         "n_heads": int(maps["head"].max()) + 1,
-        "damage": [_damage(maps, name, config) for name in names],
+        "damage": [_damage(maps, name) for name in names],
         "components": _records(single),
         "bands": _records(verdict[verdict["kind"] == "band"]),
         "noised": _noised(maps),
@@ -95,8 +95,8 @@ def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], co
         "by_chance": {row["kind"]: {"mean": row["mean"], "high": row["high"]} for row in chance.to_dict("records")},
         "states": _states(states, names),
         "baselines": _baselines(single, states),
-        "looks": _looks(maps, names, config),
-        "tested": _tested(heads, names, config),
+        "looks": _looks(maps, names),
+        "tested": _tested(heads, names),
         "top": len(by_half[0][POISON][0]),
         "overlap": _overlap(by_half),
         "shared": _shared(by_half),
@@ -118,17 +118,9 @@ def _records(table: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _damage(maps: Any, family: str, config: Config) -> dict[str, Any]:
+def _damage(maps: Any, family: str) -> dict[str, Any]:
     own = maps[maps["family"] == family].drop_duplicates("prompt")["damage"].to_numpy(float)
-    weights = cluster_weights(len(own), np.random.default_rng(config.seed))
-    low, high = np.percentile(weights @ own / len(own), [2.5, 97.5])
-    return {
-        "family": family,
-        "mean": float(own.mean()),
-        "low": float(low),
-        "high": float(high),
-        "median": float(np.median(own)),
-    }
+    return {"family": family, **estimate(own).record(), "median": float(np.median(own))}
 
 
 def _noised(maps: Any) -> list[dict[str, Any]]:
@@ -160,15 +152,14 @@ def _baselines(single: Any, states: Any) -> dict[str, float]:
     return found
 
 
-def _looks(maps: Any, names: Sequence[str], config: Config) -> list[dict[str, Any]]:
+def _looks(maps: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """Rank correlation over heads of what they do with struck slots with their index, and the same within layers."""
     found = []
     for family in names:
         own = maps[(maps["family"] == family) & (maps["kind"] == "head")]
         wide = own.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
         layers = wide["damage"].columns.get_level_values("layer").to_numpy(int)
-        weights = cluster_weights(len(wide), np.random.default_rng(config.seed), 400)
-        weights = np.concatenate([np.ones((1, len(wide)), int), weights])
+        weights = np.concatenate([np.ones((1, len(wide)), int), leave_one_out(len(wide))])
         damage, restored = (weights @ wide[name].to_numpy(float) for name in ("damage", "restored"))
         index = 1 - restored / damage
         for look in LOOKS:
@@ -183,8 +174,7 @@ def _looks(maps: Any, names: Sequence[str], config: Config) -> list[dict[str, An
                 if not np.isfinite(each[0]):
                     entry[name] = None  # all heads alike
                     continue
-                low, high = np.nanpercentile(each[1:], [2.5, 97.5])
-                entry[name] = {"mean": float(each[0]), "low": float(low), "high": float(high)}
+                entry[name] = jackknife(float(each[0]), each[1:], DIFFERENCE).record()
             found.append(entry)
     return found
 
@@ -198,10 +188,10 @@ def _rank_correlation(one: np.ndarray, two: np.ndarray, within: np.ndarray | Non
     return float(ranks["one"].corr(ranks["two"]))
 
 
-def _tested(heads: Any, names: Sequence[str], config: Config) -> list[dict[str, Any]]:
+def _tested(heads: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The index of each set on the half that it was not found on, that of random heads, and the difference."""
     prompts = {name: number for number, name in enumerate(dict.fromkeys(heads["prompt"]))}
-    weights = cluster_weights(len(prompts), np.random.default_rng(config.seed))
+    weights = np.concatenate([np.ones((1, len(prompts)), int), leave_one_out(len(prompts))])
     found = []
     for family in (*names, "all"):
         own = heads if family == "all" else heads[heads["family"] == family]
@@ -211,13 +201,14 @@ def _tested(heads: Any, names: Sequence[str], config: Config) -> list[dict[str, 
         for sort in (POISON, FILTER):
             chosen, random = (_summed(own[own["sort"] == name], prompts) for name in (sort, sort + MATCHED))
             entry: dict[str, Any] = {"family": family, "sort": sort}
-            drawn = []
+            indices = []
             for name, (damage, restored) in (("chosen", chosen), ("random", random)):
-                resampled = 1 - (weights @ restored) / (weights @ damage)
-                drawn.append(resampled)
-                entry[name] = _interval(1 - restored.sum() / damage.sum(), resampled)
-            difference = entry["chosen"]["mean"] - entry["random"]["mean"]
-            entry["difference"] = _interval(difference, drawn[0] - drawn[1])
+                entry[name] = ratio(damage - restored, damage).record()
+                # With every conversation, and then without each of them.
+                left = weights @ damage
+                indices.append(1 - np.divide(weights @ restored, left, out=np.full(len(left), np.nan), where=left > 0))
+            difference = indices[0] - indices[1]
+            entry["difference"] = jackknife(float(difference[0]), difference[1:], comparisons=CLAIMS).record()
             sums = own[own["sort"] == sort + MATCHED].groupby("draw")[["damage", "restored"]].sum()
             each = 1 - sums["restored"] / sums["damage"]
             as_far = each >= entry["chosen"]["mean"] if sort == POISON else each <= entry["chosen"]["mean"]
@@ -233,11 +224,6 @@ def _summed(table: Any, prompts: Mapping[str, int]) -> tuple[np.ndarray, np.ndar
         np.bincount(numbers, table[name].to_numpy(float), len(prompts)) for name in ("damage", "restored")
     )
     return damage, restored
-
-
-def _interval(mean: float, resampled: np.ndarray) -> dict[str, float]:
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return {"mean": float(mean), "low": float(low), "high": float(high)}
 
 
 def _overlap(by_half: Mapping[int, Heads]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from kvprobe.studies.filter_poison.collect import Case, damages, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.robustness.kinds import KINDS
 from kvprobe.views.attention import patterns_view
+from kvprobe.wording import ends
 
 BOUND = 1.0
 """Indices below minus this are drawn at the edge: an MLP whose reaction was protective may leave several times the damage."""
@@ -61,8 +62,11 @@ def strips(metrics: Mapping[str, Any], name: str) -> Any:
             for place, family in enumerate(metrics["families"]):
                 colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
                 where = own["layer"] + offsets[place]
-                ends = own[[f"low_{family}", f"high_{family}"]].astype(float).clip(lower=-BOUND)
-                axis.vlines(where, ends.iloc[:, 0], ends.iloc[:, 1], color=colour, lw=0.7, alpha=0.6)
+                low, high = (
+                    own[f"{end}_{family}"].fillna(own[f"{widest}_{family}"]).astype(float).clip(lower=-BOUND)
+                    for end, widest in (("low", "smallest"), ("high", "largest"))
+                )
+                axis.vlines(where, low, high, color=colour, lw=0.7, alpha=0.6)
                 _dots(axis, where, own[f"pi_{family}"], colour, marker, family_name(family))
             if kind == "attn":
                 axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="damage")
@@ -152,7 +156,7 @@ def tested(metrics: Mapping[str, Any], name: str) -> Any:
                 [own] = [entry for entry in metrics["tested"] if entry["family"] == family and entry["sort"] == sort]
                 for which, colour, shift in (("chosen", VERDICTS[sort], -0.13), ("random", "0.5", 0.13)):
                     value = own[which]
-                    axis.plot([value["low"], value["high"]], [row + shift] * 2, color=colour, lw=1.4)
+                    axis.plot(ends(value), [row + shift] * 2, color=colour, lw=1.4)
                     axis.plot(
                         value["mean"],
                         row + shift,

@@ -6,12 +6,12 @@ from typing import Any
 from kvprobe.model import Model
 from kvprobe.narrative import AttentionView, Figure, Report, Section, Table
 from kvprobe.stats import Estimate
-from kvprobe.studies.filter_poison.analyse import FEW, FILTER, POISON
+from kvprobe.studies.filter_poison.analyse import FILTER, POISON
 from kvprobe.studies.filter_poison.collect import STRUCK
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
 from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
 from kvprobe.studies.robustness.kinds import KINDS
-from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed
 
 QUESTION = (
     "A cache is damaged in several ways, or says what is not so. Which attention blocks, MLPs and heads pass the damage on to the "
@@ -56,9 +56,23 @@ def narrate(
 
 def answer(metrics: Mapping[str, Any]) -> str:
     """How many are what, and whether heads so called do what the name says elsewhere."""
-    told = "; ".join(f"of {_all(metrics, kind)} {KIND_NAMES[kind]} {_counts(metrics, kind)}" for kind in KIND_NAMES)
+    told = "; ".join(f"of {_all(metrics, kind)} {KIND_NAMES[kind]} {_counted(metrics, kind)}" for kind in KIND_NAMES)
     poison, filters = (told_of(metrics, sort) for sort in (POISON, FILTER))
     return f"In at least two of {len(metrics['families'])} kinds of damage, {told}. {poison} {filters}"
+
+
+def _counted(metrics: Mapping[str, Any], kind: str) -> str:
+    """How many components of a kind have a verdict, where these are more than chance gives."""
+    if not _any_verdict(metrics):
+        return "none can be judged"
+    if sum(_count(metrics, kind, name) for name in (POISON, FILTER)) <= metrics["by_chance"][kind]["high"]:
+        return "no more have a verdict than chance gives"
+    return _counts(metrics, kind)
+
+
+def _any_verdict(metrics: Mapping[str, Any]) -> bool:
+    """Whether there are enough conversations for a verdict on anything."""
+    return any(row["verdict"] != "unknown" for row in metrics["components"])
 
 
 def told_of(metrics: Mapping[str, Any], sort: str) -> str:
@@ -71,10 +85,10 @@ def told_of(metrics: Mapping[str, Any], sort: str) -> str:
         f"the other; doing so with random heads of the same layers {removed(random)} it, and {own['as_far']} of {own['sets']} random sets go "
         f"as far"
     )
-    beyond = difference.low > 0 if sort == POISON else difference.high < 0
-    contrary = difference.high < 0 if sort == POISON else difference.low > 0
+    beyond = difference.above() if sort == POISON else difference.below()
+    contrary = difference.below() if sort == POISON else difference.above()
     if beyond and own["as_far"] <= 0.05 * own["sets"]:
-        if sort == FILTER and chosen.high >= 0:
+        if sort == FILTER and not chosen.below():
             return f"{done}: less than random heads, but they are not shown to keep any damage away."
         return f"{done}: as predicted."
     return f"{done}: the opposite of what was predicted." if contrary else f"{done}: the prediction is not confirmed."
@@ -84,21 +98,19 @@ def removed(share: Estimate) -> str:
     """What restoring does to the damage: takes a share of it away, or adds one to it."""
     if share.mean >= 0:
         return f"takes away {percent(share)} of"
-    return f"adds {percent(Estimate(-share.mean, -share.high, -share.low))} to"
+    return f"adds {percent(-share)} to"
 
 
 def warnings(metrics: Mapping[str, Any]) -> list[str]:
     found = []
-    if metrics["prompts"] < FEW:
-        found.append(
-            f"A first look: {metrics['prompts']} conversations, and below {FEW} intervals are narrower than they should be."
-        )
+    if few := few_clusters(metrics["prompts"], "conversations"):
+        found.append(few)
     for kind in KIND_NAMES:
         called, chance = sum(_count(metrics, kind, name) for name in (POISON, FILTER)), metrics["by_chance"][kind]
         if 0 < called <= chance["high"]:
             found.append(
-                f"{called} of the {KIND_NAMES[kind]} have a verdict, where chance gives {chance['mean']:.1f} on average and up to "
-                f"{chance['high']:.0f} in 95 % of cases: they may be chance."
+                f"{called} of the {KIND_NAMES[kind]} have a verdict, where chance gives {chance['mean']:.1f} on average and may give "
+                f"{chance['high']:.0f}: they may be chance."
             )
     if failed := [text for text, holds in controls(metrics) if not holds]:
         found.append(f"A control does not hold, doubt this run: {failed[0]}")
@@ -168,16 +180,21 @@ def _chance_sentence(metrics: Mapping[str, Any], kind: str) -> str:
     called, chance = sum(_count(metrics, kind, name) for name in (POISON, FILTER)), metrics["by_chance"][kind]
     told = "more than chance gives" if called > chance["high"] else "no more than chance may give"
     return (
-        f"Verdicts on {KIND_NAMES[kind]}: {called}, {told}: {chance['mean']:.1f} on average and at most {chance['high']:.0f} in 95 % of cases, were each "
+        f"Verdicts on {KIND_NAMES[kind]}: {called}, {told}: {chance['mean']:.1f} on average and at most {chance['high']:.0f} in 99 % of cases, were each "
         f"conversation's effects as likely of either sign."
     )
+
+
+def _index(metrics: Mapping[str, Any], row: Mapping[str, Any], family: str) -> Estimate:
+    names = {"mean": "pi", "low": "low", "high": "high", "smallest": "smallest", "largest": "largest"}
+    return estimate_of({name: row[f"{key}_{family}"] for name, key in names.items()} | {"clusters": metrics["prompts"]})
 
 
 def _bands_table(metrics: Mapping[str, Any]) -> Table:
     noised = {(row["band"], row["family"]): row["share"] for row in metrics["noised"]}
 
     def cell(row: Mapping[str, Any], family: str) -> str:
-        restored = percent(Estimate(row[f"pi_{family}"], row[f"low_{family}"], row[f"high_{family}"]))
+        restored = percent(_index(metrics, row, family))
         return f"{restored}; {100 * noised[row['band'], family]:.0f} %"
 
     return Table(
@@ -230,7 +247,7 @@ def _looks_section(metrics: Mapping[str, Any]) -> Section:
     of = {(entry["family"], entry["look"]): entry for entry in metrics["looks"]}
     families = metrics["families"]
     known = [entry["within"] for entry in metrics["looks"] if entry["within"]]
-    sure = [value for value in known if value["low"] > 0 or value["high"] < 0]
+    sure = [value for value in known if estimate_of(value).differs()]
     largest = max((value["mean"] for value in known), key=abs, default=0.0)
 
     def cell(entry: Mapping[str, Any]) -> str:
@@ -312,7 +329,7 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "sizes, not signs.",
             f"Of the random heads {100 * metrics['shared'][POISON]:.0f} % (beside the highest) and {100 * metrics['shared'][FILTER]:.0f} % (beside the "
             "lowest) are themselves among the chosen, for want of others in their layer.",
-            "A verdict says that an index is surely not zero, not that it is large; the numbers in brackets do.",
+            "A verdict says that an index differs significantly from zero, not that it is large; the numbers in brackets do.",
             "Restoring one output leaves what others made of the damage, and they may make up for one another; indices do not add up.",
             "Where the damage is small its shares are unsteady; conversations count by their damage, so the most damaged decide.",
             "KL of the next tokens sees every change of the prediction, not only whether the answer is right.",

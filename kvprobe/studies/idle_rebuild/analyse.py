@@ -1,7 +1,7 @@
 """From token measurements to numbers: drift by turn, by cause and by distance, each with its interval over sessions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 from safetensors.numpy import load_file
 
-from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
+from kvprobe.stats import SHARE, UNBOUNDED, estimate, means
 from kvprobe.studies.idle_rebuild.collect import (
     AFTER,
     ARMS,
@@ -28,7 +28,9 @@ SHOWN = ("kept", "compacted", "in_place", "rebuilt", "control")
 """Runs in tables and figures: `rebuilt` went idle right before the turn, `control` last before the compaction."""
 GROUPS = {"all": AFTER, "new": AFTER[:1], "back": AFTER[1:]}
 """Turns after the compaction: all, the one that opens a new matter, those that ask back."""
-Interval = Callable[[Float[np.ndarray, "sessions ..."]], dict[str, float]]
+CLAIMS = 4
+"""Of the headline: drift, cost, cause, healing. The intervals that decide them hold together."""
+Interval = Callable[..., dict[str, Any]]
 """The mean over replies with its interval over sessions, as `metrics.json` holds it."""
 _ENOUGH = 0.75
 """Share of replies that must be long enough for a token's place in the reply to be shown."""
@@ -75,8 +77,7 @@ class Analysis:
 
 
 def analyse(collected: Collected, config: Config) -> Analysis:
-    """Average over replies and bootstrap all intervals over sessions."""
-    weights = cluster_weights(config.sessions, np.random.default_rng([config.seed, 1]))
+    """Average over replies; all intervals are over sessions."""
     found = collected.measured
     shown = {name: _shown(found[name]) for name in ("kl", "agrees", "nll")}
     replies = {name: _per_reply(values) for name, values in shown.items()}
@@ -84,8 +85,10 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     early = {name: _per_reply(found[name]) for name in ("early_kl", "early_nll")}
     alike = _said_alike(found["own_agrees"])
 
-    def of(values: Float[np.ndarray, "sessions *replies"]) -> dict[str, float]:
-        return asdict(estimate(*_flat(values), weights))
+    def of(
+        values: Float[np.ndarray, "sessions *replies"], within: tuple[float, float] = UNBOUNDED, comparisons: int = 1
+    ) -> dict[str, Any]:
+        return estimate(*_flat(values), within, comparisons).record()
 
     metrics: dict[str, Any] = {
         "sessions": config.sessions,
@@ -117,18 +120,18 @@ def analyse(collected: Collected, config: Config) -> Analysis:
             speaker: {
                 listener: {
                     "kl": of(_per_reply(found["own_kl"])[:, row, column]),
-                    "agreement": of(_per_reply(found["own_agrees"])[:, row, column]),
+                    "agreement": of(_per_reply(found["own_agrees"])[:, row, column], SHARE),
                     "alike": of(alike[:, row, column]),
-                    "identical": of((alike >= _lengths(found["own_agrees"]))[:, row, column].astype(float)),
+                    "identical": of((alike >= _lengths(found["own_agrees"]))[:, row, column].astype(float), SHARE),
                 }
                 for column, listener in enumerate(LISTENERS)
             }
             for row, speaker in enumerate(SPEAKERS)
         },
-        "in_reply": _in_reply(shown["kl"], found["own_kl"], weights),
+        "in_reply": _in_reply(shown["kl"], found["own_kl"]),
         "controls": _controls(found, every_run),
     }
-    layers = _layer_table(found["distance"], weights)
+    layers = _layer_table(found["distance"])
     return Analysis(_sample_table(replies, found, alike), _token_table(shown), layers, metrics)
 
 
@@ -174,15 +177,17 @@ def _drift(replies: dict[str, np.ndarray], turns: Sequence[int], of: Interval) -
     return {
         "kl_from_compacted": {arm: of(kl[:, compacted, row]) for row, arm in enumerate(SHOWN)},
         "kl_from_kept": {arm: of(kl[:, kept, row]) for row, arm in enumerate(SHOWN)},
-        "agreement": {arm: of(agrees[:, compacted, row]) for row, arm in enumerate(SHOWN)},
-        "over_control": of(kl[:, compacted, rebuilt] - kl[:, compacted, control]),
+        "agreement": {arm: of(agrees[:, compacted, row], SHARE) for row, arm in enumerate(SHOWN)},
+        "over_control": of(kl[:, compacted, rebuilt] - kl[:, compacted, control], comparisons=CLAIMS),
         "position": of(kl[:, in_place, rebuilt]),
-        "position_agreement": of(agrees[:, in_place, rebuilt]),
-        "provenance_over_position": of(kl[:, compacted, SHOWN.index("in_place")] - kl[:, in_place, rebuilt]),
+        "position_agreement": of(agrees[:, in_place, rebuilt], SHARE),
+        "provenance_over_position": of(
+            kl[:, compacted, SHOWN.index("in_place")] - kl[:, in_place, rebuilt], comparisons=CLAIMS
+        ),
         "nearer_to_kept": of(kl[:, kept, rebuilt] - kl[:, kept, SHOWN.index("compacted")]),
         "nll": {arm: of(values) for arm, values in nll.items()},
         "nll_difference": {
-            "rebuilt - compacted": of(nll["rebuilt"] - nll["compacted"]),
+            "rebuilt - compacted": of(nll["rebuilt"] - nll["compacted"], comparisons=CLAIMS),
             "in_place - compacted": of(nll["in_place"] - nll["compacted"]),
             "rebuilt - in_place": of(nll["rebuilt"] - nll["in_place"]),
             "compacted - kept": of(nll["compacted"] - nll["kept"]),
@@ -201,7 +206,7 @@ def _healing(early: dict[str, np.ndarray], of: Interval) -> dict[str, Any]:
             [of(kl[:, turn, read]) if read <= turn else None for read in range(len(AFTER))]
             for turn in range(len(AFTER))
         ],
-        "slope": of(_slope(kl)),
+        "slope": of(_slope(kl), comparisons=CLAIMS),
         "nll_slope": of(_slope(nll[:, 1] - nll[:, 0])),
         "right_after": of(right_after),
         "at_its_place": of(in_place),
@@ -219,7 +224,6 @@ def _slope(values: Float[np.ndarray, "sessions turns read"]) -> Float[np.ndarray
 def _in_reply(
     scripted: Float[np.ndarray, "sessions references runs turns tokens"],
     own: Float[np.ndarray, "sessions speakers listeners later_turns own_tokens"],
-    weights: Int[np.ndarray, "_ _"],
 ) -> dict[str, dict[str, list[dict[str, float]]]]:
     """Divergence from the compacted run by the token's place in the reply, over turns 4 to 8."""
 
@@ -228,7 +232,7 @@ def _in_reply(
         there = np.stack([_flat(values[..., place])[0] for place in range(values.shape[2])])
         present = ~np.isnan(there)
         return [
-            asdict(estimate(row[here], session[here], weights))
+            estimate(row[here], session[here]).record()
             for row, here in zip(there, present, strict=True)
             if here.sum() >= _ENOUGH * len(numbers)
         ]
@@ -264,10 +268,8 @@ def _controls(found: dict[str, np.ndarray], every_run: Float[np.ndarray, "sessio
     }
 
 
-def _layer_table(
-    distance: Float[np.ndarray, "sessions families layers segments"], weights: Int[np.ndarray, "_ _"]
-) -> pd.DataFrame:
-    mean, low, high = cluster_bootstrap(np.moveaxis(distance, 0, -1), np.arange(len(distance)), weights)
+def _layer_table(distance: Float[np.ndarray, "sessions families layers segments"]) -> pd.DataFrame:
+    mean, low, high = means(np.moveaxis(distance, 0, -1), np.arange(len(distance)))
     families, layers, segments = (axis.reshape(-1) for axis in np.indices(mean.shape))
     return pd.DataFrame(
         {

@@ -13,9 +13,9 @@ class Config:
 
     Attributes:
         model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
-        sessions: different scripted sessions; intervals resample them.
+        sessions: different scripted sessions; intervals are over them.
         continuation: tokens of a run's own reply that the other runs are held against.
-        seed: of the bootstrap.
+        seed: of random draws; this study makes none.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -11,6 +11,7 @@ from kvprobe.narrative import HeatMap
 from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, MEASURED, SHARED
 from kvprobe.studies.maps import map_of
+from kvprobe.wording import ends
 
 ARM_NAMES = {
     "kept": "kept: nothing ever hidden",
@@ -191,7 +192,8 @@ def _short(value: float) -> str:
 
 
 def _band(axis: Any, places: Sequence[int], line: Sequence[Mapping[str, float]], colour: Any, name: str) -> None:
-    low, high, mean = ([estimate[end] for estimate in line] for end in ("low", "high", "mean"))
+    low, high = zip(*(ends(value) for value in line), strict=True)
+    mean = [value["mean"] for value in line]
     axis.fill_between(places, low, high, color=colour, alpha=0.18, lw=0)
     axis.plot(places, mean, color=colour, label=name)
 

@@ -10,7 +10,7 @@ from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, LISTENERS, SPE
 from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.studies.idle_rebuild.figures import layer_maps
 from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
-from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed
 
 QUESTION = (
     "After three turns a session is compacted: a summary is written, and the turns it stands for are masked. Later it goes "
@@ -20,8 +20,6 @@ QUESTION = (
 
 _ROUND_OFF = 100
 """Steps of the dtype's precision that a control may be off by."""
-_FEW = 6
-"""Sessions below which a bootstrap over them is not to be trusted."""
 
 
 def narrate(
@@ -32,7 +30,7 @@ def narrate(
         title=f"Rebuilding an idle session's cache: {model.name}",
         question=QUESTION,
         answer=" ".join([answer_drift(metrics), answer_worse(metrics), answer_cause(metrics), answer_healing(metrics)]),
-        warnings=[few_sessions_warning(config.sessions)] if config.sessions < _FEW else [],
+        warnings=[few] if (few := few_clusters(config.sessions, "sessions")) else [],
         sections=[
             _session_section(config),
             _drift_section(metrics),
@@ -56,14 +54,6 @@ def narrate(
     )
 
 
-def few_sessions_warning(sessions: int) -> str:
-    """What to think of intervals over so few sessions."""
-    return (
-        f"Only {sessions} sessions were read. Intervals that resample so few are narrower than they should be, and what they "
-        f"exclude is not excluded. Run with at least {_FEW}."
-    )
-
-
 def answer_drift(metrics: Mapping[str, Any]) -> str:
     """Whether the rebuilt run says other things than the compacted one, in a sentence."""
     drift = metrics["drift"]["all"]
@@ -73,9 +63,9 @@ def answer_drift(metrics: Mapping[str, Any]) -> str:
         f"{percent(agreement)} of places; a run rebuilt before the compaction is "
         f"{drift['kl_from_compacted']['control']['mean']:.1g} nats away"
     )
-    if estimate_of(drift["over_control"]).low > 0:
+    if estimate_of(drift["over_control"]).above():
         return f"The rebuilt run drifts: {told}."
-    return f"No drift of the rebuilt run was found: {told}."
+    return f"No drift of the rebuilt run was detected: {told}."
 
 
 def answer_worse(metrics: Mapping[str, Any]) -> str:
@@ -86,14 +76,14 @@ def answer_worse(metrics: Mapping[str, Any]) -> str:
         f"it changes the surprise at the scripted replies by {signed(loss)} nats per token; the compaction before it by "
         f"{signed(of_compaction)}"
     )
-    if loss.low > 0:
+    if loss.above():
         return f"The rebuild costs: {told}."
-    if loss.high < 0:
+    if loss.below():
         return (
             f"The rebuild does not cost, it helps: {told}. That may be the compacted cache's fault rather than the rebuild's merit, "
             "see Limits."
         )
-    return f"Neither a cost nor a gain of the rebuild was found: {told}."
+    return f"Neither a cost nor a gain of the rebuild was detected: {told}."
 
 
 def answer_cause(metrics: Mapping[str, Any]) -> str:
@@ -105,11 +95,11 @@ def answer_cause(metrics: Mapping[str, Any]) -> str:
         f"positions from 0 moves it by another {plain(position, 3)}"
     )
     over = estimate_of(drift["provenance_over_position"])
-    if over.low > 0:
+    if over.above():
         return f"More of the drift comes of what the kept cache had seen than of positions: {told}."
-    if over.high < 0:
+    if over.below():
         return f"More of the drift comes of positions than of what the kept cache had seen: {told}."
-    return f"What the kept cache had seen and where its tokens stand cannot be told apart as causes: {told}."
+    return f"What the kept cache had seen and where its tokens stand are indistinguishable as causes: {told}."
 
 
 def answer_healing(metrics: Mapping[str, Any]) -> str:
@@ -121,12 +111,12 @@ def answer_healing(metrics: Mapping[str, Any]) -> str:
         f"{healing['right_after']['mean']:.3f} right after the summary to {healing['at_its_place']['mean']:.3f} at the "
         f"question's own place"
     )
-    if slope.high < 0:
+    if slope.below():
         sentence = f"The drift heals as turns arrive: {told}."
-    elif slope.low > 0:
+    elif slope.above():
         sentence = f"The drift grows as turns arrive: {told}."
     else:
-        sentence = f"That the drift heals or grows as turns arrive was not found: {told}."
+        sentence = f"That the drift heals or grows as turns arrive was not detected: {told}."
     if metrics["controls"]["whenever"] <= _slack(metrics):
         sentence += (
             " When after the compaction the cache was dropped makes no difference: a rebuild before turn "
@@ -208,8 +198,8 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
             Table(
                 columns=["KL from compacted", *_GROUP_NAMES.values()],
                 rows=apart,
-                caption="KL(compacted ‖ run) in nats per token of the reply, with 95 % intervals from a bootstrap that resamples "
-                "whole sessions. The last row, KL(in place ‖ rebuilt), is what positions alone do.",
+                caption="KL(compacted ‖ run) in nats per token of the reply, with 95 % intervals over "
+                "sessions. The last row, KL(in place ‖ rebuilt), is what positions alone do.",
             ),
             Table(
                 columns=["run", "KL from kept", "same top token", "surprise"],
@@ -362,7 +352,7 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         "Unless the model was trained to go on from masked turns, it is the compacted run that is out of distribution for it, not "
         "the rebuilt one; a difference in surprise holds both effects. Study `compaction` calibrates that with an irrelevant masked block.",
         "Replies are scripted, so no run ever acts on what it said itself; drift that builds up over a run's own replies is not seen.",
-        f"{metrics['sessions']} hand-written English sessions, one point of compaction, one summary each; intervals resample these sessions.",
+        f"{metrics['sessions']} hand-written English sessions, one point of compaction, one summary each; intervals are over these sessions.",
         "A question put early may refer to a turn that was not read. Both runs meet the same text, so their divergence is fair; how "
         "well they predict such a reply is another matter.",
     ]

@@ -1,7 +1,7 @@
 """From features to numbers: probes with all their controls for every arm, and the use measurements."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from kvprobe.model import Model
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
 from kvprobe.probing.differences import less_restart, nothing
 from kvprobe.probing.features import Features
+from kvprobe.probing.intervals import LEVEL, held_out
 from kvprobe.probing.probe import embeddings
 from kvprobe.probing.splits import centred_within
-from kvprobe.stats import cluster_weights, estimate
+from kvprobe.stats import SHARE, UNBOUNDED, estimate
 from kvprobe.studies.leakage.collect import FAMILIES, PER_CONTEXT, PER_SECRET, USE_ARMS
 from kvprobe.studies.leakage.config import Config
 
@@ -29,9 +30,6 @@ CHANGED = {"masked": "masked less restart", "direct": "direct less restart"}
 
 FLOORS = {"direct": "direct restart", "masked": "restart"}
 """Which arm holds the same tokens at the same positions, computed without the hidden turns."""
-
-LEVEL = 0.05
-"""Family-wise level at which a site is counted."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Analysis:
 
 
 def analyse(model: Model, collected: Collected, untrained: Collected | None, config: Config) -> Analysis:
-    """Fit all probes and bootstrap all intervals.
+    """Fit all probes and find all intervals.
 
     Args:
         untrained: what a model before training gave on the same conversations.
@@ -150,9 +148,7 @@ def analyse(model: Model, collected: Collected, untrained: Collected | None, con
     readings = pd.concat([each.summary.assign(arm=arm) for arm, each in probings.items()], ignore_index=True)
     splits = list(probings["masked"].picks)
     headline = "leave-context-out" if "leave-context-out" in splits else "random"
-    # With one context there is nothing to resample but its samples, and no claim beyond it.
-    clusters = np.arange(len(collected.contexts)) if config.contexts == 1 else collected.contexts
-    weights = cluster_weights(int(clusters.max()) + 1, rng)
+    clusters = probings["masked"].clusters
     masked = probings["masked"].right[headline, "retained"]
     metrics = {
         "secret": config.secret,
@@ -160,13 +156,15 @@ def analyse(model: Model, collected: Collected, untrained: Collected | None, con
         "headline_split": headline,
         **_headlines(probings, splits),
         "by_place": {
-            place: asdict(estimate(masked[index].astype(float), clusters, weights))
+            place: held_out(masked[index].astype(float), clusters, SHARE).record()
             for index, place in enumerate(collected.target.places)
         },
-        "use": _use(collected.use, clusters, weights),
+        "use": _use(collected.use, clusters),
+        "claims": _claims(probings, headline, collected.use, clusters),
         "light_cone": _light_cone(collected),
         "samples": len(clusters),
         "contexts": config.contexts,
+        "clusters": len(set(clusters.tolist())),
     }
     right = {arm: probing.right[headline, "retained"] for arm, probing in probings.items()}
     right |= {arm: probings["masked"].right[headline, arm] for arm in ("before", "restart")}
@@ -183,17 +181,17 @@ def _headlines(probings: Mapping[str, Probing], splits: Sequence[str]) -> dict[s
     out |= {"chosen": {split: {} for split in splits}, "scan": {split: {} for split in splits}}
     for arm, probing in probings.items():
         for split in splits:
-            rows: Any = probing.summary[probing.summary["split"] == split].set_index("reading")
-            out["accuracy"][split][arm] = _numbers(rows.loc["retained"], "accuracy")
-            out["bits"][split][arm] = _numbers(rows.loc["retained"], "bits")
-            if CONTROL in rows.index:
-                out["selectivity"][split][arm] = _numbers(rows.loc[CONTROL], "lead")
+            readings = probing.readings(split)
+            for name in ("accuracy", "bits"):
+                out[name][split][arm] = probing.reading(split, "retained", name).record()
+            if CONTROL in readings:
+                out["selectivity"][split][arm] = probing.reading(split, CONTROL, "lead").record()
             out["chosen"][split][arm] = [
                 {"fold": fold, "family": family, **site._asdict()}
                 for fold, (family, site) in enumerate(probing.picks[split])
             ]
-            if FLOOR in rows.index:
-                out["leak"][split][arm] = _numbers(rows.loc[FLOOR], "lead")
+            if FLOOR in readings:
+                out["leak"][split][arm] = probing.reading(split, FLOOR, "lead").record()
                 own: Any = probing.table[probing.table["split"] == split]
                 found = own[own["p_family"] <= LEVEL]
                 out["scan"][split][arm] = {
@@ -204,34 +202,54 @@ def _headlines(probings: Mapping[str, Probing], splits: Sequence[str]) -> dict[s
                 }
             if arm == "masked":
                 for floor in ("restart", "before"):
-                    out["accuracy"][split][floor] = _numbers(rows.loc[floor], "accuracy")
-                    out["bits"][split][floor] = _numbers(rows.loc[floor], "bits")
+                    for name in ("accuracy", "bits"):
+                        out[name][split][floor] = probing.reading(split, floor, name).record()
     return out
 
 
-def _numbers(row: Any, name: str) -> dict[str, float]:
-    return {"mean": float(row[name]), "low": float(row[f"{name}_low"]), "high": float(row[f"{name}_high"])}
-
-
-def _use(
-    use: Mapping[str, np.ndarray], clusters: Int[np.ndarray, "samples"], weights: Int[np.ndarray, "_ _"]
+def _claims(
+    probings: Mapping[str, Probing],
+    headline: str,
+    use: Mapping[str, np.ndarray],
+    clusters: Int[np.ndarray, "samples"],
 ) -> dict[str, Any]:
-    def of(values: np.ndarray) -> dict[str, float]:
-        return asdict(estimate(values.astype(float), clusters, weights))
+    """All that the answer may claim, with intervals that hold together: leaks of T3, of what it changed, and within conversations,
+    each with whether permuted labels confirm it, and what masking adds to the margin of the truth."""
+    leaks = {"leak": ("masked", headline)}
+    if CHANGED["masked"] in probings:
+        leaks |= {"changed": (CHANGED["masked"], headline), "inside": ("masked", "paired")}
+    comparisons = len(leaks) + 1
+    claims: dict[str, Any] = {
+        name: probings[arm].lead(split, FLOOR, comparisons).record() | {"confirmed": probings[arm].confirmed(split)}
+        for name, (arm, split) in leaks.items()
+    }
+    claims["use"] = estimate(_gained(use["margin"]), clusters, UNBOUNDED, comparisons).record()
+    return claims
+
+
+def _gained(measure: Float[np.ndarray, "samples arms tokens"]) -> Float[np.ndarray, "samples"]:
+    """What masking gives beyond a restart."""
+    summed = measure.astype(float).sum(2)
+    return summed[:, USE_ARMS.index("retained")] - summed[:, USE_ARMS.index("restart")]
+
+
+def _use(use: Mapping[str, np.ndarray], clusters: Int[np.ndarray, "samples"]) -> dict[str, Any]:
+    def of(values: np.ndarray, within: tuple[float, float] = UNBOUNDED) -> dict[str, Any]:
+        return estimate(values.astype(float), clusters, within).record()
 
     logprob, margin = use["logprob"].sum(2), use["margin"].sum(2)
     measured: dict[str, Any] = {
         arm: {
             "logprob": of(logprob[:, index]),
             "margin": of(margin[:, index]),
-            "token_accuracy": of(use["correct"][:, index].mean(1)),
+            "token_accuracy": of(use["correct"][:, index].mean(1), SHARE),
             "kl_from_full": of(use["kl"][:, index]),
         }
         for index, arm in enumerate(USE_ARMS)
     }
     retained, restart = USE_ARMS.index("retained"), USE_ARMS.index("restart")
-    measured["delta_u"] = of(logprob[:, retained] - logprob[:, restart])
-    measured["delta_margin"] = of(margin[:, retained] - margin[:, restart])
+    measured["delta_u"] = of(_gained(use["logprob"]))
+    measured["delta_margin"] = of(_gained(use["margin"]))
     measured["delta_kl"] = of(use["kl"][:, retained] - use["kl"][:, restart])
     return measured
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage.analyse import CHANGED
-from kvprobe.wording import estimate_of, percent, points
+from kvprobe.wording import estimate_of, percent, points, signed
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,55 @@ WORDS = {
 
 
 def answer_probe(metrics: Mapping[str, Any]) -> str:
-    """What the probes found, in a sentence or two."""
+    """What the probes found, in a sentence or two. Its claims and their intervals are those of `metrics["claims"]`."""
     split, words = metrics["headline_split"], WORDS[metrics["secret"]]
-    leak = estimate_of(metrics["leak"][split]["masked"])
+    leak = estimate_of(metrics["claims"]["leak"])
     read = f"{_read(metrics, split, 'masked')} (chance {metrics['chance']:.0%}, restart floor {_floor(metrics, split)})"
     told = f"{read}, a difference of {points(leak)}"
     if split == "random":
-        found = (
-            "Information leaks within this conversation" if leak.low > 0 else "No leak was found in this conversation"
-        )
+        found = {
+            True: "Information leaks within this conversation",
+            False: "No leak was detected in this conversation",
+            None: "Whether information leaks in this conversation cannot be said",
+        }[_claimed(metrics, "leak")]
         return (
             f"{found}: a linear probe on the slots after the masked turn reads {told}, in this one conversation, having seen it "
-            "with other secrets." + _doubt(leak)
+            f"with other secrets.{_doubt(leak)}"
         )
-    name = CHANGED["masked"]
-    changed = estimate_of(metrics["leak"][split][name])
-    leaks = leak.low > 0 or changed.low > 0
-    found = "No leak that a probe can read in new conversations was found"
-    if leaks:
-        found = "Information leaks" if leak.low > 0 else "Information leaks to whoever has the visible text, too"
+    name, changed = CHANGED["masked"], estimate_of(metrics["claims"]["changed"])
+    leaks = _claimed(metrics, "leak") or _claimed(metrics, "changed")
+    if leaks is None:
+        found = "Whether information leaks cannot be said from so few conversations"
+    elif not leaks:
+        found = "No leak that a probe can read in new conversations was detected"
+    elif _claimed(metrics, "leak"):
+        found = "Information leaks"
+    else:
+        found = "Information leaks to anyone who has the visible text, too"
     sentence = (
         f"{found}: in conversations it was not trained on, a linear probe on the slots after the masked turn reads {told}, with a "
         f"selectivity of {_selective(metrics, split, 'masked')}; of what differs from the restart, which anyone can compute from the visible text, it reads {_read(metrics, split, name)}, "
-        f"{points(changed)} above its floor."
+        f"{points(changed)} above its floor.{_doubt(leak)}"
     )
-    inside = estimate_of(metrics["leak"]["paired"]["masked"])
     centred = (
         f"centred on other secrets of the same conversation, a probe reads {_read(metrics, 'paired', 'masked')} (floor "
         f"{_floor(metrics, 'paired')})"
     )
-    if inside.low <= 0:
-        return f"{sentence}{_doubt(leak)} {centred.capitalize()}, no more than the floor."
-    if leaks:
-        return f"{sentence}{_doubt(leak)} {centred.capitalize()}."
+    inside = _claimed(metrics, "inside")
+    if inside is False:
+        return f"{sentence} {centred.capitalize()}, not significantly more than the floor."
+    if leaks or inside is None:
+        return f"{sentence} {centred.capitalize()}."
     return (
-        f"{sentence}{_doubt(leak)} Something of {words.known} is there all the same, in a place that differs between "
+        f"{sentence} Something of {words.known} is there all the same, in a place that differs between "
         f"conversations: {centred}."
     )
+
+
+def _claimed(metrics: Mapping[str, Any], name: str) -> bool | None:
+    """Whether a leak is claimed: its interval lies above zero, and permuted labels confirm it. None without an interval."""
+    leak = estimate_of(metrics["claims"][name])
+    return leak.above() and metrics["claims"][name]["confirmed"] if leak.has_interval else None
 
 
 def _read(metrics: Mapping[str, Any], split: str, arm: str) -> str:
@@ -85,25 +97,26 @@ def _selective(metrics: Mapping[str, Any], split: str, arm: str) -> str:
 
 
 def _doubt(leak: Estimate) -> str:
-    return " A difference below zero cannot be information; doubt the run." if leak.high < 0 else ""
+    return " A difference below zero cannot be information; doubt the run." if leak.below() else ""
 
 
 def answer_use(metrics: Mapping[str, Any]) -> str:
     """Whether the model uses what is left, in a sentence. It is decided by the margin of the true secret over others,
     because a cache can make all of them likelier."""
     use = metrics["use"]
-    gain = estimate_of(use["delta_margin"])
+    gain = estimate_of(metrics["claims"]["use"])
     share = gain.mean / use["full"]["margin"]["mean"]
     right = {arm: estimate_of(use[arm]["token_accuracy"]) for arm in ("full", "retained", "restart")}
     known = WORDS[metrics["secret"]].known
     told = (
         f"asked for {known}, it gets {percent(right['full'])} of its tokens right with everything in view, "
         f"{percent(right['retained'])} after masking and {percent(right['restart'])} after a restart; masking instead of "
-        f"restarting changes the log-probability of the true one, over that of others, by {gain.mean:+.3f} nats "
-        f"(95 % interval {gain.low:+.3f} to {gain.high:+.3f}), which is {share:.1%} of what the full context gives"
+        f"restarting changes the log-probability of the true one, over that of others, in nats by {signed(gain)}, which is {share:.1%} of what the full context gives"
     )
-    if gain.low > 0:
+    if not gain.has_interval:
+        return f"Whether the model uses what is left cannot be said from so few conversations: {told}."
+    if gain.above():
         return f"The model uses some of what is left: {told}."
-    if gain.high < 0:
+    if gain.below():
         return f"The retained cache turns the model away from {known}: {told}."
-    return f"No use by the model was found: {told}."
+    return f"No use by the model was detected: {told}."

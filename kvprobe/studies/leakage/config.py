@@ -24,7 +24,7 @@ class Config:
         permutations: of labels within a conversation, for p-values; none can be below 1 / (permutations + 1).
         untrained: also read everything with a model of the same kind before it learned anything (twice the time).
         batch: conversations that are read side by side.
-        seed: of secrets, folds, permutations and bootstrap.
+        seed: of secrets, folds and permutations.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -12,6 +12,7 @@ from kvprobe.narrative import HeatMap
 from kvprobe.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS
 from kvprobe.studies.maps import map_of
+from kvprobe.wording import estimate_of
 
 FAMILY_NAMES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
 ARM_NAMES = {
@@ -148,9 +149,9 @@ def use(measured: dict[str, Any]) -> Any:
         figure, axes = plt.subplots(1, len(panels), figsize=(10.5, 2.4))
         for axis, (key, label) in zip(axes, panels.items(), strict=True):
             for place, (arm, colour) in enumerate(zip(USE_ARMS, colours, strict=True)):
-                value = measured[arm][key]
-                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
-                axis.errorbar([value["mean"]], [place], xerr=error, fmt="o", color=colour, capsize=3, markersize=6)
+                value = estimate_of(measured[arm][key])
+                error = np.array([[value.mean - value.low], [value.high - value.mean]])
+                axis.errorbar([value.mean], [place], xerr=error, fmt="o", color=colour, capsize=3, markersize=6)
             axis.set_yticks(range(len(USE_ARMS)), USE_ARMS)
             axis.set_ylim(len(USE_ARMS) - 0.5, -0.5)
             axis.set_xlabel(label)

@@ -7,8 +7,9 @@ import numpy as np
 
 from kvprobe.model import Model
 from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.probing.intervals import LEVEL
 from kvprobe.probing.ridge import VARIANCE_FLOOR
-from kvprobe.studies.leakage.analyse import LEVEL, Analysis
+from kvprobe.studies.leakage.analyse import Analysis
 from kvprobe.studies.leakage.answers import WORDS, answer_probe, answer_use
 from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
 from kvprobe.studies.leakage.config import Config
@@ -16,7 +17,7 @@ from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES, layer_maps
 from kvprobe.studies.leakage.readings import readings_section
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import secret
-from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section
 
 QUESTION = (
     "A conversation holds {secret} in one turn (T2). The turn is summarised without it and then masked. How much of it can "
@@ -42,7 +43,7 @@ def narrate(analysis: Analysis, config: Config, model: Model, environment: Mappi
         title=f"Leakage after masking: {model.name}, {words.known}",
         question=QUESTION.format(secret=words.secret),
         answer=" ".join([answer_probe(metrics), answer_use(metrics)]),
-        warnings=[SINGLE_CONTEXT_WARNING] if config.contexts == 1 else [],
+        warnings=_warnings(metrics, config),
         sections=[
             _conversation_section(model, config),
             _accuracy_section(metrics, analysis.probes),
@@ -70,6 +71,11 @@ SINGLE_CONTEXT_WARNING = (
     "this one template; a probe may do so by features that exist in no other conversation. It does not say that "
     "they can be read from a conversation that the probe has not seen. Run with more contexts for that."
 )
+
+
+def _warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
+    few = few_clusters(metrics["clusters"], "conversations")
+    return [SINGLE_CONTEXT_WARNING] if config.contexts == 1 else [few] if few else []
 
 
 def _conversation_section(model: Model, config: Config) -> Section:
@@ -127,8 +133,10 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
             "Selectivity is the accuracy less that of the same procedure on a control task, in which each (conversation, "
             "label) has a random label of its own, so that it can only be memorised. Bits are what the probe's calibrated "
             "probabilities are worth above class frequencies; below zero they mislead. "
-            f"Chance is {metrics['chance']:.0%}. Intervals are 95 %, from a bootstrap that resamples "
-            + ("samples." if len(splits) == 1 else "whole conversations."),
+            f"Chance is {metrics['chance']:.0%}. Intervals are 95 %, from leaving out one "
+            + ("sample" if len(splits) == 1 else "conversation")
+            + " at a time, and allow for probes that share their training data. Those of the answer are wider, so that all its "
+            "claims hold together.",
         ],
         tables=[
             Table(
@@ -248,8 +256,8 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. This run has "
             "no arm with an irrelevant masked block to calibrate that.",
             "A linear probe that fails does not prove absence; one that succeeds does not prove use.",
-            f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} secrets; intervals resample these "
-            "conversations with the fitted probes held fixed, so they leave out what other training conversations would do.",
+            f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} secrets; intervals are "
+            "over such conversations, and say nothing of other kinds of text.",
             "The paired split and the random split need other secrets of the same conversation. An attacker who sees one cache "
             "once has neither.",
         ],

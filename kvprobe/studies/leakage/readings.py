@@ -3,7 +3,6 @@
 from typing import Any
 
 from kvprobe.narrative import Section, Table
-from kvprobe.stats import Estimate
 from kvprobe.studies.leakage.analyse import Analysis
 from kvprobe.studies.leakage.config import Config
 from kvprobe.wording import percent
@@ -27,11 +26,8 @@ def readings_section(analysis: Analysis, config: Config) -> Section:
     splits = list(probing.picks)
     rows = []
     for reading, meaning in READINGS.items():
-        own: Any = probing.summary[probing.summary["reading"] == reading].set_index("split")
-        if len(own):
-            cells = [
-                percent(Estimate(*own.loc[split, ["accuracy", "accuracy_low", "accuracy_high"]])) for split in splits
-            ]
+        if reading in probing.readings(splits[0]):
+            cells = [percent(probing.reading(split, reading)) for split in splits]
             rows.append([meaning, *cells])
     codes: Any = probing.codelength.groupby("split")[["bits", "context_bits", "uniform_bits"]].mean()
     sparse: Any = probing.sparse.pivot(index="k", columns="split", values=["accuracy", "random"])

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-_RESAMPLES = 2000
+from kvprobe.stats import estimate
 
 
-def analyse(peaks: Any, growth: Any, times: Any, seed: int) -> dict[str, Any]:
+def analyse(peaks: Any, growth: Any, times: Any) -> dict[str, Any]:
     """The study's numbers.
 
     Returns:
@@ -29,28 +29,16 @@ def analyse(peaks: Any, growth: Any, times: Any, seed: int) -> dict[str, Any]:
         "seconds": {
             name: {str(length): float(value) for length, value in medians[name].items()} for name in ("cached", "anew")
         },
-        "slope": {name: slope(times, name, seed) for name in ("cached", "anew")},
+        "slope": {name: slope(times, name) for name in ("cached", "anew")},
         "faster": {str(length): float(row["anew"] / row["cached"]) for length, row in medians.iterrows()},
         "difference": float(times["difference"].max()),
     }
 
 
-def slope(times: Any, name: str, seed: int) -> dict[str, float]:
-    """The exponent of the length in the median time of a token, over the longer half of the lengths (the shorter half is
-    ruled by what every pass costs), with a 95 % interval from resampling the repeats."""
+def slope(times: Any, name: str) -> dict[str, Any]:
+    """The exponent of the length in the time of a token, over the longer half of the lengths (the shorter half is ruled by what
+    every pass costs): the mean over repeats of what each gives, with its interval over repeats."""
     table: Any = times.pivot(index="repeat", columns="length", values=name)
     lengths = np.array(table.columns, dtype=float)
     chosen = lengths >= np.median(lengths)
-    generator = np.random.default_rng(seed)
-
-    def fitted(rows: np.ndarray) -> float:
-        medians = np.median(rows[:, chosen], axis=0)
-        return float(np.polyfit(np.log(lengths[chosen]), np.log(medians), 1)[0])
-
-    values = table.to_numpy()
-    drawn = [
-        fitted(np.column_stack([generator.choice(column, len(column)) for column in values.T]))
-        for _ in range(_RESAMPLES)
-    ]
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return {"mean": fitted(values), "low": float(low), "high": float(high)}
+    return estimate(np.polyfit(np.log(lengths[chosen]), np.log(table.to_numpy(float)[:, chosen]).T, 1)[0]).record()

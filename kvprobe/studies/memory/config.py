@@ -20,7 +20,7 @@ class Config:
         timed: tokens at which a token is timed, with the cache and without it, with commas between.
         repeats: of each timing.
         memory: what there is, for the figures: where it runs out is marked.
-        seed: of the bootstrap over timings.
+        seed: of random draws; this study makes none.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """
@@ -30,7 +30,7 @@ class Config:
     prompt: int = 1024
     new: int = 128
     timed: str = "64,128,256,512,1024,2048"
-    repeats: int = 5
+    repeats: int = 8
     memory: str = "1GiB"
     seed: int = 0
     device: str = "auto"

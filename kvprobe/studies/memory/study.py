@@ -29,7 +29,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     peaks = collect_peaks(model, config, directory)
     growth = collect_growth(model, config, directory)
     times = collect_times(model, config, directory)
-    metrics = analyse(peaks, growth, times, config.seed)
+    metrics = analyse(peaks, growth, times)
     for table, rows in (("samples", peaks), ("growth", growth), ("times", times)):
         directory.save_table(table, rows)
     stack = model.budget(context=config.prompt, memory=config.memory)

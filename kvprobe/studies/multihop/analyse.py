@@ -1,7 +1,7 @@
 """From features to numbers: what probes read at each distance in each arm, against the floor; transfer; light cone; use."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from kvprobe.lens import Family
 from kvprobe.probing.calibration import calibrated_probes
+from kvprobe.probing.intervals import held_out
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.sweep import READS, accuracy_table, best_by_inner_fold, sites, sweep
 from kvprobe.probing.transfer import transferred
-from kvprobe.stats import cluster_bootstrap, cluster_weights, estimate
-from kvprobe.studies.multihop.arms import ARMS, DISTANCES, lowest_layer
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate
+from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, lowest_layer
 from kvprobe.studies.multihop.collect import PLACES, USE_ARMS, Place, place
 from kvprobe.studies.multihop.collected import Collected, Pick
 from kvprobe.studies.multihop.config import Config
@@ -25,6 +26,8 @@ from kvprobe.studies.multihop.config import Config
 CHANCE = 0.1
 CONDITIONS = ("retained", "restart")
 TRANSFERRED: tuple[Split, ...] = ("leave-context-out", "paired")
+CLAIMS = len(ARMS) + len(PLACES) + len(DISTANCES[FORK:]) + len(ARMS)
+"""What the answer may claim: a leak beyond the first summary by arm, one at each place, more without hops by distance, use by arm."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,16 @@ class Reading:
 
 
 def analyse(collected: Collected, config: Config) -> Analysis:
-    """Fit all probes and bootstrap all intervals."""
+    """Fit all probes and find all intervals."""
     rng = np.random.default_rng([config.seed, 2])
     clusters = collected.contexts
-    weights = cluster_weights(config.sessions, rng)
     folds: dict[Split, np.ndarray] = {split: fold_numbers(split, clusters, config.folds, rng) for split in SPLITS}
 
-    def of(values: np.ndarray) -> dict[str, float]:
-        return asdict(estimate(values.astype(float), clusters, weights))
+    def of(
+        values: np.ndarray, within: tuple[float, float] = UNBOUNDED, comparisons: int = 1, probed: bool = True
+    ) -> dict[str, Any]:
+        found = held_out if probed else estimate
+        return found(values.astype(float), clusters, within, comparisons).record()
 
     tables, found = [], {}
     with tqdm(total=len(PLACES) * len(CONDITIONS) * len(SPLITS), desc="Fitting probes", unit="place") as bar:
@@ -76,7 +81,7 @@ def analyse(collected: Collected, config: Config) -> Analysis:
                     family: collected.features(condition, at, family) for family in collected.families
                 }
                 for split in SPLITS:
-                    table, reading = read(collected, condition, at, features, split, folds[split], weights)
+                    table, reading = read(collected, condition, at, features, split, folds[split])
                     found[condition, at, split] = reading
                     tables.append(table)
                     bar.update()
@@ -84,24 +89,39 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     metrics: dict[str, Any] = {"chance": CHANCE, "samples": len(clusters), "sessions": config.sessions}
     for name in ("accuracy", "floor", "leak", "bits", "floor_bits", "chosen", "beyond"):
         metrics[name] = {split: {} for split in SPLITS}
+    metrics["claims"] = {"beyond": {}, "reach": {}}
     for split in SPLITS:
         for arm in ARMS:
             retained, restart = (
                 [found[condition, place(arm, distance), split] for distance in DISTANCES] for condition in CONDITIONS
             )
             leaks = [own.hits.mean(1) - floor.hits.mean(1) for own, floor in zip(retained, restart, strict=True)]
-            metrics["accuracy"][split][arm] = [of(own.hits.mean(1)) for own in retained]
-            metrics["floor"][split][arm] = [of(own.hits.mean(1)) for own in restart]
-            metrics["leak"][split][arm] = [of(leak) for leak in leaks]
+            beyond = np.mean(leaks[1:], 0)
+            metrics["accuracy"][split][arm] = [of(own.hits.mean(1), SHARE) for own in retained]
+            metrics["floor"][split][arm] = [of(own.hits.mean(1), SHARE) for own in restart]
+            metrics["leak"][split][arm] = [of(leak, DIFFERENCE) for leak in leaks]
             metrics["bits"][split][arm] = [of(own.bits) for own in retained]
             metrics["floor_bits"][split][arm] = [of(own.bits) for own in restart]
             metrics["chosen"][split][arm] = [own.picks for own in retained]
-            metrics["beyond"][split][arm] = of(np.mean(leaks[1:], 0))
-    metrics["versus"] = _versus(found, of)
-    metrics["transfer"] = _transfer(collected, found, folds, weights)
+            metrics["beyond"][split][arm] = of(beyond, DIFFERENCE)
+            if split == "leave-context-out":
+                metrics["claims"]["beyond"][arm] = of(beyond, DIFFERENCE, CLAIMS)
+            if split == "paired":
+                metrics["claims"]["reach"][arm] = [of(leak, DIFFERENCE, CLAIMS) for leak in leaks]
+    metrics["versus"] = {
+        split: {
+            arm: [of(more, DIFFERENCE) for more in _versus(found, split, arm)] for arm in ARMS if arm != "hop-forced"
+        }
+        for split in SPLITS
+    }
+    metrics["claims"]["straight"] = [of(more, DIFFERENCE, CLAIMS) for more in _versus(found, "paired", "skip")]
+    metrics["claims"]["use"] = {
+        arm: of(_gained(collected.use["margin"], arm), comparisons=CLAIMS, probed=False) for arm in ARMS
+    }
+    metrics["transfer"] = _transfer(collected, found, folds)
     variation = variation_of(collected)
     metrics["light_cone"] = _light_cone(variation)
-    metrics["use"] = _use(collected.use, of)
+    metrics["use"] = _use(collected.use, clusters)
     probes = pd.concat(tables, ignore_index=True)
     return Analysis(probes.merge(variation, how="left"), _sample_table(collected, found), metrics)
 
@@ -113,7 +133,6 @@ def read(
     features: Mapping[Family, Float[Tensor, "rows layers reads dim"]],
     split: Split,
     folds: Int[np.ndarray, "samples"],
-    weights: Int[np.ndarray, "resamples sessions"],
 ) -> tuple[pd.DataFrame, Reading]:
     """Probes of every site of a place under one split: a table of all, and the reading of the best."""
     labels, contexts = collected.labels, collected.contexts
@@ -121,7 +140,7 @@ def read(
     for family, tensor in features.items():
         result = sweep(tensor, collected.rows(condition), labels, contexts, split, folds, classes=10)
         named = {"condition": condition, "arm": at[0], "split": split, "family": family}
-        table = accuracy_table(result, sites(tensor), labels, contexts, weights, **named)
+        table = accuracy_table(result, sites(tensor), labels, contexts, **named)
         tables.append(table.assign(distance=at[1]))
         candidates += [(family, site, result, index) for index, site in enumerate(sites(tensor))]
         inner.append(result.inner_accuracy)
@@ -147,29 +166,21 @@ def _pick(pick: Mapping[str, Any]) -> Pick:
     return pick["family"], pick["layer"], READS.index(pick["read"])
 
 
-def _versus(found: Mapping[tuple[str, Place, Split], Reading], of: Any) -> dict[str, Any]:
-    """By how much more a probe reads in the open arm, and in that which skips, than where every hop is forced."""
-    return {
-        split: {
-            arm: [
-                of(
-                    found["retained", place(arm, distance), split].hits.mean(1)
-                    - found["retained", place("hop-forced", distance), split].hits.mean(1)
-                )
-                for distance in DISTANCES
-            ]
-            for arm in ARMS
-            if arm != "hop-forced"
-        }
-        for split in SPLITS
-    }
+def _versus(
+    found: Mapping[tuple[str, Place, Split], Reading], split: Split, arm: Arm
+) -> list[Float[np.ndarray, "samples"]]:
+    """By distance, how much more a probe reads in the open arm, or in that which skips, than where every hop is forced."""
+    read = [
+        [found["retained", place(each, distance), split].hits.mean(1) for distance in DISTANCES]
+        for each in (arm, "hop-forced")
+    ]
+    return [own - forced for own, forced in zip(*read, strict=True)]
 
 
 def _transfer(
     collected: Collected,
     found: Mapping[tuple[str, Place, Split], Reading],
     folds: Mapping[Split, Int[np.ndarray, "samples"]],
-    weights: Int[np.ndarray, "resamples sessions"],
 ) -> dict[str, Any]:
     """Probes trained at each distance, tested at each, all at one site: that of the best inner accuracy, mean over distances."""
     labels = collected.labels
@@ -188,11 +199,8 @@ def _transfer(
                     right = transferred(seen, labels, number, 10, size).eq(labels).double().mean(2).numpy()
                     mine = np.isin(folds[split], [fold for fold, own in enumerate(picks) if own == pick])
                     hits[:, :, mine] = right[:, :, mine]
-                accuracy, low, high = cluster_bootstrap(hits, collected.contexts, weights)
                 out[split][arm] = {
-                    "accuracy": accuracy.tolist(),
-                    "low": low.tolist(),
-                    "high": high.tolist(),
+                    "accuracy": [[held_out(each, collected.contexts, SHARE).record() for each in row] for row in hits],
                     "picks": [{"family": family, "layer": layer, "read": READS[read]} for family, layer, read in picks],
                 }
                 bar.update()
@@ -248,22 +256,30 @@ def _light_cone(variation: Any) -> dict[str, list[dict[str, Any]]]:
     return {arm: [of(arm, distance) for distance in DISTANCES] for arm in ARMS}
 
 
-def _use(use: Mapping[str, np.ndarray], of: Any) -> dict[str, Any]:
+def _use(use: Mapping[str, np.ndarray], clusters: Int[np.ndarray, "samples"]) -> dict[str, Any]:
+    def of(values: np.ndarray, within: tuple[float, float] = UNBOUNDED) -> dict[str, Any]:
+        return estimate(values.astype(float), clusters, within).record()
+
     logprob, margin = use["logprob"].sum(2), use["margin"].sum(2)
     measured: dict[str, Any] = {
         arm: {
             "logprob": of(logprob[:, index]),
             "margin": of(margin[:, index]),
-            "token_accuracy": of(use["correct"][:, index].mean(1)),
+            "token_accuracy": of(use["correct"][:, index].mean(1), SHARE),
             "kl_from_shown": of(use["kl"][:, index]),
         }
         for index, arm in enumerate(USE_ARMS)
     }
     for arm in ARMS:
-        own, restart = USE_ARMS.index(arm), USE_ARMS.index(f"restart, {arm}")
-        measured[arm]["delta_margin"] = of(margin[:, own] - margin[:, restart])
-        measured[arm]["delta_u"] = of(logprob[:, own] - logprob[:, restart])
+        measured[arm]["delta_margin"] = of(_gained(use["margin"], arm))
+        measured[arm]["delta_u"] = of(_gained(use["logprob"], arm))
     return measured
+
+
+def _gained(measure: Float[np.ndarray, "samples arms tokens"], arm: Arm) -> Float[np.ndarray, "samples"]:
+    """What masking gives beyond the restart of the same arm."""
+    summed = measure.sum(2)
+    return summed[:, USE_ARMS.index(arm)] - summed[:, USE_ARMS.index(f"restart, {arm}")]
 
 
 def _sample_table(collected: Collected, found: Mapping[tuple[str, Place, Split], Reading]) -> pd.DataFrame:

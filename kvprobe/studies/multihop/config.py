@@ -20,7 +20,7 @@ class Config:
         families: what probes read of a slot: k_pre (K before rotary embedding), k, v, resid_post; commas between.
         folds: test folds; probes are trained on the others.
         batch: codes of a session that are read side by side.
-        seed: of codes, folds and bootstrap.
+        seed: of codes and folds.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

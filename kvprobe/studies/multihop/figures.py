@@ -15,6 +15,7 @@ from kvprobe.studies.maps import map_of
 from kvprobe.studies.multihop.analyse import TRANSFERRED
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer
 from kvprobe.studies.multihop.collect import SHOWN, USE_ARMS, place
+from kvprobe.wording import estimate_of
 
 COLOURS = {"open": "#0072b2", "hop-forced": "#d55e00", "skip": "#cc79a7"}
 ARM_NAMES = {
@@ -67,7 +68,8 @@ def by_distance(metrics: Mapping[str, Any]) -> Any:
 
 def line(axis: Any, values: Any, colour: str, label: str, alpha: float, **style: Any) -> None:
     """A line over distances with its band."""
-    mean, low, high = (np.array([each[key] for each in values]) for key in ("mean", "low", "high"))
+    found = [estimate_of(each) for each in values]
+    mean, low, high = (np.array([getattr(each, end) for each in found]) for end in ("mean", "low", "high"))
     axis.fill_between(DISTANCES, low, high, color=colour, alpha=alpha, lw=0)
     axis.plot(DISTANCES, mean, color=colour, label=label, markersize=4, **style)
 
@@ -134,7 +136,7 @@ def transfer(metrics: Mapping[str, Any]) -> Any:
             len(TRANSFERRED), len(ARMS), figsize=(10.5, 6.4), sharex=True, sharey=True, layout="constrained"
         )
         for axes, split in zip(grid, TRANSFERRED, strict=True):
-            tables = {arm: np.array(metrics["transfer"][split][arm]["accuracy"]) for arm in ARMS}
+            tables = {arm: accuracies(metrics["transfer"][split][arm]) for arm in ARMS}
             top = max(0.2, *(float(table.max()) for table in tables.values()))
             for axis, arm in zip(axes, ARMS, strict=True):
                 sns.heatmap(
@@ -156,6 +158,11 @@ def transfer(metrics: Mapping[str, Any]) -> Any:
     return figure
 
 
+def accuracies(transfer: Mapping[str, Any]) -> np.ndarray:
+    """Distances trained at by distances tested at."""
+    return np.array([[each["mean"] for each in row] for row in transfer["accuracy"]])
+
+
 def use(measured: Mapping[str, Any]) -> Any:
     """What masking instead of restarting gives the true code, per arm; and how much of the code is said right, per cache."""
     import matplotlib.pyplot as plt
@@ -168,10 +175,10 @@ def use(measured: Mapping[str, Any]) -> Any:
         figure, axes = plt.subplots(1, len(panels), figsize=(10.5, 2.8))
         for axis, (key, (arms, label, chance)) in zip(axes, panels.items(), strict=True):
             for number, arm in enumerate(arms):
-                value = measured[arm][key]
-                error = np.array([[value["mean"] - value["low"]], [value["high"] - value["mean"]]])
+                value = estimate_of(measured[arm][key])
+                error = np.array([[value.mean - value.low], [value.high - value.mean]])
                 colour = COLOURS.get(arm, ARM_COLOURS["restart"])
-                axis.errorbar([value["mean"]], [number], xerr=error, fmt="o", color=colour, capsize=3, markersize=6)
+                axis.errorbar([value.mean], [number], xerr=error, fmt="o", color=colour, capsize=3, markersize=6)
             axis.axvline(chance, color="0.35", ls="--", lw=0.9)
             axis.set_yticks(range(len(arms)), arms)
             axis.set_ylim(len(arms) - 0.5, -0.5)

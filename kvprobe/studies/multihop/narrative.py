@@ -9,14 +9,14 @@ from kvprobe.model import Model
 from kvprobe.narrative import Figure, Report, Section, Table, passages_of
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.probing.splits import SPLITS, Split
-from kvprobe.studies.multihop.analyse import TRANSFERRED
+from kvprobe.studies.multihop.analyse import CLAIMS, TRANSFERRED
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK
 from kvprobe.studies.multihop.collect import SHOWN, USE_ARMS
 from kvprobe.studies.multihop.config import Config
-from kvprobe.studies.multihop.figures import FAMILY_NAMES, layer_maps
+from kvprobe.studies.multihop.figures import FAMILY_NAMES, accuracies, layer_maps
 from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
-from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section, signed
 
 QUESTION = (
     "A session has eight turns. Each is summarised and then masked; the first holds a random 5-digit number that no summary "
@@ -40,6 +40,7 @@ def narrate(
         title=f"Leak against distance: {model.name}",
         question=QUESTION,
         answer=" ".join([answer_new(metrics), answer_paired(metrics), answer_use(metrics)]),
+        warnings=[few] if (few := few_clusters(metrics["sessions"], "sessions")) else [],
         sections=[
             _session_section(model, config),
             _distance_section(metrics, probes),
@@ -61,9 +62,9 @@ def narrate(
     )
 
 
-def reach(metrics: Mapping[str, Any], split: Split, arm: str) -> list[int]:
-    """The distances at which the leak's interval lies above zero."""
-    return [distance for distance in DISTANCES if metrics["leak"][split][arm][distance]["low"] > 0]
+def reach(metrics: Mapping[str, Any], arm: str) -> list[int]:
+    """The distances at which a leak is claimed in the paired split."""
+    return [distance for distance in DISTANCES if estimate_of(metrics["claims"]["reach"][arm][distance]).above()]
 
 
 def in_words(distances: Sequence[int]) -> str:
@@ -83,26 +84,32 @@ def answer_new(metrics: Mapping[str, Any]) -> str:
     split: Split = "leave-context-out"
     direct = estimate_of(metrics["accuracy"][split]["open"][0])
     leak = estimate_of(metrics["leak"][split]["open"][0])
-    beyond = {arm: estimate_of(metrics["beyond"][split][arm]) for arm in ARMS}
+    beyond = {arm: estimate_of(metrics["claims"]["beyond"][arm]) for arm in ARMS}
     first = (
         f"In sessions that it was not trained on, a linear probe reads {percent(direct)} of the digits from the summary that saw "
         f"them (chance {metrics['chance']:.0%}; over the restart floor {points(leak)})"
     )
-    found = [arm for arm in ARMS if beyond[arm].low > 0]
+    if not leak.has_interval:
+        return (
+            f"{first}; whether anything is read from the seven summaries after it cannot be said from so few sessions."
+        )
+    found = [arm for arm in ARMS if beyond[arm].above()]
     if found:
         told = "; ".join(f"{arm} {points(beyond[arm])}" for arm in found)
         arms = f"arm{'s' * (len(found) > 1)} {' and '.join(found)}"
         return f"{first}, and from the seven summaries after it more than the floor in the {arms} ({told})."
     most = max(ARMS, key=lambda arm: beyond[arm].mean)
-    return f"{first}, and from the seven summaries after it no more than the floor in any arm (most in {most}, {points(beyond[most])})."
+    return f"{first}, and from the seven summaries after it not significantly more than the floor in any arm (most in {most}, {points(beyond[most])})."
 
 
 def answer_paired(metrics: Mapping[str, Any]) -> str:
     """What probes read when they are centred on other codes of the same session, and by which way it came."""
     accuracy = metrics["accuracy"]["paired"]
-    reached = {arm: reach(metrics, "paired", arm) for arm in ARMS}
+    reached = {arm: reach(metrics, arm) for arm in ARMS}
+    if not estimate_of(accuracy["open"][0]).has_interval:
+        return "Nor can it be said for a probe that is centred on other codes of the same session."
     if not any(any(distances) for distances in reached.values()):
-        return "Centred on other codes of the same session, a probe reads nothing beyond the first summary either."
+        return "Centred on other codes of the same session, a probe reads nothing significant beyond the first summary either."
     floor = max(each["mean"] for arm in ARMS for each in metrics["floor"]["paired"][arm])
     ends = {arm: estimate_of(accuracy[arm][LAST]) for arm in ARMS}
     sentence = (
@@ -111,7 +118,9 @@ def answer_paired(metrics: Mapping[str, Any]) -> str:
         f"view, {percent(ends['skip'])} if only the first does, and {percent(ends['hop-forced'])} if only the last does, so that "
         f"every hop is forced (floors at most {floor:.1%})."
     )
-    straight = [distance for distance in DISTANCES[FORK:] if metrics["versus"]["paired"]["skip"][distance]["low"] > 0]
+    straight = [
+        distance for distance in DISTANCES[FORK:] if estimate_of(metrics["claims"]["straight"][distance]).above()
+    ]
     hops = reached["hop-forced"]
     arrives = (
         f"Through forced hops it is above the floor at distances {in_words(hops)} only"
@@ -119,7 +128,7 @@ def answer_paired(metrics: Mapping[str, Any]) -> str:
         else "Through forced hops it is above the floor at every distance"
     )
     if not straight:
-        return f"{sentence} {arrives}; what comes straight from the first summary is not more than what comes by hops."
+        return f"{sentence} {arrives}; what comes straight from the first summary is not significantly more than what comes by hops."
     return (
         f"{sentence} {arrives}; what comes straight from the first summary is more than what comes by hops at distances "
         f"{in_words(straight)}."
@@ -129,20 +138,22 @@ def answer_paired(metrics: Mapping[str, Any]) -> str:
 def answer_use(metrics: Mapping[str, Any]) -> str:
     """Whether the model uses what is left, decided by the margin of the true code over others."""
     use = metrics["use"]
-    gains = {arm: estimate_of(use[arm]["delta_margin"]) for arm in ARMS}
+    gains = {arm: estimate_of(metrics["claims"]["use"][arm]) for arm in ARMS}
     told = "; ".join(f"{arm} {signed(gains[arm])}" for arm in ARMS)
     measured = (
         f"margin of the true code over others when it is asked for, masked less restarted, in nats: {told}; with the first turn shown "
         f"again the margin is {use[SHOWN]['margin']['mean']:.1f}"
     )
-    used = [arm for arm in ARMS if gains[arm].low > NEGLIGIBLE]
-    away = [arm for arm in ARMS if gains[arm].high < -NEGLIGIBLE]
+    used = [arm for arm in ARMS if gains[arm].above(NEGLIGIBLE)]
+    away = [arm for arm in ARMS if gains[arm].below(-NEGLIGIBLE)]
+    if not gains[ARMS[0]].has_interval:
+        return f"Whether the model uses it cannot be said either ({measured})."
     if used:
         return f"The model uses a little of it in the arm{'s' * (len(used) > 1)} {' and '.join(used)} ({measured})."
     if away:
         arms = f"arm{'s' * (len(away) > 1)} {' and '.join(away)}"
-        return f"No use by the model was found; in the {arms} the retained cache turns it away from the true code ({measured})."
-    return f"No use of it by the model was found ({measured})."
+        return f"No use by the model was detected; in the {arms} the retained cache turns it away from the true code ({measured})."
+    return f"No use of it by the model was detected ({measured})."
 
 
 def _session_section(model: Model, config: Config) -> Section:
@@ -177,8 +188,9 @@ def _distance_section(metrics: Mapping[str, Any], probes: Any) -> Section:
         paragraphs=[
             "Ridge probes classify each of the five digits from one family of one layer; a summary's slots are averaged, or its "
             "last slot is taken. The tables hold the accuracy per digit of the one probe that did best on an inner fold, so that "
-            f"the search flatters nothing. Chance is {metrics['chance']:.0%}. Intervals are 95 %, from a bootstrap that resamples "
-            "whole sessions. A leak is the difference to the restart floor at the same distance in the same arm. Bits are what "
+            f"the search flatters nothing. Chance is {metrics['chance']:.0%}. Intervals are 95 %, from leaving out one "
+            "session at a time, and allow for probes that share their training data. Those that decide the answer are so wide that all of its "
+            f"{CLAIMS} comparisons hold together. A leak is the difference to the restart floor at the same distance in the same arm. Bits are what "
             "calibrated probabilities of that probe tell of a digit, of log2(10) = 3.3; the floor tells none.",
         ],
         figures=[
@@ -224,16 +236,15 @@ def _transfer_section(metrics: Mapping[str, Any]) -> Section:
     for split in TRANSFERRED:
         for arm in ARMS:
             table = metrics["transfer"][split][arm]
-            accuracy = np.array(table["accuracy"])
+            accuracy = accuracies(table)
             off = accuracy[~np.eye(len(accuracy), dtype=bool)].mean()
-            from_first = table["accuracy"][0][LAST], table["low"][0][LAST], table["high"][0][LAST]
             rows.append(
                 [
                     split,
                     arm,
                     f"{np.diag(accuracy).mean():.1%}",
                     f"{off:.1%}",
-                    "{:.1%} ({:.1%} to {:.1%})".format(*from_first),
+                    percent(estimate_of(table["accuracy"][0][LAST])),
                 ]
             )
     return Section(
@@ -337,9 +348,9 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         points=[
             f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones, or of models "
             "trained to go on from masked turns.",
-            f"{metrics['sessions']} hand-written English sessions of short turns and {metrics['samples']} codes; intervals resample "
-            "these sessions with the fitted probes held fixed. There are 20 places and three splits, and of 60 intervals one or two "
-            "lie above zero by luck: look at runs of distances, not at single ones.",
+            f"{metrics['sessions']} hand-written English sessions of short turns and {metrics['samples']} codes; intervals are "
+            "over such sessions. There are 20 places and three splits, and of the 60 intervals in the tables one or two lie above zero "
+            "by chance; those that decide the answer are wide enough for all.",
             "Bits fall below nought where a probe is sure and wrong; one odd session can cost more bits than all others give, which "
             "accuracy does not feel.",
             "In the arms that hide summaries, what is hidden differs as well as the way: a turn that sees fewer summaries attends "

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from kvprobe.patching.pairs import summarise
+from kvprobe.patching.pairs import pooled, summarise
 from kvprobe.studies.patching.collect import (
     BANDS,
     EVERYTHING,
@@ -30,7 +30,8 @@ SHARE = 0.8
 FEWEST = 4
 """Facts that the model must be able to do before anything is said of where they are read: two in each half."""
 PARTS = ("K", "V", "KV")
-_MEASURES = {"mean": "normalised", "low": "normalised_low", "high": "normalised_high"}
+CLAIMS = 3
+"""Of the headline: what K carries, what V carries, and which carries more. Their intervals hold together."""
 
 
 def bands_by_half(table: Any, n_layers: int) -> Bands:
@@ -77,22 +78,21 @@ def analyse(table: Any, example: Any, bands: Bands, config: Config, n_layers: in
     found["enough"] = known["cluster"].nunique() >= FEWEST
     if not found["enough"]:
         return found
-    seed = config.seed
     whole, everything = (known[known["grid"] == grid] for grid in (WHOLE, EVERYTHING))
     wide = everything.pivot(index="pair", columns="part", values="effect")
     pairs = everything.drop_duplicates("pair").set_index("pair")
-    found["everything"] = {part: _pooled(everything[everything["part"] == part], seed) for part in PARTS}
-    found["difference"] = _pooled(pairs.assign(effect=wide["V"] - wide["K"]).reset_index(), seed)
-    found["interaction"] = _pooled(pairs.assign(effect=wide["KV"] - wide["K"] - wide["V"]).reset_index(), seed)
-    found["whole"] = _listed(whole, ["segment", "part"], seed)
-    found["by_kind"] = _listed(everything, ["kind", "part"], seed)
-    found["layers"] = _listed(known[known["grid"] == LAYERS], ["layer", "segment", "part"], seed)
+    found["everything"] = {part: _pooled(everything[everything["part"] == part], CLAIMS) for part in PARTS}
+    found["difference"] = _pooled(pairs.assign(effect=wide["V"] - wide["K"]).reset_index(), CLAIMS)
+    found["interaction"] = _pooled(pairs.assign(effect=wide["KV"] - wide["K"] - wide["V"]).reset_index())
+    found["whole"] = _listed(whole, ["segment", "part"])
+    found["by_kind"] = _listed(everything, ["kind", "part"])
+    found["layers"] = _listed(known[known["grid"] == LAYERS], ["layer", "segment", "part"])
     residual = known[known["grid"] == RESIDUAL]
-    found["residual"] = _listed(residual, ["layer"], seed) if len(residual) else []
+    found["residual"] = _listed(residual, ["layer"]) if len(residual) else []
     heads = known[(known["grid"] == HEADS) & (known["segment"] == VALUE)]
-    found["heads"] = _listed(heads.assign(effect=heads["score"]), ["layer", "head", "part"], seed)
+    found["heads"] = _listed(heads.assign(effect=heads["score"]), ["layer", "head", "part"])
     found["attribution"] = _agreement(known)
-    found["bands"] = {part: _band(known, bands, part, n_layers, seed) for part in ("K", "V")}
+    found["bands"] = {part: _band(known, bands, part, n_layers) for part in ("K", "V")}
     found["example"] = _example(example) if example is not None else None
     return found
 
@@ -125,7 +125,7 @@ def _controls(table: Any) -> dict[str, float]:
     }
 
 
-def _band(known: Any, bands: Bands, part: str, n_layers: int, seed: int) -> dict[str, Any] | None:
+def _band(known: Any, bands: Bands, part: str, n_layers: int) -> dict[str, Any] | None:
     """The band on all facts; those of the halves, and what they do on the other half, patched at once."""
     everywhere = band_of(profile(known, part, n_layers))
     patched = known[(known["grid"] == BANDS) & (known["part"] == part)] if part in bands else known[:0]
@@ -140,9 +140,9 @@ def _band(known: Any, bands: Bands, part: str, n_layers: int, seed: int) -> dict
         "halves": [[band.start, band.stop - 1] for band in bands[part].values()],
         "summed": float(effects.sum()),
         "summed_inside": float(effects[everywhere.start : everywhere.stop].sum()),
-        "inside": _pooled(inside, seed),
-        "outside": _pooled(outside, seed) if len(outside) else None,
-        "of_whole": _pooled(inside.assign(way=inside["pair"].map(whole)), seed),
+        "inside": _pooled(inside),
+        "outside": _pooled(outside) if len(outside) else None,
+        "of_whole": _pooled(inside.assign(way=inside["pair"].map(whole))),
     }
 
 
@@ -187,15 +187,13 @@ def _example(example: Any) -> dict[str, Any]:
     }
 
 
-def _pooled(cells: Any, seed: int) -> dict[str, float]:
-    row = summarise(cells.assign(all=0), ["all"], seed).iloc[0]
-    return {name: float(row[column]) for name, column in _MEASURES.items()}
+def _pooled(cells: Any, comparisons: int = 1) -> dict[str, Any]:
+    return pooled(summarise(cells.assign(all=0), ["all"], comparisons).to_dict("records")[0]).record()
 
 
-def _listed(cells: Any, by: Sequence[str], seed: int) -> list[dict[str, Any]]:
+def _listed(cells: Any, by: Sequence[str]) -> list[dict[str, Any]]:
     """One entry per group, with its pooled share of the way and interval."""
     return [
-        {axis: int(row[axis]) if axis in ("layer", "head") else str(row[axis]) for axis in by}
-        | {name: float(row[column]) for name, column in _MEASURES.items()}
-        for row in summarise(cells, by, seed).to_dict("records")
+        {axis: int(row[axis]) if axis in ("layer", "head") else str(row[axis]) for axis in by} | pooled(row).record()
+        for row in summarise(cells, by).to_dict("records")
     ]

@@ -17,7 +17,7 @@ class Config:
         ways: 2 patches each fact both ways, its second value into the run with the first and back; 1 takes one of the two, in turn.
         step: residual streams are patched at every so many layers; 0 leaves that out.
         check: cells of the attribution that are also patched exactly, for each run.
-        seed: of that draw, of the halves and of the bootstrap.
+        seed: of that draw and of the halves.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -12,6 +12,7 @@ from kvprobe.narrative import HeatMap, TokenView
 from kvprobe.plots import save, styled
 from kvprobe.studies.patching.analyse import PARTS
 from kvprobe.studies.patching.collect import SLOTS, TOKENS, TOTAL
+from kvprobe.wording import ends, whiskers
 
 PART_NAMES = {"K": "K", "V": "V", "KV": "K and V"}
 PART_STYLES = {"K": ("#0072b2", "o"), "V": ("#d55e00", "s"), "KV": ("black", "D")}
@@ -45,7 +46,7 @@ def whole_by_segment(metrics: Mapping[str, Any], title: str) -> Any:
             cells = [cell for cell in metrics["whole"] if cell["part"] == part] + [metrics["everything"][part]]
             where = np.arange(len(cells)) + 0.2 * (place - 1)
             means = [cell["mean"] for cell in cells]
-            errors = [[abs(cell["mean"] - cell[end]) for cell in cells] for end in ("low", "high")]
+            errors = np.hstack([whiskers(cell) for cell in cells])
             colour, marker = PART_STYLES[part]
             axis.errorbar(
                 where, means, yerr=errors, color=colour, marker=marker, ls="none", ms=5, label=PART_NAMES[part]
@@ -79,7 +80,8 @@ def reader_and_total(metrics: Mapping[str, Any], title: str) -> Any:
     with styled():
         figure, axis = plt.subplots(figsize=(6.6, 3.0))
         layers = [cell["layer"] for cell in metrics["residual"]]
-        means, lows, highs = ([cell[end] for cell in metrics["residual"]] for end in ("mean", "low", "high"))
+        means = [cell["mean"] for cell in metrics["residual"]]
+        lows, highs = zip(*(ends(cell) for cell in metrics["residual"]), strict=True)
         axis.fill_between(layers, lows, highs, color="#009e73", alpha=0.18, lw=0)
         axis.plot(layers, means, color="#009e73", marker="o", ms=4, label="total: residual stream from this layer on")
         for part in ("K", "V"):

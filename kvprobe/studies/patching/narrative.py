@@ -12,14 +12,12 @@ from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.figures import PART_NAMES, head_maps, layer_maps, slot_maps, token_view
 from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
-from kvprobe.wording import estimate_of, percent, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, reproduce_section, span, verdict
 
 QUESTION = (
     "A conversation states a fact and is asked for it two turns later. From which layers, slots and heads of the cache is the "
     "fact read, and from K or from V?"
 )
-FEW = 12
-"""Facts below which a bootstrap's intervals are too narrow to rely on."""
 SLACK = 1e-4
 """How far a control may be off, as a share of the largest logit difference."""
 
@@ -63,8 +61,8 @@ def answer(metrics: Mapping[str, Any]) -> str:
     )
     part = leading(metrics)
     if part is None:
-        if shares["K"].low <= 0 and shares["V"].low <= 0:
-            return f"Neither K nor V alone is found to carry the fact: {told}."
+        if not shares["K"].above() and not shares["V"].above():
+            return f"That K or V alone carries the fact was not detected: {told}."
         return (
             f"The fact is not read from one of K and V more than from the other, as far as this run can tell: {told}."
         )
@@ -79,10 +77,10 @@ def answer(metrics: Mapping[str, Any]) -> str:
 
 
 def leading(metrics: Mapping[str, Any]) -> str | None:
-    """The part that surely carries more, and something; None if there is none."""
+    """The part that carries significantly more, and something; None if there is none."""
     difference = estimate_of(metrics["difference"])
-    part = "V" if difference.low > 0 else "K" if difference.high < 0 else None
-    return part if part is not None and metrics["everything"][part]["low"] > 0 else None
+    part = "V" if difference.above() else "K" if difference.below() else None
+    return part if part is not None and estimate_of(metrics["everything"][part]).above() else None
 
 
 def findings(metrics: Mapping[str, Any]) -> list[str]:
@@ -90,12 +88,12 @@ def findings(metrics: Mapping[str, Any]) -> list[str]:
     difference, rest = (estimate_of(metrics[name]) for name in ("difference", "interaction"))
     sentences = [
         f"V less K: {_signed(difference)} of the way. "
-        + _decided(difference, "V carries more", "K carries more", "Which of the two carries more is not decided."),
+        + verdict(difference, "V carries more.", "K carries more.", "Which of the two carries more is not decided."),
         f"Both together less the sum of each alone: {_signed(rest)}. "
-        + _decided(
+        + verdict(
             rest,
-            "Part of the effect needs both",
-            "K and V each do what the other does as well",
+            "Part of the effect needs both.",
+            "K and V each do what the other does as well.",
             "No more than the sum is found.",
         ),
     ]
@@ -115,10 +113,8 @@ def findings(metrics: Mapping[str, Any]) -> list[str]:
 
 def warnings(metrics: Mapping[str, Any]) -> list[str]:
     found = []
-    if metrics["enough"] and metrics["pairs"]["able_facts"] < FEW:
-        found.append(
-            f"A first look: {metrics['pairs']['able_facts']} facts, and below {FEW} the intervals are narrower than they should be."
-        )
+    if metrics["enough"] and (few := few_clusters(metrics["pairs"]["able_facts"], "facts")):
+        found.append(few)
     if failed := [text for text, holds in controls(metrics) if not holds]:
         found.append(f"A control does not hold, doubt this run: {failed[0]}")
     return found
@@ -159,7 +155,7 @@ def _found_sections(metrics: Mapping[str, Any]) -> list[Section]:
                     columns=["swapped, all layers", *(PART_NAMES[part] for part in PARTS)],
                     rows=rows,
                     caption="Share of the way from the base's logit difference to the donor's: mean effect over mean way, with 95 % "
-                    "intervals that resample facts.",
+                    "intervals over facts.",
                 )
             ],
             figures=[Figure("whole_by_segment", "The same; the dashed line is the donor.")],
@@ -297,8 +293,4 @@ def _run(layers: Sequence[int]) -> str:
 
 
 def _signed(value: Estimate) -> str:
-    return f"{100 * value.mean:+.1f} % ({100 * value.low:+.1f} to {100 * value.high:+.1f})"
-
-
-def _decided(value: Estimate, above: str, below: str, neither: str) -> str:
-    return f"{above}." if value.low > 0 else f"{below}." if value.high < 0 else neither
+    return f"{100 * value.mean:+.1f} % ({span(value, lambda share: f'{100 * share:+.1f}')})"

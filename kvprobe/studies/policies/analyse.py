@@ -1,19 +1,20 @@
 """From samples to numbers: every condition against the full cache and against random eviction, with intervals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from kvprobe.stats import Estimate, cluster_weights, estimate
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate, means
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, Condition
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, VALUES
 from kvprobe.tasks.passcode import CODE_LENGTH
+from kvprobe.wording import estimate_of
 
 MEASURES = ("kl", "agreement", "code", "instructions")
 MARGINS = ("code_margin", "instruction_margin")
@@ -69,24 +70,32 @@ class Collected:
         return BETTER[measure] * (values[condition] - values[baseline])
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """Intervals by resampling conversations, the same for all quantities."""
+def _range_of(measure: str) -> tuple[float, float]:
+    """The natural range of a difference of a measure."""
+    return UNBOUNDED if measure == "kl" or measure in MARGINS else DIFFERENCE
 
-    weights: Int[np.ndarray, "resamples samples"]
 
-    def of(self, values: Float[np.ndarray, "samples"]) -> dict[str, float]:
-        """The mean of one quantity, as `metrics.json` holds it."""
-        return asdict(estimate(values, np.arange(self.weights.shape[1]), self.weights))
+def _mean(measure: str, values: Float[np.ndarray, "samples"]) -> dict[str, Any]:
+    return estimate(values, within=UNBOUNDED if _range_of(measure) == UNBOUNDED else SHARE).record()
+
+
+def _difference(measure: str, values: Float[np.ndarray, "samples"], comparisons: int = 1) -> dict[str, Any]:
+    return estimate(values, within=_range_of(measure), comparisons=comparisons).record()
+
+
+def _claims(config: Config) -> int:
+    """Comparisons that a headline picks from: policies with a budget, by budget, on three measures and once more with sinks
+    spared."""
+    policies = sum(not kind.baseline and not kind.bits for kind in KINDS.values())
+    return policies * len(judged_budgets(config)) * 4
 
 
 def analyse(collected: Collected, config: Config) -> dict[str, Any]:
     """The numbers of a run; each difference is between conditions of the same conversations."""
     samples = collected.kept.shape[2]
-    bootstrap = Bootstrap(cluster_weights(samples, np.random.default_rng([config.seed, 0, 2])))
     table = collected.table.drop_duplicates("sample")
     chance = {"code": 0.1 ** (CODE_LENGTH / np.mean(table["code_tokens"])), "instructions": 1 / VALUES}
-    ceiling = {name: bootstrap.of(collected.values[name][0]) for name in (*chance, *MARGINS)}
+    ceiling = {name: _mean(name, collected.values[name][0]) for name in (*chance, *MARGINS)}
     followed = collected.kept[:, 0].sum(0)
     return {
         "samples": samples,
@@ -100,10 +109,10 @@ def analyse(collected: Collected, config: Config) -> dict[str, Any]:
         },
         "chance": chance,
         "ceiling": ceiling,
-        "judged": {name: bool(ceiling[name]["low"] > chance[name] + ABOVE_CHANCE) for name in chance},
-        "conditions": [_condition(collected, index, bootstrap) for index in range(len(collected.conditions))],
-        "against": _against(collected, config, bootstrap),
-        "enough": _enough(collected, config, bootstrap),
+        "judged": {name: estimate_of(ceiling[name]).above(chance[name] + ABOVE_CHANCE) for name in chance},
+        "conditions": [_condition(collected, index) for index in range(len(collected.conditions))],
+        "against": _against(collected, config),
+        "enough": _enough(collected, config),
         "unchanged": _unchanged(collected, config),
     }
 
@@ -114,7 +123,7 @@ def judged_budgets(config: Config) -> list[int]:
     return list(dict.fromkeys(nearest))
 
 
-def _condition(collected: Collected, index: int, bootstrap: Bootstrap) -> dict[str, Any]:
+def _condition(collected: Collected, index: int) -> dict[str, Any]:
     first = collected.table[collected.table["condition"] == collected.conditions[index]].iloc[0]
     values = {name: each[index] for name, each in collected.values.items()}
     followed, kept = collected.kept[:, 0] > 0, collected.kept[:, index] > 0
@@ -126,17 +135,20 @@ def _condition(collected: Collected, index: int, bootstrap: Bootstrap) -> dict[s
         "memory": float(values["memory"].mean()),
         "bytes": float(values["bytes"].mean()),
         "bytes_held": float(values["bytes_held"].mean()),
-        "measures": {name: bootstrap.of(values[name]) for name in (*MEASURES, *MARGINS)},
-        "from_full": {name: bootstrap.of(values[name] - collected.values[name][0]) for name in (*MEASURES, *MARGINS)},
-        "one_forgotten": bootstrap.of(lost_some_but_not_all.astype(float)),
-        "places": [bootstrap.of(place[index]) for place in collected.kept],
+        "measures": {name: _mean(name, values[name]) for name in (*MEASURES, *MARGINS)},
+        "from_full": {
+            name: _difference(name, values[name] - collected.values[name][0]) for name in (*MEASURES, *MARGINS)
+        },
+        "one_forgotten": estimate(lost_some_but_not_all.astype(float), within=SHARE).record(),
+        "places": [estimate(place[index], within=SHARE).record() for place in collected.kept],
     }
 
 
-def _against(collected: Collected, config: Config, bootstrap: Bootstrap) -> list[dict[str, Any]]:
+def _against(collected: Collected, config: Config) -> list[dict[str, Any]]:
     """What each policy gains on random eviction of the same budget; a policy with budgets of its own, on random eviction
-    with as much memory or more."""
+    with as much memory or more. The headline picks from these gains: their intervals hold together."""
     memory = collected.values["memory"].mean(1)
+    claims = _claims(config)
     found = []
     for baseline in (RANDOM, RANDOM_SINKS):
         for name, kind in KINDS.items():
@@ -153,17 +165,19 @@ def _against(collected: Collected, config: Config, bootstrap: Bootstrap) -> list
                         continue
                     rival = larger[0]
                 other = collected.number(baseline, rival)
-                gains = {m: bootstrap.of(collected.gain(m, own, other)) for m in (*MEASURES, *MARGINS)}
+                gains = {m: _difference(m, collected.gain(m, own, other), claims) for m in (*MEASURES, *MARGINS)}
                 found.append(
                     {"kind": name, "level": level, "baseline": baseline, "baseline_level": rival, "gain": gains}
                 )
     return found
 
 
-def _enough(collected: Collected, config: Config, bootstrap: Bootstrap) -> dict[str, dict[str, Any]]:
-    """For each policy and measure the least memory that keeps it near the full cache, with its interval; None where no
-    measured budget does."""
-    shares = bootstrap.weights / bootstrap.weights.sum(1, keepdims=True)
+def _enough(collected: Collected, config: Config) -> dict[str, dict[str, Any]]:
+    """For each policy and measure the least memory that keeps it near the full cache; None where no measured budget does.
+
+    It is a crossing, which no jackknife follows: its interval (where `known`) is between where the ends of the loss's intervals
+    cross.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, kind in KINDS.items():
         numbers = [collected.number(name, level) for level in kind.bits or config.percents]
@@ -172,11 +186,12 @@ def _enough(collected: Collected, config: Config, bootstrap: Bootstrap) -> dict[
         found[name] = {"least_measured": float(memory.min())}
         for measure in MEASURES:
             losses = -np.stack([collected.gain(measure, number, 0) for number in numbers])[order]
-            means = np.concatenate([losses.mean(1)[None], shares @ losses.T])
-            least = least_memory(memory[order], means, TOLERANCE[measure], between=not kind.bits)
-            low, high = np.quantile(least[1:], [0.025, 0.975], method="closest_observation")
-            found[name][measure] = asdict(Estimate(*map(float, (least[0], low, high))))
-            found[name][measure] = {key: None if np.isinf(x) else x for key, x in found[name][measure].items()}
+            mean, low, high = means(losses, np.arange(losses.shape[1]), _range_of(measure))
+            rows = np.stack([mean, low, high])
+            known = not np.isnan(rows).any()
+            least = least_memory(memory[order], rows if known else rows[:1], TOLERANCE[measure], between=not kind.bits)
+            values = [None if np.isinf(each) else float(each) for each in least]
+            found[name][measure] = {"known": known, **dict(zip(("mean", "low", "high"), values, strict=False))}
     return found
 
 

@@ -18,7 +18,7 @@ class Config:
         length: of a conversation in tokens, about.
         budgets: slots that a policy may keep, in percent of the conversation's, with commas between; at 100 nothing may
             change, which is a control.
-        seed: of conversations, random evictions and bootstrap.
+        seed: of conversations, and random evictions.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -15,6 +15,7 @@ from kvprobe.studies.policies.analyse import full_condition, judged_budgets
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES
+from kvprobe.wording import ends
 
 PANELS = {
     "kl": "KL from the full cache (nats, log scale)",
@@ -148,7 +149,7 @@ def _line(axis: Any, metrics: Mapping[str, Any], name: str, measure: str) -> Non
     memory = [100 * each["memory"] for each in points]
     values = [each["measures"][measure] for each in points]
     if name == RANDOM:
-        lows, highs = ([value[end] for value in values] for end in ("low", "high"))
+        lows, highs = zip(*(ends(value) for value in values), strict=True)
         axis.fill_between(memory, lows, highs, color=kind.colour, alpha=0.2, lw=0, label=f"{kind.label}, 95 % interval")
     axis.plot(
         memory,

@@ -23,7 +23,7 @@ from kvprobe.studies.policies.collect import (
 )
 from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.figures import at_budget, budget_maps, label_of
-from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section, signed
 
 QUESTION = (
     "A conversation of some hundred tokens holds instructions and a number that will be asked for later. Cache policies "
@@ -39,9 +39,6 @@ NAMES = {
 BASELINES = {RANDOM: "random eviction", RANDOM_SINKS: f"random eviction that spares the first {SINKS} slots"}
 _UNCHANGED = 1e-6
 """Nats of KL that a policy which keeps everything may be from the full cache."""
-
-FEW = 12
-"""Conversations below which a bootstrap's intervals are too narrow to rely on."""
 
 
 def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environment: Mapping[str, Any]) -> Report:
@@ -80,7 +77,7 @@ def answer_random(metrics: Mapping[str, Any], config: Config) -> str:
         told = [f"on {NAMES[name]}, {_verdict(metrics, policies, name, budget)}" for name in measures]
         strict = _beating(metrics, policies, "agreement", budget, RANDOM_SINKS)
         sentences.append(
-            f"At {budget} % of the slots, of {len(policies)} policies these beat random eviction and the others do not: "
+            f"At {budget} % of the slots, of {len(policies)} policies these beat random eviction significantly: "
             f"{'; '.join(told)}. "
             f"If random eviction spares the first {SINKS} slots, these still beat it on agreement: {_named(strict, policies)}."
         )
@@ -114,15 +111,12 @@ def answer_memory(metrics: Mapping[str, Any]) -> str:
 def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
     """What a reader must know before the numbers."""
     found = []
-    if metrics["samples"] < FEW:
-        found.append(
-            f"This run has {metrics['samples']} conversations. Intervals from so few are too narrow, and what they decide "
-            f"below is a first look; run with more samples."
-        )
+    if few := few_clusters(metrics["samples"], "conversations"):
+        found.append(few)
     for name, judged in metrics["judged"].items():
         if not judged:
             found.append(
-                f"{NAMES[name].capitalize()}: with the full cache it is {percent(estimate_of(metrics['ceiling'][name]))}, not surely "
+                f"{NAMES[name].capitalize()}: with the full cache it is {percent(estimate_of(metrics['ceiling'][name]))}, not significantly "
                 f"{100 * ABOVE_CHANCE:.0f} points above chance ({_share(metrics['chance'][name])}). What policies cost there cannot be "
                 f"judged on this model."
             )
@@ -135,16 +129,16 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _verdict(metrics: Mapping[str, Any], policies: Sequence[str], measure: str, budget: int) -> str:
-    """Who beats random eviction at a budget on a measure, and who does worse; the others are not told from it."""
+    """Who beats random eviction at a budget on a measure, and who does worse; the others are indistinguishable from it."""
     told = _named(_beating(metrics, policies, measure, budget, RANDOM), policies)
-    worse = [name for name in policies if _gain(metrics, name, budget, RANDOM, measure).high < 0]
+    worse = [name for name in policies if _gain(metrics, name, budget, RANDOM, measure).below()]
     return f"{told} (worse: {_named(worse, policies)})" if worse else told
 
 
 def _beating(
     metrics: Mapping[str, Any], policies: Sequence[str], measure: str, budget: int, baseline: str
 ) -> list[str]:
-    return [name for name in policies if _gain(metrics, name, budget, baseline, measure).low > 0]
+    return [name for name in policies if _gain(metrics, name, budget, baseline, measure).above()]
 
 
 def _gain(metrics: Mapping[str, Any], kind: str, level: int, baseline: str, measure: str) -> Estimate:
@@ -186,7 +180,10 @@ def _least(metrics: Mapping[str, Any], kind: str, measure: str) -> str:
             return "not reached"
         return f"at most {100 * floor:.0f} %" if memory <= floor else f"{100 * memory:.0f} %"
 
-    least, low, high = (shown(enough[measure][key]) for key in ("mean", "low", "high"))
+    least = shown(enough[measure]["mean"])
+    if not enough[measure].get("known", True):
+        return f"{least} (no interval)"
+    low, high = (shown(enough[measure][key]) for key in ("low", "high"))
     return least if low == high == least else f"{least} ({low} to {high})"
 
 

@@ -1,14 +1,14 @@
 """From answers to numbers: every fault at every rate against the same items on a sound cache, with intervals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from kvprobe.stats import cluster_weights, estimate, wilson
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, estimate, wilson
 from kvprobe.studies.robustness.collect import (
     CONTROL,
     MAIN,
@@ -39,26 +39,6 @@ UNCHANGED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.02}
 """Nats of KL that slots in another order may cost by rounding, by the dtype of the model."""
 KL_NEEDS = 2
 """Items with a KL below which there is no interval."""
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """Intervals by resampling items, the same for all quantities."""
-
-    weights: Int[np.ndarray, "resamples items"]
-
-    def of(self, values: Float[np.ndarray, "items"]) -> dict[str, float]:
-        """The mean of one quantity, as `metrics.json` holds it."""
-        return asdict(estimate(values, np.arange(self.weights.shape[1]), self.weights))
-
-    def of_known(self, values: Float[np.ndarray, "items"]) -> dict[str, float] | None:
-        """The same over the items that have a number; None where too few have."""
-        known = np.isfinite(values)
-        weights = self.weights[:, known]
-        weights = weights[weights.sum(1) > 0]
-        if known.sum() < KL_NEEDS:
-            return None
-        return asdict(estimate(values[known], np.arange(int(known.sum())), weights))
 
 
 @dataclass(frozen=True)
@@ -114,7 +94,6 @@ def analyse(
         window: the shortest sliding window of the model's layers, if there is one.
         dtype: of the model.
     """
-    bootstrap = Bootstrap(cluster_weights(config.samples, np.random.default_rng([config.seed, 0, 3])))
     broken = table[(table["broken"] != "") & (table["fault"] != NOT_A_NUMBER)]
     longest = {task.name: task.max_new_tokens for task in tasks}
     reach = int((table["slots"] + table["task"].map(longest)).max())
@@ -124,7 +103,7 @@ def analyse(
         "faults": list(kinds(config)),
         "reach": reach,
         "window": window,
-        "tasks": {task.name: _task(table, config, task, bootstrap) for task in tasks},
+        "tasks": {task.name: _task(table, config, task, len(tasks)) for task in tasks},
         "broken": {
             "rows": len(broken),
             "of": int((table["fault"] != NOT_A_NUMBER).sum()),
@@ -134,7 +113,7 @@ def analyse(
     }
 
 
-def _task(table: Rows, config: Config, task: Task, bootstrap: Bootstrap) -> dict[str, Any]:
+def _task(table: Rows, config: Config, task: Task, tasks: int) -> dict[str, Any]:
     mine = table[table["task"] == task.name]
     items = sorted(mine["sample"].unique().tolist())
     clean = Answers(mine[mine["case"] == -1], items)
@@ -163,26 +142,26 @@ def _task(table: Rows, config: Config, task: Task, bootstrap: Bootstrap) -> dict
         "rankable": can,
         "too_hard": too_hard(task.name, float(accuracy.mean()), task.chance),
         "levels": [
-            {"fault": name, "rate": rate, **_level(answers, clean, task.scorers, bootstrap)}
+            {"fault": name, "rate": rate, **_level(answers, clean, task.scorers)}
             for (name, rate), answers in level.items()
         ],
-        "ranking": _ranking(lost, bootstrap) if can else None,
-        "ranking_kl": _ranking(whole, bootstrap) if whole else None,
+        "ranking": _ranking(lost, DIFFERENCE, tasks) if can and lost else None,
+        "ranking_kl": _ranking(whole, UNBOUNDED, tasks) if whole else None,
         "unranked_kl": [name for name in ranked if name not in whole],
-        "cliffs": _cliffs(level, accuracy, config, headline, bootstrap) if can else None,
-        "contrasts": _contrasts(lost if can else {}, whole, bootstrap),
-        "procedure": _procedure(mine, config, clean, headline, items, bootstrap),
+        "cliffs": _cliffs(level, accuracy, config, headline) if can else None,
+        "contrasts": _contrasts(lost if can else {}, whole),
+        "procedure": _procedure(mine, config, clean, headline, items),
         "examples": _examples(mine, config),
     }
 
 
-def _level(answers: Answers, clean: Answers, scorers: Sequence[str], bootstrap: Bootstrap) -> dict[str, Any]:
+def _level(answers: Answers, clean: Answers, scorers: Sequence[str]) -> dict[str, Any]:
     """The measures of one condition."""
     return {
         "accuracy": {name: _share(answers.right(name)) for name in scorers},
-        "lost": {name: bootstrap.of(clean.right(name) - answers.right(name)) for name in scorers},
+        "lost": {name: _difference(clean.right(name) - answers.right(name)) for name in scorers},
         "same": _share(answers.same),
-        "kl": bootstrap.of_known(answers.kl),
+        "kl": _known(answers.kl),
         "diverged": answers.first_divergence(),
         "rows": len(answers.rows),
         "broken": answers.broken,
@@ -190,19 +169,40 @@ def _level(answers: Answers, clean: Answers, scorers: Sequence[str], bootstrap: 
     }
 
 
+def _difference(values: Float[np.ndarray, "items"], comparisons: int = 1) -> dict[str, Any]:
+    """The mean of a difference between shares, paired by item."""
+    return estimate(values, within=DIFFERENCE, comparisons=comparisons).record()
+
+
+def _known(values: Float[np.ndarray, "items"]) -> dict[str, Any] | None:
+    """The mean over the items that have a number; None where too few have."""
+    known = values[np.isfinite(values)]
+    return estimate(known).record() if len(known) >= KL_NEEDS else None
+
+
 def _share(values: Float[np.ndarray, "items"]) -> dict[str, float]:
     """Repeats of an item are no new items, so the interval is that of as many trials as there are items."""
-    return asdict(wilson(min(float(values.sum()), len(values)), len(values)))
+    return wilson(min(float(values.sum()), len(values)), len(values)).record()
 
 
-def _ranking(harm: Mapping[str, Float[np.ndarray, "items"]], bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """Faults from the worst on, each with what it exceeds the next one by."""
+def _ranking(
+    harm: Mapping[str, Float[np.ndarray, "items"]], within: tuple[float, float], tasks: int
+) -> list[dict[str, Any]]:
+    """Faults from the worst on, each with what it exceeds the next one by.
+
+    The headline picks from the harms of all faults on all tasks, so their intervals hold together.
+    """
     order = sorted(harm, key=lambda name: -float(harm[name].mean()))
     found: list[dict[str, Any]] = [
-        {"fault": name, "harm": bootstrap.of(harm[name]), "over_next": None} for name in order
+        {
+            "fault": name,
+            "harm": estimate(harm[name], within=within, comparisons=tasks * len(order)).record(),
+            "over_next": None,
+        }
+        for name in order
     ]
     for entry, (name, after) in zip(found, pairwise(order), strict=False):
-        entry["over_next"] = bootstrap.of(harm[name] - harm[after])
+        entry["over_next"] = estimate(harm[name] - harm[after], within=within, comparisons=len(order) - 1).record()
     return found
 
 
@@ -211,33 +211,40 @@ def _cliffs(
     clean: Float[np.ndarray, "items"],
     config: Config,
     scorer: str,
-    bootstrap: Bootstrap,
 ) -> dict[str, float | None]:
-    """The lowest rate at which accuracy has surely fallen below half of the clean one; None where none has."""
+    """The lowest rate at which accuracy is significantly below half of the clean one; None where none has."""
     found: dict[str, float | None] = {}
     for name in kinds(config):
         fallen = (
-            rate for rate in rates(config) if bootstrap.of(level[name, rate].right(scorer) - clean / 2)["high"] < 0
+            rate
+            for rate in rates(config)
+            if estimate(level[name, rate].right(scorer) - clean / 2, within=DIFFERENCE).below()
         )
         found[name] = next(fallen, None)
     return found
 
 
 def _contrasts(
-    lost: Mapping[str, Float[np.ndarray, "items"]], kl: Mapping[str, Float[np.ndarray, "items"]], bootstrap: Bootstrap
+    lost: Mapping[str, Float[np.ndarray, "items"]], kl: Mapping[str, Float[np.ndarray, "items"]]
 ) -> list[dict[str, Any]]:
     """What the first of two faults costs more than the second, averaged over rates."""
 
-    def more(harm: Mapping[str, Float[np.ndarray, "items"]], pair: tuple[str, str]) -> dict[str, float] | None:
-        return bootstrap.of(harm[pair[0]] - harm[pair[1]]) if set(pair) <= set(harm) else None
+    def more(
+        harm: Mapping[str, Float[np.ndarray, "items"]], pair: tuple[str, str], within: tuple[float, float]
+    ) -> dict[str, Any] | None:
+        if not set(pair) <= set(harm):
+            return None
+        measured = sum(set(each) <= set(harm) for each in CONTRASTS)
+        return estimate(harm[pair[0]] - harm[pair[1]], within=within, comparisons=measured).record()
 
-    found = [{"faults": list(pair), "lost": more(lost, pair), "kl": more(kl, pair)} for pair in CONTRASTS]
+    found = [
+        {"faults": list(pair), "lost": more(lost, pair, DIFFERENCE), "kl": more(kl, pair, UNBOUNDED)}
+        for pair in CONTRASTS
+    ]
     return [each for each in found if each["lost"] or each["kl"]]
 
 
-def _procedure(
-    mine: Rows, config: Config, clean: Answers, scorer: str, items: Sequence[int], bootstrap: Bootstrap
-) -> list[dict[str, Any]]:
+def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: Sequence[int]) -> list[dict[str, Any]]:
     """Seed 001's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
     rows = mine[mine["group"] == PROCEDURE]
     if rows.empty:
@@ -253,8 +260,8 @@ def _procedure(
         for timing in TIMINGS:
             for unit in PROCEDURE_UNITS:
                 each = answers(fault, timing, unit)
-                beyond = bootstrap.of(usual - each.right(scorer))
-                measured = _level(each, clean, [scorer], bootstrap)
+                beyond = _difference(usual - each.right(scorer), len(TIMINGS) * len(PROCEDURE_UNITS))
+                measured = _level(each, clean, [scorer])
                 found.append({"fault": fault, "timing": timing, "unit": unit, "beyond": beyond, **measured})
     return found
 

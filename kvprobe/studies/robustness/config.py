@@ -23,7 +23,7 @@ class Config:
         procedure: rate in percent at which seed 001's three faults are also run in every timing and unit; 0 leaves that out.
         follow: also measure KL to the clean run, which takes as long again.
         published: a table to print beside what was measured: seed001-7b or seed001-1.5b; none by default.
-        seed: of items, lots and bootstrap.
+        seed: of items and random draws.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

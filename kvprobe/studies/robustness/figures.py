@@ -17,7 +17,7 @@ from kvprobe.studies.maps import map_of
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.kinds import ENGINE, KINDS, WRITTEN
-from kvprobe.wording import estimate_of, percent
+from kvprobe.wording import ends, estimate_of, percent
 
 Value = Callable[[Mapping[str, Any]], Mapping[str, float] | None]
 
@@ -134,8 +134,8 @@ def _lines(axis: Any, metrics: Mapping[str, Any], task: str, faults: Sequence[st
         points = [(level["rate"], value(level)) for level in levels]
         known = [(rate * shift, point) for rate, point in points if point is not None]
         means = np.array([point["mean"] for _, point in known])
-        below = means - np.array([point["low"] for _, point in known])
-        above = np.array([point["high"] for _, point in known]) - means
+        lows, highs = np.array([ends(point) for _, point in known]).reshape(-1, 2).T
+        below, above = means - lows, highs - means
         axis.errorbar(
             [rate for rate, _ in known],
             means,

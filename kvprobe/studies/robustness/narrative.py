@@ -22,11 +22,10 @@ from kvprobe.studies.robustness.results import (
     ranking_section,
     shown_chance,
     shown_kl,
-    verdict,
 )
 from kvprobe.studies.trialconfig import TIMINGS
 from kvprobe.tasks.task import Task
-from kvprobe.wording import estimate_of, percent, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, points, reproduce_section, span, verdict
 
 QUESTION = (
     "A share of the slots of a model's KV cache holds something else than what the model wrote there: noise, zeros, another "
@@ -111,11 +110,10 @@ def findings(metrics: Mapping[str, Any]) -> list[str]:
 def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
     """What a reader must know before the numbers."""
     found = []
-    if metrics["items"] < FEW:
-        found.append(
-            f"Each task has {metrics['items']} items. So few tell only large differences, and bootstrap intervals from them are "
-            f"too narrow; what they decide below is a first look. Run with more samples."
-        )
+    if few := few_clusters(metrics["items"], "items of each task"):
+        found.append(few)
+    elif metrics["items"] < FEW:
+        found.append(f"{metrics['items']} items of each task show only large differences. Run with more samples.")
     found += [task["too_hard"] for task in metrics["tasks"].values() if task["too_hard"]]
     if metrics["broken"]["rows"]:
         broken = metrics["broken"]
@@ -161,10 +159,13 @@ def _answer_by_kl(name: str, task: Mapping[str, Any]) -> str:
 
 def _cost(lost: Estimate) -> str:
     """What a fault does to accuracy."""
-    size = f"{100 * lost.mean:.1f} points ({100 * lost.low:.1f} to {100 * lost.high:.1f})"
-    if lost.low > 0:
-        return f"which costs {size}"
-    return f"which gains accuracy (its loss is {size})" if lost.high < 0 else f"for which a loss was not found ({size})"
+    size = f"{100 * lost.mean:.1f} points ({span(lost, lambda share: f'{100 * share:.1f}')})"
+    return verdict(
+        lost,
+        f"which costs {size}",
+        f"which gains accuracy (its loss is {size})",
+        f"for which a loss was not detected ({size})",
+    )
 
 
 def _cliff_sentence(task: Mapping[str, Any], faults: Sequence[str], rates: Sequence[float]) -> str:
@@ -173,9 +174,9 @@ def _cliff_sentence(task: Mapping[str, Any], faults: Sequence[str], rates: Seque
         at.setdefault(task["cliffs"][name], []).append(KINDS[name].label)
     told = [f"{rate:g} % of {listed_labels(at[rate])}" for rate in rates if rate in at]
     if not told:
-        return f"At no measured rate, up to {rates[-1]:g} %, has accuracy surely fallen below half of that."
+        return f"At no measured rate, up to {rates[-1]:g} %, has accuracy significantly fallen below half of that."
     never = f"; at none, up to {rates[-1]:g} %, of {listed_labels(at[None])}" if None in at else ""
-    return f"Accuracy has surely fallen below half of that at {', '.join(told)}{never}."
+    return f"Accuracy has significantly fallen below half of that at {', '.join(told)}{never}."
 
 
 def _claims(task: Mapping[str, Any]) -> list[tuple[str, str, Estimate]]:
@@ -188,14 +189,10 @@ def _claims(task: Mapping[str, Any]) -> list[tuple[str, str, Estimate]]:
 def _seed_order(name: str, task: Mapping[str, Any]) -> str:
     claims = [
         f"that {KINDS[first].label} costs more than {KINDS[second].label} is "
-        f"{verdict(more, 'found', 'reversed', 'not found')} ({_more(more)})"
+        f"{verdict(more, 'found', 'reversed', 'not found')} ({points(more)})"
         for first, second, more in _claims(task)
     ]
     return f"Of seed 001's order, on {shown_task(name)}: {'; '.join(claims)}."
-
-
-def _more(value: Estimate) -> str:
-    return f"{100 * value.mean:+.1f} points, {100 * value.low:+.1f} to {100 * value.high:+.1f}"
 
 
 def _clean(task: Mapping[str, Any]) -> str:
@@ -222,7 +219,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
             "rate is less than one slot or block, a lot decides whether one is struck, so that the rate is met on average.",
             f"{metrics['items']} items of each task; {config.repeats} draw{'s' if config.repeats > 1 else ''} of each fault, rate and "
             "item. Accuracies have Wilson intervals over items (repeats are averaged first: they are no new items); "
-            "differences and KL have bootstrap intervals over items, paired. All are 95 % intervals.",
+            "differences and KL have jackknife intervals over items, paired. All are 95 % intervals; see docs/intervals.md.",
         ],
         passages=chat,
         tables=[

@@ -5,14 +5,14 @@ from typing import Any
 
 from kvprobe.narrative import Figure, Section, Table
 from kvprobe.published import Published
-from kvprobe.stats import Estimate, wilson
+from kvprobe.stats import wilson
 from kvprobe.studies.robustness.analyse import CONTRASTS
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import loss_maps, shown_task
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.studies.trialconfig import TIMINGS
-from kvprobe.wording import estimate_of, percent, points, signed
+from kvprobe.wording import estimate_of, percent, points, signed, span, verdict
 
 UNITS = {
     "slot": "slots, the same ones in all layers and heads",
@@ -79,10 +79,10 @@ def ranking_section(metrics: Mapping[str, Any], config: Config) -> Section:
         title="Which faults are worst",
         paragraphs=[
             "Faults are ranked by the accuracy that they cost, and by KL, averaged over rates with equal weight, so a ranking "
-            "depends on which rates were chosen. Neighbours are told apart where the whole interval of their difference is above "
-            "zero; each comparison has an interval of its own, and of forty that differ in nothing one would seem to. A cliff is "
-            "the lowest measured rate at which accuracy is surely below half of that with a sound cache (the interval of the "
-            "difference, paired, lies below zero).",
+            "depends on which rates were chosen. Neighbours differ significantly where the whole interval of their difference is "
+            "above zero. Intervals of what faults cost hold together over all faults and tasks, those of neighbours over a ranking, "
+            "and those of contrasts over the contrasts of a task (Bonferroni). A cliff is the lowest measured rate at which accuracy is "
+            "significantly below half of that with a sound cache (the interval of the difference, paired, lies below zero).",
             *(task["too_hard"] for task in metrics["tasks"].values() if task["too_hard"]),
         ],
         tables=tables,
@@ -121,7 +121,7 @@ def distance_section(metrics: Mapping[str, Any], config: Config) -> Section:
             if config.follow
             else "An answer can be right and yet be another one. KL was not measured in this run.",
         ],
-        figures=[Figure("kl_by_rate", "KL with bootstrap intervals over items, on log scales. Controls are not drawn.")]
+        figures=[Figure("kl_by_rate", "KL with intervals over items, on log scales. Controls are not drawn.")]
         if config.follow
         else [],
         tables=tables,
@@ -207,17 +207,16 @@ def procedure_section(metrics: Mapping[str, Any], config: Config) -> Section:
     )
 
 
-def verdict(value: Estimate, above: str, below: str, neither: str) -> str:
-    return above if value.low > 0 else below if value.high < 0 else neither
-
-
 def listed_labels(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def shown_kl(value: Mapping[str, float] | None) -> str:
     """KL spans many orders of magnitude: two digits of it, whatever its size."""
-    return "–" if value is None else f"{value['mean']:.2g} ({value['low']:.2g} to {value['high']:.2g})"
+    if value is None:
+        return "–"
+    known = estimate_of(value)
+    return f"{known.mean:.2g} ({span(known, lambda number: f'{number:.2g}')})"
 
 
 def shown_chance(chance: float) -> str:
@@ -243,7 +242,7 @@ def _ranking_table(metrics: Mapping[str, Any], name: str, measure: str, key: str
     for place, each in enumerate(task[key], start=1):
         harm, fault = estimate_of(each["harm"]), each["fault"]
         over = each["over_next"] and estimate_of(each["over_next"])
-        apart = "–" if over is None else verdict(over, "yes", "yes", "not told apart")
+        apart = "–" if over is None else verdict(over, "yes", "yes", "not detected")
         cliff = task["cliffs"][fault] if by_accuracy else None
         rows.append(
             [
@@ -289,7 +288,7 @@ def _level_row(level: Mapping[str, Any]) -> list[str]:
 def _beside_cells(share: float, samples: int, measured: Mapping[str, Mapping[str, float]]) -> list[str]:
     theirs = wilson(share * samples, samples)
     own = [estimate_of(each) for each in measured.values()]
-    apart = own[0].low > theirs.high or theirs.low > own[0].high
+    apart = own[0].above(theirs.high) or own[0].below(theirs.low)
     return [percent(theirs), *(percent(each) for each in own), "apart" if apart else "overlap"]
 
 
@@ -299,9 +298,9 @@ def _procedure_cell(each: Mapping[str, Any]) -> str:
 
 
 def _procedure_point(name: str, fault: str, cells: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> str:
-    """Which readings of the seed's procedure surely differ from fresh damage to whole slots."""
+    """Which readings of the seed's procedure differ significantly from fresh damage to whole slots."""
     differing = [
-        f"{timing} by {unit} ({100 * beyond.mean:+.1f} points lost, {100 * beyond.low:+.1f} to {100 * beyond.high:+.1f})"
+        f"{timing} by {unit} ({points(beyond)} lost)"
         for (each, timing, unit), cell in cells.items()
         if each == fault and verdict(beyond := estimate_of(cell["beyond"]), "x", "x", "") == "x"
     ]

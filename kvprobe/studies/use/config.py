@@ -18,7 +18,7 @@ class Config:
         bands: bands that the layers are cut into.
         randoms: random subspaces beside each eraser.
         batch: conversations that are read side by side.
-        seed: of codes, random subspaces and bootstrap.
+        seed: of codes and random subspaces.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -17,6 +17,7 @@ from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SWAP, TURN_MASKED
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM
 from kvprobe.studies.use.read import PARTS, PLACES
+from kvprobe.wording import estimate_of
 
 SITES = ((IN_VIEW, "code"), (IN_VIEW, "after"), (CODE_MASKED, "after"), (TURN_MASKED, "summary"))
 SITE_NAMES = {
@@ -139,7 +140,8 @@ def doses(metrics: Mapping[str, Any]) -> Any:
                 line = [each for each in metrics["doses"] if (each["kind"], each["name"]) == (kind, name)]
                 line.sort(key=lambda each: each["strength"])
                 strength = [each["strength"] for each in line]
-                low, mean, high = ([each["value"][end] for each in line] for end in ("low", "mean", "high"))
+                values = [estimate_of(each["value"]) for each in line]
+                low, mean, high = ([getattr(each, end) for each in values] for end in ("low", "mean", "high"))
                 axis.fill_between(strength, low, high, color=COLOURS[name], alpha=0.18, lw=0)
                 axis.plot(strength, mean, "o-", ms=3.5, color=COLOURS[name], label=EDITS[name])
             axis.axvline(1, color="0.6", ls="--", lw=0.8, zorder=0)
@@ -189,6 +191,7 @@ def _record(metrics: Mapping[str, Any], place: str, part: str, probe: str, state
 
 
 def _points(axis: Any, values: list[Mapping[str, float]], rows: list[int | float], colour: str, label: str) -> None:
-    for value, row in zip(values, rows, strict=True):
-        axis.plot([value["low"], value["high"]], [row, row], color=colour, lw=1.3)
-    axis.plot([value["mean"] for value in values], rows, "o", ms=4.5, color=colour, label=label)
+    estimates = [estimate_of(value) for value in values]
+    for value, row in zip(estimates, rows, strict=True):
+        axis.plot([value.low, value.high], [row, row], color=colour, lw=1.3)
+    axis.plot([value.mean for value in estimates], rows, "o", ms=4.5, color=colour, label=label)

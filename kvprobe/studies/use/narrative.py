@@ -328,6 +328,7 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             "which the code's own slots are masked answers that for its turn.",
             "Setting a subspace to an average makes K and V that no text gives; random subspaces and whole vectors do so, too.",
             "LEACE erases what is linear and common to conversations. What a model reads by other means is left; whole vectors bound it.",
-            "Intervals resample conversations with erasers and random subspaces held fixed, and are not adjusted for how many there are.",
+            "Intervals leave out one conversation at a time, with erasers and random subspaces held fixed. Those of the answer are wide enough for all its places; "
+            "those of tables are not adjusted for how many there are.",
         ],
     )

@@ -10,10 +10,8 @@ from kvprobe.studies.use.effects import CODE_MASKED, ERASE, FULL, IN_VIEW, STREN
 from kvprobe.studies.use.figures import PLACE_NAMES, SITES, accuracy
 from kvprobe.studies.use.fit import LEACE, RANDOM
 from kvprobe.studies.use.read import PLACES
-from kvprobe.wording import estimate_of, percent, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, signed
 
-FEW = 12
-"""Conversations below which an interval over them is narrower than it should be."""
 MUCH = 0.05
 """Share of the margin in view below which what is used is a trace."""
 NEAR_CHANCE = 0.05
@@ -29,10 +27,11 @@ VIEW_NAMES = {
 
 
 def used(metrics: Mapping[str, Any], view: str, place: str) -> str:
-    """`used`, `a trace`, or `not found`: what erasing K and V of all layers takes from the margin beyond random subspaces."""
-    beyond = estimate_of(found(metrics, "erased", view, place)["beyond"])
-    if beyond.low <= 0:
-        return "not found"
+    """`used`, `a trace`, `not detected` or `unknown`: what erasing K and V of all layers takes from the margin beyond random
+    subspaces, its interval wide enough for all places together."""
+    beyond = estimate_of(found(metrics, "erased", view, place)["claim"])
+    if not beyond.above():
+        return "not detected" if beyond.has_interval else "unknown"
     return "used" if beyond.mean >= MUCH * metrics["scale"][IN_VIEW]["margin"]["mean"] else "a trace"
 
 
@@ -42,7 +41,8 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
     told = {
         "used": "The model uses what the probe reads in",
         "a trace": f"It uses a trace (below {MUCH:.0%} of the margin) of what the probe reads in",
-        "not found": "No use was found of what the probe reads in",
+        "not detected": "No use was detected of what the probe reads in",
+        "unknown": "Too few conversations to say whether the model uses what the probe reads in",
     }
     sentences = []
     for verdict, start in told.items():
@@ -62,7 +62,7 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
 
 def _lost(metrics: Mapping[str, Any], view: str, place: str) -> str:
     own = found(metrics, "erased", view, place)
-    return f"{signed(estimate_of(own['beyond']), 2)}; whole vectors {signed(estimate_of(own['lost'][FULL]), 2)}"
+    return f"{signed(estimate_of(own['claim']), 2)}; whole vectors {signed(estimate_of(own['lost'][FULL]), 2)}"
 
 
 def site_name(view: str, place: str) -> str:
@@ -94,7 +94,7 @@ def answer_probes(metrics: Mapping[str, Any]) -> str:
     if max(same.values()) > metrics["chance"] + NEAR_CHANCE:
         return (
             f"The erasure did not take all that the probe reads (V of {places}: {each(before)} before, {each(same)} after, chance "
-            f"{metrics['chance']:.0%}), so that a use that was not found may be of what was left."
+            f"{metrics['chance']:.0%}), so that a use that was not detected may be of what was left."
         )
     sentence = (
         f"The erasure did erase what the probe reads (V of {places}: {each(before)} of digits before, {each(same)} after, chance "
@@ -121,10 +121,8 @@ def dose(metrics: Mapping[str, Any], kind: str, name: str, strength: float) -> M
 
 def warnings(metrics: Mapping[str, Any]) -> list[str]:
     told = []
-    if metrics["conversations"] < FEW:
-        told.append(
-            f"A first look: {metrics['conversations']} conversations, and below {FEW} the intervals are narrower than they should be."
-        )
+    if few := few_clusters(metrics["conversations"], "conversations"):
+        told.append(few)
     if failed := [text for text, holds in controls(metrics) if not holds]:
         told.append(f"A control does not hold, doubt this run: {failed[0]}")
     return told

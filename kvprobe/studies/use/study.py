@@ -41,7 +41,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     places = chosen_places(effects)
     doses = collect_doses(model, cases, reads, erasers, places, config, directory)
     replies = tell(model, cases, reads, erasers)
-    metrics = analyse(effects, doses, checked, places, erasers, config.seed)
+    metrics = analyse(effects, doses, checked, places, erasers)
     metrics["precision"] = torch.finfo(model.lanes.dtype).eps
     for table, rows in (("samples", effects), ("doses", doses), ("probes", checked), ("replies", replies)):
         directory.save_table(table, rows)

@@ -1,0 +1,208 @@
+"""How often each kind of interval that a report prints holds the truth, and how often a family of claims on noise has a false one.
+
+Every quantity is simulated from a distribution whose truth is known, at 4, 8, 16 and 48 clusters, and given to the very functions
+that the studies call. The tables go into docs/intervals.md.
+
+    make benchmark          or          python benchmarks/coverage.py [--quick]
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, ratio, wilson
+from kvprobe.studies.bands.analyse import newcombe, statistic
+from kvprobe.studies.policies.analyse import least_memory
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "intervals.md"
+CLUSTERS = (4, 8, 16, 48)
+REPETITIONS, QUICK = 4000, 300
+FAMILIES = (1, 4, 9, 24, 64)
+"""How many comparisons a headline picks its claims from; see each study's `CLAIMS`."""
+Draw = Callable[[np.random.Generator, int], Estimate]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of interval on one sort of data.
+
+    Attributes:
+        draw: an estimate from this many new clusters.
+        fewest: clusters below which it is not printed.
+    """
+
+    name: str
+    data: str
+    truth: float
+    draw: Draw
+    fewest: int = FEWEST
+
+
+def kinds() -> list[Kind]:
+    """Every kind that a report of a study prints, on normal, skewed and binary data."""
+    found = [
+        Kind(f"mean, {sizes}", data, truth, _mean(law, sizes == "2 to 6 samples a cluster"))
+        for sizes in ("5 samples a cluster", "2 to 6 samples a cluster")
+        for data, truth, law in (
+            ("normal", 0.0, lambda rng, count: rng.normal(size=count)),
+            ("exponential", 1.0, lambda rng, count: rng.exponential(size=count)),
+            ("lognormal, σ = 1", float(np.exp(0.5)), lambda rng, count: rng.lognormal(size=count)),
+        )
+    ]
+    for share in (0.5, 0.2, 0.05):
+        found.append(Kind("share, 1 trial a cluster", f"binary, {share}", share, _share(share, 1, 0.0)))
+        found.append(
+            Kind("share, 5 trials a cluster", f"binary, {share}, correlation 0.3", share, _share(share, 5, 0.3))
+        )
+        found.append(Kind("share of independent trials (Wilson)", f"binary, {share}", share, _wilson(share), fewest=1))
+    for one, other in ((0.2, 0.2), (0.5, 0.1), (0.3, 0.0)):
+        data = f"binary, {one} and {other}"
+        found.append(Kind("paired difference of shares", data, one - other, _paired(one, other)))
+        found.append(
+            Kind("difference of independent shares (Newcombe)", data, one - other, _newcombe(one, other), fewest=1)
+        )
+    for damage in ("equal", "exponential", "lognormal, σ = 1"):
+        found.append(Kind("pooled index, 1 − Σ left / Σ damage", f"damage {damage}", 0.3, _pooled(damage)))
+    found.append(Kind("ratio of means", "exponential", 2.0, _ratio_of_means))
+    found.append(Kind("slope within clusters", "normal", -0.1, _slope))
+    found.append(Kind("least memory (where a loss crosses its tolerance)", "normal", 0.4, _crossing))
+    return found
+
+
+def coverage(kind: Kind, clusters: int, repetitions: int, seed: int = 0) -> float | None:
+    """The share of repetitions in which the interval holds the truth; None where none is printed."""
+    if clusters < kind.fewest:
+        return None
+    rng = np.random.default_rng([seed, clusters])
+    held = [not kind.draw(rng, clusters).differs(kind.truth) for _ in range(repetitions)]
+    return float(np.mean(held))
+
+
+def false_claims(comparisons: int, clusters: int, repetitions: int, share: float = 0.5, seed: int = 0) -> float:
+    """How often a family of comparisons on noise has a claim; `share` of their variance is common to all."""
+    rng = np.random.default_rng([seed, clusters, comparisons])
+    claims = 0
+    for _ in range(repetitions):
+        common, own = rng.normal(size=clusters), rng.normal(size=(comparisons, clusters))
+        values = share**0.5 * common + (1 - share) ** 0.5 * own
+        _, low, high = means(values, np.arange(clusters), comparisons=comparisons)
+        claims += bool(((low > 0) | (high < 0)).any())
+    return claims / repetitions
+
+
+def write(name: str, text: str, page: Path = PAGE) -> None:
+    """Put a section between its two marks in the page."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}{text}{rest[rest.index(end) :]}", encoding="utf-8")
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+
+
+def _mean(law: Callable[[np.random.Generator, int], np.ndarray], unequal: bool) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        sizes = rng.integers(2, 7, size=count) if unequal else np.full(count, 5)
+        clusters = np.repeat(np.arange(count), sizes)
+        return estimate(law(rng, count)[clusters] + 0.3 * rng.normal(size=len(clusters)), clusters)
+
+    return draw
+
+
+def _chances(rng: np.random.Generator, share: float, correlation: float, count: int) -> np.ndarray:
+    scale = 1 / correlation - 1 if correlation else 0.0
+    return rng.beta(share * scale, (1 - share) * scale, size=count) if correlation else np.full(count, share)
+
+
+def _share(share: float, trials: int, correlation: float) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        hits = rng.binomial(trials, _chances(rng, share, correlation, count))
+        return estimate(hits / trials, within=SHARE)
+
+    return draw
+
+
+def _wilson(share: float) -> Draw:
+    return lambda rng, count: wilson(int(rng.binomial(count, share)), count)
+
+
+def _paired(one: float, other: float) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        return estimate((rng.binomial(1, one, count) - rng.binomial(1, other, count)).astype(float), within=DIFFERENCE)
+
+    return draw
+
+
+def _newcombe(one: float, other: float) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        return newcombe(*(wilson(int(rng.binomial(count, share)), count) for share in (one, other)))
+
+    return draw
+
+
+def _pooled(law: str) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        damage = {"equal": np.ones(count), "exponential": rng.exponential(size=count)}.get(law)
+        damage = rng.lognormal(size=count) if damage is None else damage
+        return ratio(damage * (0.3 + 0.3 * rng.normal(size=count)), damage)
+
+    return draw
+
+
+def _ratio_of_means(rng: np.random.Generator, count: int) -> Estimate:
+    level = rng.exponential(size=count)
+    pair = (
+        np.stack([2 * level + rng.exponential(size=count) * 0.5 - 0.5, level + rng.exponential(size=count) * 0.5 - 0.5])
+        + 1
+    )
+    found = statistic([pair], lambda drawn: (drawn[:, 0] - 1) / (drawn[:, 1] - 1), (0.0, np.inf))
+    return Estimate(**{name: np.nan if value is None else value for name, value in (found or {"mean": np.nan}).items()})
+
+
+def _slope(rng: np.random.Generator, count: int) -> Estimate:
+    places = np.arange(5) - 2.0
+    values = rng.normal(-0.1, 0.2, size=(count, 1)) * places + rng.normal(size=(count, 5))
+    return estimate(values @ places / (places**2).sum())
+
+
+def _crossing(rng: np.random.Generator, count: int) -> Estimate:
+    """The loss is 0.5 less the memory, so that it crosses 0.1 at 0.4."""
+    memory = np.array([1.0, 0.75, 0.5, 0.3, 0.1])
+    losses = 0.5 - memory[:, None] + 0.3 * rng.normal(size=(1, count)) + 0.1 * rng.normal(size=(5, count))
+    found = least_memory(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
+    return Estimate(*map(float, found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions, and the page stays as it is")
+    quick = parser.parse_args().quick
+    repetitions = QUICK if quick else REPETITIONS
+
+    def shown(share: float | None) -> str:
+        return "range" if share is None else f"{100 * share:.1f}"
+
+    rows = [
+        [kind.name, kind.data, *(shown(coverage(kind, clusters, repetitions)) for clusters in CLUSTERS)]
+        for kind in kinds()
+    ]
+    covered = table(["interval", "data", *(f"{count} clusters" for count in CLUSTERS)], rows)
+    enough = [count for count in CLUSTERS if count >= FEWEST]
+    rows = [
+        [str(family), *(shown(false_claims(family, count, repetitions)) for count in enough)] for family in FAMILIES
+    ]
+    claimed = table(["comparisons", *(f"{count} clusters" for count in enough)], rows)
+    print(covered, claimed)
+    if not quick:
+        write("coverage", covered)
+        write("false claims", claimed)
+
+
+if __name__ == "__main__":
+    main()
