@@ -40,7 +40,9 @@ WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for bloc
 def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a page's blocks share, in a folder of their own; the model is loaded once for all pages."""
     load = kvprobe.load
-    monkeypatch.setattr("kvprobe.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how))
+    monkeypatch.setattr(
+        "kvprobe.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how)
+    )
     monkeypatch.chdir(tmp_path)
     return {}
 
@@ -85,14 +87,22 @@ def test_blocks_that_are_not_run_say_why():
     assert sum(block.excuse is not None for page in PAGES for block in blocks(page)) == NOT_RUN
 
 
-STANDS_FOR = {"RUN": "runs/one", "MODEL": "smollm2-135m", "TEXT": "hello", "FILE.json": "chat.json", "FILE.yaml": "mine.yaml"}
+STANDS_FOR = {
+    "RUN": "runs/one",
+    "MODEL": "smollm2-135m",
+    "TEXT": "hello",
+    "FILE.json": "chat.json",
+    "FILE.yaml": "mine.yaml",
+}
 """What a word in capitals stands for."""
 
 
 def commands(page: Path) -> list[str]:
     """Each `kvprobe …` line of a page's blocks, and each in its text that is no mere mention of a command."""
     fenced = [line for block in blocks(page) if block.language != "python" for line in block.code.splitlines()]
-    inline = re.findall(r"`(kvprobe [^`]*)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+    inline = re.findall(
+        r"`(kvprobe [^`]*)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    )
     return [line for line in (*fenced, *inline) if line.startswith("kvprobe ")]
 
 
@@ -114,7 +124,9 @@ def read_line(line: str) -> list[list[str]]:
     """The commands that a line stands for: with its optional flags and without, and one for each alternative."""
     line = re.split(r"\s{2,}|\s#", line)[0]
     values = iter(range(100))
-    line = re.sub(r"(--(?:contexts|samples|seed|context|batch|length)) …", lambda each: f"{each[1]} {next(values) + 1}", line)
+    line = re.sub(
+        r"(--(?:contexts|samples|seed|context|batch|length)) …", lambda each: f"{each[1]} {next(values) + 1}", line
+    )
     line = re.sub(r" …(?=[\]\s]|$)", " cpu" if "--device …" in line else "", line)
     whole = line.replace("[", "").replace("]", "")
     bare = re.sub(r"\[[^\]]*\]", "", line)

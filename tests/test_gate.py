@@ -204,6 +204,7 @@ def test_blocks_that_scale_what_they_add_are_refused_by_name():
     suffix = Tokens.of([7, 8], "q", 10)
     refused(lambda: kv.layer_map(model, one, other, suffix, progress=False), "GraniteForCausalLM", "residual stream")
 
+
 def test_the_doctor_examines_the_plain_lane_of_a_model_whose_hooked_lane_is_refused():
     from kvprobe.doctor import examine, limits
 
