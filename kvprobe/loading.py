@@ -74,9 +74,8 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
                 tokenizer("a")  # some settings of a tokenizer are looked at only when it is used
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # on a damaged folder libraries raise a dozen kinds, and a panic in Rust is no Exception
+    # On a damaged folder libraries raise a dozen kinds, and a panic in Rust is no Exception.
+    except BaseException as error:
         raise ValueError(
             f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({_line(error)})."
         ) from error
@@ -101,7 +100,7 @@ def _unused_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
     return sorted(name for name in unexpected if of_first_layer(name) in known or not has_layers)
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """An error of a library as part of a sentence."""
     return " ".join(str(error).split())[:300]
 

@@ -183,6 +183,7 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(model: Model, name: str):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, torch.long])
+@pytest.mark.usefixtures("unchecked")
 def test_whole_numbers_of_other_libraries_are_whole(model: Model, dtype: Any):
     ids = torch.tensor([1, 2, 3], dtype=dtype) if isinstance(dtype, torch.dtype) else np.array([1, 2, 3], dtype=dtype)
     assert Tokens.of(list(ids)) == Tokens.of([1, 2, 3])
@@ -205,7 +206,7 @@ def test_more_than_memory_holds_is_refused_before_it_is_taken(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the tokens were read")
 
-    monkeypatch.setattr("kvprobe.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=3e8))
+    monkeypatch.setattr("kvprobe.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     monkeypatch.setattr("kvprobe.forward.new_slots", refuse)
     monkeypatch.setattr("kvprobe.live.new_slots", refuse)
     with pytest.raises(MemoryError, match=r"needs at least \d+\.\d GiB, but 0\.3 GiB are free on cpu"):
@@ -213,7 +214,7 @@ def test_more_than_memory_holds_is_refused_before_it_is_taken(
 
 
 def test_the_mask_of_an_edited_cache_counts(model: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvprobe.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=3e8))
+    monkeypatch.setattr("kvprobe.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     scattered = tuple(range(0, 40_000, 2))
     with pytest.raises(MemoryError, match="needs at least"):
         model.prefill(repeated(20_000, positions=scattered))
