@@ -207,7 +207,11 @@ def of(mean: float) -> dict[str, float]:
             0.4,
             0.2,
             0.1,
-            ["tells a digit better at v.7", "30.0 % (28.0 to 32.0) of the digits from all", "are not significantly read above"],
+            [
+                "tells a digit better at v.7",
+                "30.0 % (28.0 to 32.0) of the digits from all",
+                "are not significantly read above",
+            ],
         ),
         (0.2, 0.4, 0.1, ["tells a digit worse at v.7", "are not significantly read above"]),
         (0.30, 0.31, 0.1, ["does not tell a digit significantly better or worse", "are not significantly read above"]),
