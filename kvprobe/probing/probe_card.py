@@ -122,7 +122,8 @@ class Measure:
 
     @property
     def estimate(self) -> Estimate:
-        return Estimate(self.mean, *(nan if end is None else end for end in (self.low, self.high)))
+        low, high = (nan if end is None else end for end in (self.low, self.high))
+        return Estimate(self.mean, low, high)
 
 
 @dataclass(frozen=True)
