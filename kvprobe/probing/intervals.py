@@ -31,7 +31,8 @@ def held_out_means(
 ) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
     """Mean over samples of many out-of-fold quantities, with the ends of their intervals; see `kvprobe.stats.means`."""
     mean = values.mean(-1, keepdims=True)
-    return stats.means(mean + SHARED**0.5 * (values - mean), clusters, within, comparisons)
+    _, low, high = stats.means(mean + SHARED**0.5 * (values - mean), clusters, within, comparisons)
+    return mean[..., 0], low, high
 
 
 def held_out(

@@ -89,7 +89,8 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     metrics: dict[str, Any] = {"chance": CHANCE, "samples": len(clusters), "sessions": config.sessions}
     for name in ("accuracy", "floor", "leak", "bits", "floor_bits", "chosen", "beyond"):
         metrics[name] = {split: {} for split in SPLITS}
-    metrics["claims"] = {"beyond": {}, "reach": {}}
+    claims: dict[str, Any] = {"beyond": {}, "reach": {}}
+    metrics["claims"] = claims
     for split in SPLITS:
         for arm in ARMS:
             retained, restart = (
@@ -105,19 +106,17 @@ def analyse(collected: Collected, config: Config) -> Analysis:
             metrics["chosen"][split][arm] = [own.picks for own in retained]
             metrics["beyond"][split][arm] = of(beyond, DIFFERENCE)
             if split == "leave-context-out":
-                metrics["claims"]["beyond"][arm] = of(beyond, DIFFERENCE, CLAIMS)
+                claims["beyond"][arm] = of(beyond, DIFFERENCE, CLAIMS)
             if split == "paired":
-                metrics["claims"]["reach"][arm] = [of(leak, DIFFERENCE, CLAIMS) for leak in leaks]
+                claims["reach"][arm] = [of(leak, DIFFERENCE, CLAIMS) for leak in leaks]
     metrics["versus"] = {
         split: {
             arm: [of(more, DIFFERENCE) for more in _versus(found, split, arm)] for arm in ARMS if arm != "hop-forced"
         }
         for split in SPLITS
     }
-    metrics["claims"]["straight"] = [of(more, DIFFERENCE, CLAIMS) for more in _versus(found, "paired", "skip")]
-    metrics["claims"]["use"] = {
-        arm: of(_gained(collected.use["margin"], arm), comparisons=CLAIMS, probed=False) for arm in ARMS
-    }
+    claims["straight"] = [of(more, DIFFERENCE, CLAIMS) for more in _versus(found, "paired", "skip")]
+    claims["use"] = {arm: of(_gained(collected.use["margin"], arm), comparisons=CLAIMS, probed=False) for arm in ARMS}
     metrics["transfer"] = _transfer(collected, found, folds)
     variation = variation_of(collected)
     metrics["light_cone"] = _light_cone(variation)
