@@ -101,7 +101,7 @@ def _unused_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
     return sorted(name for name in unexpected if of_first_layer(name) in known or not has_layers)
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """An error of a library as part of a sentence."""
     return " ".join(str(error).split())[:300]
 
