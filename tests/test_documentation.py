@@ -98,6 +98,11 @@ STANDS_FOR = {
 }
 """What a word in capitals stands for."""
 
+LEFT_OPEN = {
+    "model": "smollm2-135m", "contexts": 12, "samples": 240, "seed": 1, "device": "cpu", "context": 2048, "batch": 4, "length": 420,
+}  # fmt: skip
+"""What a flag whose value is left open (`…`) may be given."""
+
 
 def commands(page: Path) -> list[str]:
     """Each `kvprobe …` line of a page's blocks, and each in its text that is more than the name of a command."""
@@ -133,11 +138,8 @@ def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path):
 def read_line(line: str) -> list[list[str]]:
     """The commands that a line stands for: with its optional flags and without, and one for each alternative."""
     line = re.split(r"\s{2,}|\s#", line)[0]
-    values = iter(range(100))
-    line = re.sub(
-        r"(--(?:contexts|samples|seed|context|batch|length)) …", lambda each: f"{each[1]} {next(values) + 1}", line
-    )
-    line = re.sub(r" …(?=[\]\s]|$)", " cpu" if "--device …" in line else "", line)
+    line = re.sub(r"--(\w+) …", lambda each: f"--{each[1]} {LEFT_OPEN[each[1]]}", line)
+    line = line.replace(" …", "")
     whole = line.replace("[", "").replace("]", "")
     bare = re.sub(r"\[[^\]]*\]", "", line)
     found = []
