@@ -641,7 +641,7 @@ BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: RandomEviction(0, 0), ("RandomEviction", "budget=0")),
     (lambda: RandomEviction(1, -1), ("seed=-1",)),
     (lambda: RandomEviction(4, 0, law="contiguous"), ("law='contiguous'", "every=None")),
-    (lambda: RandomEviction(4, 0, sinks=5), ("sinks=5", "0 to its budget, 4")),
+    (lambda: RandomEviction(4, 0, sinks=5), ("sinks=5", "0 to 4")),
     (lambda: RandomEviction(4, 0, sinks=-1), ("sinks=-1",)),
     (lambda: LayerBudgets(H2O(4), beta=0), ("LayerBudgets has beta=0", "at least 1")),
     (lambda: HeadBudgets(H2O(4), floor=1.5), ("floor=1.5",)),
