@@ -175,11 +175,11 @@ class KVCache:
             raise ValueError("There are no caches to join; give at least one.")
         slots = max(cache.slots for cache in caches)
         ledgers = [cache.ledger.padded(slots) for cache in caches]
+        if any(cache.shape != caches[0].shape for cache in caches):
+            raise ValueError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
         makers = [cache.made_by for cache in caches if cache.made_by is not None]
         if not all(maker.same(makers[0]) for maker in makers):
             raise ValueError("Caches of several models cannot be joined; join those of one.")
-        if any(cache.shape != caches[0].shape for cache in caches):
-            raise ValueError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
 
         def joined(tensors: Sequence[Tensor]) -> Tensor:
             return torch.cat([torch.nn.functional.pad(each, (0, 0, 0, slots - each.shape[2])) for each in tensors])

@@ -96,6 +96,7 @@ def capture(
         else:
             tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
 
+    lanes.prove()
     sites = plain_sites(lanes, heard, layers) if heard else {}
     if lane == "auto":
         lane = "hooked" if None in sites.values() else "plain"
@@ -179,6 +180,7 @@ def editing(lanes: Lanes, site: Site, edit: Callable[[Tensor], Tensor]) -> Itera
     def after(module: Any, args: Any, output: Any) -> Any:
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
+    lanes.prove()
     module = lanes.plain.get_submodule(path)
     handle = (
         module.register_forward_pre_hook(before, with_kwargs=True)

@@ -171,19 +171,14 @@ def _plain_checks(lanes: "Lanes") -> Iterator[Check]:
 
     places = torch.arange(_LENGTH, device=ids.device)[None]
     spaced = lanes.unproved(ids, _ledger(ids, places + _gap(lanes) * (places >= _CUT)), _empty(lanes), masked=True)
-    yield (
-        not torch.equal(spaced[:, _CUT:], explicit[:, _CUT:]),
-        (
-            "takes no notice of position_ids: its logits are the same at other positions; kvprobe cannot edit a cache whose "
-            "positions it does not set."
-        ),
-    )
+    # A model built by hand may have no use for positions; then they may not matter by any count, slots included.
+    deaf = torch.equal(spaced[:, _CUT:], explicit[:, _CUT:])
     leak, effect = _masks_reach(lanes, _first(held, _CUT), ids[:, _CUT:], 1)
     yield (
-        leak <= _allowed(lanes, effect) and effect > 0,
+        leak <= _allowed(lanes, effect),
         f"lets what hidden slots hold reach its logits (off by {leak:.1e}), so masks do not reach every layer.",
     )
-    yield from _masking_is_eviction(lanes, ids, held, native)
+    yield from _masking_is_eviction(lanes, ids, held, native, deaf)
     yield from _rows_are_alone(lanes, ids)
 
 
@@ -220,7 +215,7 @@ def _heads_apart(lanes: "Lanes") -> bool:
 
 
 def _masking_is_eviction(
-    lanes: "Lanes", ids: Int[Tensor, "1 queries"], held: _Held, native: Reading
+    lanes: "Lanes", ids: Int[Tensor, "1 queries"], held: _Held, native: Reading, deaf: bool
 ) -> Iterator[Check]:
     """Reading on past hidden slots equals reading on where they are gone, and past all slots equals reading at once."""
     before, rest = _first(held, _CUT), ids[:, _CUT:]
@@ -244,10 +239,8 @@ def _masking_is_eviction(
     apart, effect = _apart(gone, hidden), _apart(_after(lanes, before, rest, gap), hidden)
     yield (
         apart <= _allowed(lanes, effect),
-        (
-            f"computes other logits after slots were evicted than after they were masked at the same positions (off by "
-            f"{apart:.1e}), so it places tokens by slots; kvprobe cannot edit its cache."
-        ),
+        f"{'takes no notice of position_ids, and ' if deaf else ''}computes other logits after slots were evicted than after they "
+        f"were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; kvprobe cannot edit its cache.",
     )
 
 
@@ -371,6 +364,8 @@ def _allowed(lanes: "Lanes", effect: float = torch.inf, hooked: bool = False) ->
 
 def _apart(found: Tensor, expected: Tensor) -> float:
     """How far two tensors are apart, relative to how far the expected one varies; NaN counts as infinitely far."""
+    if torch.equal(found, expected):
+        return 0.0
     expected = expected.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
     apart = float((found.double() - expected).norm() / spread) if bool(spread > 0) else torch.inf

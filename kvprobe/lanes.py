@@ -215,6 +215,7 @@ class Lanes:
                 )
             return attend(given).transpose(1, 2).contiguous()
 
+        self.prove()
         _ = self.attention_proved
         with self._attention(_OWN, attention):
             yield
@@ -227,6 +228,7 @@ class Lanes:
             ValueError: the model does not take its attention from transformers' registry.
         """
 
+        self.prove()
         _ = self.attention_proved
         with self.overhearing_unproved(lambda given, computed: hear(given)):
             yield
@@ -245,6 +247,14 @@ class Lanes:
         AttentionMaskInterface.register(_OVERHEARD, AttentionMaskInterface()[self.plain.config._attn_implementation])
         with self._attention(_OVERHEARD, attention):
             yield
+
+    def prove(self) -> None:
+        """Pass the gate now, as what hooks the model's modules must: the gate's own reading would be hooked otherwise.
+
+        Raises:
+            ValueError: see `masks_by_head`.
+        """
+        _ = self.masks_by_head
 
     @cached_property
     def attention_proved(self) -> bool:

@@ -52,6 +52,21 @@ SCALED = {"beam"}
 """Model types whose queries are scaled by their absolute position, so that closing a gap rightly changes their logits."""
 
 
+HEADER = """# Models
+
+**The gate.** Before kvprobe takes a number from a model, it proves on a few tokens of that very model what it relies on, once, in a
+fraction of a second for a small model: that it is causal; that its logits depend on the positions it is given, and count from 0; that
+what hidden slots hold reaches no layer; that masking slots and evicting them is the same; that reading with a cache is reading at once; that rows
+do not disturb each other. The number of KV heads is counted in a cache, since configs do not always say it. The hooked lane must
+compute what the plain one does before anything is read on it, and attention must be a softmax over scaled scores before it is shown or
+replaced. A model that fails is refused in a sentence that says in what; one that fails in part is narrowed. `kvprobe doctor MODEL` shows it.
+
+**The table.** Every causal language model class of transformers that can be built tiny from its config, with random weights: read by
+kvprobe at once, cached, masked, evicted, padded, greedily, and with a gap closed, and compared with one pass from scratch under
+masks made by hand; or refused. `python -m tests.every_model` makes this page, and the tests hold each line of it to {allowed}.
+"""
+
+
 @dataclass
 class Verdict:
     """What became of a class.
@@ -206,14 +221,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def table(report: Callable[[str], object] = print) -> None:
     """Write the table, class by class."""
-    report("# Models")
-    report("")
-    report(
-        "Every causal language model class of transformers that can be built tiny, with random weights: read by kvprobe and "
-        f"compared with one pass from scratch (at once, cached, masked, evicted, padded, greedy, and with a gap closed), "
-        f"or refused. `python -m tests.every_model` makes this page, and the tests hold every line of it to {ALLOWED:.0e}."
-    )
-    report("")
+    report(HEADER.format(allowed=f"{ALLOWED:.0e}"))
     report("| type | class | read | |\n|---|---|---|---|")
     for kind in NAMES:
         if kind in UNBUILT:

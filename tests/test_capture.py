@@ -7,7 +7,6 @@ from kvprobe.capture import Captured, capture
 from kvprobe.forward import extend, prefill
 from kvprobe.lens import PER_HEAD, Family
 from kvprobe.model import Model
-from kvprobe.transcript import Tokens
 from tests.models import ARCHITECTURES
 from tests.random_caches import assert_bit_identical, random_tokens, relative_difference
 
@@ -266,16 +265,21 @@ def test_a_hook_that_does_not_exist_is_an_error(tiny_models: dict[str, Model]):
 
 def test_a_pass_that_fails_leaves_no_hook_behind(tiny: Model):
     lanes = tiny.lanes
+    lanes.prove()
+
+    def failing(*_: object) -> None:
+        raise ArithmeticError
 
     def hooks() -> int:
         """Those of transformers stay, once a model was asked for its attentions."""
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in lanes.plain.modules())
 
     before = hooks()
-    far = [Tokens.of([999])]
-    for lane in ("plain", "hooked"):
-        with pytest.raises(IndexError):
-            capture(lanes, far, ["resid_post"], lane=lane)
+    for lane, model in (("plain", lanes.plain), ("hooked", lanes.hooked.bridge)):
+        broken = list(model.modules())[-1].register_forward_pre_hook(failing)
+        with pytest.raises(ArithmeticError):
+            capture(lanes, ROWS, ["resid_post"], lane=lane)
+        broken.remove()
     assert not any(point.fwd_hooks for point in lanes.hooked.bridge.hook_dict.values())
     assert hooks() == before
 

@@ -60,6 +60,8 @@ class Play:
     def __post_init__(self) -> None:
         shape = self.model.geometry
         self.rows = [Row(shape.n_layers, shape.n_kv_heads) for _ in range(self.batch)]
+        # TransformerLens computes something else than Cohere does, so nothing can be captured there but K and V.
+        self.hooks = type(self.model.lanes.plain).__name__ != "CohereForCausalLM"
         # Every token of a row has an id of its own, by which it is told from all others.
         self.unread = [random.Random(row).sample(range(VOCABULARY), VOCABULARY) for row in range(self.batch)]
 
@@ -91,7 +93,7 @@ class Play:
         lanes, past = self.model.lanes, self.scene and self.scene.cache
         if self.watched:
             self.scene, logits = watch(lanes, self.scene, tokens, 4, kept)
-        elif captured:
+        elif captured and self.hooks:
             found = capture(lanes, tokens, ["resid_post"], past=past, lane=self.lane, keep_cache=True, logits=kept)
             assert found.cache is not None
             self.scene, logits = Scene(found.cache), found.logits

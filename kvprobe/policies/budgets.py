@@ -125,6 +125,6 @@ class HeadBudgets(Rebudgeted):
         kept = highest(scores, free, shares)
         lacking = (shares - free.sum(3)).clamp(min=0).sum(2)
         kept = kept | best_together(free & ~kept, lacking)
-        # As there: a prompt that fits into the budget is not touched.
-        fits = budgets.sum(2) > free.sum((2, 3))
+        # As there, a prompt that fits into the budget is not touched; here also one that just fills it.
+        fits = budgets.sum(2) >= free.sum((2, 3))
         return (live & ~free) | torch.where(fits[:, :, None, None], free, kept)

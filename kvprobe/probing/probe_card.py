@@ -140,8 +140,8 @@ class Measure:
 
     @classmethod
     def of(cls, measure: str, split: str, value: Estimate) -> "Measure":
-        ends = (value.low, value.high) if value.has_interval else (None, None)
-        return cls(measure, split, value.mean, *ends)
+        ends = (float(value.low), float(value.high)) if value.has_interval else (None, None)
+        return cls(measure, split, float(value.mean), *ends)
 
     @property
     def estimate(self) -> Estimate:

@@ -381,7 +381,7 @@ def test_without_following_there_is_no_kl_and_no_figure_of_it(tmp_path: Path, fi
     report = json.dumps(narrate(metrics, config, tiny_llama, finished.environment).to_dict())
     assert "it was not measured here" in report
     assert "kl_by_bit" not in report
-    assert "No difference between fields was found" in answer(task)
+    assert "No difference between fields was detected" in answer(task)
 
 
 def test_few_items_and_a_coarse_model_are_warned_of():

@@ -313,7 +313,7 @@ def test_the_sentence_on_factors_follows_each_interval():
         (-0.2, -0.2, "masking answers fewer than restarting", "was computed while what it sums up was in view"),
         (-0.2, 0.0, "masking answers fewer than restarting", "indistinguishable from what it does when unrelated text"),
         (0.2, 0.2, "restarting answers fewer than masking", "was computed while what it sums up was in view"),
-        (0.0, -0.2, "answer about as many", ""),
+        (0.0, -0.2, "are indistinguishable", ""),
     ],
 )
 def test_the_sentence_on_answers_follows_the_intervals(right: float, beyond: float, said: str, reason: str):

@@ -228,7 +228,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert {row: list(cells) for row, cells in metrics["matrix"].items()} == {
         f"rebuilt{before}": [str(turn) for turn in MEASURED if turn >= before] for before in MEASURED
     }
-    assert "Only 2 sessions" in finished.report["warnings"][0]
+    assert "2 sessions are too few for an interval" in finished.report["warnings"][0]
     # Means in the metrics are those of the table.
     mine = samples.query("measure == 'scripted reply' and condition == 'rebuilt' and reference == 'compacted'")
     assert mine["kl"].mean() == pytest.approx(metrics["drift"]["all"]["kl_from_compacted"]["rebuilt"]["mean"])
