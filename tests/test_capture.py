@@ -274,7 +274,7 @@ def test_a_pass_that_fails_leaves_no_hook_behind(tiny: Model):
     before = hooks()
     far = [Tokens.of([999])]
     for lane in ("plain", "hooked"):
-        with pytest.raises(IndexError):
+        with pytest.raises(ValueError, match="token id 999"):
             capture(lanes, far, ["resid_post"], lane=lane)
     assert not any(point.fwd_hooks for point in lanes.hooked.bridge.hook_dict.values())
     assert hooks() == before
