@@ -722,7 +722,7 @@ def test_slots_kept_by_some_heads_alone_cannot_be_computed_again(tiny_llama: Mod
 def test_reading_in_chunks_refuses_rows_that_do_not_end_together(tiny_llama: Model):
     rows = [random_tokens(0, {"T1": 4}), random_tokens(1, {"T1": 5})]
     refused(lambda: tiny_llama.prefill(rows, policy=SlidingWindow(3), chunk=2), "rows of equal length")
-    refused(lambda: tiny_llama.prefill(rows[:1], policy=SlidingWindow(3), chunk=0), "chunk is 0")
+    refused(lambda: tiny_llama.prefill(rows[:1], policy=SlidingWindow(3), chunk=0), "chunk=0")
     refused(lambda: tiny_llama.prefill(rows[:1], chunk=2), "give a policy")
 
 
