@@ -29,8 +29,8 @@ HIDDEN = (6, 7, 8)
 
 UNBUILT = {
     "blt": "parts of fixed size (96 M)",
-    "cohere_compass_text": "its own config does not build",
-    "dots3_note": "its own checks refuse small sizes",
+    "cohere_compass_text": "the model does not build from its config",
+    "dots3_note": "parts of fixed size (77 M)",
     "dots3_note_text": "parts of fixed size (77 M)",
     "fuyu": "parts of fixed size",
     "gemma3": "a tower for pictures of fixed size; its text model is gemma3_text",
@@ -40,8 +40,8 @@ UNBUILT = {
     "gemma4_unified_assistant": "its own checks refuse small sizes",
     "got_ocr2": "a tower for pictures of fixed size",
     "moss_transcribe_diarize": "a tower for sound of fixed size",
-    "qwen4_exp": "its own config does not build",
-    "qwen4_exp_text": "its own config does not build",
+    "qwen4_exp": "the model does not build from its config",
+    "qwen4_exp_text": "the model does not build from its config",
     "zamba": "its own weights cannot be tied at this size",
     "zamba2": "its own checks refuse small sizes",
 }

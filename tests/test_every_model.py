@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.every_model import ALLOWED, UNBUILT, examine
-from tests.models.every import NAMES, tiny_config
+from tests.models.every import NAMES, tiny
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
 LISTED = dict(re.findall(r"^\| (\S+) \| \S+ \| ([^|]+) \|", PAGE, re.MULTILINE))
@@ -41,4 +41,4 @@ def test_these_families_are_refused(kind: str):
 @pytest.mark.parametrize("kind", ["cohere_compass_text", "gemma4_assistant"])
 def test_what_is_listed_as_not_built_does_not_build(kind: str):
     with pytest.raises(Exception):  # noqa: B017, PT011 - each fails in a way of its own
-        tiny_config(kind)
+        tiny(kind)

@@ -154,13 +154,15 @@ def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(
     readings = run.df("readings").query("arm == 'masked' and split == 'paired'").set_index("reading")["accuracy"]
     assert "untrained" in readings
     assert "topics" in run.report["answer"]
-    assert run.metrics["use"]["full"]["margin"]["low"] > 1
+    margin = run.metrics["use"]["full"]["margin"]
+    assert margin["mean"] > 1
+    assert margin["low"] is None  # three conversations are too few for an interval
     assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
 
 
 def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):
     random = finished.metrics["accuracy"]["random"]
-    assert random["hidden"]["low"] > 0.2
+    assert random["hidden"]["low"] > finished.metrics["chance"]
     for arm in ("restart", "before"):
         assert random[arm]["mean"] < 0.2
 

@@ -135,11 +135,15 @@ def test_a_budget_is_the_share_of_memory_that_is_kept(smol: Model, prepared: Pre
     slots = prepared.scene.cache.slots
     for level in (10, 20, 50):
         cache = prepared.act(smol, name, level)
-        share = footprint(cache.ledger, cache.shape, 2) / whole
-        if name in EVICTING:
-            assert share == pytest.approx(round(level * slots / 100) / slots, rel=1e-9)
+        kept, budget = footprint(cache.ledger, cache.shape, 2) / whole * slots, round(level * slots / 100)
+        if name == "pyramidkv":  # its published steps between layers are rounded down
+            assert budget <= kept <= budget + (cache.n_layers - 2) / 2
+        elif name == "adakv":  # its published shares of heads are rounded
+            assert budget - 1.5 <= kept <= budget + 0.5
+        elif name in EVICTING:
+            assert kept == pytest.approx(budget, rel=1e-9)
         else:
-            assert share <= round(level * slots / 100) / slots
+            assert kept <= budget
 
 
 def test_fewer_bits_take_less_memory(smol: Model, prepared: Prepared):
@@ -341,7 +345,7 @@ def test_the_cheapest_policy_near_the_full_cache_is_named():
         return 1.0 if kind == "h2o" and level >= 50 else 0.1
 
     answer = answer_memory(made_up(values))
-    assert "on agreement with the full cache's next token, H2O with 48 % of the memory" in answer
+    assert "on agreement with the full cache's next token, H2O with 48 % (43 % to not reached) of the memory" in answer
     assert "hidden code, H2O with" in answer
 
 
