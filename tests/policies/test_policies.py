@@ -178,7 +178,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
     protected = {head: {slot for slot in live[head] if worth[head](slot) == float("inf")} for head in heads}
     free = {head: [slot for slot in live[head] if slot not in protected[head]] for head in heads}
     budgets = {head: inner.budget - len(protected[head]) for head in heads}
-    if sum(budgets.values()) > sum(map(len, free.values())):
+    if sum(budgets.values()) >= sum(map(len, free.values())):
         return set(live[own])
     ranked = sorted(((worth[head](slot), slot, head) for head in heads for slot in free[head]), reverse=True)
     among = [head for _, _, head in ranked[: sum(budgets.values())]]

@@ -183,7 +183,7 @@ def test_of_noise_the_sparse_curves_of_chosen_sites_read_no_more_than_chance():
         features = Features.of_read_outs({"v": tensor}, np.arange(len(HOMES)), labels(seed), HOMES, TARGET)
         probing = probe_features(features, {}, folds=3, permutations=0, rng=np.random.default_rng(seed))
         read += probing.sparse["accuracy"].tolist()
-    assert np.mean(read) == pytest.approx(1 / CLASSES, abs=0.015)
+    assert np.mean(read) == pytest.approx(1 / CLASSES, abs=0.025)
 
 
 def test_without_a_floor_a_claim_is_held_against_the_strongest_reading_without_slots():

@@ -138,7 +138,7 @@ def test_what_cannot_be_scanned_is_refused(tiny_llama: Model, tmp_path: Path, mo
         "'m0' comes before 'm1'": lambda: live_scan(tiny_llama, CHAT, ["m1"], [probe], until="m0"),
         "no probes to scan with": lambda: live_scan(tiny_llama, CHAT, ["m1"], []),
         "Two of the probes": lambda: live_scan(tiny_llama, CHAT, ["m1"], [probe, probe]),
-        "reads the weights": lambda: live_scan(other, CHAT, ["m1"], [probe]),
+        "differs from it in weights": lambda: live_scan(other, CHAT, ["m1"], [probe]),
         "No published probe reads": lambda: live_scan(tiny_llama, CHAT, ["m1"]),
     }.items():
         with pytest.raises(ValueError, match=match) as caught:

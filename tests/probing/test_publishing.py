@@ -134,7 +134,7 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     rows = np.arange(240)
     features = Features.of_read_outs({"v": tensor}, rows, labels, contexts, TARGET)
     floor = Features.of_read_outs({"v": torch.randn(tensor.shape, generator=generator)}, rows, labels, contexts, TARGET)
-    probing = probe_features(features, {"restart": floor}, permutations=9, rng=np.random.default_rng(0))
+    probing = probe_features(features, {"restart": floor}, permutations=19, rng=np.random.default_rng(0))
     training = Training("leakage", "a digit", "T3", "retained")
     probe = kept_probe(tiny_llama, features, probing, training, restart=floor)
     assert probe.site == Where("v", 2, None, "mean")

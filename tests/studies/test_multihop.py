@@ -245,10 +245,10 @@ def test_an_interrupted_reading_goes_on_where_it_stopped(
     with pytest.raises(KeyboardInterrupt):
         collecting.collect(shallow, SMALL, run)
     found = Collected.load(collecting.collect(shallow, SMALL, run), SMALL)
-    assert len(calls) == 2 + 2
-    assert [len(codes) for _, _, codes, *_ in calls] == [10] * 4
-    assert found.contexts.tolist() == [0] * 10 + [1] * 10 + [2] * 10
-    assert ["".join(map(str, row)) for row in found.digits[10:20]] == calls[1][2] == calls[2][2]
+    assert len(calls) == 2 + 7
+    assert [len(codes) for _, _, codes, *_ in calls] == [4] * 9
+    assert found.contexts.tolist() == [session for session in range(8) for _ in range(4)]
+    assert ["".join(map(str, row)) for row in found.digits[4:8]] == calls[1][2] == calls[2][2]
 
 
 def metrics_with(

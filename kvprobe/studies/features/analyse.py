@@ -17,7 +17,7 @@ from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.scan import paired_features, step_down
 from kvprobe.probing.sparse import sparse_curves
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
-from kvprobe.stats import DIFFERENCE, SHARE, means, ratio
+from kvprobe.stats import DIFFERENCE, SHARE, Estimate, means, ratio
 from kvprobe.studies.features.collect import PER_CODE, READERS, RESTARTED, UNTOUCHED, Collected
 from kvprobe.studies.features.config import Config
 
@@ -229,26 +229,31 @@ def curve(
     return pd.concat(tables, ignore_index=True), hits
 
 
+def _ratio(top: Any, bottom: Any, comparisons: int = 1) -> Estimate:
+    """`kvprobe.stats.ratio` of two columns."""
+    return ratio(np.asarray(top, float), np.asarray(bottom, float), comparisons=comparisons)
+
+
 def judged(quality: Any) -> dict[str, Any]:
     """What a dictionary leaves unexplained, and what the model loses by it."""
     texts, latents = (quality[quality["grid"] == grid] for grid in ("texts", "latents"))
     spliced = texts[texts["clean"].notna()]
     losses = {
-        name: ratio(spliced[name], spliced["predicted"]).record() for name in ("clean", "spliced", "mean", "zero")
+        name: _ratio(spliced[name], spliced["predicted"]).record() for name in ("clean", "spliced", "mean", "zero")
     }
     return {
-        "unexplained": ratio(texts["error"], texts["variance"]).record(),
-        "unexplained_turned": ratio(texts["turned"], texts["variance"]).record(),
+        "unexplained": _ratio(texts["error"], texts["variance"]).record(),
+        "unexplained_turned": _ratio(texts["turned"], texts["variance"]).record(),
         "active": float(texts["active"].sum() / texts["tokens"].sum()),
         "width": len(latents),
         "dead": int((latents["density"] == 0).sum()),
         "dense": int((latents["density"] > 0.5).sum()),
         "loss": losses,
-        "loss_added": ratio(spliced["spliced"] - spliced["clean"], spliced["predicted"]).record(),
+        "loss_added": _ratio(spliced["spliced"] - spliced["clean"], spliced["predicted"]).record(),
         "kl": {
-            name: ratio(spliced[f"kl_{name}"], spliced["predicted"]).record() for name in ("spliced", "mean", "zero")
+            name: _ratio(spliced[f"kl_{name}"], spliced["predicted"]).record() for name in ("spliced", "mean", "zero")
         },
-        "recovered": ratio(spliced["kl_mean"] - spliced["kl_spliced"], spliced["kl_mean"]).record(),
+        "recovered": _ratio(spliced["kl_mean"] - spliced["kl_spliced"], spliced["kl_mean"]).record(),
         "texts": len(texts),
         "spliced_texts": len(spliced),
     }
@@ -260,15 +265,15 @@ def exchanged(table: Any) -> dict[str, Any]:
     for place, own in table.groupby("place"):
         wide = own.groupby(["context", "set"])["kl"].mean().unstack()
         sets: Mapping[str, Any] = {
-            name: ratio(wide["retained"] - wide[name], wide["retained"]).record()
+            name: _ratio(wide["retained"] - wide[name], wide["retained"]).record()
             for name in wide.columns
             if name != "retained"
         }
         apart = wide["random"] - wide["differing"]
         found[str(place)] = {
-            "kl": ratio(wide["retained"], np.ones(len(wide))).record(),
+            "kl": _ratio(wide["retained"], np.ones(len(wide))).record(),
             "sets": sets,
-            "differing_less_random": ratio(apart, wide["retained"]).record(),
-            "claim": ratio(apart, wide["retained"], comparisons=claimed(table["place"].unique())).record(),
+            "differing_less_random": _ratio(apart, wide["retained"]).record(),
+            "claim": _ratio(apart, wide["retained"], comparisons=claimed(table["place"].unique().tolist())).record(),
         }
     return found
