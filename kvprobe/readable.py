@@ -14,7 +14,7 @@ NOTICED = 2**28
 
 
 def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane) -> None:
-    """Refuse tokens that the model has no embedding for, or that surely do not fit into memory.
+    """Refuse tokens that the model has no embedding for, or that cannot fit into memory.
 
     Raises:
         ValueError: an unknown lane, nothing to read, or an id or position that the model does not have.
