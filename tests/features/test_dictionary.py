@@ -80,7 +80,7 @@ def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
 
     activations = next(recording[0].activations(PLACE))
     folder = trained[kind].save(tmp_path / "saved")
-    with pytest.warns(UserWarning, match="trained on weights planted"):
+    with pytest.warns(UserWarning, match="trained on another model"):
         loaded = SparseFeatures.load(folder, fitting)
     assert loaded.place == PLACE
     for own in (loaded, SparseFeatures(SAE.load_from_disk(folder), PLACE)):
@@ -112,7 +112,7 @@ def saved_as(features: SparseFeatures, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:The SAE was trained on weights")
+@pytest.mark.filterwarnings("ignore:The SAE was trained on another model")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -193,7 +193,7 @@ def test_weights_of_half_the_size_are_read_as_before_but_for_their_rounding(
     whole, half = (trained["topk"].save(tmp_path / name, half=name == "half") for name in ("whole", "half"))
     sizes = [(folder / "sae_weights.safetensors").stat().st_size for folder in (whole, half)]
     assert sizes[1] < 0.6 * sizes[0]
-    with pytest.warns(UserWarning, match="trained on weights"):
+    with pytest.warns(UserWarning, match="trained on another model"):
         read = SparseFeatures.load(half, fitting)
     assert read.sae.W_dec.dtype == torch.float32
     activations = next(recording[0].activations(PLACE))
@@ -205,7 +205,7 @@ def test_what_ships_fits_its_model_and_was_trained_on_it(smol: Model, recwarn: p
     for name in shipped_dictionaries():
         features = SparseFeatures.load(name, smol)
         assert features.dim == features.place.width(smol.geometry)
-    assert not [each for each in recwarn if "trained on weights" in str(each.message)]
+    assert not [each for each in recwarn if "trained on another model" in str(each.message)]
 
 
 def test_a_place_can_be_given_to_a_dictionary_that_does_not_know_its_own(
