@@ -55,7 +55,7 @@ SCALED = {"beam"}
 HEADER = """# Models
 
 **The gate.** Before kvprobe takes a number from a model, it proves on a few tokens of that very model what it relies on, once, in a
-fraction of a second for a small model: that it is causal; that its logits depend on the positions it is given, and count from 0; that
+fraction of a second for a small model: that it is causal; that it obeys the positions it is given (or has no use for any), counted from 0; that
 what hidden slots hold reaches no layer; that masking slots and evicting them is the same; that reading with a cache is reading at once; that rows
 do not disturb each other. The number of KV heads is counted in a cache, since configs do not always say it. The hooked lane must
 compute what the plain one does before anything is read on it, and attention must be a softmax over scaled scores before it is shown or
