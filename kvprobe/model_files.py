@@ -1,10 +1,8 @@
 """What a model folder may hold: untrusted files, checked before transformers reads them and while it builds the model."""
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +11,8 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+
+from kvprobe.untrusted import read_json
 
 MAX_JSON_BYTES = 2**24
 SPARE_NUMBERS, SPARE_TENSORS = 2**26, 1_000
@@ -44,7 +44,11 @@ def check_folder(folder: Path) -> None:
             raise ValueError(f"{path} is neither a file nor a folder; remove it.")
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds an adapter (adapter_config.json); merge it into its base model first.")
-    read = {name: _json_object(folder / name) for name in _JSON_FILES if (folder / name).exists()}
+    read = {
+        name: read_json(folder / name, MAX_JSON_BYTES, "fetch it again")
+        for name in _JSON_FILES
+        if (folder / name).exists()
+    }
     config = read["config.json"]
     for name in _CHOOSES_CODE:
         if name in config:
@@ -73,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"The folder {folder} has no model.safetensors (nor a model.safetensors.index.json); pickled weights are not read, "
             f"convert them first."
         )
-    names = _json_object(index).get("weight_map")
+    names = read_json(index, MAX_JSON_BYTES, "fetch it again").get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again.")
     for name in sorted(set(names.values())):
@@ -139,17 +143,3 @@ def refuse_not_finite(holder: str, tensors: Iterable[tuple[str, Tensor]]) -> Non
         # A sum is several times as fast as a look at each number; only where it overflows do the numbers themselves decide.
         if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
             raise ValueError(f"The tensor {name} of {holder} has NaN or infinity; fetch or train the weights again.")
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(
-            f"{path} is larger than {MAX_JSON_BYTES // 2**20} MiB; it is not a model's own, fetch it again."
-        )
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); fetch it again.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is a JSON {type(found).__name__}, not an object; fetch it again.")
-    return found

@@ -75,22 +75,23 @@ def filled(kind: Any, content: Any, where: str, limits: Limits) -> Any:
     return content
 
 
-def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """The object in a JSON file of bounded size.
+def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes.
+
+    Args:
+        advice: how a refusal ends.
 
     Raises:
         ValueError: the file is too large, is not UTF-8 or JSON, or holds something else.
     """
     if path.stat().st_size > limit:
-        raise ValueError(f"{path} is larger than {limit / 2**20:g} MiB; it was not written by kvprobe.")
+        raise ValueError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not readable JSON ({' '.join(str(error).split())}); it was altered or cut."
-        ) from error
+        raise ValueError(f"{path} is not readable JSON ({' '.join(str(error).split())[:100]}); {advice}.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object; it holds {_shown(content)}.")
+        raise ValueError(f"{path} must hold an object; it holds {_shown(content)}; {advice}.")
     return content
 
 

@@ -1,10 +1,11 @@
-"""A model's `config.json`, read as what it is: a stranger's file."""
+"""A model's `config.json`, read as untrusted input."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kvprobe.untrusted import read_json
 
 LARGEST_FILE = 4 << 20
 """Bytes. The longest published config is a few hundred kilobytes of quantisation exceptions."""
@@ -131,16 +132,7 @@ def read_config(path: Path, name: str) -> Config:
     Raises:
         ValueError: the file is too large, or not JSON with named fields.
     """
-    if path.stat().st_size > LARGEST_FILE:
-        raise ValueError(
-            f"{path} is larger than any config ({path.stat().st_size:,} bytes); give a model's config.json."
-        )
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON file ({str(error)[:100]}); give a model's config.json.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no named fields; give a model's config.json.")
+    fields = read_json(path, LARGEST_FILE, "give a model's config.json")
     return Config(name, fields)
 
 
