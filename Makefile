@@ -19,12 +19,14 @@ test: $(VENV)/.developed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports --no-cache
 	PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.developed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports --no-cache
 
 figures: $(VENV)/.installed
 	$(PY) figures/draw.py

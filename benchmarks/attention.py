@@ -23,7 +23,7 @@ import torch
 
 import kvprobe as kv
 from kvprobe.attention.patterns import CHUNK
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 LIMIT = 300e6
 

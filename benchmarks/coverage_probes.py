@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from coverage import table, write
 
-from kvprobe.designs import Target
 from kvprobe.probing.claims import FLOOR, probe_features
 from kvprobe.probing.controls import hash_control
 from kvprobe.probing.features import Features, Site
@@ -23,6 +22,7 @@ from kvprobe.probing.fits import Fits, chosen, fit_sites
 from kvprobe.probing.intervals import held_out
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
+from kvprobe.tasks.designs import Target
 
 CLASSES, DIM, SITES, FOLDS, SIGNAL, EACH = 4, 12, 2, 5, 1.5, 5
 TARGET = Target("letter", tuple("abcd"))

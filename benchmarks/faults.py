@@ -17,8 +17,8 @@ from transformers import DynamicCache
 import kvprobe as kv
 from kvprobe.faults import Distractor, Draws, Fault, Gaussian, Host, Scope, Zeros
 from kvprobe.faults.strike import strike
-from kvprobe.forward import new_slots
-from kvprobe.transcript import Tokens
+from kvprobe.inference.forward import new_slots
+from kvprobe.text.transcript import Tokens
 
 LENGTH, NEW_TOKENS = 256, 8
 RATES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)

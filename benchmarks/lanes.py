@@ -15,8 +15,8 @@ from timing import header, paired, report
 from transformers import DynamicCache
 
 import kvprobe as kv
-from kvprobe.generate import generate
-from kvprobe.transcript import Tokens
+from kvprobe.inference.generate import generate
+from kvprobe.text.transcript import Tokens
 
 LENGTH, NEW_TOKENS = 512, 32
 

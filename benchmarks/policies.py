@@ -13,9 +13,9 @@ import torch
 from timing import header, paired, report
 
 import kvprobe as kv
-from kvprobe.generate import Generation, generate
+from kvprobe.inference.generate import Generation, generate
 from kvprobe.policies import Policy, Quantise, RandomEviction, SinkWindow, SlidingWindow
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 LENGTH, NEW_TOKENS, BUDGET = 2048, 16, 256
 

@@ -10,19 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe import attention, erasing, faults, features, layers, patching, plots, policies, views
+    from kvprobe import attention, erasing, faults, layers, patching, policies, saes
     from kvprobe.attention import Patterns, attend
-    from kvprobe.cache import KVCache
-    from kvprobe.capture import Captured
-    from kvprobe.designs import Design, Sample, Target
-    from kvprobe.doctor import examine
-    from kvprobe.generate import Generation, row_generators
+    from kvprobe.cache.cache import KVCache
+    from kvprobe.cache.ledger import Ledger
+    from kvprobe.experiments.runs import Run
+    from kvprobe.inference.capture import Captured
+    from kvprobe.inference.doctor import examine
+    from kvprobe.inference.generate import Generation, row_generators
+    from kvprobe.inference.live import Kept
+    from kvprobe.inference.measured import Measured, measure
+    from kvprobe.inference.model import Model, load
+    from kvprobe.inference.sweep import Sweep, Trial
     from kvprobe.layers import LayerMap, layer_map
-    from kvprobe.ledger import Ledger
-    from kvprobe.live import Kept
-    from kvprobe.measured import Measured, measure
     from kvprobe.memory.budget import Budget, budget
-    from kvprobe.model import Model, load
     from kvprobe.patching import (
         KL,
         Attribution,
@@ -36,66 +37,69 @@ if TYPE_CHECKING:
         patch_sweep,
     )
     from kvprobe.policies.policy import Scene
+    from kvprobe.probes.live_scan import live_scan
+    from kvprobe.probes.published_probe import Probe
     from kvprobe.probing.claims import Probing
-    from kvprobe.probing.live_scan import live_scan
     from kvprobe.probing.probe import probe
-    from kvprobe.probing.published_probe import Probe
-    from kvprobe.runs import Run
-    from kvprobe.sweep import Sweep, Trial
-    from kvprobe.transcript import Message, Part, Tokens, Transcript
+    from kvprobe.report import plots, views
+    from kvprobe.tasks.designs import Design, Sample, Target
+    from kvprobe.text.transcript import Message, Part, Tokens, Transcript
 
 _HOMES = {
     "Attribution": "kvprobe.patching",
     "Budget": "kvprobe.memory.budget",
-    "Captured": "kvprobe.capture",
-    "Design": "kvprobe.designs",
-    "Generation": "kvprobe.generate",
+    "Captured": "kvprobe.inference.capture",
+    "Design": "kvprobe.tasks.designs",
+    "Generation": "kvprobe.inference.generate",
     "KL": "kvprobe.patching",
-    "KVCache": "kvprobe.cache",
-    "Kept": "kvprobe.live",
+    "KVCache": "kvprobe.cache.cache",
+    "Kept": "kvprobe.inference.live",
     "LayerMap": "kvprobe.layers",
-    "Ledger": "kvprobe.ledger",
+    "Ledger": "kvprobe.cache.ledger",
     "LogProb": "kvprobe.patching",
     "LogitDiff": "kvprobe.patching",
-    "Measured": "kvprobe.measured",
-    "Message": "kvprobe.transcript",
-    "Model": "kvprobe.model",
+    "Measured": "kvprobe.inference.measured",
+    "Message": "kvprobe.text.transcript",
+    "Model": "kvprobe.inference.model",
     "Pair": "kvprobe.patching",
     "PairMaps": "kvprobe.patching",
-    "Part": "kvprobe.transcript",
+    "Part": "kvprobe.text.transcript",
     "PatchMap": "kvprobe.patching",
     "Patterns": "kvprobe.attention",
-    "Probe": "kvprobe.probing.published_probe",
+    "Probe": "kvprobe.probes.published_probe",
     "Probing": "kvprobe.probing.claims",
-    "Run": "kvprobe.runs",
-    "Sample": "kvprobe.designs",
+    "Run": "kvprobe.experiments.runs",
+    "Sample": "kvprobe.tasks.designs",
     "Scene": "kvprobe.policies.policy",
-    "Sweep": "kvprobe.sweep",
-    "Target": "kvprobe.designs",
-    "Tokens": "kvprobe.transcript",
-    "Transcript": "kvprobe.transcript",
-    "Trial": "kvprobe.sweep",
+    "Sweep": "kvprobe.inference.sweep",
+    "Target": "kvprobe.tasks.designs",
+    "Tokens": "kvprobe.text.transcript",
+    "Transcript": "kvprobe.text.transcript",
+    "Trial": "kvprobe.inference.sweep",
     "attend": "kvprobe.attention",
-    "attention": "kvprobe.attention",
     "attribute": "kvprobe.patching",
     "budget": "kvprobe.memory.budget",
-    "erasing": "kvprobe.erasing",
-    "examine": "kvprobe.doctor",
-    "faults": "kvprobe.faults",
-    "features": "kvprobe.features",
+    "examine": "kvprobe.inference.doctor",
     "layer_map": "kvprobe.layers",
-    "layers": "kvprobe.layers",
-    "live_scan": "kvprobe.probing.live_scan",
-    "load": "kvprobe.model",
-    "measure": "kvprobe.measured",
+    "live_scan": "kvprobe.probes.live_scan",
+    "load": "kvprobe.inference.model",
+    "measure": "kvprobe.inference.measured",
     "patch_pairs": "kvprobe.patching",
     "patch_sweep": "kvprobe.patching",
-    "patching": "kvprobe.patching",
-    "plots": "kvprobe.plots",
-    "policies": "kvprobe.policies",
     "probe": "kvprobe.probing.probe",
-    "row_generators": "kvprobe.generate",
-    "views": "kvprobe.views",
+    "row_generators": "kvprobe.inference.generate",
+}
+
+_MODULES = {
+    "attention": "kvprobe.attention",
+    "erasing": "kvprobe.erasing",
+    "faults": "kvprobe.faults",
+    "layers": "kvprobe.layers",
+    "patching": "kvprobe.patching",
+    "plots": "kvprobe.report.plots",
+    "policies": "kvprobe.policies",
+    "saes": "kvprobe.saes",
+    "views": "kvprobe.report.views",
 }
 
 __all__ = [
@@ -136,7 +140,6 @@ __all__ = [
     "erasing",
     "examine",
     "faults",
-    "features",
     "layer_map",
     "layers",
     "live_scan",
@@ -149,17 +152,19 @@ __all__ = [
     "policies",
     "probe",
     "row_generators",
+    "saes",
     "views",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
-        from kvprobe.suggest import unknown
+        from kvprobe.names import unknown
 
         raise AttributeError(unknown("name in kvprobe", name, __all__))
-    home = import_module(_HOMES[name])
-    return home if home.__name__ == f"kvprobe.{name}" else getattr(home, name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

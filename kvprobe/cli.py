@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter, Token
 
-from kvprobe.presets import Preset, presets, read_preset, shipped
+from kvprobe.experiments.presets import Preset, presets, read_preset
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.files import read_yaml
+from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, find
-from kvprobe.studyconfig import from_mapping, read_yaml
 
 
 def _whole(kind: Any, tokens: Sequence[Token]) -> int:
@@ -53,7 +55,7 @@ def main() -> None:
 @app.command(name="ls")
 def list_everything() -> None:
     """Studies, presets, models and published probes that kvprobe knows."""
-    from kvprobe.catalog import NAMED_MODELS
+    from kvprobe.models.catalogue import NAMED_MODELS
 
     print("studies")
     for study in STUDIES.values():
@@ -74,8 +76,8 @@ def list_everything() -> None:
 @app.command
 def report(run: Path) -> None:
     """Write a run's report.html again from its files, and say where it is."""
-    from kvprobe.report import write_report
-    from kvprobe.runs import Run
+    from kvprobe.experiments.runs import Run
+    from kvprobe.report.page import write_report
 
     print(write_report(Run.load(run)))
 
@@ -83,8 +85,8 @@ def report(run: Path) -> None:
 @app.command
 def view(run: Path) -> None:
     """Write the interactive views of a run's report as a page of their own, and say where it is."""
-    from kvprobe.report import write_views
-    from kvprobe.runs import Run
+    from kvprobe.experiments.runs import Run
+    from kvprobe.report.page import write_views
 
     print(write_views(Run.load(run)))
 
@@ -105,13 +107,13 @@ def attend(
     dtype: str = "auto",
 ) -> None:
     """Write a page of what a model attends to, head by head; with --mask, before and after messages are masked."""
-    from kvprobe.chat_file import read_chat
+    from kvprobe.text.chat_file import read_chat
 
     read = text if chat is None else read_chat(chat)
     if read is None or None not in (text, chat):
         raise ValueError("Give --text or --chat, and not both.")
-    from kvprobe.model import load
-    from kvprobe.views.attend import attend_page
+    from kvprobe.inference.model import load
+    from kvprobe.report.views.attend import attend_page
 
     print(attend_page(load(model, device=device, dtype=dtype), read, mask, last).save(out))
 
@@ -124,8 +126,8 @@ def publish(
     name: Annotated[str | None, Parameter(help="Only the probe of this name; all by default.")] = None,
 ) -> None:
     """Publish the probes of a finished run: a folder each, with weights, a card, and the card in words."""
-    from kvprobe.probing.publishing import publish as published
-    from kvprobe.runs import Run
+    from kvprobe.experiments.publishing import publish as published
+    from kvprobe.experiments.runs import Run
 
     for folder in published(Run.load(run), to, name):
         print(folder)
@@ -155,13 +157,13 @@ def scan(
     dtype: str = "auto",
 ) -> None:
     """Show, segment by segment, what published probes can still read of hidden messages; as a table and a page."""
-    from kvprobe.chat_file import read_chat
+    from kvprobe.text.chat_file import read_chat
 
     conversation = read_chat(chat)
-    from kvprobe.model import load
-    from kvprobe.probing.live_scan import live_scan
-    from kvprobe.probing.published_probe import Probe
-    from kvprobe.views.scan import save_scan, scan_lines
+    from kvprobe.inference.model import load
+    from kvprobe.probes.live_scan import live_scan
+    from kvprobe.probes.published_probe import Probe
+    from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
     found = live_scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
@@ -217,9 +219,9 @@ def budget(
             raise ValueError(
                 "--measure loads the model; give its name or folder instead of a config, and no --weights."
             )
-        from kvprobe.measured import measurable
-        from kvprobe.measured import measure as measured_by
-        from kvprobe.model import load
+        from kvprobe.inference.measured import measurable
+        from kvprobe.inference.measured import measure as measured_by
+        from kvprobe.inference.model import load
 
         measurable(found)
         measured = measured_by(load(model, device=device, dtype=found.request.dtype.name), found)
@@ -236,8 +238,8 @@ def budget(
         import matplotlib
 
         matplotlib.use("Agg")
-        from kvprobe.plots import memory as drawn
-        from kvprobe.plots import save
+        from kvprobe.report.plots import memory as drawn
+        from kvprobe.report.plots import save
 
         figure.parent.mkdir(parents=True, exist_ok=True)
         bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
@@ -248,8 +250,8 @@ def budget(
 @app.command
 def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
     """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
-    from kvprobe.doctor import examine, limits
-    from kvprobe.model import load
+    from kvprobe.inference.doctor import examine, limits
+    from kvprobe.inference.model import load
 
     loaded = load(model, device=device, dtype=dtype)
     print(f"{loaded.name} on {loaded.lanes.device}, {str(loaded.lanes.dtype).removeprefix('torch.')}\n")
@@ -285,7 +287,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
     ) -> None:
-        from kvprobe.report import write_report
+        from kvprobe.report.page import write_report
 
         chosen = study.config(**dataclasses.asdict(config or flags()))
         directory = study.run(chosen, out, name)

@@ -12,7 +12,7 @@ from jaxtyping import config, install_import_hook
 
 install_import_hook("kvprobe", "beartype.beartype")
 
-from kvprobe.model import Model, load  # noqa: E402 - only now are its annotations checked
+from kvprobe.inference.model import Model, load  # noqa: E402 - only now are its annotations checked
 from tests.models import ARCHITECTURES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.forward import extend
-from kvprobe.generate import generate
-from kvprobe.lanes import Lane, Lanes
-from kvprobe.model import Model, load
-from kvprobe.transcript import Tokens
+from kvprobe.inference.forward import extend
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model, load
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.unproved import Lane
+from kvprobe.text.transcript import Tokens
 from tests.models.every import NAMES, VOCABULARY, WINDOW, tiny
 
 ALLOWED = 1e-5

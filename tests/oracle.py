@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 
 _NAME = "kvprobe_oracle"
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from kvprobe.cache import KVCache
-from kvprobe.ledger import COLUMNS, PADDING, Ledger
-from kvprobe.transcript import Tokens
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger
+from kvprobe.text.transcript import Tokens
 
 NAMES = ("system", "T1", "summary", "T2")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.cli import app
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 
 
 def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +87,7 @@ def test_a_yaml_file_gives_its_settings_as_defaults(tmp_path: Path):
 def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     tmp_path: Path, tiny_llama: Model, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvprobe.model.load", lambda *_, **__: tiny_llama)
+    monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: tiny_llama)
     chat, page = tmp_path / "chat.json", tmp_path / "page.html"
     chat.write_text('[{"role": "user", "content": "The code is 48213."}, {"role": "user", "content": "Which?"}]')
     arguments = ["attend", "--chat", str(chat), "--mask", "m0", "--last", "2", "--out", str(page)]

@@ -12,7 +12,7 @@ import matplotlib
 import pytest
 
 import kvprobe
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     """What a page's blocks share, in a folder of their own; the model is loaded once for all pages."""
     load = kvprobe.load
     monkeypatch.setattr(
-        "kvprobe.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how)
+        "kvprobe.inference.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how)
     )
     monkeypatch.chdir(tmp_path)
     return {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvprobe.fingerprint import PARTS, differing, fingerprint
-from kvprobe.model import Model, load
+from kvprobe.inference.model import Model, load
 from tests.models import llama, tiny_tokenizer
 
 

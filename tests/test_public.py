@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import kvprobe
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from tests.models import llama
 
 
@@ -27,7 +27,7 @@ def test_importing_kvprobe_imports_nothing_heavy():
 
 
 def test_the_doctor_finds_nothing_wrong_with_a_sound_model_and_much_with_a_broken_one(tiny_llama: Model):
-    from kvprobe.doctor import examine
+    from kvprobe.inference.doctor import examine
 
     checks = list(examine(tiny_llama))
     assert len(checks) == 8
@@ -35,7 +35,7 @@ def test_the_doctor_finds_nothing_wrong_with_a_sound_model_and_much_with_a_broke
 
 
 def test_the_doctor_notices_lanes_that_drift_apart(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):
-    from kvprobe.doctor import examine
+    from kvprobe.inference.doctor import examine
 
     norm = tiny_llama.lanes.hooked.bridge.original_model.model.norm
     handle = norm.register_forward_hook(lambda module, args, output: output * 1.01)
@@ -46,7 +46,7 @@ def test_the_doctor_notices_lanes_that_drift_apart(tiny_llama: Model, monkeypatc
 
 @pytest.mark.parametrize("setting", ["eos_token_id", "repetition_penalty"])
 def test_the_doctor_decodes_both_sides_alike_whatever_the_generation_config_says(setting: str):
-    from kvprobe.doctor import _CUT, _greedy_against_library, _sample
+    from kvprobe.inference.doctor import _CUT, _greedy_against_library, _sample
 
     model = llama()
     tokens = _sample(model)[:_CUT]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe import train_ordinal
-from kvprobe.cache import KVCache
-from kvprobe.model import Model, load
-from kvprobe.presets import shipped
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model, load
+from kvprobe.shipped import shipped
 from kvprobe.tasks.ordinal import PLACES, SEGMENTS, VERBS, Memo, Reference, draw
-from kvprobe.train_ordinal import Batch, Example, Training, accuracy, config_of, draw_examples, tokenizer, train
+from models import train_ordinal
+from models.train_ordinal import Batch, Example, Training, accuracy, config_of, draw_examples, tokenizer, train
 
 # What a list saw reaches the question over a summary only in the third layer.
 SMALL = Training(steps=30, batch=16, layers=3, width=16, heads=2)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.attention.patterns import Patterns, refuse_missing
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 
 
 @dataclass(frozen=True)

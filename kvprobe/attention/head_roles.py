@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.attention.patterns import attend
-from kvprobe.generate import generate
-from kvprobe.model import Model
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.task import prompt
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 THRESHOLDS: Mapping[str, float] = {"sink": 0.3, "previous": 0.4, "duplicate": 0.4, "induction": 0.4, "retrieval": 0.1}
 """From which score on a head has a role: sink, Gu et al. 2024 (arXiv 2410.10781); retrieval, Wu et al. 2024 (arXiv 2404.15574). The

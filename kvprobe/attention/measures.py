@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.attention.patterns import Patterns, refuse_missing
-from kvprobe.ledger import Ledger
+from kvprobe.cache.ledger import Ledger
 
 LOCAL = 32
 """Slots that count as local: the query's own and those right before it."""

@@ -14,13 +14,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import cache_of, new_slots, one_row_each, read, taps
-from kvprobe.lanes import Attending, Lane, Lanes
-from kvprobe.model import Model, Readable
-from kvprobe.positions import visible
-from kvprobe.suggest import unknown
-from kvprobe.transcript import Tokens
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.visibility import visible
+from kvprobe.inference.forward import cache_of, new_slots, one_row_each, read, taps
+from kvprobe.inference.model import Model, Readable
+from kvprobe.models.attending import Attending
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.unproved import Lane
+from kvprobe.names import unknown
+from kvprobe.text.transcript import Tokens
 
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that what a pass holds is small."""

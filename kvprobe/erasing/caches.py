@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.subspace import Eraser, Subspace
 
 Site = tuple[int, str]

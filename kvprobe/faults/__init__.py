@@ -3,7 +3,7 @@
 from kvprobe.faults.bit_flips import BitFlips
 from kvprobe.faults.donors import Distractor, ForeignBlock, Splice, StaleBlock, scaffold
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.garbage import NotANumber
 from kvprobe.faults.gaussian import Gaussian
 from kvprobe.faults.host import Host, Queries
@@ -14,6 +14,7 @@ from kvprobe.faults.position_shift import PositionShift
 from kvprobe.faults.precision import Fp8Saturation, Fp8Scale, QuantisationNoise
 from kvprobe.faults.scope import Scope, bands
 from kvprobe.faults.strike import Broken, Damage
+from kvprobe.faults.struck import Struck
 from kvprobe.faults.zeros import Zeros
 
 __all__ = [

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part, Scope
-from kvprobe.suggest import unknown
+from kvprobe.faults.struck import Struck
+from kvprobe.names import unknown
 
 Field = Literal["sign", "exponent", "mantissa"]
 Stored = Literal["fp32", "bf16", "fp16"]

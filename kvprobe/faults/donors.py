@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part, Scope
-from kvprobe.transcript import Tokens
+from kvprobe.faults.struck import Struck
+from kvprobe.text.transcript import Tokens
 
 _OFFSET = 31
 

@@ -5,70 +5,23 @@ those are is the `Scope`'s affair, and `kvprobe.faults.strike` writes it.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.described import described
+from kvprobe.cache.cache import KVCache
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part, Scope
+from kvprobe.faults.strike import corrupt
+from kvprobe.faults.struck import Struck
+from kvprobe.names import described
 
 When = int | Literal["every"]
 Need = Literal["rotaries", "queries"]
-
-
-@dataclass(frozen=True, eq=False)
-class Struck:
-    """The struck slots of one layer, one after the other, possibly of several rows and several heads of each.
-
-    Attributes:
-        rows: of the batch.
-        heads: KV heads.
-        slots: indices.
-        positions: at which the slots are seen.
-        keys: what they hold.
-        values: what they hold.
-        slots_in_row: how many slots a row has by now.
-        step: tokens read since the prompt.
-    """
-
-    layer: int
-    rows: Int[Tensor, "struck"]
-    heads: Int[Tensor, "struck"]
-    slots: Int[Tensor, "struck"]
-    positions: Int[Tensor, "struck"]
-    keys: Float[Tensor, "struck d_head"]
-    values: Float[Tensor, "struck d_value"]
-    slots_in_row: int
-    step: int
-    draws: Draws
-    host: Host
-
-    def of(self, part: Part) -> Float[Tensor, "struck d"]:
-        """What the slots hold, K or V."""
-        return self.keys if part == "k" else self.values
-
-    def noise(self, part: Part, purpose: int) -> Float[Tensor, "struck d"]:
-        """Standard normal noise, a vector for each slot; it depends on layer, head and slot, not on what else is struck."""
-        return self.chosen(self.drawn(part, purpose))
-
-    def drawn(self, part: Part, purpose: int) -> Float[Tensor, "kv_heads slots d"]:
-        """That noise for all slots, struck or not: what is computed from it does not depend on how many are struck."""
-        shape = (self.host.cache.n_kv_heads, self.slots_in_row, self.of(part).shape[1])
-        return self.draws.normal(shape, purpose, self.step, self.layer, int(part == "v")).to(self.keys.device)
-
-    def lots(self, purpose: int, width: int = 1, part: Part | None = None) -> Float[Tensor, "struck width"]:
-        """Lots from 0 to 1, so many for each slot; the same for K and V unless a part is named."""
-        shape = (self.host.cache.n_kv_heads, self.slots_in_row, width)
-        drawn = self.draws.uniform(shape, purpose, self.step, self.layer, *([] if part is None else [int(part == "v")]))
-        return self.chosen(drawn.to(self.keys.device))
-
-    def chosen(self, every: Float[Tensor, "kv_heads slots width"]) -> Float[Tensor, "struck width"]:
-        """What a tensor over all heads and slots holds for those that are struck."""
-        return every.reshape(-1, every.shape[2]).index_select(0, self.heads * every.shape[1] + self.slots)
 
 
 @dataclass(frozen=True)
@@ -127,6 +80,14 @@ class Fault(ABC):
         Raises:
             ValueError: the host lacks what this fault needs (a donor, rotary frequencies, queries).
         """
+
+    def corrupt(
+        self, cache: KVCache, draws: Sequence[Draws] | None = None, hosts: Sequence[Host] | None = None
+    ) -> KVCache:
+        """The cache with this fault written into it; see `KVCache.corrupt`."""
+        rows = range(cache.batch)
+        given = [Draws(sample=row) for row in rows] if draws is None else draws
+        return corrupt(cache, self, [Host(cache.rows([row])) for row in rows] if hosts is None else hosts, given)[0]
 
     def __str__(self) -> str:
         return described(self)

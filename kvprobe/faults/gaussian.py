@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.fault import Fault, Need, Struck
+from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
-from kvprobe.suggest import unknown
+from kvprobe.faults.struck import Struck
+from kvprobe.names import unknown
 
 Matched = Literal["raw", "layer", "head", "channel", "effect"]
 

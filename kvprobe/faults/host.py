@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.rotary import Rotary
 from kvprobe.faults.scope import Part
-from kvprobe.rotary import Rotary
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.faults.fault import Struck
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part
-from kvprobe.suggest import unknown
+from kvprobe.faults.struck import Struck
+from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
-from kvprobe.suggest import unknown
+from kvprobe.faults.struck import Struck
+from kvprobe.names import unknown
 
 _BLOCK_LOTS = 41
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.paged import following
 from kvprobe.faults.scope import Part
+from kvprobe.faults.struck import Struck
 
 _ORDER = 43
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Need, Struck
+from kvprobe.cache.rotary import Turn
+from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.scope import Part
-from kvprobe.rotary import Turn
+from kvprobe.faults.struck import Struck
 
 
 @dataclass(frozen=True)

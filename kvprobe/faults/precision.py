@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.cache.ledger import Grain
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
-from kvprobe.ledger import Grain
+from kvprobe.faults.struck import Struck
+from kvprobe.names import unknown
 from kvprobe.policies.quantise import codes_of_values
-from kvprobe.suggest import unknown
 
 Format = Literal["e4m3", "e5m2"]
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.described import described
+from kvprobe.cache.ledger import Ledger
 from kvprobe.faults.draws import Draws
-from kvprobe.ledger import Ledger
-from kvprobe.suggest import unknown
+from kvprobe.names import described, unknown
 
 Unit = Literal["slot", "layer", "head", "number"]
 """What is drawn at once: a slot in all layers and heads; in each layer, or each layer and head, slots of its own; or in each

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import Ledger
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.fault import Fault, Struck
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Order, Part, Scope
-from kvprobe.ledger import Ledger
+from kvprobe.faults.struck import Strikes, Struck
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Damage:
 
 
 def strike(
-    faults: Sequence[Fault],
+    faults: Sequence[Strikes],
     draws: Sequence[Draws],
     rows: Sequence[int],
     tensors: Sequence[tuple[Float[Tensor, "rows heads slots d_head"], Float[Tensor, "rows heads slots d_value"]]],
@@ -74,7 +74,7 @@ def strike(
         remember: keep what is overwritten, for `Damage.undo`.
     """
     done = Damage(torch.zeros(len(ledger.tokens), dtype=torch.long))
-    groups: dict[tuple[Fault, Draws], list[tuple[int, Fault]]] = {}
+    groups: dict[tuple[Strikes, Draws], list[tuple[int, Strikes]]] = {}
     for fault, lots, row in zip(faults, draws, rows, strict=True):
         groups.setdefault((fault.operator, lots), []).append((row, fault))
     shape = (len(tensors), host.cache.n_kv_heads)
@@ -96,7 +96,7 @@ def strike(
 
 
 def _strike_layer(
-    members: Sequence[tuple[int, Fault]],
+    members: Sequence[tuple[int, Strikes]],
     mask: Bool[Tensor, "members heads slots"],
     layer: int,
     pair: tuple[Tensor, Tensor],
@@ -142,7 +142,7 @@ def _strike_layer(
 
 
 def _numbers(
-    members: Sequence[tuple[int, Fault]], member: Int[Tensor, "struck"], struck: Struck, part: Part, ledger: Ledger
+    members: Sequence[tuple[int, Strikes]], member: Int[Tensor, "struck"], struck: Struck, part: Part, ledger: Ledger
 ) -> Bool[Tensor, "struck d"]:
     """Which numbers of the struck vectors are struck themselves: all, unless a scope draws single numbers."""
     width = struck.of(part).shape[1]
@@ -167,7 +167,7 @@ def _note_broken(
         done.broken.setdefault(row, Broken(part, layer, head, slot, step))
 
 
-def corrupt(cache: KVCache, fault: Fault, hosts: Sequence[Host], draws: Sequence[Draws]) -> tuple[KVCache, Damage]:
+def corrupt(cache: KVCache, fault: Strikes, hosts: Sequence[Host], draws: Sequence[Draws]) -> tuple[KVCache, Damage]:
     """The cache with a fault written into each row at once, each row its own host with its own draws; the cache given
     stays as it was.
 

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.faults.fault import Fault, Struck
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
+from kvprobe.faults.struck import Struck
 
 
 @dataclass(frozen=True)

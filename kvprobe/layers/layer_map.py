@@ -14,13 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import one_row_each
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.forward import one_row_each
+from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
-from kvprobe.model import Model
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and no share of it means anything."""

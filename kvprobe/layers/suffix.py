@@ -14,14 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.capture import Site, editing, plain_sites
-from kvprobe.forward import as_seen
-from kvprobe.lanes import Attending, Lanes
-from kvprobe.lens import Family
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.capture import Site, editing, plain_sites
+from kvprobe.inference.forward import as_seen
+from kvprobe.models.attending import Attending
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.lens import Family
 from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader, attention, forward, joining
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 Kind = Literal["attn", "mlp", "head"]
 BLOCKS: Mapping[Kind, Family] = {"attn": "attn_out", "mlp": "mlp_out"}

@@ -15,11 +15,12 @@ from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
 from kvprobe.memory.slots import Plan
 from kvprobe.memory.sources import config_of
+from kvprobe.memory.table import lines
 from kvprobe.memory.units import bytes_in
 from kvprobe.memory.weights import active
 from kvprobe.memory.weights import weights as weights_of
 from kvprobe.memory.written import plan_of
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 EngineName = Literal["hf", "vllm", "logical"]
 
@@ -232,8 +233,6 @@ class Budget:
         return replace(self, request=replace(self.request, numbers=self.request.dtype))
 
     def __str__(self) -> str:
-        from kvprobe.memory.table import lines
-
         return "\n".join(lines(self))
 
 

@@ -6,7 +6,7 @@ from kvprobe.memory.config import Config
 from kvprobe.memory.defaults import defaults_of
 from kvprobe.memory.heads import d_head, heads, kv_heads, on
 from kvprobe.memory.layer_types import KINDS, LayerType, layer_types, layers, window
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvprobe.untrusted import read_json
+from kvprobe.files import read_json
 
 LARGEST_FILE = 4 << 20
 """Bytes. The longest published config is a few hundred kilobytes of quantisation exceptions."""

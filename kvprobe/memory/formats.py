@@ -6,7 +6,7 @@ from kvprobe.memory.config import Config
 from kvprobe.memory.heads import width
 from kvprobe.memory.numbers import Numbers, plain_named
 from kvprobe.memory.weights import Weights
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 
 def dtype_of(config: Config) -> Numbers:

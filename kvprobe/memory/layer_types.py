@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from kvprobe.memory.config import Config
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 LayerType = Literal["full", "sliding", "chunked", "indexed", "linear", "conv", "hybrid", "cross", "none"]
 """`linear`: a recurrent state (Mamba, gated delta net); `conv`: a short convolution; `hybrid`: full attention and a

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)

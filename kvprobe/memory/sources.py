@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.memory.config import Config, read_config
-from kvprobe.presets import shipped
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
+from kvprobe.shipped import shipped
 
 
 def shelf() -> dict[str, Path]:

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both, short
+
+if TYPE_CHECKING:
+    from kvprobe.memory.budget import Budget
 
 ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
 """What the engines are called."""
 
 
-def lines(budget: Budget) -> Iterator[str]:
+def lines(budget: "Budget") -> Iterator[str]:
     """The budget, line by line."""
     request = budget.request
     active = "" if budget.active == budget.parameters else f", {_parameters(budget.active)} active for a token"
@@ -44,7 +46,7 @@ def _parameters(count: int) -> str:
     return f"{count / size:.3g} {unit}"
 
 
-def parts(budget: Budget) -> list[tuple[str, int]]:
+def parts(budget: "Budget") -> list[tuple[str, int]]:
     """The bytes of the peak, by what they are for."""
     moment = budget.moments[budget.moment]
     when = {
@@ -61,7 +63,7 @@ def parts(budget: Budget) -> list[tuple[str, int]]:
     return [*found, ("peak", budget.peak)]
 
 
-def rows(budget: Budget) -> list[tuple[str, str, int, int, int]]:
+def rows(budget: "Budget") -> list[tuple[str, str, int, int, int]]:
     """Layers that are alike, each kind once: which, what they keep, and their bytes in all."""
     found: dict[tuple[str, int, int, int], list[int]] = {}
     for number, layer in enumerate(budget.layers):
@@ -79,7 +81,7 @@ def rows(budget: Budget) -> list[tuple[str, str, int, int, int]]:
     ]
 
 
-def as_mapping(budget: Budget) -> dict[str, Any]:
+def as_mapping(budget: "Budget") -> dict[str, Any]:
     """The budget in numbers: bytes throughout."""
     request = budget.request
     return {
@@ -119,7 +121,7 @@ def as_mapping(budget: Budget) -> dict[str, Any]:
     }
 
 
-def _how(budget: Budget) -> str:
+def _how(budget: "Budget") -> str:
     name = ENGINES[budget.engine]
     if budget.engine == "vllm":
         name += f", blocks of {budget.blocks.block}"
@@ -128,7 +130,7 @@ def _how(budget: Budget) -> str:
     return name if budget.request.plan.name == "none" else f"{name}, {budget.request.plan.name}"
 
 
-def _room(budget: Budget) -> Iterator[str]:
+def _room(budget: "Budget") -> Iterator[str]:
     if budget.memory is None or budget.usable is None or budget.headroom is None:
         return
     share = "" if budget.usable == budget.memory else f", of which vLLM takes {short(budget.usable)}"
@@ -146,7 +148,7 @@ def _count(number: int | None, unit: str) -> str:
     return "no end" if number is None else f"{number:,} {unit}"
 
 
-def _saving(budget: Budget) -> Iterator[str]:
+def _saving(budget: "Budget") -> Iterator[str]:
     """What the policy and the format save, each against the same without it."""
     request = budget.request
     if request.plan.name != "none":
@@ -155,14 +157,14 @@ def _saving(budget: Budget) -> Iterator[str]:
         yield _saved(f"A cache of {request.numbers.name}", budget, budget.without_format)
 
 
-def _saved(what: str, budget: Budget, before: Budget) -> str:
+def _saved(what: str, budget: "Budget", before: "Budget") -> str:
     verb = "saves" if budget.cache <= before.cache else "costs"
     size = abs(before.cache - budget.cache)
     share = f"{100 * size / before.cache:.1f} % of {short(before.cache)}" if before.cache else "of nothing"
     return f"{what} {verb} {short(size)} of cache ({share}) and {short(before.peak - budget.peak)} at the peak."
 
 
-def _remarks(budget: Budget) -> Iterator[str]:
+def _remarks(budget: "Budget") -> Iterator[str]:
     request = budget.request
     trained = budget.trained_context
     if trained is not None and request.context > trained:

@@ -30,7 +30,7 @@ from kvprobe.memory.config import Config
 from kvprobe.memory.defaults import defaults_of
 from kvprobe.memory.heads import Size, Switch, d_head, field, heads, kv_heads, on, width
 from kvprobe.memory.layer_types import LayerType, layer_types, layers
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 __all__ = ["Weights", "active", "weights"]
 

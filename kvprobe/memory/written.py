@@ -10,9 +10,9 @@ from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any
 
+from kvprobe.checks import require_share
 from kvprobe.memory.slots import Evicts, Plan, Rounds
-from kvprobe.settings import require_share
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 LONGEST = 500
 """Characters of a policy that is written out."""

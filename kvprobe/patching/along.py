@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.caches import interchange
 from kvprobe.erasing.subspace import Subspace
 

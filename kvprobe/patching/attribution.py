@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.lanes import Attending, Lanes
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
+from kvprobe.models.attending import Attending
+from kvprobe.models.lanes import Lanes
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Cell, Over, Part
@@ -26,7 +27,7 @@ from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.patch_sweep import Prepared, exact, prepare
 from kvprobe.patching.reader import Reader, attention, forward
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 CHUNK = 64
 """Cells of a layer whose attention is computed at once."""

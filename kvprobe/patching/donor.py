@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import as_seen
-from kvprobe.lanes import Lanes
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.rotary import Turn
+from kvprobe.inference.forward import as_seen
+from kvprobe.models.lanes import Lanes
+from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
-from kvprobe.rotary import Turn
-from kvprobe.suggest import unknown
 
 Align = Literal["start", "end"] | None
 

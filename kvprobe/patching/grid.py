@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from kvprobe.cache import KVCache
-from kvprobe.lens import Family
-from kvprobe.suggest import unknown
+from kvprobe.cache.cache import KVCache
+from kvprobe.models.lens import Family
+from kvprobe.names import unknown
 
 Part = Literal["K", "V", "KV"]
 AXES = ("layer", "band", "slot", "segment", "head", "query_head", "query")

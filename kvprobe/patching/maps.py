@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from kvprobe.ledger import Ledger
+from kvprobe.cache.ledger import Ledger
 from kvprobe.patching.grid import Cell
 
 

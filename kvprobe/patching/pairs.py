@@ -8,14 +8,14 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
 from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.stats import Estimate, ratio
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 
 @dataclass(frozen=True)

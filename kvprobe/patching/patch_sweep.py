@@ -9,10 +9,11 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import as_seen, one_row_each
-from kvprobe.lanes import Lanes
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.forward import as_seen, one_row_each
+from kvprobe.inference.model import Model
+from kvprobe.models.lanes import Lanes
+from kvprobe.names import unknown
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, Aligned, aligned, refuse_unlike
 from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
@@ -20,8 +21,7 @@ from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.reader import Reader
 from kvprobe.patching.total import Total
-from kvprobe.suggest import unknown
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 Reads = Literal["reader", "total"]
 """Who sees what was swapped: only the suffix, as if the cache had been edited after the prompt was read; or also the

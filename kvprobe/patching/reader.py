@@ -18,12 +18,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import new_slots
-from kvprobe.lanes import Attending, Lanes
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.visibility import visible
+from kvprobe.inference.forward import new_slots
+from kvprobe.models.attending import Attending
+from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
-from kvprobe.positions import visible
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvprobe.cache import KVCache
-from kvprobe.capture import capture, editing, plain_sites
-from kvprobe.forward import as_seen, new_slots
-from kvprobe.lanes import Attending, Lanes
-from kvprobe.lens import Family
-from kvprobe.live import tokens_at
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.visibility import visible
+from kvprobe.inference.capture import capture, editing, plain_sites
+from kvprobe.inference.forward import as_seen, new_slots
+from kvprobe.inference.live import tokens_at
+from kvprobe.models.attending import Attending
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.lens import Family
 from kvprobe.patching.grid import ACTIVATIONS, Cell
 from kvprobe.patching.reader import forward, joining
-from kvprobe.positions import visible
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 TOLERANCE = 1e-3
 """How far keys and values that are computed again may lie from the base's, relative to the largest."""

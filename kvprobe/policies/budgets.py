@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.cache import PositionLaw
+from kvprobe.cache.cache import PositionLaw
+from kvprobe.checks import require_share
 from kvprobe.memory.slots import layer_counts
 from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
-from kvprobe.settings import require_share
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kvprobe.names import unknown
 from kvprobe.policies.policy import Live, Policy, Scene
-from kvprobe.suggest import unknown
 
 Delimiters = Literal["dropped", "kept"]
 

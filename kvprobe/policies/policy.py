@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache, PositionLaw
-from kvprobe.described import described
+from kvprobe.cache.cache import KVCache, PositionLaw
+from kvprobe.checks import require_whole
+from kvprobe.names import described, unknown
 from kvprobe.policies.attention import Attention
-from kvprobe.settings import require_whole
-from kvprobe.suggest import unknown
 
 Provenance = Literal["retained", "recomputed"]
 Live = Bool[Tensor, "layers batch kv_heads slots"]
@@ -101,7 +100,7 @@ class Policy(ABC):
 
     def act(self, scene: Scene) -> Scene:
         """The scene with what goes gone. Slots that no layer or head keeps leave memory; the rest stand where the
-        law says. Computing slots again needs a model: see `kvprobe.live.apply`.
+        law says. Computing slots again needs a model: see `kvprobe.inference.live.apply`.
 
         Raises:
             ValueError: the policy needs attention that was not watched, or leaves a layer or head without a slot.

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.ledger import Grain
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import Grain
 from kvprobe.policies.policy import Live, Policy, Scene
 
 

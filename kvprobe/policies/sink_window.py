@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvprobe.cache import PositionLaw
+from kvprobe.cache.cache import PositionLaw
 from kvprobe.policies.policy import Live, Policy, Scene, age, rank
 
 

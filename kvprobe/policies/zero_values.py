@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvprobe.checks import is_whole
 from kvprobe.policies.policy import Live, Policy, Scene
-from kvprobe.settings import is_whole
 
 
 @dataclass(frozen=True)

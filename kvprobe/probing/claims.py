@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.designs import Target
-from kvprobe.lens import Family
+from kvprobe.models.lens import Family
 from kvprobe.probing.calibration import Solver
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
 from kvprobe.probing.curves import chosen_curves
@@ -29,6 +28,7 @@ from kvprobe.probing.scan import false_discovery_rate, p_values, paired_features
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
+from kvprobe.tasks.designs import Target
 from kvprobe.wording import percent, points
 
 FLOOR = "restart"

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.model import Model, load
+from kvprobe.inference.model import Model, load
 
 
 def hash_control(

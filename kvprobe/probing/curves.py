@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from kvprobe.lens import Family
+from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.scan import paired_features
 from kvprobe.probing.sparse import sparse_curves

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvprobe.designs import Target
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.probing.features import Features, Site
-from kvprobe.transcript import Transcript
+from kvprobe.tasks.designs import Target
+from kvprobe.text.transcript import Transcript
 
 SOUND_OR_DAMAGED = Target("slot", ("sound", "damaged"))
 

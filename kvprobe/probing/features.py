@@ -10,13 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.designs import Design, Target
-from kvprobe.lens import Family
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
 from kvprobe.probing.splits import Split, centred_within
 from kvprobe.probing.sweep import READS, read_outs
-from kvprobe.transcript import Tokens, Transcript
+from kvprobe.tasks.designs import Design, Target
+from kvprobe.text.transcript import Tokens, Transcript
 
 _CHUNK_BYTES = 60_000_000
 _ROWS = 16  # conversations that are read side by side

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.lens import Family
+from kvprobe.models.lens import Family
 from kvprobe.probing.calibration import Solver, calibrated_probes
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.scan import permuted_hits

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvprobe.designs import Design, Sample
-from kvprobe.lens import Family
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
 from kvprobe.probing.calibration import Solver
 from kvprobe.probing.claims import FLOOR, Probing, probe_features
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site, read_features
 from kvprobe.probing.use import can_be_asked, measure_use
+from kvprobe.tasks.designs import Design, Sample
 
 
 def probe(

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.designs import Design, Sample
-from kvprobe.model import Model
-from kvprobe.outcomes import use_measurements
-from kvprobe.transcript import Tokens
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import use_measurements
+from kvprobe.tasks.designs import Design, Sample
+from kvprobe.text.transcript import Tokens
 
 USE_ARMS = ("full", "retained", "restart")
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvprobe.runs import Run
+    from kvprobe.experiments.runs import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 import yaml
 
 from kvprobe.tasks.passcode import Context, contexts, conversation
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 Kind = Literal["summary", "hidden", "neither"]
 KINDS: tuple[Kind, ...] = ("summary", "hidden", "neither")

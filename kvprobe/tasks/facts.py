@@ -13,8 +13,8 @@ from importlib import resources
 import numpy as np
 import yaml
 
-from kvprobe.suggest import unknown
-from kvprobe.transcript import Tokenizer, Tokens, Transcript
+from kvprobe.names import unknown
+from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
 
 KINDS = ("code", "name", "number", "instruction")
 SEGMENTS = ("system", "T1", "fact", "T2", "question")

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvprobe.tasks.json_lines import read_json_lines, text_of
 from kvprobe.tasks.task import Item, first_items
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 REPOSITORY, FILE = "openai/gsm8k", "main/test-00000-of-00001.parquet"
 

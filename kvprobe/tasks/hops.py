@@ -13,7 +13,7 @@ from importlib import resources
 
 import yaml
 
-from kvprobe.transcript import Tokenizer, Tokens, Transcript
+from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
 
 TURNS = 8
 TURN_NAMES = tuple(f"T{number}" for number in range(1, TURNS + 1))

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.transcript import Message, Part, Tokenizer, Transcript
+from kvprobe.text.transcript import Message, Part, Tokenizer, Transcript
 
 PLACES, VALUES = 4, 8
 """Instructions in a system prompt, and values that each may be given."""

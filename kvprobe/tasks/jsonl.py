@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
 from kvprobe.tasks.json_lines import read_json_lines, text_of
 from kvprobe.tasks.task import Item, first_items
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 FIELDS = ("prompt", "answer", "id", "lead", "chance")
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvprobe.tasks.instructions import needles
 from kvprobe.tasks.passcode import CODE_LENGTH, contexts
 from kvprobe.tasks.task import Item, draw_items, first_line
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ itself (*payload*), or they hold its place, and the block is looked up when the 
 run the two agree. They differ where the summary's slots come from a run whose block has the chosen thing at another place:
 payload then gives the thing that the summary saw, a pointer the thing that now stands at that place.
 
-The verb says which of the two the model `ordinal` was trained to use (see `kvprobe.train_ordinal`): `copied` is payload,
+The verb says which of the two the model `ordinal` was trained to use (see `models/train_ordinal.py`): `copied` is payload,
 `located` a pointer, and `chosen` was left free.
 """
 
@@ -20,8 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from kvprobe.suggest import unknown
-from kvprobe.transcript import Transcript
+from kvprobe.names import unknown
+from kvprobe.text.transcript import Transcript
 
 Reference = Literal["payload", "pointer", "free"]
 Asked = Literal["item", "colour"]

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import yaml
 
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 SEGMENTS = ("system", "T1", "summary1", "T2", "summary2", "T3")
 CODE_LENGTH = 5

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from kvprobe.tasks.task import Item, draw_items, first_line
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 
 @dataclass(frozen=True)

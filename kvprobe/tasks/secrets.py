@@ -15,10 +15,10 @@ from importlib import resources
 import numpy as np
 import yaml
 
-from kvprobe.designs import Design, Target
-from kvprobe.suggest import unknown
+from kvprobe.names import unknown
+from kvprobe.tasks.designs import Design, Target
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, Encoder, contexts, conversation, draw_codes
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 KINDS = ("code", "name", "topic", "sentiment")
 

@@ -11,7 +11,7 @@ from importlib import resources
 
 import yaml
 
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 TURNS = 8
 SUMMARISED = ("T1", "T2", "T3")

@@ -1,4 +1,4 @@
-"""Tasks: prompts with a reference answer, and how an answer is scored; found by name.
+"""Tasks: prompts with a reference answer, and how an answer is scored.
 
 What a prompt says is independent of the model. Item `i` of a task depends on the seed and `i` alone, so a longer run
 begins with the items of a shorter one.
@@ -7,14 +7,12 @@ begins with the items of a shorter one.
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from kvprobe.fingerprint import digest
-from kvprobe.suggest import unknown
-from kvprobe.transcript import Message, Part, Tokenizer, Tokens, Transcript
+from kvprobe.text.transcript import Message, Part, Tokenizer, Tokens, Transcript
 
 LEAST_ACCURACY = 0.2
 """A model below this share of right answers cannot do a task, however hopeless guessing is."""
@@ -90,34 +88,6 @@ class Task(Protocol):
     def score(self, text: str, item: Item) -> dict[str, bool]:
         """What each scorer says of the text that follows the item's lead."""
         ...
-
-
-def find_task(name: str) -> Task:
-    """The task of this name; `gsm8k:FILE.jsonl` reads GSM8K from a local file, and `FILE.jsonl` is a task of the user's own.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there is no such task, or the file is not as it should be.
-    """
-    # Not at the top, because each of them builds on this file.
-    from kvprobe.tasks.gsm8k import GSM8K
-    from kvprobe.tasks.jsonl import JSONLines
-    from kvprobe.tasks.needle import Needle
-    from kvprobe.tasks.recite import Recite
-    from kvprobe.tasks.retrieve import Retrieve
-
-    shipped: tuple[Task, ...] = (Recite(), Retrieve(), Needle(), GSM8K())
-    tasks = {task.name: task for task in shipped}
-    kind, _, file = name.partition(":")
-    if name in tasks:
-        return tasks[name]
-    if kind == "gsm8k":
-        return GSM8K(Path(file))
-    if name.endswith(".jsonl"):
-        return JSONLines(Path(name))
-    raise ValueError(
-        unknown("task", name, tasks) + " A .jsonl file of prompts and answers, or gsm8k:FILE.jsonl, will do as well."
-    )
 
 
 def prompt(item: Item, tokenizer: Tokenizer) -> Tokens:

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvprobe as kv
 from kvprobe.attention import Patterns, attend
-from kvprobe.cache import KVCache
-from kvprobe.forward import extend
-from kvprobe.model import Model, load
-from kvprobe.transcript import Tokens
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.forward import extend
+from kvprobe.inference.model import Model, load
+from kvprobe.text.transcript import Tokens
 from tests.models import WINDOW
 from tests.random_caches import random_tokens
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvprobe.attention import THRESHOLDS, attend, roles
-from kvprobe.generate import generate
-from kvprobe.model import Model, load
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model, load
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.task import prompt
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 VOCABULARY, D_HEAD, CONSTANT, BEFORE = 32, 64, 32, 64
 STILL = [*range(16, 32), *range(48, 64)]

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
 from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, patch_sweep
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 
 def ids(seed: int, count: int) -> list[int]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.rotary import Rotary
 from kvprobe.faults import (
     BitFlips,
     Damage,
@@ -32,7 +33,6 @@ from kvprobe.faults import (
     Zeros,
 )
 from kvprobe.faults.strike import strike
-from kvprobe.rotary import Rotary
 from tests.random_caches import random_cache
 
 FIRST = Draws()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvprobe.faults.draws as draws_module
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
 from kvprobe.faults import (
     BitFlips,
     Distractor,

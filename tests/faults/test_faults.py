@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.rotary import Rotary, Turn
 from kvprobe.faults import (
     BitFlips,
     Broken,
@@ -36,10 +37,9 @@ from kvprobe.faults import (
 )
 from kvprobe.faults.gaussian import _TRIAL, effect, shares
 from kvprobe.faults.strike import strike
-from kvprobe.model import Model
-from kvprobe.rotary import Rotary, Turn
-from kvprobe.sweep import prepare
-from kvprobe.transcript import Tokens
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import prepare
+from kvprobe.text.transcript import Tokens
 from tests.faults import (
     EVERY,
     GROUP,

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvprobe as kv
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
 from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
 from kvprobe.layers.suffix import Suffix
-from kvprobe.model import Model
 from kvprobe.stats import FEWEST
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 COUNT, KEPT = 12, 3
 SUFFIX = [7, 3, 11, 5]

@@ -14,12 +14,12 @@ from transformers import CONFIG_MAPPING
 
 import kvprobe as kv
 from kvprobe.cli import app
-from kvprobe.measured import measure
+from kvprobe.inference.measured import measure
+from kvprobe.inference.model import Model
 from kvprobe.memory.budget import FARTHEST, Budget, budget
 from kvprobe.memory.defaults import _DEFAULTS
 from kvprobe.memory.sources import shelf
 from kvprobe.memory.units import both, bytes_in, short
-from kvprobe.model import Model
 from tests.memory import families
 
 QWEN = "Qwen/Qwen3-8B"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kvprobe.measured import storage_bytes
+from kvprobe.inference.measured import storage_bytes
 from kvprobe.memory import hf
 from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.numbers import FORMATS

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvprobe.measured import _on_cpu
+from kvprobe.inference.measured import _on_cpu
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.forward import _FOLLOWED
 from tests.memory.families import TINY, settings

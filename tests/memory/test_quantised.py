@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.cache_utils import QuantizedCache
 
-from kvprobe.measured import storage_bytes
+from kvprobe.inference.measured import storage_bytes
 from kvprobe.memory import hf
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, State

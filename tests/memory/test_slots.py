@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprobe import policies
+from kvprobe.inference.model import Model
 from kvprobe.memory import logical
 from kvprobe.memory.caches import Layer, layers_of, text_model
 from kvprobe.memory.config import Config
@@ -17,7 +18,6 @@ from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.slots import Plan
 from kvprobe.memory.written import PARAMETERS, plan_of
-from kvprobe.model import Model
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -36,7 +36,7 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 from tests.models import llama
 
 budgets = st.integers(4, 12)

@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvprobe.model import Model, load
+from kvprobe.inference.model import Model, load
 
 VOCABULARY = 64
 N_LAYERS = 3

@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import torch
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 
 _NAMES = {
     "model.embed_tokens": "token_embd",

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import extend
-from kvprobe.lens import HOOKS
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.forward import extend
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import HOOKS
 from kvprobe.patching import PatchMap
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 from tests.models import VOCABULARY
 from tests.oracle import Row, _attention, _seen, _turned, whole_pass
 
@@ -275,7 +275,7 @@ def hooked_pass(
     """`[swaps, suffix tokens, vocabulary]` by `TransformerBridge.run_with_hooks` over prompt and suffix, no cache in sight.
 
     The prompts were read at one go and never edited, and the donor's keys stand at the base's positions. A swap's part is K,
-    V, both, or a name of `kvprobe.lens.HOOKS`.
+    V, both, or a name of `kvprobe.models.lens.HOOKS`.
     """
     pairs = twins(base, donor) if pairs is None else pairs
     bridge = model.lanes.hooked.bridge

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import kvprobe as kv
-from kvprobe.cache import KVCache
-from kvprobe.lens import HOOKS
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import HOOKS
 from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, patch_pairs, patch_sweep
 from kvprobe.patching.along import split
 from kvprobe.patching.grid import ACTIVATIONS, Cell
 from kvprobe.stats import FEWEST
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 COUNT, SUFFIX = 14, 4
 METRIC = LogitDiff(5, 9)

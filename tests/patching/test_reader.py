@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
 from kvprobe.patching import KL, LogitDiff, LogProb, PatchMap, patch_sweep
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 from tests.models import N_LAYERS, VOCABULARY, WINDOW, llama
 from tests.patching.oracle import EDITS, Op, Run, Swap, patched_pass, swaps_of, twins
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.lens import HOOKS
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import HOOKS
 from kvprobe.patching import LogProb
 from kvprobe.patching.grid import ACTIVATIONS
 from tests.models import N_LAYERS, WINDOW

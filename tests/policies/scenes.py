@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from kvprobe.cache import KVCache
-from kvprobe.forward import new_slots
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.forward import new_slots
 from kvprobe.policies import Attention, Scene
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 from tests.random_caches import random_cache
 
 QUERIES = 5

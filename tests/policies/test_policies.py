@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.forward import prefill
-from kvprobe.generate import generate
-from kvprobe.lanes import Lane
-from kvprobe.live import apply
-from kvprobe.model import Model
+from kvprobe.inference.forward import prefill
+from kvprobe.inference.generate import generate
+from kvprobe.inference.live import apply
+from kvprobe.inference.model import Model
+from kvprobe.models.unproved import Lane
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -35,7 +35,7 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 from tests.policies.scenes import empty_cache, random_scene, scenes, with_token
 from tests.random_caches import NAMES, assert_bit_identical, random_tokens
 

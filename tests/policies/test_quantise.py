@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from optimum import quanto
 from optimum.quanto.tensor import ungroup
 
-from kvprobe.cache import KVCache
-from kvprobe.footprint import footprint
-from kvprobe.generate import generate
-from kvprobe.ledger import Grain
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.footprint import footprint
+from kvprobe.cache.ledger import Grain
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
 from kvprobe.policies import Quantise, Scene, SlidingWindow
 from kvprobe.policies.quantise import Codes, codes_of_keys, codes_of_values
 from tests.policies.scenes import with_token

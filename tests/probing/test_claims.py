@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.designs import Target
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
 from kvprobe.probing.features import Features
+from kvprobe.tasks.designs import Target
 from tests.probing.planted import bayes_accuracy
 
 CLASSES, CONTEXTS, EACH, DIM = 4, 20, 16, 12

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.probing.controls import bayes_bound, hash_control, lookup, permuted_within, random_model
 
 CLASSES, TARGETS = 4, 2

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
+from kvprobe.probes.probe_card import CARD_SPLITS, Measure, Training, Where
+from kvprobe.probes.published_probe import Probe
 from kvprobe.probing.differences import difference, less_restart
 from kvprobe.probing.features import Features
-from kvprobe.probing.probe_card import CARD_SPLITS, Measure, Training, Where
-from kvprobe.probing.published_probe import Probe
-from kvprobe.transcript import Transcript
-from tests.probing.made_probes import TARGET, made_probe
+from kvprobe.text.transcript import Transcript
+from tests.probes.made_probes import TARGET, made_probe
 
 CONTEXTS = np.repeat(np.arange(15), 16)
 LESS = Where("v", 2, None, "mean", less_restart=True)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.designs import Target
 from kvprobe.probing.claims import FLOOR, Probing, probe_features
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import fit_sites
 from kvprobe.probing.intervals import held_out, held_out_means
 from kvprobe.probing.splits import Split, fold_numbers
 from kvprobe.stats import SHARE, means
+from kvprobe.tasks.designs import Target
 
 CONTEXTS, EACH, CLASSES, DIM = 8, 16, 2, 4
 HOMES = np.repeat(np.arange(CONTEXTS), EACH)

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import kvprobe as kv
-from kvprobe.cache import KVCache
-from kvprobe.designs import Design, Sample, Target
+from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Scope, Zeros
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.probing.claims import probe_features
 from kvprobe.probing.damage import damaged_slots
 from kvprobe.probing.features import Site, read_features
 from kvprobe.probing.probe import probe
 from kvprobe.probing.sweep import read_outs
 from kvprobe.probing.use import USE_ARMS, can_be_asked, measure_use
-from kvprobe.transcript import Transcript
+from kvprobe.tasks.designs import Design, Sample, Target
+from kvprobe.text.transcript import Transcript
 
 PLACES = ["shed", "mill", "barn", "inn", "tower", "east desk"]
 DIGITS = Target("digit", ("2", "3", "4", "5"))

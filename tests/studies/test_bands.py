@@ -12,14 +12,15 @@ import pytest
 import torch
 import transformers
 
+import kvprobe.experiments.begin as beginning
+import kvprobe.experiments.trials as trials
 import kvprobe.studies.bands.study as study
-import kvprobe.studies.begin as beginning
-import kvprobe.studies.trials as trials
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
 from kvprobe.faults import Gaussian
-from kvprobe.model import Model
-from kvprobe.presets import presets
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies.bands.analyse import analyse, newcombe, spearman, told, verdict
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
@@ -27,11 +28,10 @@ from kvprobe.studies.bands.config import BANDS, NOISES, Config
 from kvprobe.studies.bands.figures import layer_map
 from kvprobe.studies.bands.narrative import findings, warnings
 from kvprobe.studies.bands.results import seed_section
-from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.gsm8k import GSM8K
 from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import prompt
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 from kvprobe.wording import estimate_of
 from tests.models import llama, tiny_tokenizer
 

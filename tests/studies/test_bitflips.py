@@ -11,15 +11,16 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.bitflips.study as study
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trials import Sample
 from kvprobe.faults import Draws, Host
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.strike import corrupt
-from kvprobe.geometry import Geometry
-from kvprobe.model import Model
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.models.geometry import Geometry
+from kvprobe.report.page import write_report
 from kvprobe.stats import DIFFERENCE, estimate, wilson
 from kvprobe.studies import trials
 from kvprobe.studies.bitflips.analyse import analyse, difference, mean_of, of_field, tolerated
@@ -27,9 +28,9 @@ from kvprobe.studies.bitflips.collect import ANY, FIELDS, cases, places
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import bit_maps, draw_all
 from kvprobe.studies.bitflips.narrative import answer, answer_bits, answer_rate, answer_silence, narrate, warnings
-from kvprobe.studies.trials import Sample
-from kvprobe.tasks.task import find_task, prompt
-from kvprobe.transcript import Tokens
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import prompt
+from kvprobe.text.transcript import Tokens
 from kvprobe.wording import estimate_of
 
 PROMPTS = ("the user is at the sea", "a hat is a hat", "it is 12 at the hut")

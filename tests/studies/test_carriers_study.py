@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.carriers.study as study
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.analyse import BOTH, COMPARED, analyse, share

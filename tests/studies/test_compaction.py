@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.compaction.study as study
-from kvprobe.model import Model
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
 from kvprobe.probing.sweep import read_outs
-from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.compaction import collect as collecting
 from kvprobe.studies.compaction.analyse import OUTCOMES

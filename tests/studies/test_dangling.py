@@ -8,13 +8,14 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.dangling.collect as collecting
 import kvprobe.studies.dangling.study as study
-from kvprobe.model import Model
-from kvprobe.presets import presets
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
+from kvprobe.report.page import write_report
 from kvprobe.stats import FEWEST
 from kvprobe.studies.dangling.analyse import PLACES, analyse
 from kvprobe.studies.dangling.collect import (
@@ -33,7 +34,6 @@ from kvprobe.studies.dangling.collect import (
 )
 from kvprobe.studies.dangling.config import Config, sizes
 from kvprobe.studies.dangling.narrative import answer, controls, memo_sentence, rescued, warnings
-from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.ordinal import VERBS
 from tests.models import llama, tiny_tokenizer

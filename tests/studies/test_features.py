@@ -10,26 +10,26 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.features.analyse as analysing
 import kvprobe.studies.features.collect as collecting
 import kvprobe.studies.features.prepare as preparing
 import kvprobe.studies.features.study as study
-from kvprobe.features import SparseFeatures
-from kvprobe.model import Model
-from kvprobe.presets import presets
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.report.page import write_report
+from kvprobe.saes import SparseFeatures
 from kvprobe.studies.features.analyse import ARMS, PARTS, differing, fewest
 from kvprobe.studies.features.collect import READERS, RESTARTED, exchange, read_context, restarted
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.narrative import answer_differs, answer_tells, controls
 from kvprobe.studies.features.prepare import hand_written
-from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.passcode import contexts, conversation
-from tests.features.test_quality import identity
 from tests.models import llama
+from tests.saes.test_quality import identity
 
 SMALL = Config(places="v.1", width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")

@@ -7,20 +7,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.filter_poison.collect as collecting
 import kvprobe.studies.filter_poison.study as study
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
 from kvprobe.layers import Component
-from kvprobe.model import Model
-from kvprobe.presets import presets
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.analyse import FILTER, MATCHED, POISON, analyse, heads_by_half
 from kvprobe.studies.filter_poison.collect import NONE, STRUCK, cases_of, fault_of, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
 from kvprobe.studies.filter_poison.narrative import answer, controls, removed, told_of, warnings
-from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.facts import Fact
 from tests.models import llama, tiny_tokenizer
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.idle_rebuild.study as study
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
-from kvprobe.outcomes import divergence
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.idle_rebuild import collect as collecting
 from kvprobe.studies.idle_rebuild.analyse import SHOWN, Collected, _said_alike, _slope

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.leakage.analyse as analysing
 import kvprobe.studies.leakage.figures as drawing
 import kvprobe.studies.leakage.study as study
-from kvprobe.lens import Family
-from kvprobe.model import Model
-from kvprobe.outcomes import use_measurements
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import use_measurements
+from kvprobe.models.lens import Family
 from kvprobe.probing.sweep import best_by_inner_fold, read_outs
-from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting
 from kvprobe.studies.leakage.analyse import ARMS, CHANGED

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.memory.study as study
-from kvprobe.measured import measure
-from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.measured import measure
+from kvprobe.inference.model import Model
 from kvprobe.studies.memory import collect as collecting
 from kvprobe.studies.memory.analyse import analyse, slope
 from kvprobe.studies.memory.config import Config

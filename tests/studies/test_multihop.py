@@ -11,17 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.narrative as telling
 import kvprobe.studies.multihop.study as study
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
-from kvprobe.presets import presets
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
 from kvprobe.probing.sweep import read_outs
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.multihop.analyse import Analysis, analyse
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer, summaries_seen
@@ -30,9 +31,8 @@ from kvprobe.studies.multihop.collected import Collected
 from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.figures import accuracies
 from kvprobe.studies.multihop.narrative import answer_new, answer_paired, answer_use, in_words, reach
-from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 from tests.models import llama, tiny_tokenizer
 
 SMALL = Config(sessions=8, samples=32, folds=3, families="v")

@@ -10,13 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.patching.collect as collecting
 import kvprobe.studies.patching.study as study
-from kvprobe.model import Model
-from kvprobe.presets import presets
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
+from kvprobe.report.page import write_report
 from kvprobe.studies.patching.analyse import analyse, band_of, bands_by_half
 from kvprobe.studies.patching.collect import (
     AFTER,
@@ -35,7 +36,6 @@ from kvprobe.studies.patching.collect import (
 )
 from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.narrative import answer, controls, findings, warnings
-from kvprobe.studyconfig import from_mapping
 from kvprobe.tasks.facts import Fact, pair
 from tests.models import llama, tiny_tokenizer
 

@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.policies.study as study
-from kvprobe.cache import KVCache
-from kvprobe.footprint import footprint
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.footprint import footprint
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Scene
-from kvprobe.runs import Run
 from kvprobe.studies.policies import collect as collecting
 from kvprobe.studies.policies.analyse import MARGINS, MEASURES, Collected, analyse, judged_budgets, least_memory
 from kvprobe.studies.policies.collect import (
@@ -41,7 +41,7 @@ from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.figures import MAPS, budget_maps
 from kvprobe.studies.policies.narrative import answer_memory, answer_random, warnings
 from kvprobe.tasks.instructions import DEPTHS, PLACES, VALUES, instructions, needles
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 SMALL = Config(samples=2, length=160, budgets="20,100")
 MEASURED = (RANDOM, RANDOM_SINKS, "quantise")

@@ -14,14 +14,16 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.robustness.study as study
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
 from kvprobe.faults import Draws
 from kvprobe.faults.strike import corrupt
-from kvprobe.model import Model
-from kvprobe.presets import presets
-from kvprobe.report import write_report
-from kvprobe.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import prepare
+from kvprobe.report.page import write_report
 from kvprobe.stats import wilson
 from kvprobe.studies import trials
 from kvprobe.studies.robustness.analyse import analyse
@@ -31,9 +33,8 @@ from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.studies.robustness.narrative import findings, headline, warnings
 from kvprobe.studies.robustness.results import accuracy_section, beside_section
-from kvprobe.studyconfig import from_mapping
-from kvprobe.sweep import prepare
-from kvprobe.tasks.task import find_task, prompt
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import prompt
 from kvprobe.wording import estimate_of
 from tests.models import CHATML, N_LAYERS
 

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.begin as beginning
+import kvprobe.experiments.begin as beginning
 import kvprobe.studies.use.study as study
-from kvprobe.model import Model
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
-from kvprobe.runs import Run
 from kvprobe.stats import Estimate
 from kvprobe.studies.carriers.groups import EVERY_LAYER
 from kvprobe.studies.use import collect as collecting

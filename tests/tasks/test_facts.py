@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvprobe.loading import resolve_folder
-from kvprobe.model import Model
-from kvprobe.studies.trialconfig import FACT_KINDS, FACTS_OF_A_KIND
+from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND
+from kvprobe.inference.model import Model
+from kvprobe.models.loading import resolve_folder
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
-from kvprobe.transcript import PLAIN_CHAT_TEMPLATE
+from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE
 
 TEXTS = (
     "system", "chat_user", "chat_assistant", "fact_user", "fact_assistant", "later_user", "later_assistant", "question",

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.tasks.gsm8k import GSM8K
 from kvprobe.tasks.task import Item, prompt
-from kvprobe.transcript import Transcript
+from kvprobe.text.transcript import Transcript
 
 
 def item(answer: str) -> Item:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from kvprobe.loading import resolve_folder
+from kvprobe.models.loading import resolve_folder
 from kvprobe.studies.multihop.config import AVAILABLE_SESSIONS
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, agreeing, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprobe.tasks import json_lines
+from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.json_lines import read_json_lines
 from kvprobe.tasks.jsonl import JSONLines
-from kvprobe.tasks.task import find_task
 
 GOOD = {"prompt": "Which colour is the sky?", "answer": "light blue"}
 

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
+from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.gsm8k import GSM8K
 from kvprobe.tasks.jsonl import JSONLines
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.recite import Recite
 from kvprobe.tasks.retrieve import Retrieve
-from kvprobe.tasks.task import Item, Task, find_task, prompt, rankable, too_hard
-from kvprobe.transcript import PLAIN_CHAT_TEMPLATE, Tokenizer, Transcript
+from kvprobe.tasks.task import Item, Task, prompt, rankable, too_hard
+from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE, Tokenizer, Transcript
 from tests.models import tiny_tokenizer
 
 DRAWN: dict[str, Callable[..., Task]] = {"recite": Recite, "retrieve": Retrieve, "needle": Needle}

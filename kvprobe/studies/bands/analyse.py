@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from kvprobe.published import Published, published
+from kvprobe.experiments.trialconfig import chosen, percents
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, leave_one_out, wilson
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config
-from kvprobe.studies.trialconfig import chosen, percents
+from kvprobe.studies.published import Published, published
 from kvprobe.tasks.task import Task, rankable, too_hard
 from kvprobe.wording import estimate_of
 

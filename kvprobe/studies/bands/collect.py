@@ -9,18 +9,19 @@ from typing import cast
 
 import pandas as pd
 
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import chosen, listed, percents
+from kvprobe.experiments.trials import Case
+from kvprobe.experiments.trials import collect as collect_trials
 from kvprobe.faults import Gaussian, Scope, bands
 from kvprobe.faults.fault import When
 from kvprobe.faults.gaussian import Matched
 from kvprobe.faults.scope import Parts, Unit
-from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import Trial
 from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config
-from kvprobe.studies.trialconfig import chosen, listed, percents
-from kvprobe.studies.trials import Case
-from kvprobe.studies.trials import collect as collect_trials
-from kvprobe.sweep import Trial
-from kvprobe.tasks.task import Task, find_task
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import Task
 
 CONTROL, CUTS, SINGLES = "control", "bands", "singles"
 """Groups of cases: nothing struck, a band of layers struck, a single layer struck."""
@@ -45,7 +46,7 @@ class Band:
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """All items of all tasks under all cases; see `kvprobe.studies.trials.answer` for the columns."""
+    """All items of all tasks under all cases; see `kvprobe.experiments.trials.answer` for the columns."""
     every = cases(config, model.geometry.n_layers)
     return collect_trials(
         model, run, tasks_of(config), config.samples, config.seed, lambda _: every, follow=config.follow

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvprobe.published import published
-from kvprobe.studies.trialconfig import chosen, listed, percents, require_trial
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import chosen, listed, percents, require_trial
+from kvprobe.studies.published import published
 
 BANDS = {"all": 1, "halves": 2, "quarters": 4}
 """Into how many bands the layers are cut."""

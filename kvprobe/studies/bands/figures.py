@@ -9,13 +9,13 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import save, styled
+from kvprobe.experiments.maps import map_of
+from kvprobe.experiments.trialconfig import percents
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import save, styled
 from kvprobe.studies.bands.analyse import conditions
 from kvprobe.studies.bands.collect import CUTS, SINGLES
 from kvprobe.studies.bands.config import Config
-from kvprobe.studies.maps import map_of
-from kvprobe.studies.trialconfig import percents
 from kvprobe.wording import ends
 
 NOISE_NAMES = {

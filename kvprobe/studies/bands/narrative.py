@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.experiments.trialconfig import TIMINGS, percents
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Report, Section, Table, passages_of
 from kvprobe.studies.bands.analyse import conditions, together
 from kvprobe.studies.bands.collect import CUTS, tasks_of
 from kvprobe.studies.bands.config import NOISES, Config
@@ -19,8 +21,7 @@ from kvprobe.studies.bands.results import (
     parts_section,
     seed_section,
 )
-from kvprobe.studies.trialconfig import TIMINGS, percents
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, plain
 
 QUESTION = (
     "Seed 001 strikes bands of Qwen2.5-7B's layers with Gaussian noise at the layer's own scale, K and V together. Answers "

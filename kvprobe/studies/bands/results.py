@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvprobe.narrative import Figure, Section, Table
+from kvprobe.report.document import Figure, Section, Table
 from kvprobe.studies.bands.analyse import BUFFER, LAST, conditions, told
 from kvprobe.studies.bands.collect import CUTS, SINGLES
 from kvprobe.studies.bands.config import NOISES, Config

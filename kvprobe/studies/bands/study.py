@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.bands.analyse import analyse
 from kvprobe.studies.bands.collect import collect, tasks_of
 from kvprobe.studies.bands.config import Config
 from kvprobe.studies.bands.figures import draw_all
 from kvprobe.studies.bands.narrative import narrate
-from kvprobe.studies.begin import begin
 from kvprobe.tasks.task import items_digest
 
 NAME = "bands"

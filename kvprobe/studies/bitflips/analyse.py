@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
-from kvprobe.geometry import Geometry
+from kvprobe.models.geometry import Geometry
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, wilson
 from kvprobe.studies.bitflips.collect import FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config

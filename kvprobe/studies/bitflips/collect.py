@@ -7,18 +7,19 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
+from kvprobe.experiments import trials
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trials import Case, Sample
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
 from kvprobe.faults.scope import Part
-from kvprobe.geometry import Geometry
-from kvprobe.model import Model
-from kvprobe.runs import Run
-from kvprobe.studies import trials
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import Trial
+from kvprobe.models.geometry import Geometry
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.studies.trialconfig import listed
-from kvprobe.studies.trials import Case, Sample
-from kvprobe.sweep import Trial
-from kvprobe.tasks.task import Task, find_task
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import Task
 
 ANY = "any"
 """Flips at a rate that may be of any bit."""

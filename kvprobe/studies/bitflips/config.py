@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import chosen, listed, require_trial
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import chosen, listed, require_trial
 
 DTYPES = ("fp32", "bf16", "fp16")
 

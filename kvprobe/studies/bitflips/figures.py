@@ -9,11 +9,11 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import save, styled
+from kvprobe.experiments.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import save, styled
 from kvprobe.studies.bitflips.analyse import harm, of_field
 from kvprobe.studies.bitflips.collect import ANY, FIELDS
-from kvprobe.studies.maps import map_of
 from kvprobe.wording import ends, whiskers
 
 BREAKS, LOUD, WORDS, NOTHING = "#d55e00", "#222222", "#56b4e9", "#e3e3e3"

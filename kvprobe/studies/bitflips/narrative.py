@@ -5,16 +5,17 @@ from typing import Any
 
 import torch
 
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.experiments.trialconfig import TIMINGS
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
-from kvprobe.studies.trialconfig import TIMINGS
-from kvprobe.wording import estimate_of, few_clusters, percent, points, reproduce_section, span, verdict
+from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
 
 QUESTION = (
     "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that do to "

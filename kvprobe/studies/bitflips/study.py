@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.bitflips.analyse import analyse
 from kvprobe.studies.bitflips.collect import collect, tasks_of
 from kvprobe.studies.bitflips.config import Config

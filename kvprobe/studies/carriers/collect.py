@@ -17,19 +17,20 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_table
+from kvprobe.experiments.runs import Run
+from kvprobe.files import read_table
+from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
 from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
-from kvprobe.runs import Run, read_table
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import HIDDEN, bands, cells, code_cells, groups, token_cells
-from kvprobe.studies.kept import kept_table
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.transcript import Tokens, Transcript
+from kvprobe.text.transcript import Tokens, Transcript
 
 QUESTIONS = ("hidden", "summary")
 """Where the answer stands: in the hidden turn alone, or in a summary before it."""

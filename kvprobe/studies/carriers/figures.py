@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from kvprobe.plots import save, styled
+from kvprobe.report.plots import save, styled
 from kvprobe.studies.carriers.analyse import BOTH
 from kvprobe.studies.carriers.collect import DIRECTIONS
 from kvprobe.studies.carriers.groups import GROUPS, KINDS, PARTS

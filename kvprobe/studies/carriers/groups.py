@@ -5,7 +5,7 @@ from itertools import groupby
 
 import numpy as np
 
-from kvprobe.ledger import Ledger
+from kvprobe.cache.ledger import Ledger
 from kvprobe.patching import Cell
 
 HIDDEN = "T2"

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, HeatMap, Report, Section, Table, TokenView, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, HeatMap, Report, Section, Table, TokenView, passages_of
 from kvprobe.studies.carriers.analyse import BOTH, COMPARED, share
 from kvprobe.studies.carriers.collect import DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.config import Config
@@ -14,7 +15,7 @@ from kvprobe.studies.carriers.figures import ROWS, row_name, shares_by_layer
 from kvprobe.studies.carriers.groups import GROUPS, HIDDEN, PARTS
 from kvprobe.tasks.compaction import compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed, span
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed, span
 
 QUESTION = (
     "A turn of a conversation was masked. The slots after it were computed while it was in view, and so the model does not go on "

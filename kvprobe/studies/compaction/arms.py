@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
-from kvprobe.cache import PositionLaw
+from kvprobe.cache.cache import PositionLaw
 from kvprobe.policies.mask_spans import Delimiters, MaskSpans
 from kvprobe.policies.policy import Provenance
 

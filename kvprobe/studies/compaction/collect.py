@@ -18,18 +18,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.generate import generate
-from kvprobe.lens import Family
-from kvprobe.model import Model
-from kvprobe.outcomes import divergence, use_measurements
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence, use_measurements
+from kvprobe.models.lens import Family
 from kvprobe.probing.sweep import read_outs
-from kvprobe.runs import Run
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, Arm
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.transcript import Tokens, Transcript
+from kvprobe.text.transcript import Tokens, Transcript
 
 FAMILIES: tuple[Family, ...] = ("k", "v")
 CALIBRATION = ("irrelevant, full", "irrelevant, masked", "irrelevant, restarted")

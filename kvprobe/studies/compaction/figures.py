@@ -8,11 +8,11 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import ARM_COLOURS, save, styled
+from kvprobe.experiments.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS
-from kvprobe.studies.maps import map_of
 from kvprobe.wording import estimate_of, whiskers
 
 COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}

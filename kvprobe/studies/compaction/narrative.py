@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, HIDDEN_SEGMENTS, MASK, RESTART
 from kvprobe.studies.compaction.collect import CALIBRATION
@@ -15,7 +16,7 @@ from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.figures import dangling_maps
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
-from kvprobe.wording import estimate_of, percent, plain, points, reproduce_section, signed, verdict
+from kvprobe.wording import estimate_of, percent, plain, points, signed, verdict
 
 QUESTION = (
     "A conversation was summarised and its turns are dropped from the cache. Is it better to mask them and go on with what "

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.compaction.analyse import Collected, analyse
 from kvprobe.studies.compaction.collect import collect
 from kvprobe.studies.compaction.config import Config

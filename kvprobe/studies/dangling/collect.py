@@ -14,16 +14,16 @@ import pandas as pd
 import torch
 
 from kvprobe.attention import Patterns, attend, dangling
-from kvprobe.cache import KVCache
-from kvprobe.model import Model, load
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff
-from kvprobe.runs import Run
 from kvprobe.studies.dangling.config import Config, sizes
-from kvprobe.studies.kept import kept_tables
-from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 HIDDEN, LATER = "fact", "T2"
 FULL, MASKED, CLOSED = "full", "masked", "closed up"

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
 
 
 @dataclass(frozen=True)

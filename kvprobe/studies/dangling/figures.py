@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.model import Model
-from kvprobe.narrative import AttentionView, HeatMap
-from kvprobe.plots import save, styled
+from kvprobe.inference.model import Model
+from kvprobe.report.document import AttentionView, HeatMap
+from kvprobe.report.plots import save, styled
+from kvprobe.report.views.attention import patterns_view
 from kvprobe.studies.dangling.analyse import PLACES
 from kvprobe.studies.dangling.collect import FULL, MASKED, RANDOM, TOP, Case, arms_of, read
 from kvprobe.tasks.ordinal import VERBS
-from kvprobe.views.attention import patterns_view
 from kvprobe.wording import ends
 
 PLACE_NAMES = {

@@ -3,18 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import AttentionView, Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.inference.model import Model
+from kvprobe.report.document import AttentionView, Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.dangling.analyse import PLACES
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, TOP
 from kvprobe.studies.dangling.config import Config
 from kvprobe.studies.dangling.figures import ARM_NAMES, PLACE_NAMES, maps
-from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, Memo
 from kvprobe.tasks.ordinal import PLACES as PLACES_OF_LIST
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
     "A turn is hidden after later turns have seen it, and then asked about. Where does the attention go that would have looked at it; "

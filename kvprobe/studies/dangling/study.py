@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.dangling.analyse import analyse
 from kvprobe.studies.dangling.collect import cases_of, collect, collect_memos, collect_rescues, sets_by_half
 from kvprobe.studies.dangling.config import Config

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.features import SparseFeatures
 from kvprobe.probing.intervals import LEVEL, held_out
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.scan import paired_features, step_down
 from kvprobe.probing.sparse import sparse_curves
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
+from kvprobe.saes import SparseFeatures
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate, means, ratio
 from kvprobe.studies.features.collect import PER_CODE, READERS, RESTARTED, UNTOUCHED, Collected
 from kvprobe.studies.features.config import Config

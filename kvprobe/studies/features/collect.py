@@ -18,16 +18,16 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.capture import Captured, Site, editing
-from kvprobe.features import SparseFeatures, reconstruction, splice
-from kvprobe.features.places import joined, site_of
-from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_tables, kept_tensors
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.capture import Captured, Site, editing
+from kvprobe.inference.model import Model
+from kvprobe.saes import SparseFeatures, reconstruction, splice
+from kvprobe.saes.places import joined, site_of
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.kept import kept_tables, kept_tensors
 from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 HIDDEN_SEGMENTS = ("T1", "T2")
 PER_CODE = ("hidden", "summary2", "T3")
@@ -101,7 +101,7 @@ def read_context(
 
 
 def wanted_at(dictionaries: Sequence[SparseFeatures]) -> dict[str, Any]:
-    """What `kvprobe.capture` is to capture for these."""
+    """What `kvprobe.inference.capture` is to capture for these."""
     places = [features.place for features in dictionaries]
     return {"families": sorted({place.family for place in places}), "layers": [place.layer for place in places]}
 

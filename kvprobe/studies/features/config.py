@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import chosen, listed
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import chosen, listed
 
 AVAILABLE_CONTEXTS = 48
 KINDS = ("topk", "jumprelu")

@@ -7,9 +7,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from kvprobe.plots import save, styled
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.probing.splits import SPLITS
+from kvprobe.report.plots import save, styled
 from kvprobe.studies.features.analyse import KS
 from kvprobe.studies.features.collect import PER_CODE, RESTARTED
 from kvprobe.wording import estimate_of

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, TokenView, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
+from kvprobe.report.document import Figure, Report, Section, Table, TokenView, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.features.analyse import ARMS, FLIPS, PARTS
 from kvprobe.studies.features.collect import HIDDEN_SEGMENTS, READERS, RESTARTED, SPLICED
@@ -13,7 +14,7 @@ from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.figures import ARM_NAMES, READER_NAMES, SET_NAMES, curves_file
 from kvprobe.studies.features.prepare import TRAIN
 from kvprobe.tasks.passcode import contexts, conversation
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points
 
 QUESTION = (
     "A turn that holds a random number is summarised without it and then masked. In terms of sparse features: which latents differ between "

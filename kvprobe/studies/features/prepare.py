@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvprobe.features import Place, Recipe, Shards, SparseFeatures, record, self_written, train
-from kvprobe.features.dictionary import content_digest
+from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
 from kvprobe.fingerprint import digest
-from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, record, self_written, train
+from kvprobe.saes.dictionary import content_digest
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.kept import kept_tables
-from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks import facts, sessions
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 TRAIN = "train"
 AT_ONCE = 128

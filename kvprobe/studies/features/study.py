@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvprobe.features import Shards, SparseFeatures, activating
-from kvprobe.model import Model
-from kvprobe.narrative import TokenView
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
 from kvprobe.probing.sparse import eta_squared
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.report.document import TokenView
+from kvprobe.report.views.features import feature_view, peak_words
+from kvprobe.saes import Shards, SparseFeatures, activating
 from kvprobe.studies.features.analyse import Analysis, analyse, exchanged, halved
 from kvprobe.studies.features.collect import RESTARTED, Collected, collect, collect_exchanges, collect_quality
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.figures import draw_all
 from kvprobe.studies.features.narrative import narrate
 from kvprobe.studies.features.prepare import content_of, prepare, recording
-from kvprobe.views.features import feature_view, peak_words
 
 NAME = "features"
 EXCHANGED = 32

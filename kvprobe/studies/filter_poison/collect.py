@@ -14,21 +14,21 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.attention import attend, contribution, lift
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import prepare
 from kvprobe.layers import Component, layer_map, restored_together
-from kvprobe.model import Model
+from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
-from kvprobe.runs import Run
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
-from kvprobe.studies.kept import kept_tables
 from kvprobe.studies.robustness.kinds import KINDS
-from kvprobe.studies.trialconfig import listed
-from kvprobe.studies.trials import unrelated
-from kvprobe.suggest import unknown
-from kvprobe.sweep import prepare
 from kvprobe.tasks.facts import facts, halves, pair
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 STRUCK = ("T1", "fact", "T2")
 """Segments in which slots are damaged."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
 
 FALSE = "false"
 """The family in which nothing of the cache is broken, but what was said in it is not so."""

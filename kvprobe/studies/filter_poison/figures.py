@@ -8,14 +8,14 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.attention import attend
-from kvprobe.model import Model
-from kvprobe.narrative import AttentionView, HeatMap
-from kvprobe.plots import save, styled
+from kvprobe.inference.model import Model
+from kvprobe.report.document import AttentionView, HeatMap
+from kvprobe.report.plots import save, styled
+from kvprobe.report.views.attention import patterns_view
 from kvprobe.studies.filter_poison.analyse import FILTER, POISON
 from kvprobe.studies.filter_poison.collect import Case, damages, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.robustness.kinds import KINDS
-from kvprobe.views.attention import patterns_view
 from kvprobe.wording import ends
 
 BOUND = 1.0

@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import AttentionView, Figure, Report, Section, Table
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
+from kvprobe.report.document import AttentionView, Figure, Report, Section, Table
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.analyse import FILTER, POISON
 from kvprobe.studies.filter_poison.collect import STRUCK
 from kvprobe.studies.filter_poison.config import FALSE, Config, families
 from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
 from kvprobe.studies.robustness.kinds import KINDS
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
     "A cache is damaged in several ways, or says what is not so. Which attention blocks, MLPs and heads pass the damage on to the "

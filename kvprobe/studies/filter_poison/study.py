@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.filter_poison.analyse import analyse, heads_by_half
 from kvprobe.studies.filter_poison.collect import cases_of, collect, collect_heads
 from kvprobe.studies.filter_poison.config import Config

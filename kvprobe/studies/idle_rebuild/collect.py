@@ -15,16 +15,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.generate import generate
-from kvprobe.model import Model
-from kvprobe.outcomes import divergence
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_tensors
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.runs import Run
 from kvprobe.studies.idle_rebuild.config import Config
-from kvprobe.studies.kept import kept_tensors
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 MEASURED = tuple(range(2, TURNS + 1))
 AFTER = tuple(range(len(SUMMARISED) + 1, TURNS + 1))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
 
 AVAILABLE_SESSIONS = 16
 

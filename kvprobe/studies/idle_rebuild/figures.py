@@ -7,10 +7,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import ARM_COLOURS, save, styled
+from kvprobe.experiments.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, MEASURED, SHARED
-from kvprobe.studies.maps import map_of
 from kvprobe.wording import ends
 
 ARM_NAMES = {

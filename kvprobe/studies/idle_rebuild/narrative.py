@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.idle_rebuild.analyse import SHOWN
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS, LISTENERS, SPEAKERS
 from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.studies.idle_rebuild.figures import layer_maps
 from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
     "After three turns a session is compacted: a summary is written, and the turns it stands for are masked. Later it goes "

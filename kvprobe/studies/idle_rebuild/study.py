@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.idle_rebuild.analyse import Collected, analyse
 from kvprobe.studies.idle_rebuild.collect import collect
 from kvprobe.studies.idle_rebuild.config import Config

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
 
-from kvprobe.designs import Target
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
 from kvprobe.probing.differences import less_restart, nothing
 from kvprobe.probing.features import Features
@@ -23,6 +22,7 @@ from kvprobe.probing.splits import centred_within
 from kvprobe.stats import SHARE, UNBOUNDED, estimate
 from kvprobe.studies.leakage.collect import FAMILIES, PER_CONTEXT, PER_SECRET, USE_ARMS
 from kvprobe.studies.leakage.config import Config
+from kvprobe.tasks.designs import Target
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")
 CHANGED = {"masked": "masked less restart", "direct": "direct less restart"}

@@ -14,17 +14,17 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.capture import Captured
-from kvprobe.lens import Family
-from kvprobe.model import Model
-from kvprobe.outcomes import use_measurements
+from kvprobe.experiments.parts import kept_tensors
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.capture import Captured
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import use_measurements
+from kvprobe.models.lens import Family
 from kvprobe.probing.sweep import read_outs
-from kvprobe.runs import Run
-from kvprobe.studies.kept import kept_tensors
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import Context, conversation
 from kvprobe.tasks.secrets import secret
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 FAMILIES: tuple[Family, ...] = ("k", "v", "resid_post")
 PER_CONTEXT = ("before", "direct restart", "restart")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studyconfig import require
-from kvprobe.suggest import unknown
+from kvprobe.checks import require
+from kvprobe.names import unknown
 
 KINDS = ("code", "name", "topic", "sentiment")
 """Of secret; see `kvprobe.tasks.secrets`."""

@@ -8,10 +8,10 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import ARM_COLOURS, save, styled
+from kvprobe.experiments.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS
-from kvprobe.studies.maps import map_of
 from kvprobe.wording import estimate_of
 
 FAMILY_NAMES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}

@@ -1,10 +1,10 @@
 """The probes that a run keeps, for `kvprobe publish`."""
 
-from kvprobe.model import Model
-from kvprobe.probing.kept_probe import kept_probe
-from kvprobe.probing.probe_card import Arm, Training
-from kvprobe.probing.publishing import KEPT
-from kvprobe.runs import Run
+from kvprobe.experiments.publishing import KEPT
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.probes.kept_probe import kept_probe
+from kvprobe.probes.probe_card import Arm, Training
 from kvprobe.studies.leakage.analyse import CHANGED, FLOORS, Analysis, Collected
 from kvprobe.studies.leakage.config import Config
 from kvprobe.wording import estimate_of

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.probing.ridge import VARIANCE_FLOOR
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.leakage.analyse import Analysis
 from kvprobe.studies.leakage.answers import WORDS, answer_probe, answer_use
 from kvprobe.studies.leakage.collect import HIDDEN_SEGMENTS
@@ -17,7 +18,7 @@ from kvprobe.studies.leakage.figures import ARM_NAMES, FAMILY_NAMES, layer_maps
 from kvprobe.studies.leakage.readings import readings_section
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import secret
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points
 
 QUESTION = (
     "A conversation holds {secret} in one turn (T2). The turn is summarised without it and then masked. How much of it can "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvprobe.narrative import Section, Table
+from kvprobe.report.document import Section, Table
 from kvprobe.studies.leakage.analyse import Analysis
 from kvprobe.studies.leakage.config import Config
 from kvprobe.wording import percent

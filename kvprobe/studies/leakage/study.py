@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.probing.controls import random_model
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
 from kvprobe.studies.leakage.analyse import Collected, analyse
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.config import Config

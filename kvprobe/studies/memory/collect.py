@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvprobe.measured import measure, storage_bytes
-from kvprobe.model import Model
-from kvprobe.runs import Run
-from kvprobe.studies.kept import kept_tables
+from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.measured import measure, storage_bytes
+from kvprobe.inference.model import Model
 from kvprobe.studies.memory.config import Config
 
 GENERATED = 2

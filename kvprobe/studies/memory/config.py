@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvprobe.checks import require
 from kvprobe.memory.units import bytes_in
-from kvprobe.studyconfig import require
 
 SHORTEST, LONGEST = 4, 131_072
 

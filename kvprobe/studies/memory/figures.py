@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.memory.budget import Budget
-from kvprobe.plots import memory, save, styled
+from kvprobe.report.plots import memory, save, styled
 
 _VIEWS = {"transformers": "#0072b2", "vLLM": "#cc79a7", "logical": "#009e73"}
 

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import parts, rows
 from kvprobe.memory.units import both, short
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table
+from kvprobe.report.document import Figure, Report, Section, Table
 from kvprobe.studies.memory.config import Config
-from kvprobe.wording import estimate_of, plain, reproduce_section
+from kvprobe.wording import estimate_of, plain
 
 QUESTION = (
     "A prompt that fitted yesterday runs out of memory today. Can that be told beforehand, from the model's config alone? "

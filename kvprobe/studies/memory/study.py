@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.memory.analyse import analyse
 from kvprobe.studies.memory.collect import collect_growth, collect_peaks, collect_times
 from kvprobe.studies.memory.config import Config

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.lens import Family
+from kvprobe.models.lens import Family
 from kvprobe.probing.calibration import calibrated_probes
 from kvprobe.probing.intervals import held_out
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers

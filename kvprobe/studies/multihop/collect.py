@@ -17,20 +17,20 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.capture import Captured
-from kvprobe.lens import Family
-from kvprobe.model import Model
-from kvprobe.outcomes import use_measurements
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_tensors
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.inference.capture import Captured
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import use_measurements
+from kvprobe.models.lens import Family
 from kvprobe.probing.sweep import read_outs
-from kvprobe.runs import Run
-from kvprobe.studies.kept import kept_tensors
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_seen
 from kvprobe.studies.multihop.config import Config
-from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 SHOWN = "T1 shown"
 """The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it were told."""

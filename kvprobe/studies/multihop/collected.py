@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
 
-from kvprobe.lens import Family
+from kvprobe.models.lens import Family
 from kvprobe.probing.splits import Split, centred_within
 from kvprobe.studies.multihop.collect import Place, families_of, name_of
 from kvprobe.studies.multihop.config import Config

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import chosen
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import chosen
 
 AVAILABLE_SESSIONS = 30
 READABLE = ("k_pre", "k", "v", "resid_post")

@@ -8,10 +8,10 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import ARM_COLOURS, save, styled
+from kvprobe.experiments.maps import map_of
 from kvprobe.probing.splits import SPLITS
-from kvprobe.studies.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import ARM_COLOURS, save, styled
 from kvprobe.studies.multihop.analyse import TRANSFERRED
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer
 from kvprobe.studies.multihop.collect import SHOWN, USE_ARMS, place

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.probing.splits import SPLITS, Split
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.multihop.analyse import CLAIMS, TRANSFERRED
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK
 from kvprobe.studies.multihop.collect import SHOWN, USE_ARMS
@@ -16,7 +17,7 @@ from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.figures import FAMILY_NAMES, accuracies, layer_maps
 from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, signed
 
 QUESTION = (
     "A session has eight turns. Each is summarised and then masked; the first holds a random 5-digit number that no summary "

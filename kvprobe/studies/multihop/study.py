@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.multihop.analyse import analyse
 from kvprobe.studies.multihop.collect import collect
 from kvprobe.studies.multihop.collected import Collected

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.cache import KVCache
-from kvprobe.model import Model
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of
-from kvprobe.runs import Run
-from kvprobe.studies.kept import kept_tables
 from kvprobe.studies.patching.config import Config
-from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import Pair, facts, pair
-from kvprobe.transcript import Tokenizer, Tokens
+from kvprobe.text.transcript import Tokenizer, Tokens
 
 BEFORE, VALUE, AFTER = "fact before", "value", "fact after"
 """The turn of the fact up to the value, the value, and the turn after it with the reply."""

@@ -8,8 +8,8 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap, TokenView
-from kvprobe.plots import save, styled
+from kvprobe.report.document import HeatMap, TokenView
+from kvprobe.report.plots import save, styled
 from kvprobe.studies.patching.analyse import PARTS
 from kvprobe.studies.patching.collect import SLOTS, TOKENS, TOTAL
 from kvprobe.wording import ends, whiskers

@@ -3,16 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.experiments.trialconfig import listed
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.patching.analyse import FEWEST, PARTS, SHARE
 from kvprobe.studies.patching.collect import VALUE
 from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.figures import PART_NAMES, head_maps, layer_maps, slot_maps, token_view
-from kvprobe.studies.trialconfig import listed
 from kvprobe.tasks.facts import conversation, facts
-from kvprobe.wording import estimate_of, few_clusters, percent, reproduce_section, span, verdict
+from kvprobe.wording import estimate_of, few_clusters, percent, span, verdict
 
 QUESTION = (
     "A conversation states a fact and is asked for it two turns later. From which layers, slots and heads of the cache is the "

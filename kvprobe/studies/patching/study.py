@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.patching.analyse import analyse, bands_by_half
 from kvprobe.studies.patching.collect import cases_of, collect, collect_bands, collect_example
 from kvprobe.studies.patching.config import Config

@@ -19,11 +19,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.cache import KVCache
-from kvprobe.footprint import footprint
-from kvprobe.generate import generate
-from kvprobe.model import Model
-from kvprobe.outcomes import divergence, use_measurements
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.footprint import footprint
+from kvprobe.experiments.parts import kept_table
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -36,11 +38,9 @@ from kvprobe.policies import (
     SlidingWindow,
     SnapKV,
 )
-from kvprobe.runs import Run
-from kvprobe.studies.kept import kept_table
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
-from kvprobe.transcript import Message, Part, Tokens, Transcript
+from kvprobe.text.transcript import Message, Part, Tokens, Transcript
 
 SINKS, WINDOW, TAIL = 4, 16, 32
 """Slots at the start that sink windows keep, last queries that SnapKV looks at, and slots that stay unquantised."""

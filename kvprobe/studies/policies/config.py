@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
 
 FEWEST_SLOTS = 8
 """A budget leaves at least so many: four sinks and as many recent slots."""

@@ -8,9 +8,9 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import save, styled
-from kvprobe.studies.maps import map_of
+from kvprobe.experiments.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import save, styled
 from kvprobe.studies.policies.analyse import full_condition, judged_budgets
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM
 from kvprobe.studies.policies.config import Config

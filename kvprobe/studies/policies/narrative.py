@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Report, Section, Table, passages_of
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.policies.analyse import ABOVE_CHANCE, MEASURES, TOLERANCE, judged_budgets
 from kvprobe.studies.policies.collect import (
@@ -23,7 +24,7 @@ from kvprobe.studies.policies.collect import (
 )
 from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.figures import at_budget, budget_maps, label_of
-from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, reproduce_section, signed
+from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, signed
 
 QUESTION = (
     "A conversation of some hundred tokens holds instructions and a number that will be asked for later. Cache policies "

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
 from kvprobe.studies.policies.analyse import Collected, analyse
 from kvprobe.studies.policies.collect import collect
 from kvprobe.studies.policies.config import Config

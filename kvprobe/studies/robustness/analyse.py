@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from kvprobe.experiments.trialconfig import TIMINGS
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, estimate, wilson
 from kvprobe.studies.robustness.collect import (
     CONTROL,
@@ -20,7 +21,6 @@ from kvprobe.studies.robustness.collect import (
 )
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
-from kvprobe.studies.trialconfig import TIMINGS
 from kvprobe.tasks.task import Task, rankable, too_hard
 
 Rows = Any

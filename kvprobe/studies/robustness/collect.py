@@ -1,24 +1,24 @@
 """Every fault at every rate, with its controls, as the cases of each prompt.
 
-What is written and answered is `kvprobe.studies.trials`' affair; here stands which cases there are.
+What is written and answered is `kvprobe.experiments.trials`' affair; here stands which cases there are.
 """
 
 from collections.abc import Sequence
 
 import pandas as pd
 
+from kvprobe.experiments import trials
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import TIMINGS, chosen, percents
+from kvprobe.experiments.trials import Case
 from kvprobe.faults import NotANumber, Scope
 from kvprobe.faults.fault import When
 from kvprobe.faults.scope import Unit
-from kvprobe.model import Model
-from kvprobe.published import Published, published
-from kvprobe.runs import Run
-from kvprobe.studies import trials
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import Trial
+from kvprobe.studies.published import Published, published
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
-from kvprobe.studies.trialconfig import TIMINGS, chosen, percents
-from kvprobe.studies.trials import Case
-from kvprobe.sweep import Trial
 from kvprobe.tasks.task import Task
 
 WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}

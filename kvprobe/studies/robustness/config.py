@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvprobe.studies.trialconfig import listed, percents, require_trial
-from kvprobe.studyconfig import require
+from kvprobe.checks import require
+from kvprobe.experiments.trialconfig import listed, percents, require_trial
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.narrative import HeatMap
-from kvprobe.plots import save, styled
-from kvprobe.published import Published
+from kvprobe.experiments.maps import map_of
+from kvprobe.report.document import HeatMap
+from kvprobe.report.plots import save, styled
 from kvprobe.stats import wilson
-from kvprobe.studies.maps import map_of
+from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.kinds import ENGINE, KINDS, WRITTEN

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import Passage, Report, Section, Table, passages_of
-from kvprobe.published import Published
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.experiments.trialconfig import TIMINGS
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Passage, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
+from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.collect import cases
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import shown_task
@@ -23,9 +25,8 @@ from kvprobe.studies.robustness.results import (
     shown_chance,
     shown_kl,
 )
-from kvprobe.studies.trialconfig import TIMINGS
 from kvprobe.tasks.task import Task
-from kvprobe.wording import estimate_of, few_clusters, percent, points, reproduce_section, span, verdict
+from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
 
 QUESTION = (
     "A share of the slots of a model's KV cache holds something else than what the model wrote there: noise, zeros, another "

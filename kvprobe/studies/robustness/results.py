@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.narrative import Figure, Section, Table
-from kvprobe.published import Published
+from kvprobe.experiments.trialconfig import TIMINGS
+from kvprobe.report.document import Figure, Section, Table
 from kvprobe.stats import wilson
+from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.analyse import CONTRASTS
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import loss_maps, shown_task
 from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
-from kvprobe.studies.trialconfig import TIMINGS
 from kvprobe.wording import estimate_of, percent, points, signed, span, verdict
 
 UNITS = {

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from kvprobe.runs import Run
-from kvprobe.studies.begin import begin
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.trialconfig import listed
 from kvprobe.studies.robustness.analyse import analyse
 from kvprobe.studies.robustness.collect import beside, collect, kinds
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.narrative import narrate
-from kvprobe.studies.trialconfig import listed
-from kvprobe.tasks.task import find_task, items_digest
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import items_digest
 
 NAME = "robustness"
 

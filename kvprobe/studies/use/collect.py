@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from kvprobe.generate import generate
-from kvprobe.model import Model
-from kvprobe.runs import Run
+from kvprobe.experiments.parts import kept_tables, kept_tensors
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
 from kvprobe.studies.carriers.groups import EVERY_LAYER, bands
-from kvprobe.studies.kept import kept_tables, kept_tensors
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     ERASE,

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache import KVCache
+from kvprobe.cache.cache import KVCache
 from kvprobe.erasing import interchange
-from kvprobe.model import Model
-from kvprobe.outcomes import divergence, use_measurements
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.patching import Cell
 from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
@@ -24,7 +24,7 @@ from kvprobe.studies.carriers.groups import EVERY_LAYER
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles
 from kvprobe.studies.use.read import PARTS, Layout
 from kvprobe.tasks.passcode import Context, conversation
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 BOTH = "KV"
 IN_VIEW, CODE_MASKED, TURN_MASKED = "all in view", "code masked", "turns masked"

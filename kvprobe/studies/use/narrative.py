@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.model import Model
-from kvprobe.narrative import Figure, Passage, Report, Section, Table
+from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Figure, Passage, Report, Section, Table
 from kvprobe.studies.use.analyse import found
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import cases_of
@@ -25,7 +26,7 @@ from kvprobe.studies.use.sentences import (
     warnings,
 )
 from kvprobe.tasks.passcode import conversation
-from kvprobe.wording import estimate_of, percent, plain, reproduce_section, signed
+from kvprobe.wording import estimate_of, percent, plain, signed
 
 QUESTION = (
     "A probe reads a 5-digit code in K and V of several slots of a conversation. When the model is asked for the code, does it use what the "

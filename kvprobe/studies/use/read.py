@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvprobe.model import Model
+from kvprobe.inference.model import Model
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, conversation
-from kvprobe.transcript import Tokens
+from kvprobe.text.transcript import Tokens
 
 PARTS = ("K", "V")
 PLACES = ("code", "after", "summary")

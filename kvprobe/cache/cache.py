@@ -1,0 +1,348 @@
+"""The KV cache of a model as plain tensors with a ledger.
+
+Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation
+has to write. Keys are stored as they were computed, after q/k-norm and rotary embedding; one that was given another
+position since (`reindex`) is turned to it when it is read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache.file import load_cache, save_cache
+from kvprobe.cache.footprint import footprint
+from kvprobe.cache.ledger import Ledger
+from kvprobe.fingerprint import Maker
+from kvprobe.names import unknown
+
+PositionLaw = Literal["gapped", "contiguous", "naive"]
+"""Where slots stand after others went: where they stood, closed up, or closed up in name only."""
+
+
+class Damages(Protocol):
+    """A fault, as far as a cache knows: see `kvprobe.faults`."""
+
+    def corrupt(self, cache: "KVCache", draws: Any, hosts: Any) -> "KVCache": ...
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values per layer, and the ledger of their slots.
+
+    Attributes:
+        keys: one tensor per layer, after any norm and rotary embedding, rotated to `ledger.origins`.
+        values: one tensor per layer.
+        ledger: tokens, positions, segments, provenance and liveness of the slots.
+        made_by: the model that computed it, which alone may read it; None where nobody knows, and any of its shape may.
+    """
+
+    keys: tuple[Float[Tensor, "batch kv_heads slots d_head"], ...]
+    values: tuple[Float[Tensor, "batch kv_heads slots d_value"], ...]
+    ledger: Ledger
+    made_by: Maker | None = None
+
+    def __post_init__(self) -> None:
+        if not self.keys or len(self.keys) != len(self.values):
+            raise ValueError(
+                f"A cache needs as many key as value tensors and at least one of each; "
+                f"got {len(self.keys)} and {len(self.values)}."
+            )
+        expected = (self.ledger.batch, self.keys[0].shape[1], self.ledger.slots)
+        for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
+            for name, tensor in zip(("keys", "values"), pair, strict=True):
+                if tensor.dim() != 4 or tuple(tensor.shape[:3]) != expected or not tensor.is_floating_point():
+                    raise ValueError(
+                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
+                        f"floats with (batch, KV heads, slots) = {expected}."
+                    )
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.keys[0].shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.ledger.batch
+
+    @property
+    def slots(self) -> int:
+        return self.ledger.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of key and value storage held, storage shared between rows or layers counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self.keys + self.values
+        }
+        return sum(storages.values())
+
+    @property
+    def footprint(self) -> int:
+        """Bytes that the live slots take where each head stores its own and each at its precision; see
+        `kvprobe.cache.footprint`. For a cache that is uniform and not quantised, `nbytes`."""
+        return footprint(self.ledger, self.shape, self.keys[0].element_size())
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, KV heads, and numbers in a key and in a value."""
+        return self.n_layers, self.n_kv_heads, self.keys[0].shape[3], self.values[0].shape[3]
+
+    def mask(
+        self,
+        *segments: str,
+        slots: Bool[Tensor, "batch slots"] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> "KVCache":
+        """Make slots invisible to later queries; nothing moves and no position changes.
+
+        Args:
+            segments: names of segments to mask.
+            slots: or, the slots to mask, as a boolean per row and slot.
+            layers: only in these layers (all by default).
+            heads: only in these KV heads (all by default).
+        """
+        hidden = self._chosen(segments, slots)[None, :, None, :]
+        if layers is not None or heads is not None:
+            where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
+            chosen_layers = torch.tensor(_indices("layer", layers, self.n_layers), dtype=torch.long)
+            chosen_heads = torch.tensor(_indices("KV head", heads, self.n_kv_heads), dtype=torch.long)
+            where[chosen_layers[:, None], :, chosen_heads] = True
+            hidden = hidden & where
+        return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
+
+    def evict(self, *segments: str, slots: Bool[Tensor, "batch slots"] | None = None) -> "KVCache":
+        """Remove slots and free their memory; the rest keep their positions.
+
+        Rows that lose different numbers of slots are padded on the right with slots that are not live.
+        """
+        return self._keep(~self._chosen(segments, slots))
+
+    def select(self, *segments: str, slots: Bool[Tensor, "batch slots"] | None = None) -> "KVCache":
+        """Keep only these slots; the opposite of `evict`."""
+        return self._keep(self._chosen(segments, slots))
+
+    def reindex(self, law: PositionLaw = "contiguous") -> "KVCache":
+        """Give the slots that are live other positions, and what comes next the one after them.
+
+        `contiguous` counts them from 0 and turns each key, once, from where it was computed. `naive` counts them but
+        leaves the keys as they are, so that the model reads them at distances that they were never computed for: the
+        classic bug of home-made eviction (llama.cpp #3825). `gapped` changes nothing.
+
+        Values and deeper layers keep what they learnt of the old positions: that is provenance, not position.
+        """
+        if law not in get_args(PositionLaw):
+            raise ValueError(unknown("position law", law, get_args(PositionLaw)))
+        if law == "gapped":
+            return self
+        closed = self.ledger.closed()
+        return replace(self, ledger=closed if law == "contiguous" else replace(closed, origins=closed.positions))
+
+    def fork(self, rows: int = 1) -> "KVCache":
+        """A cache with `rows` copies of each row; a single row is shared by all its copies, not copied."""
+        if rows < 1:
+            raise ValueError(f"A cache cannot be forked into {rows} rows; ask for at least 1.")
+
+        def spread(tensor: Tensor) -> Tensor:
+            if self.batch == 1:
+                return tensor.expand(rows, *tensor.shape[1:])
+            return tensor.repeat_interleave(rows, 0)
+
+        index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
+        return self._with(tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index))
+
+    def rows(self, index: Sequence[int] | Int[Tensor, "rows"]) -> "KVCache":
+        """The cache of these rows of the batch."""
+        chosen = torch.as_tensor(index, device=self.ledger.tokens.device)
+        return self._with(
+            tuple(tensor[chosen] for tensor in self.keys),
+            tuple(tensor[chosen] for tensor in self.values),
+            self.ledger.rows(chosen),
+        )
+
+    @staticmethod
+    def join(caches: "Sequence[KVCache]") -> "KVCache":
+        """The rows of several caches of one model as one batch; shorter ones are padded with slots that are not live."""
+        if not caches:
+            raise ValueError("There are no caches to join; give at least one.")
+        slots = max(cache.slots for cache in caches)
+        ledgers = [cache.ledger.padded(slots) for cache in caches]
+        if any(cache.shape != caches[0].shape for cache in caches):
+            raise ValueError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
+        makers = [cache.made_by for cache in caches if cache.made_by is not None]
+        if not all(maker.same(makers[0]) for maker in makers):
+            raise ValueError("Caches of several models cannot be joined; join those of one.")
+
+        def joined(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.cat([torch.nn.functional.pad(each, (0, 0, 0, slots - each.shape[2])) for each in tensors])
+
+        return KVCache(
+            tuple(map(joined, zip(*(cache.keys for cache in caches), strict=True))),
+            tuple(map(joined, zip(*(cache.values for cache in caches), strict=True))),
+            Ledger.join(ledgers),
+            makers[0] if len(makers) == len(caches) else None,
+        )
+
+    def corrupt(
+        self, fault: "Damages", *, draws: Sequence[Any] | None = None, hosts: Sequence[Any] | None = None
+    ) -> "KVCache":
+        """The cache with a fault written into it, here and now, whatever the fault says of when.
+
+        Args:
+            draws: a `kvprobe.faults.draws.Draws` per row, where its lots come from; seed 0 and the row's number as its sample by default.
+            hosts: a `kvprobe.faults.host.Host` per row, what the fault may know of it (donors, rotary frequencies, queries); only the row's own clean
+                cache by default.
+
+        Raises:
+            ValueError: the fault needs more than its host has; or see `Scope`.
+        """
+        return fault.corrupt(self, draws, hosts)
+
+    def patch(
+        self,
+        donor: "KVCache",
+        *segments: str,
+        slots: Bool[Tensor, "batch slots"] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        part: Literal["K", "V", "KV"] = "KV",
+    ) -> "KVCache":
+        """The cache with K, V or both of these slots as they are in a donor of the same slots; liveness and all else of the
+        ledger stay. Keys come as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
+
+        Args:
+            segments: names of segments to patch.
+            slots: or, the slots to patch, as a boolean per row and slot.
+            layers: only in these layers (all by default).
+            heads: only in these KV heads (all by default).
+
+        Raises:
+            ValueError: the donor has other shapes, or there is no such segment, layer, head or part.
+        """
+        if part not in ("K", "V", "KV"):
+            raise ValueError(unknown("part", part, ("K", "V", "KV")))
+        if donor.shape != self.shape or donor.ledger.tokens.shape != self.ledger.tokens.shape:
+            raise ValueError(
+                f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the "
+                f"base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and see `patching.aligned`."
+            )
+        if donor.keys[0].dtype != self.keys[0].dtype:
+            raise ValueError(
+                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model in one dtype."
+            )
+        chosen = self._chosen(segments, slots)[:, None, :, None]
+        chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
+        chosen_heads[_indices("KV head", heads, self.n_kv_heads)] = True
+        where = chosen & chosen_heads[:, None, None]
+        chosen_layers = set(_indices("layer", layers, self.n_layers))
+
+        def patched(own: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.where(where, theirs, mine) if layer in chosen_layers else mine
+                for layer, (mine, theirs) in enumerate(zip(own, other, strict=True))
+            )
+
+        keys = patched(self.keys, donor.keys) if "K" in part else self.keys
+        values = patched(self.values, donor.values) if "V" in part else self.values
+        return self._with(keys, values, self.ledger)
+
+    def refuse_nonfinite(self) -> None:
+        """Refuse a cache that holds NaN or infinity, be it in a slot that is masked: 0 × NaN is NaN.
+
+        Raises:
+            ValueError: it does; the sentence names part, layer, KV head, slot and row.
+        """
+        for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
+            for part, tensor in zip("KV", pair, strict=True):
+                bad = ~tensor.isfinite().all(-1)
+                if bool(bad.any()):
+                    row, head, slot = bad.nonzero()[0].tolist()
+                    raise ValueError(
+                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a cache must "
+                        f"be finite to be attended to."
+                    )
+
+    def to(self, device: torch.device | str) -> "KVCache":
+        """The same cache on another device."""
+        return self._with(
+            tuple(tensor.to(device) for tensor in self.keys),
+            tuple(tensor.to(device) for tensor in self.values),
+            self.ledger.to(device),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.
+
+        Raises:
+            ValueError: the model is no longer in memory, and its fingerprint was not taken before.
+        """
+        save_cache(Path(path), self.keys, self.values, self.ledger, self.made_by)
+
+    @staticmethod
+    def load(path: str | Path, *, any_model: bool = False) -> "KVCache":
+        """Read a cache written by `save`.
+
+        Args:
+            any_model: let any model of its shape read the cache, and not only the one that made it.
+
+        Raises:
+            ValueError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
+        """
+        keys, values, ledger, made_by = load_cache(Path(path))
+        cache = KVCache(keys, values, ledger, None if any_model else made_by)
+        try:
+            cache.refuse_nonfinite()
+        except ValueError as error:
+            raise ValueError(f"In {path}, {error}") from error
+        return cache
+
+    def _chosen(
+        self, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
+    ) -> Bool[Tensor, "batch slots"]:
+        if bool(segments) == (slots is not None):
+            raise ValueError("Name one or more segments, or give `slots`, but not both.")
+        if slots is None:
+            return self.ledger.in_segments(segments)
+        if slots.shape != self.ledger.tokens.shape:
+            raise ValueError(
+                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots."
+            )
+        return slots
+
+    def _keep(self, keep: Bool[Tensor, "batch slots"]) -> "KVCache":
+        return self.take(*self.ledger.order(keep))
+
+    def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "KVCache":
+        """The cache of the slots at these indices, row by row and in this order; `padding` marks those that hold nothing."""
+        same_in_all_rows = self.batch == 1 or bool((slots == slots[:1]).all())
+
+        def taken(tensor: Tensor) -> Tensor:
+            if same_in_all_rows:
+                return tensor.index_select(2, slots[0])
+            index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+            return tensor.gather(2, index)
+
+        return self._with(
+            tuple(map(taken, self.keys)), tuple(map(taken, self.values)), self.ledger.take(slots, padding)
+        )
+
+    def _with(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], ledger: Ledger) -> "KVCache":
+        return replace(self, keys=keys, values=values, ledger=ledger)
+
+
+def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:
+    if chosen is None:
+        return list(range(count))
+    for index in chosen:
+        if not 0 <= index < count:
+            raise ValueError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
+    return list(chosen)

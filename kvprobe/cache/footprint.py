@@ -1,0 +1,54 @@
+"""What a ledger costs: the bytes that its live slots take, each head storing its own, each slot at its precision.
+
+kvprobe itself holds every number in the model's dtype, in tensors of one length for all layers and heads, so that it
+can be captured and patched. An engine that stores less is priced here from the ledger; `Codes.pack` of
+`kvprobe.policies.quantise` makes the bytes of quantised slots, and a test holds the price equal to them.
+"""
+
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvprobe.cache.ledger import Grain, Ledger
+from kvprobe.memory.slots import Rounds
+
+
+def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: int) -> int:
+    """Bytes of K and V of all live slots.
+
+    Args:
+        shape: layers, KV heads, and numbers in a key and in a value.
+        number_bytes: of a number at full precision.
+    """
+    layers, kv_heads, d_key, d_value = shape
+    live = ledger.live.expand(layers, -1, kv_heads, -1)
+    coarse = ledger.quantised >= 0
+    fine_slots = int((live & ~coarse[None, :, None, :]).sum())
+    total = fine_slots * (d_key + d_value) * number_bytes
+    if ledger.grain is not None:
+        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.grain, d_key, d_value)
+    return total
+
+
+def _quantised(
+    live: Bool[Tensor, "layers batch kv_heads slots"],
+    groups: Int[Tensor, "batch slots"],
+    grain: Grain,
+    d_key: int,
+    d_value: int,
+) -> int:
+    price = Rounds(grain.bits, grain.group)
+    return int(live.sum()) * price.slot_bytes(d_key, d_value) + _groups_held(live, groups) * price.group_bytes(d_key)
+
+
+def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[Tensor, "batch slots"]) -> int:
+    """Groups of key slots that have a live slot left, over layers, rows and heads."""
+    layers, batch, kv_heads, _ = live.shape
+    if not bool(live.any()):
+        return 0
+    held = torch.zeros(layers, batch, kv_heads, int(groups.max()) + 1, dtype=torch.long, device=live.device)
+    index = groups.clamp(min=0)[None, :, None, :].expand_as(live)
+    held.scatter_add_(3, index, live.long())
+    return int(cast(Tensor, held > 0).sum())

@@ -1,0 +1,188 @@
+"""The ledger: what is known of every slot of a cache.
+
+Positions, segments, provenance and liveness travel with the slots. Nothing here is ever inferred from a
+length, so an eviction cannot silently move a token (the bug of every home-made eviction script).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvprobe.names import unknown
+
+PADDING = -1
+"""Segment index of a slot that holds no token."""
+
+COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised")
+"""What a ledger knows of every slot of every row."""
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How finely quantised slots are stored.
+
+    Attributes:
+        bits: per number.
+        group: numbers that share a scale and a minimum: so many slots of a key channel, so many channels of a value.
+    """
+
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One entry per slot, for each row of the batch.
+
+    Attributes:
+        tokens: vocabulary id of the token in the slot.
+        positions: the logical index at which later queries see the slot.
+        origins: the position at which the key was computed, and to which its stored form is rotated. It differs from
+            `positions` after re-indexing; whoever reads the key rotates it from here, once.
+        segments: index into `names`, or `PADDING`.
+        recomputed: provenance; true where the slot was computed without text that once stood before it.
+        delimiters: whether the token belongs to the chat template and not to a message's text.
+        quantised: number of the group that the slot was quantised with, or -1 where it has full precision.
+        live: whether later queries may attend to the slot, per layer and KV head. The layer and head axes are
+            1 where all layers or heads agree.
+        following: the position after the last token that was read, which an eviction of that token does not change.
+        names: segment names, in order of first appearance.
+        grain: of the quantised slots; None where there are none.
+    """
+
+    tokens: Int[Tensor, "batch slots"]
+    positions: Int[Tensor, "batch slots"]
+    origins: Int[Tensor, "batch slots"]
+    segments: Int[Tensor, "batch slots"]
+    recomputed: Bool[Tensor, "batch slots"]
+    delimiters: Bool[Tensor, "batch slots"]
+    quantised: Int[Tensor, "batch slots"]
+    live: Bool[Tensor, "layers batch kv_heads slots"]
+    following: Int[Tensor, "batch"]
+    names: tuple[str, ...]
+    grain: Grain | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers and heads agree on which slots are live."""
+        return self.live.shape[0] == 1 and self.live.shape[2] == 1
+
+    @property
+    def padding(self) -> Bool[Tensor, "batch slots"]:
+        return self.segments == PADDING
+
+    @property
+    def kept(self) -> Bool[Tensor, "batch slots"]:
+        """Slots that are live in some layer and head."""
+        return self.live.any(2).any(0)
+
+    @property
+    def turned(self) -> bool:
+        """Whether some live key must be rotated from where it was computed to where it is seen."""
+        return bool(((self.positions != self.origins) & self.kept).any())
+
+    @property
+    def untouched(self) -> bool:
+        """Whether every slot is live and its position is its index, as in a cache that nobody edited."""
+        index = torch.arange(self.slots, device=self.positions.device)
+        return bool(self.live.all()) and bool((self.positions == index).all())
+
+    def in_segments(self, names: Sequence[str]) -> Bool[Tensor, "batch slots"]:
+        """Slots that belong to any of the named segments; an unknown name is refused."""
+        found = torch.zeros_like(self.segments, dtype=torch.bool)
+        for name in names:
+            if name not in self.names:
+                raise ValueError(unknown("segment", name, self.names))
+            found |= self.segments == self.names.index(name)
+        return found
+
+    def order(self, keep: Bool[Tensor, "batch slots"]) -> tuple[Int[Tensor, "batch kept"], Bool[Tensor, "batch kept"]]:
+        """Indices of the slots to keep, in order, and which of them are padding: rows may keep different numbers."""
+        keep = keep & ~self.padding
+        lengths = keep.sum(1)
+        kept = int(lengths.max())
+        # A stable sort brings each row's kept slots to the front, in order.
+        slots = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :kept]
+        return slots, torch.arange(kept, device=keep.device) >= lengths[:, None]
+
+    def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "Ledger":
+        """The ledger of the slots at these indices, row by row; `padding` marks the ones that hold nothing."""
+        layers, _, heads, _ = self.live.shape
+        index = slots[None, :, None, :].expand(layers, -1, heads, -1)
+        taken = {name: getattr(self, name).gather(1, slots) for name in COLUMNS}
+        taken["segments"] = taken["segments"].masked_fill(padding, PADDING)
+        return replace(self, **taken, live=self.live.gather(3, index) & ~padding[None, :, None, :])
+
+    def rows(self, index: Int[Tensor, "rows"]) -> "Ledger":
+        """The ledger of these rows of the batch."""
+        chosen = {name: getattr(self, name)[index] for name in COLUMNS}
+        return replace(self, **chosen, live=self.live[:, index], following=self.following[index])
+
+    def closed(self) -> "Ledger":
+        """The ledger with its gaps closed: positions count the slots that some layer or head keeps."""
+        kept = self.kept.long()
+        return replace(self, positions=(kept.cumsum(1) - 1).clamp(min=0), following=kept.sum(1))
+
+    def append(self, other: "Ledger") -> "Ledger":
+        """This ledger followed by another of the same batch, segment names merged."""
+        names = self.names + tuple(name for name in other.names if name not in self.names)
+        layers = max(self.live.shape[0], other.live.shape[0])
+        heads = max(self.live.shape[2], other.live.shape[2])
+
+        def wide(live: Tensor) -> Tensor:
+            return live.expand(layers, -1, heads, -1)
+
+        joined = {name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in COLUMNS}
+        joined["segments"] = torch.cat([self.segments, other.numbered(names)], 1)
+        live = torch.cat([wide(self.live), wide(other.live)], 3)
+        return replace(self, **joined, live=live, following=other.following, names=names)
+
+    def padded(self, slots: int) -> "Ledger":
+        """The ledger with padding at its end, so that it has this many slots."""
+
+        def longer(tensor: Tensor, value: int = 0) -> Tensor:
+            return torch.nn.functional.pad(tensor, (0, slots - self.slots), value=value)
+
+        blank = {"segments": PADDING, "quantised": -1}
+        columns = {name: longer(getattr(self, name), blank.get(name, 0)) for name in COLUMNS}
+        return replace(self, **columns, live=longer(self.live))
+
+    @staticmethod
+    def join(ledgers: "Sequence[Ledger]") -> "Ledger":
+        """The rows of several ledgers of as many slots, segment names merged."""
+        names = tuple(dict.fromkeys(name for ledger in ledgers for name in ledger.names))
+        grains = {ledger.grain for ledger in ledgers if ledger.grain is not None}
+        if len(grains) > 1:
+            raise ValueError("Caches that were quantised at different precisions cannot be joined.")
+        layers = max(ledger.live.shape[0] for ledger in ledgers)
+        heads = max(ledger.live.shape[2] for ledger in ledgers)
+        joined = {name: torch.cat([getattr(ledger, name) for ledger in ledgers]) for name in COLUMNS}
+        joined["segments"] = torch.cat([ledger.numbered(names) for ledger in ledgers])
+        return Ledger(
+            **joined,
+            live=torch.cat([ledger.live.expand(layers, -1, heads, -1) for ledger in ledgers], 1),
+            following=torch.cat([ledger.following for ledger in ledgers]),
+            names=names,
+            grain=next(iter(grains), None),
+        )
+
+    def numbered(self, names: tuple[str, ...]) -> Int[Tensor, "batch slots"]:
+        """Segments as indices into other names, which hold all of this ledger's."""
+        # One entry more than there are names: the last is where PADDING (-1) lands.
+        renumber = torch.tensor([names.index(name) for name in self.names] + [PADDING], device=self.segments.device)
+        return renumber[self.segments]
+
+    def to(self, device: torch.device | str) -> "Ledger":
+        moved = {name: getattr(self, name).to(device) for name in (*COLUMNS, "live", "following")}
+        return replace(self, **moved)

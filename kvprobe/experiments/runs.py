@@ -1,0 +1,261 @@
+"""A run is a directory: what was asked, on what it ran, what came out. An interrupted run resumes."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, write_whole
+from kvprobe.fingerprint import differing
+
+FORMAT = 2
+"""Of run directories. The first recorded neither what the settings' files held nor the model's config and tokenizer."""
+MOST_BYTES = 2**28
+"""Of a JSON file of a run that is read at all."""
+PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory.
+
+    Attributes:
+        path: holds `config.yaml`, `env.json`, `samples.parquet`, `metrics.json`, `report.json`, `figures/` and
+            `report.html`; and `parts/` while the run is unfinished.
+        begun: the environment that it was opened with; None for a run that is only read.
+    """
+
+    path: Path
+    begun: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def open(
+        cls,
+        study: str,
+        config: Any,
+        model: str,
+        device: str,
+        root: Path = Path("runs"),
+        name: str | None = None,
+        inputs: Mapping[str, str] | None = None,
+    ) -> "Run":
+        """The directory for this study and config, new or to be resumed.
+
+        Its default name is made from the config, so the same command finds its own unfinished run. One in which nothing was kept
+        yet, as after a start that failed, is begun anew whatever it was begun with.
+
+        Args:
+            config: a dataclass instance.
+            model: its fingerprint.
+            device: where, and in which dtype, it runs.
+            inputs: for settings that name files, a digest of what these hold.
+
+        Raises:
+            ValueError: the directory holds another run, or one begun with another model, other files or versions; or the name is
+                none of a folder.
+        """
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} cannot be the name of a run; use letters, digits, dots, dashes and underscores, 100 at most, and choose the "
+                f"folder with --out."
+            )
+        settings = {"study": study, "settings": dataclasses.asdict(config)}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        run = cls(root / (name or f"{study}-{digest}"))
+        environment = _environment(model, device, settings, inputs or {})
+        if (run.path / "config.yaml").is_file():
+            wrong = run._mismatch(settings, environment)
+            if wrong is None:
+                return cls(run.path, run.environment)
+            if run._kept_something():
+                raise ValueError(wrong)
+            _describe(run.path, settings, environment)
+        elif run.path.exists() and any(run.path.iterdir()):
+            raise ValueError(f"{run.path} is not empty and not a run; choose another --out.")
+        else:
+            # Made beside its place, so that a start for which there is no space leaves nothing.
+            partial = root / f".{run.path.name}.{os.getpid()}"
+            try:
+                (partial / "figures").mkdir(parents=True)
+                _describe(partial, settings, environment)
+                partial.replace(run.path)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return cls(run.path, environment)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Run":
+        """An existing run.
+
+        Raises:
+            ValueError: there is no run at `path`.
+        """
+        run = cls(Path(path))
+        if not (run.path / "config.yaml").is_file():
+            raise ValueError(f"{run.path} is not a run directory (it has no config.yaml); see `kvprobe run`.")
+        return run
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "report.json").is_file()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return read_yaml(self.path / "config.yaml")
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """On what it ran.
+
+        Raises:
+            ValueError: `env.json` is missing or was altered.
+        """
+        found = self._json("env.json")
+        kinds = {"model": str, "device": str, "versions": dict, "seed": int | None}
+        for name, kind in kinds.items():
+            if not isinstance(found.get(name), kind):
+                raise ValueError(f"{self.path / 'env.json'} has no {name!r}, or one of the wrong type; it was altered.")
+        return found
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The run's numbers, each with its interval."""
+        return self._json("metrics.json")
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the report page says, as data; see `kvprobe.report.document`."""
+        return self._json("report.json")
+
+    def df(self, table: str = "samples") -> pd.DataFrame:
+        """A table of the run: `samples` has one row per sample and condition."""
+        path = self.path / f"{table}.parquet"
+        if not path.is_file():
+            raise ValueError(f"{self.path} has no {table}.parquet; the run is unfinished, start it again to resume.")
+        return read_table(path)
+
+    def part(self, name: str) -> Path:
+        """Where an intermediate result is kept until the run is finished."""
+        folder = self.path / "parts"
+        folder.mkdir(exist_ok=True)
+        return folder / name
+
+    def keep(self, name: str, write: Callable[[Path], object]) -> Path:
+        """An intermediate result: the one that an earlier attempt kept, or what `write` writes now.
+
+        Raises:
+            ValueError: the one that was kept is damaged, or another command has begun the run anew meanwhile.
+        """
+        path = self.part(name)
+        if path.is_file():
+            refuse_damaged(path)
+            return path
+        partial = path.with_suffix(".partial")
+        write(partial)
+        if self.begun is not None and self.environment != self.begun:
+            raise ValueError(f"{self.path} was begun anew by another command; choose another --name for one of them.")
+        return partial.replace(path)
+
+    def save_table(self, table: str, rows: pd.DataFrame) -> None:
+        partial = self.path / f"{table}.parquet.partial"
+        rows.to_parquet(partial, index=False)
+        partial.replace(self.path / f"{table}.parquet")
+
+    def finish(self, metrics: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+        """Write the results and drop the intermediate ones."""
+        write_whole(self.path / "metrics.json", json.dumps(metrics, indent=2))
+        write_whole(self.path / "report.json", json.dumps(report, indent=2))
+        folder = self.path / "parts"
+        if folder.is_dir():
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+
+    def _mismatch(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str | None:
+        """Why the run that is here is not the one that was asked for; None if it is."""
+        if self.config != settings:
+            return f"{self.path} holds a run with other settings; choose another --out."
+        before, way_out = self.environment, "delete it to start afresh, or choose another --name."
+        if before.get("format") != FORMAT:
+            return (
+                f"{self.path} was begun by another version of kvprobe, which recorded less of what it ran on; {way_out}"
+            )
+        if before["model"] != environment["model"]:
+            return f"{self.path} was begun with another model (it differs in {differing(before['model'], environment['model'])}); {way_out}"
+        if before.get("inputs") != environment["inputs"]:
+            return f"{self.path} was begun when what {', '.join(environment['inputs'])} names held something else; {way_out}"
+        # A finished run of another version is still that version's answer.
+        for key in ("device",) if self.finished else ("device", "versions"):
+            if before[key] != environment[key]:
+                return f"{self.path} was begun with another {key} ({before[key]}, now {environment[key]}); {way_out}"
+        return None
+
+    def _kept_something(self) -> bool:
+        """Whether there is more than the record of a start."""
+        record = {"config.yaml", "env.json"}
+        return any(
+            path.name not in record and path.suffix != ".partial" for path in self.path.rglob("*") if not path.is_dir()
+        )
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        if not path.is_file():
+            raise ValueError(f"{self.path} has no {name}; the run is unfinished, start it again to resume.")
+        return read_json(path, MOST_BYTES)
+
+
+def _describe(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    write_whole(folder / "env.json", json.dumps(environment, indent=2))
+    write_whole(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+
+
+def _environment(model: str, device: str, settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "versions": {package: _version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "model": model,
+        "inputs": dict(inputs),
+        "device": device,
+        "seed": settings["settings"].get("seed"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of kvprobe's own checkout, if it runs from one."""
+    here = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "log", "-1", "--format=%H", "--", str(here)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None

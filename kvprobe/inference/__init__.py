@@ -1,0 +1,1 @@
+"""A model at work: it reads, captures, generates, and runs policies and faults."""

@@ -1,0 +1,227 @@
+"""Capture: what a forward pass computes at chosen layers and slots, and nothing more.
+
+One pass, either lane. K and V as stored are taken from the cache as it is filled; everything else from module
+hooks on the plain lane where the plain model has such a module, and from TransformerLens hook points otherwise.
+Only the slots asked for are ever copied, so memory is bounded by the request.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.checks import is_whole
+from kvprobe.inference.forward import at_slots, cache_of, one_row_each, read, taps
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.lens import PER_HEAD, Family
+from kvprobe.models.unproved import Lane
+from kvprobe.names import unknown
+from kvprobe.text.transcript import Tokens
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was captured in one pass.
+
+    Attributes:
+        tensors: by (family, layer); `[batch, kv_heads, picked, d_head]` for K and V, `[batch, picked, d_model]`
+            for the rest.
+        present: false where a row has fewer picked slots than the longest and its entry is padding.
+        logits: after the last tokens of each row.
+        cache: the longer cache, if it was to be kept.
+    """
+
+    tensors: dict[tuple[Family, int], Tensor]
+    present: Bool[Tensor, "batch picked"]
+    logits: Float[Tensor, "batch kept vocab"]
+    cache: KVCache | None
+
+    def __getitem__(self, site: tuple[Family, int]) -> Tensor:
+        if site not in self.tensors:
+            raise KeyError(f"{site[0]!r} at layer {site[1]} was not captured; ask for it in `capture`.")
+        return self.tensors[site]
+
+    def stack(self, family: Family) -> Tensor:
+        """All captured layers of a family, layer axis first."""
+        return torch.stack([tensor for (name, _), tensor in sorted(self.tensors.items()) if name == family])
+
+
+def capture(
+    lanes: Lanes,
+    tokens: Sequence[Tokens],
+    families: Sequence[Family],
+    *,
+    layers: Sequence[int] | None = None,
+    segments: Sequence[str] | None = None,
+    slots: Sequence[int] | None = None,
+    past: KVCache | None = None,
+    lane: Lane | Literal["auto"] = "auto",
+    keep_cache: bool = False,
+    logits: int = 1,
+) -> Captured:
+    """Read `tokens` (after `past`) and keep what these families compute at these layers and slots.
+
+    Args:
+        families: see `kvprobe.models.lens.Family`.
+        layers: all by default.
+        segments: only the slots of these segments of the new tokens.
+        slots: or, these of the new tokens, by index (negative from the end of each row). All by default.
+        lane: `auto` takes the plain lane if it can answer.
+        keep_cache: also return the whole cache; otherwise only what was asked for stays in memory.
+        logits: return those after so many of each row's last tokens.
+
+    Raises:
+        ValueError: an unknown family, layer, segment or slot; or a family that the model does not have.
+    """
+    for family in families:
+        if family not in get_args(Family):
+            raise ValueError(unknown("family", family, get_args(Family)))
+    n_layers = lanes.geometry.n_layers
+    layers = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
+    past = one_row_each(lanes, past, len(tokens))
+    pick, present = _picked(tokens, segments, slots, lanes.device)
+    stored: list[Family] = [family for family in families if family in ("k", "v")]
+    heard: list[Family] = [family for family in families if family not in ("k", "v")]
+
+    tensors: dict[tuple[Family, int], Tensor] = {}
+
+    def hear(family: Family, layer: int, tensor: Tensor) -> None:
+        if family in PER_HEAD:
+            per_head = tensor.reshape(*tensor.shape[:2], lanes.geometry.n_kv_heads, -1).transpose(1, 2)
+            tensors[family, layer] = at_slots(per_head, pick)
+        else:
+            tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
+
+    lanes.prove()
+    sites = plain_sites(lanes, heard, layers) if heard else {}
+    if lane == "auto":
+        lane = "hooked" if None in sites.values() else "plain"
+    tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
+    listening = lanes.hooked.listening(heard, layers, hear) if lane == "hooked" else _listening(lanes, sites, hear)
+    with listening:
+        ledger, scores = read(lanes, past, tokens, tapped, lane, logits)
+    for layer in layers if stored else ():
+        picked: dict[Family, Any] = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
+        tensors |= {(family, layer): picked[family] for family in stored}
+    return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
+
+
+Site = tuple[str, Literal["input", "output"]]
+
+
+def plain_sites(
+    lanes: Lanes, families: Sequence[Family], layers: Sequence[int]
+) -> dict[tuple[Family, int], Site | None]:
+    """Where the plain model computes each family, None where only a TransformerLens hook shows it."""
+    sites: dict[tuple[Family, int], Site | None] = {}
+    for family in families:
+        if not lanes.hooked.fires(family):
+            raise ValueError(f"This model has no {family!r} (its blocks are built otherwise); leave it out.")
+        for layer in layers:
+            site = lanes.hooked.plain_site(family, layer)
+            if site is not None:
+                try:
+                    lanes.plain.get_submodule(site[0])
+                except AttributeError:
+                    site = None
+            sites[family, layer] = site
+    return sites
+
+
+@contextmanager
+def _listening(
+    lanes: Lanes, sites: dict[tuple[Family, int], Site | None], hear: Callable[[Family, int, Tensor], None]
+) -> Iterator[None]:
+    """Call `hear` with what flows in or out of modules of the plain model; a silent module is an error."""
+    heard: set[tuple[Family, int]] = set()
+
+    def note(key: tuple[Family, int], tensor: Any) -> None:
+        heard.add(key)
+        hear(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
+
+    def before(key: tuple[Family, int]) -> Callable[..., None]:
+        return lambda _, args, kwargs: note(key, args[0] if args else kwargs["hidden_states"])
+
+    def after(key: tuple[Family, int]) -> Callable[..., None]:
+        return lambda _, args, output: note(key, output)
+
+    handles = []
+    try:
+        for key, site in sites.items():
+            if site is None:
+                raise ValueError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
+            module = lanes.plain.get_submodule(site[0])
+            if site[1] == "input":
+                handles.append(module.register_forward_pre_hook(before(key), with_kwargs=True))
+            else:
+                handles.append(module.register_forward_hook(after(key)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if silent := set(sites) - heard:
+        raise RuntimeError(f"Modules that were never called: {', '.join(map(str, sorted(silent)))}.")
+
+
+@contextmanager
+def editing(lanes: Lanes, site: Site, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While this lasts, what the plain model computes at a site (see `plain_sites`) goes on as `edit` returns it."""
+    path, end = site
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (edit(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": edit(kwargs["hidden_states"])}
+
+    def after(module: Any, args: Any, output: Any) -> Any:
+        return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
+
+    lanes.prove()
+    module = lanes.plain.get_submodule(path)
+    handle = (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if end == "input"
+        else module.register_forward_hook(after)
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _picked(
+    tokens: Sequence[Tokens],
+    segments: Sequence[str] | None,
+    slots: Sequence[int] | None,
+    device: torch.device,
+) -> tuple[Int[Tensor, "batch picked"], Bool[Tensor, "batch picked"]]:
+    """Indices of the chosen slots among the new ones, row by row, and which of them are not padding."""
+    if segments is not None and slots is not None:
+        raise ValueError("Give `segments` or `slots`, not both.")
+    rows = []
+    for row in tokens:
+        if segments is not None:
+            for name in segments:
+                row.span(name)  # refuses an unknown one
+            rows.append([index for index, name in enumerate(row.segments) if name in segments])
+        elif slots is not None:
+            if any(not is_whole(slot) or not -len(row) <= slot < len(row) for slot in slots):
+                raise ValueError(f"Slots {list(slots)} reach outside the {len(row)} new tokens.")
+            rows.append([slot % len(row) for slot in slots])
+        else:
+            rows.append(list(range(len(row))))
+    longest = max(map(len, rows))
+    pick = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.long, device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return pick, torch.arange(longest, device=device) < lengths[:, None]
+
+
+def _layer(layer: int, n_layers: int) -> int:
+    if not is_whole(layer) or not 0 <= layer < n_layers:
+        raise ValueError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
+    return layer

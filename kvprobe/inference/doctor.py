@@ -1,0 +1,163 @@
+"""The doctor: does kvprobe's machinery hold on this model? Checks on real text, each with what was found and allowed."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from kvprobe.inference.forward import extend
+from kvprobe.inference.generate import generate, stop_tokens
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
+from kvprobe.models.unproved import Lane
+from kvprobe.text.transcript import Tokens
+
+_LENGTH, _CUT = 48, 32
+_TEXT = (
+    "Ada keeps a garden behind the old mill. In spring she sows beans, peas and carrots; in autumn she gathers apples, "
+    "and every year she writes down how much there was of each, and what the weather had been like."
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        found: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
+        allowed: up to where it passes.
+    """
+
+    name: str
+    found: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.found <= self.allowed
+
+
+def examine(model: Model) -> Iterator[Check]:
+    """Run the checks, one after the other.
+
+    Tolerances are for float32. In a half-precision dtype all are one twentieth: the order in which a sum is taken
+    already moves logits by a few per cent there.
+    """
+
+    def allowed(in_float32: float) -> float:
+        return in_float32 if model.lanes.dtype == torch.float32 else 0.05
+
+    tokens = _sample(model)
+    plain, plain_logits = extend(model.lanes, None, [tokens], "plain", logits=_LENGTH)
+    lanes = _trusted(model)
+    if "hooked" in lanes:
+        hooked, hooked_logits = extend(model.lanes, None, [tokens], "hooked", logits=_LENGTH)
+        yield Check("both lanes agree on logits", _difference(plain_logits, hooked_logits), allowed(1e-4))
+        yield Check(
+            "both lanes agree on K and V in the cache",
+            _largest(
+                _difference(one, other)
+                for one, other in zip(plain.keys + plain.values, hooked.keys + hooked.values, strict=True)
+            ),
+            allowed(1e-5),
+        )
+        yield from _hooks_against_cache(model, tokens, allowed(1e-6))
+    for lane in lanes:
+        yield _masking_against_eviction(model, tokens, lane, allowed(1e-5))
+    half, _ = extend(model.lanes, None, [tokens[:_CUT]])
+    _, cached = extend(model.lanes, half, [tokens[_CUT:]], logits=_LENGTH - _CUT)
+    yield Check("cached equals uncached", _difference(cached, plain_logits[:, _CUT:]), allowed(1e-5))
+    yield _greedy_against_library(model, tokens[:_CUT])
+
+
+def limits(model: Model) -> list[str]:
+    """What the model cannot be used for, a sentence each: the hooked lane, heads masked apart, gaps closed."""
+    found = []
+    for ask in (lambda: model.lanes.hooked, lambda: model.lanes.rotaries):
+        try:
+            ask()
+        except ValueError as refusal:
+            found.append(str(refusal))
+    if not model.lanes.masks_by_head:
+        found.append(f"The heads of {type(model.lanes.plain).__name__} cannot be masked apart from one another.")
+    return found
+
+
+def _trusted(model: Model) -> list[Lane]:
+    """The lanes that the gate lets through."""
+    try:
+        _ = model.lanes.hooked
+    except ValueError:
+        return ["plain"]
+    return ["plain", "hooked"]
+
+
+def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterator[Check]:
+    """K and V as the TransformerLens hooks show them, against those that end up in the cache."""
+    layers = range(model.geometry.n_layers)
+    families: list[Family] = [family for family in ("k", "v") if model.lanes.hooked.fires(family)]
+    seen: dict[tuple[Family, int], Tensor] = {}
+
+    def hear(family: Family, layer: int, tensor: Tensor) -> None:
+        seen[family, layer] = tensor.transpose(1, 2)
+
+    with model.lanes.hooked.listening(families, layers, hear):
+        cache, _ = extend(model.lanes, None, [tokens], "hooked")
+    stored = {"k": cache.keys, "v": cache.values}
+    for family in families:
+        worst = _largest(_difference(seen[family, layer], stored[family][layer]) for layer in layers)
+        yield Check(f"{family.upper()} read from hooks equals {family.upper()} in the cache", worst, allowed)
+
+
+def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed: float) -> Check:
+    cache, _ = extend(model.lanes, None, [tokens[:_CUT]], lane)
+    hidden = torch.zeros(1, _CUT, dtype=torch.bool, device=model.lanes.device)
+    hidden[:, _CUT // 4 : _CUT // 2] = True
+    # The rest stands where the edge of a sliding window, if there is one, runs through what was cached.
+    windows = [window for window in model.geometry.windows if window is not None]
+    jump = max(0, min(windows) - _CUT // 4) if windows else 0
+    rest = [tokens[_CUT:].shifted(_CUT + jump)]
+    _, masked = extend(model.lanes, cache.mask(slots=hidden), rest, lane, logits=len(rest[0]))
+    _, evicted = extend(model.lanes, cache.evict(slots=hidden), rest, lane, logits=len(rest[0]))
+    return Check(f"masking equals eviction ({lane} lane)", _difference(masked, evicted), allowed)
+
+
+def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
+    ours = generate(model.lanes, [tokens], max_new_tokens=16).tokens[0]
+    plain = model.lanes.plain
+    settings = GenerationConfig(
+        max_new_tokens=16, do_sample=False, eos_token_id=stop_tokens(model.lanes) or None, pad_token_id=0
+    )
+    own = plain.generation_config
+    # What `settings` leaves open the library takes from here: a repetition penalty, say, which is no part of greedy decoding.
+    plain.generation_config = GenerationConfig()
+    try:
+        theirs = plain.generate(
+            torch.tensor([tokens.ids], device=model.lanes.device),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.long, device=model.lanes.device),
+            generation_config=settings,
+        )[0, len(tokens) :]
+    finally:
+        plain.generation_config = own
+    return Check("greedy decoding equals the library's own", float(list(ours) != theirs.tolist()), 0.0)
+
+
+def _sample(model: Model) -> Tokens:
+    """Some text, or seeded random ids where there is no tokenizer."""
+    if model.tokenizer is not None:
+        ids = model.tokenizer(_TEXT)["input_ids"]
+        return Tokens.of((ids * (_LENGTH // len(ids) + 1))[:_LENGTH])
+    vocabulary = model.lanes.plain.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return Tokens.of(torch.randint(0, vocabulary, (_LENGTH,), generator=generator).tolist())
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).abs().max() / one.float().abs().max())
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """The largest, NaN if any is: a NaN must not pass as small."""
+    return float(torch.tensor(list(differences)).max())

@@ -1,0 +1,255 @@
+"""Reading tokens into a cache: the one place where a forward pass meets a ledger."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.cache.rotary import Turn
+from kvprobe.checks import is_whole
+from kvprobe.fingerprint import differing
+from kvprobe.inference.readable import refuse_unreadable
+from kvprobe.models.hf_cache import past_key_values
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.unproved import Lane
+from kvprobe.text.transcript import Tokens
+
+
+def extend(
+    lanes: Lanes,
+    past: KVCache | None,
+    tokens: Sequence[Tokens],
+    lane: Lane = "plain",
+    logits: int = 1,
+) -> tuple[KVCache, Float[Tensor, "batch kept vocab"]]:
+    """Read one run of tokens per row after `past`, at the tokens' own positions.
+
+    Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
+    by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
+    """
+    past = one_row_each(lanes, past, len(tokens))
+    layers = taps(lanes, past)
+    ledger, scores = read(lanes, past, tokens, layers, lane, logits)
+    return cache_of(lanes, layers, ledger), scores
+
+
+def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:
+    """The cache of these tokens, one row each, read from nothing."""
+    return extend(lanes, None, tokens, lane)[0]
+
+
+class TapLayer(DynamicLayer):
+    """One layer of a Hugging Face cache that starts from a kvprobe cache, which it never alters.
+
+    Attributes:
+        pick: which of the new slots to remember in `picked_keys` and `picked_values`.
+        store: whether to keep the grown keys and values; without it only what was picked stays in memory.
+        stored_keys: the grown keys as they were computed; `keys` are those that queries see, turned to their positions.
+    """
+
+    def __init__(
+        self,
+        past: tuple[Tensor, Tensor] | None = None,
+        turn: Turn | None = None,
+        pick: Int[Tensor, "batch picked"] | None = None,
+        store: bool = True,
+    ) -> None:
+        super().__init__()
+        self.pick, self.store = pick, store
+        self.picked_keys: Tensor | None = None
+        self.picked_values: Tensor | None = None
+        self.stored_keys: Tensor | None = None
+        self._unturned: Tensor | None = None
+        if past is not None:
+            keys, values = past
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
+            if turn is not None:
+                self.keys, self._unturned = turn.of(keys), keys
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.pick is not None:
+            self.picked_keys = at_slots(key_states, self.pick)
+            self.picked_values = at_slots(value_states, self.pick)
+        before = (self.keys, self.values, self.is_initialized)
+        grown = super().update(key_states, value_states)
+        if not self.store:
+            self.keys, self.values, self.is_initialized = before
+        else:
+            before_turn = self._unturned
+            self.stored_keys = self.keys if before_turn is None else torch.cat([before_turn, key_states], 2)
+        return grown
+
+
+def taps(
+    lanes: Lanes,
+    past: KVCache | None,
+    pick: Mapping[int, Int[Tensor, "batch picked"]] | None = None,
+    store: bool = True,
+) -> list[TapLayer]:
+    """One layer of cache for each of the model's, starting from `past` as its ledger says it is seen.
+
+    Args:
+        pick: for some layers, which of the new slots to remember.
+    """
+    pick = pick or {}
+    if past is None:
+        return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
+    turns = _turns(lanes, past) if past.ledger.turned else [None] * past.n_layers
+    pairs = zip(past.keys, past.values, turns, strict=True)
+    return [TapLayer((keys, values), turn, pick.get(layer), store) for layer, (keys, values, turn) in enumerate(pairs)]
+
+
+def _turns(lanes: Lanes, past: KVCache) -> list[Turn | None]:
+    """The turn of each layer's keys to their positions, shared between layers of the same frequencies."""
+    made: dict[int, Turn] = {}
+    turns: list[Turn | None] = []
+    for rotary in lanes.rotaries:
+        if rotary is not None and id(rotary) not in made:
+            made[id(rotary)] = Turn.between(rotary, past.ledger.origins, past.ledger.positions)
+        turns.append(None if rotary is None else made[id(rotary)])
+    return turns
+
+
+def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
+    """The cache with each key turned to the position at which it is seen: re-indexing carried out."""
+    if not cache.ledger.turned:
+        return cache
+    turns = _turns(lanes, cache)
+    keys = tuple(each if turn is None else turn.of(each) for each, turn in zip(cache.keys, turns, strict=True))
+    return replace(cache, keys=keys, ledger=replace(cache.ledger, origins=cache.ledger.positions))
+
+
+def cache_of(lanes: Lanes, layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
+    """The kvprobe cache that these layers have grown into."""
+    pairs = [(layer.stored_keys, layer.values) for layer in layers]
+    grown = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
+    return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger, lanes.maker)
+
+
+def at_slots(
+    tensor: Float[Tensor, "batch kv_heads slots d_head"], pick: Int[Tensor, "batch picked"]
+) -> Float[Tensor, "batch kv_heads picked d_head"]:
+    """The vectors at these slots, row by row."""
+    return tensor.gather(2, pick[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def read(
+    lanes: Lanes,
+    past: KVCache | None,
+    tokens: Sequence[Tokens],
+    layers: Sequence[DynamicLayer],
+    lane: Lane,
+    logits: int,
+) -> tuple[Ledger, Float[Tensor, "batch kept vocab"]]:
+    """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
+    of each row."""
+    refuse_unreadable(lanes, past, tokens, lane)
+    new = new_slots(tokens, lanes.device)
+    _warn_of_taken_positions(past, new)
+    ledger = new if past is None else past.ledger.append(new)
+    shortest = min(map(len, tokens))
+    if not is_whole(logits) or not 1 <= logits <= shortest:
+        raise ValueError(f"{logits} logits were asked for, but the shortest row has {shortest} tokens.")
+    # Rows may end at different queries: compute the logits that any row needs, then pick each row's own.
+    lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
+    wanted = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)
+    queries, where = wanted.unique(return_inverse=True)
+    with torch.no_grad():
+        scores = lanes.forward(new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=queries)
+    scores = scores[torch.arange(len(tokens), device=scores.device)[:, None], where]
+    if bool(scores.isnan().any()):
+        if past is not None:
+            past.refuse_nonfinite()
+        raise ValueError(
+            f"The logits are NaN, though the cache before is finite; {lanes.dtype} may be too narrow for this model."
+        )
+    return ledger, scores
+
+
+def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
+    """The ledger of runs of tokens about to be read, padded on the right to the longest."""
+    length = max(len(row) for row in tokens)
+    names = tuple(dict.fromkeys(name for row in tokens for name in row.names))
+    number = {name: index for index, name in enumerate(names)}
+
+    def column(rows: list[list[Any]], padding: Any, dtype: torch.dtype) -> Tensor:
+        padded = [row + [padding] * (length - len(row)) for row in rows]
+        return torch.tensor(padded, dtype=dtype, device=device)
+
+    segments = column([[number[name] for name in row.segments] for row in tokens], PADDING, torch.long)
+    live: Bool[Tensor, "batch slots"] = segments != PADDING
+    positions = column([list(row.positions) for row in tokens], 0, torch.long)
+    return Ledger(
+        tokens=column([list(row.ids) for row in tokens], 0, torch.long),
+        positions=positions,
+        origins=positions,
+        segments=segments,
+        recomputed=column([list(row.recomputed) for row in tokens], False, torch.bool),
+        delimiters=column([list(row.delimiters) for row in tokens], False, torch.bool),
+        quantised=torch.full_like(positions, -1),
+        live=live[None, :, None, :],
+        following=torch.tensor([row.following for row in tokens], device=device),
+        names=names,
+    )
+
+
+def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | None:
+    """`past` with one row for each of `rows`; a cache that this model cannot read on from is refused."""
+    if past is None:
+        return None
+    _refuse_foreign(lanes, past)
+    if past.batch == rows:
+        return past
+    if past.batch == 1:
+        return past.fork(rows)
+    raise ValueError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")
+
+
+def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
+    """Positions counted from a cache's length after an eviction collide with those of slots that are still there."""
+    if past is None or not past.slots:
+        return
+    last = past.ledger.positions.masked_fill(~past.ledger.kept, -1).amax(1)
+    taken = new.positions[:, 0] <= last
+    if bool(taken.any()):
+        row = int(taken.int().argmax())
+        warnings.warn(
+            f"The new tokens start at position {int(new.positions[row, 0])}, but the cache holds live slots up to "
+            f"{int(last[row])}: the naive position law. Start them at `ledger.following`; or ask for it by name, with "
+            f"KVCache.reindex('naive').",
+            stacklevel=4,
+        )
+
+
+def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
+    """Refuse a cache that another model made, or that lies elsewhere."""
+    shape = lanes.geometry
+    counts = [
+        ("layers", cache.n_layers, shape.n_layers),
+        ("KV heads", cache.n_kv_heads, shape.n_kv_heads),
+        ("numbers to a key", cache.keys[0].shape[3], shape.d_head),
+    ]
+    for name, found, expected in counts:
+        if found != expected:
+            raise ValueError(
+                f"The cache has {found} {name}, but the model has {expected}; "
+                f"a cache can only be read by the model that made it."
+            )
+    if cache.keys[0].device != lanes.device or cache.keys[0].dtype != lanes.dtype:
+        raise ValueError(
+            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on {lanes.device}; "
+            f"load the model in the dtype that made the cache, and move the cache with KVCache.to."
+        )
+    if cache.made_by is not None and not cache.made_by.same(lanes.maker):
+        raise ValueError(
+            f"The cache was made by another model (it differs in {differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it "
+            f"with its own, or with any of its shape after dataclasses.replace(cache, made_by=None)."
+        )

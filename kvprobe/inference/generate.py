@@ -1,0 +1,197 @@
+"""The decode loop: greedy or sampled, batched, always at explicit positions, the cache in the open at each step."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import PADDING
+from kvprobe.checks import is_whole, require_whole
+from kvprobe.inference.live import Kept, apply, read
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.unproved import Lane
+from kvprobe.policies.policy import Policy, Scene
+from kvprobe.text.transcript import Tokens
+
+OnStep = Callable[[int, KVCache], KVCache | None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, row by row.
+
+    Attributes:
+        tokens: generated ids, a stop token included where one ended the row.
+        logprobs: log-probability of each generated token under the model (before temperature and top-p).
+        stopped: whether a stop token ended the row (else it reached `max_new_tokens`).
+        texts: decoded text without control tokens; empty without a tokenizer.
+        cache: every slot that was read and kept; the last generated token of a row is not among them.
+        trace: what was kept at each step, after the policy acted if it was due; empty without one.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    stopped: tuple[bool, ...]
+    texts: tuple[str, ...]
+    cache: KVCache
+    trace: tuple[Kept, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text of the only row.
+
+        Raises:
+            ValueError: there are several rows; use `texts`.
+        """
+        if len(self.texts) != 1:
+            raise ValueError(f"There are {len(self.texts)} rows; take one from `texts`.")
+        return self.texts[0]
+
+
+def generate(
+    lanes: Lanes,
+    prompts: Sequence[Tokens],
+    past: KVCache | None = None,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: Sequence[int] | None = None,
+    generators: Sequence[torch.Generator] | None = None,
+    policy: Policy | None = None,
+    samples: Sequence[int] | None = None,
+    on_step: OnStep | None = None,
+    lane: Lane | Literal["auto"] = "auto",
+) -> Generation:
+    """Read one prompt per row after `past` and continue each, until a stop token or `max_new_tokens`.
+
+    Args:
+        temperature: 0 is greedy; otherwise tokens are sampled.
+        top_p: sample only from the most probable tokens that together reach this probability.
+        stop: ids that end a row; the model's own end tokens by default.
+        generators: for sampling, one per row, so that a row does not depend on the rows beside it.
+        policy: acts on the cache after the prompt, then after every so many tokens as it says.
+        samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
+        on_step: called after each pass with the number of tokens generated so far and the cache; may return
+            an edited cache to go on with.
+        lane: `auto` is plain, unless the policy needs attention scores.
+
+    Raises:
+        ValueError: a setting out of range, or sampling without one generator per row.
+    """
+    _check(max_new_tokens, temperature, top_p, generators, len(prompts))
+    if stop is not None and not all(is_whole(token) for token in stop):
+        raise ValueError(f"stop is {str(stop)[:40]!r}; give token ids, whole numbers.")
+    ends = set(stop_tokens(lanes) if stop is None else stop)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    stopped = [False] * len(prompts)
+
+    start = None if past is None else Scene(past, samples=None if samples is None else tuple(samples))
+    scene, logits = read(lanes, start, prompts, policy, lane)
+    scene = replace(scene, samples=None if samples is None else tuple(samples))
+    trace: list[Kept] = []
+    for step in range(max_new_tokens):
+        if policy is not None:
+            scene = apply(lanes, policy, scene, step, lane)
+            trace.append(Kept.of(step, scene.cache))
+        if on_step is not None and (edited := on_step(step, scene.cache)) is not None:
+            scene = scene.with_cache(edited)
+        chosen = _choose(logits[:, -1], temperature, top_p, generators)
+        scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        for row, (token, score) in enumerate(zip(chosen.tolist(), scores.tolist(), strict=True)):
+            if not stopped[row]:
+                tokens[row].append(token)
+                logprobs[row].append(score)
+                stopped[row] = token in ends
+        if all(stopped) or step + 1 == max_new_tokens:
+            break
+        positions = scene.cache.ledger.following.tolist()
+        following = [
+            Tokens.of([token], "generated", position)
+            for token, position in zip(chosen.tolist(), positions, strict=True)
+        ]
+        scene, logits = read(lanes, scene, following, policy, lane)
+        if any(stopped):
+            scene = scene.with_cache(_blank_last_slot(scene.cache, stopped))
+
+    texts = tuple(decode_text(lanes.tokenizer, row, ends) for row in tokens)
+    return Generation(
+        tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(stopped), texts, scene.cache, tuple(trace)
+    )
+
+
+def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
+    """One generator per row, each seeded from `seed` and the row's number."""
+    require_whole("row_generators", "seed", seed, 0)
+    require_whole("row_generators", "rows", rows, 1)
+    seeds = [int(np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)[0] >> 1) for row in range(rows)]
+    return [torch.Generator(device).manual_seed(row_seed) for row_seed in seeds]
+
+
+def stop_tokens(lanes: Lanes) -> list[int]:
+    """The ids that end the model's own messages."""
+    configured = lanes.plain.generation_config.eos_token_id
+    if configured is None:
+        return []
+    return [configured] if isinstance(configured, int) else list(configured)
+
+
+def _choose(
+    logits: Float[Tensor, "batch vocab"],
+    temperature: float,
+    top_p: float,
+    generators: Sequence[torch.Generator] | None,
+) -> Int[Tensor, "batch"]:
+    if temperature == 0 or generators is None:
+        return logits.argmax(-1)
+    probabilities = (logits.float() / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(-1, descending=True)
+        # A token stays if those before it do not reach top_p yet; the first always stays.
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    drawn = [
+        torch.multinomial(row.to(generator.device), 1, generator=generator)
+        for row, generator in zip(probabilities, generators, strict=True)
+    ]
+    return torch.cat(drawn).to(logits.device)
+
+
+def _blank_last_slot(cache: KVCache, rows: Sequence[bool]) -> KVCache:
+    """Rows that have ended keep step with the batch, but what they read is padding."""
+    ended = torch.tensor(rows, device=cache.ledger.tokens.device)
+    segments, live = cache.ledger.segments.clone(), cache.ledger.live.clone()
+    segments[ended, -1] = PADDING
+    live[:, ended, :, -1] = False
+    following = cache.ledger.following - ended.long()
+    return replace(cache, ledger=replace(cache.ledger, segments=segments, live=live, following=following))
+
+
+def _check(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generators: Sequence[torch.Generator] | None,
+    rows: int,
+) -> None:
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1, a whole number.")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
+    if temperature > 0 and (generators is None or len(generators) != rows):
+        raise ValueError(f"Sampling needs one torch.Generator per row ({rows}); see kvprobe.row_generators.")
+
+
+def decode_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+    """The text of generated tokens without those that end an answer; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode([token for token in tokens if token not in ends], skip_special_tokens=True)

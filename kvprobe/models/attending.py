@@ -1,0 +1,86 @@
+"""What a layer of the plain lane attends with, and attention put in the place of the model's own."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+
+@dataclass(frozen=True)
+class Attending:
+    """What one layer of the plain lane attends with.
+
+    Attributes:
+        query: as it meets the keys.
+        key: likewise; of all slots of the cache that the model was given, those being read the last of them.
+        value: likewise.
+        scale: by what scores are multiplied.
+        softcap: where scores saturate (Gemma 2); None where they do not.
+        sinks: scores of the model's own attention sinks (gpt-oss), which take their share and are no slots; None without.
+    """
+
+    layer: int
+    query: Float[Tensor, "rows heads queries d_head"]
+    key: Float[Tensor, "rows kv_heads slots d_head"]
+    value: Float[Tensor, "rows kv_heads slots d_value"]
+    scale: float
+    softcap: float | None = None
+    sinks: Float[Tensor, "heads"] | None = None
+
+
+Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
+
+
+@contextmanager
+def attention_replaced(
+    plain: Any,
+    modules: Sequence[nn.Module],
+    d_head: int,
+    name: str,
+    attention: Callable[[Attending, Callable[[], Tensor]], Tensor],
+) -> Iterator[None]:
+    """While this lasts, `attention` is the attention of these modules of a Hugging Face model, registered by this name; it is
+    handed the usual one, to be called.
+
+    Raises:
+        ValueError: the model does not take its attention from transformers' registry.
+    """
+    layers = {id(module): layer for layer, module in enumerate(modules)}
+    before = plain.config._attn_implementation
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: Any = None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        scale = d_head**-0.5 if scaling is None else float(scaling)
+        softcap, sinks = settings.get("softcap"), settings.get("s_aux")
+        given = Attending(layers[id(module)], query, key, value, scale, softcap, sinks)
+
+        def usual() -> Tensor:
+            eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            function = AttentionInterface().get_interface(before, eager)
+            return function(module, query, key, value, attention_mask, scaling=scaling, **settings)[0]
+
+        return attention(given, usual), None
+
+    AttentionInterface.register(name, attend)
+    plain.set_attn_implementation(name)
+    try:
+        if plain.config._attn_implementation != name:
+            raise ValueError(
+                f"{type(plain).__name__} does not take its attention from transformers' registry, so it can be neither "
+                f"replaced nor overheard; patch with KVCache.patch, one cell at a time, and see patterns on lane='hooked'."
+            )
+        yield
+    finally:
+        plain.set_attn_implementation(before)

@@ -1,0 +1,145 @@
+"""What a model folder may hold: untrusted files, checked before transformers reads them and while it builds the model."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from kvprobe.files import read_json
+
+MAX_JSON_BYTES = 2**24
+SPARE_NUMBERS, SPARE_TENSORS = 2**26, 1_000
+"""What a model may have beside its weights: tables of positions and causal masks, scalars of modules."""
+
+_CHOOSES_CODE = ("configuration_files", "fusion_config", "transformers_weights")
+"""Settings by which a config names other files or modules to load."""
+
+_JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be read as a model without running or unpickling anything of its own.
+
+    Raises:
+        ValueError: it has no config or safetensors, is an adapter, holds damaged JSON, or its config is quantised or chooses
+            what is loaded.
+    """
+    if not (folder / "config.json").exists():
+        raise ValueError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
+    for path in folder.iterdir():
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is neither a file nor a folder; remove it.")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds an adapter (adapter_config.json); merge it into its base model first.")
+    read = {
+        name: read_json(folder / name, MAX_JSON_BYTES, "fetch it again")
+        for name in _JSON_FILES
+        if (folder / name).exists()
+    }
+    config = read["config.json"]
+    for name in _CHOOSES_CODE:
+        if name in config:
+            raise ValueError(f"{folder / 'config.json'} has {name!r}, which chooses what is loaded; remove it.")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if part.get("quantization_config") is not None:
+            raise ValueError(
+                f"The weights in {folder} are quantised; kvprobe reads plain floats, so give the model's unquantised weights."
+            )
+    ends = read.get("generation_config.json", {}).get("eos_token_id")
+    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
+        raise ValueError(f"{folder / 'generation_config.json'} has eos_token_id={str(ends)[:40]}; give whole numbers.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads: `model.safetensors`, or else those of its index.
+
+    Raises:
+        ValueError: there are none, or the index names something that is no safetensors file of this folder.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        raise ValueError(
+            f"The folder {folder} has no model.safetensors (nor a model.safetensors.index.json); pickled weights are not read, "
+            f"convert them first."
+        )
+    names = read_json(index, MAX_JSON_BYTES, "fetch it again").get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again.")
+    for name in sorted(set(names.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index} names {name[:80]!r}, which is no safetensors file of its folder; fetch it again."
+            )
+        if not (folder / name).is_file():
+            raise ValueError(f"{index} names {name!r}, which is not in the folder; fetch it.")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def weight_sizes(folder: Path) -> list[int]:
+    """How many numbers each tensor of the weights has, from the files' headers alone.
+
+    Raises:
+        ValueError: see `weight_files`; or a file is truncated, or its header does not describe it.
+    """
+    sizes = []
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                sizes += [torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys()]  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file ({error}); fetch it again.") from error
+    return sizes
+
+
+@contextmanager
+def bounded(sizes: list[int]) -> Iterator[None]:
+    """While this lasts, a model that is built without memory (on the meta device) may not become much larger than its weights:
+    else a config could ask for any amount of memory.
+
+    Raises:
+        ValueError: it does.
+    """
+    numbers, tensors = 2 * sum(sizes) + SPARE_NUMBERS, 4 * len(sizes) + SPARE_TENSORS
+    built = [0, 0]
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is None or tensor.device.type != "meta":
+            return
+        built[0] += tensor.numel()
+        built[1] += 1
+        if built[0] > numbers or built[1] > tensors:
+            raise ValueError(
+                f"the config describes a much larger model than the {len(sizes):,} tensors and {sum(sizes):,} numbers of the weights"
+            )
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def refuse_not_finite(holder: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights with NaN or infinity, by the name of the first tensor that has one."""
+    for name, tensor in tensors:
+        if not tensor.is_floating_point():
+            continue
+        # A sum is several times as fast as a look at each number; only where it overflows do the numbers themselves decide.
+        if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
+            raise ValueError(f"The tensor {name} of {holder} has NaN or infinity; fetch or train the weights again.")

@@ -1,0 +1,130 @@
+"""Two lanes over one set of weights: plain (fused attention, fast) and hooked (TransformerLens, open).
+
+Both lanes take explicit positions and, when the cache was edited, attention masks made from its ledger. Nothing is read
+before the gate has proved on the model that it obeys them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvprobe.cache.ledger import Ledger
+from kvprobe.models.attending import Attend, Attending
+from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain
+from kvprobe.models.lens import Hooked
+from kvprobe.models.unproved import Lane, UnprovedLanes
+
+_OWN = "kvprobe"
+
+
+class Lanes(UnprovedLanes):
+    """A model that can be run plain or hooked, each lane proved before it is first used."""
+
+    _proved: Hooked | None = None
+
+    @property
+    def hooked(self) -> Hooked:
+        """The hooked lane, built and proved equal to the plain one when first needed.
+
+        Raises:
+            ValueError: TransformerLens does not know the model, or computes something else than it.
+        """
+        hooked = super().hooked
+        if self._proved is not hooked:
+            by_head, self._proved = self.masks_by_head, hooked  # first, because the proof reads in this lane
+            try:
+                prove_hooked(self, by_head)
+            except ValueError:
+                self._proved = None
+                raise
+        return hooked
+
+    @cached_property
+    def masks_by_head(self) -> bool:
+        """Whether KV heads can be masked apart from one another: what the gate finds on a few tokens, before anything else is
+        read; see `kvprobe.models.gate`.
+
+        Raises:
+            ValueError: the model cannot be read as kvprobe reads.
+        """
+        return prove_plain(self)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch queries"],
+        ledger: Ledger,
+        past: DynamicCache,
+        lane: Lane = "plain",
+        logits_to_keep: int | Int[Tensor, "kept"] = 0,
+    ) -> Float[Tensor, "batch kept_queries vocab"]:
+        """One forward pass over the last `queries` slots of `ledger`; `past` takes up their keys and values.
+
+        Args:
+            logits_to_keep: how many logits from the end (0 for all), or at which queries.
+
+        Raises:
+            ValueError: a position that the model has no embedding for, or a model that did not pass the gate.
+        """
+        if not self.masks_by_head and ledger.live.shape[2] > 1:
+            raise ValueError(
+                f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache they keep "
+                f"different slots; use a policy that keeps the same slots in all heads."
+            )
+        return self.unproved(ids, ledger, past, lane, logits_to_keep)
+
+    @contextmanager
+    def attending_by(self, attend: Attend) -> Iterator[None]:
+        """While this lasts, `attend` is the attention of every layer of the plain lane; masks are its own business, and so is
+        what lies in a cache.
+
+        Raises:
+            ValueError: the model does not take its attention from transformers' registry, or has sinks of its own.
+        """
+
+        def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
+            if given.sinks is not None:
+                raise ValueError(
+                    f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
+                )
+            return attend(given).transpose(1, 2).contiguous()
+
+        self.prove()
+        _ = self.attention_proved
+        with self._attention(_OWN, attention):
+            yield
+
+    @contextmanager
+    def overhearing(self, hear: Callable[[Attending], None]) -> Iterator[None]:
+        """While this lasts, `hear` is told what every layer of the plain lane attends with; what it computes stays the same.
+
+        Raises:
+            ValueError: the model does not take its attention from transformers' registry.
+        """
+
+        self.prove()
+        _ = self.attention_proved
+        with self.overhearing_unproved(lambda given, computed: hear(given)):
+            yield
+
+    def prove(self) -> None:
+        """Pass the gate now, as what hooks the model's modules must: the gate's own reading would be hooked otherwise.
+
+        Raises:
+            ValueError: see `masks_by_head`.
+        """
+        _ = self.masks_by_head
+
+    @cached_property
+    def attention_proved(self) -> bool:
+        """True once softmax over scaled scores, with softcap and sinks where there are some, was found to be all that the
+        model's attention is; see `kvprobe.models.gate`.
+
+        Raises:
+            ValueError: it is something else (scores have a bias of their own, say), or cannot be replaced.
+        """
+        prove_attention(self)
+        return True

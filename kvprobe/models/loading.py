@@ -1,0 +1,234 @@
+"""From a name to weights: every source is first made a local folder of safetensors, then loaded one way."""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
+from kvprobe.models.files import bounded, check_folder, weight_sizes
+from kvprobe.names import unknown
+from kvprobe.shipped import shipped
+
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve_folder(source: str | os.PathLike[str]) -> Path:
+    """The local folder with the safetensors weights of a named model, folder, `.gguf` file or hub id.
+
+    Raises:
+        ValueError: the name is unknown, or the folder has no safetensors.
+        ConnectionError: a download failed; the sentence says which file to put where.
+    """
+    if isinstance(source, str) and source in NAMED_MODELS:
+        return _named(source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no GGUF file at {path}.")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _kept(f"gguf-{digest[:16]}", lambda _: path)
+    if isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        return _from_hub(source)
+    raise ValueError(
+        unknown("model", str(source), NAMED_MODELS)
+        + " A local folder, a .gguf file or a hub id (owner/name) will do as well."
+    )
+
+
+def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model and tokenizer in a local folder (the tokenizer is None where there is none).
+
+    Raises:
+        ValueError: a file is damaged, or config and weights do not agree.
+        MemoryError: the weights do not fit into the memory that is free.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    sizes = weight_sizes(folder)
+    _check_bytes(folder.name, sum(sizes) * dtype.itemsize, device, dtype)
+    # No code of the folder's runs, not even after a question on the terminal.
+    settings: Any = {"local_files_only": True, "trust_remote_code": False}
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    try:
+        with _quiet(), bounded(sizes):
+            config = AutoConfig.from_pretrained(folder, **settings)
+            # A config could name any kernel on the hub; the library's own choice is sdpa.
+            config._attn_implementation = config._experts_implementation = None
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **settings
+            )
+            model, found = loaded
+            tokenizer = AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
+            if tokenizer is not None:
+                tokenizer("a")  # some settings of a tokenizer are looked at only when it is used
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    # On a damaged folder libraries raise a dozen kinds, and a panic in Rust is no Exception.
+    except BaseException as error:
+        raise ValueError(
+            f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({_line(error)})."
+        ) from error
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise ValueError(f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …).")
+    if unused := _unused_layers(model, found["unexpected_keys"]):
+        raise ValueError(
+            f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def _unused_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Of weights that the model does not take, those of layers like its own."""
+
+    def of_first_layer(name: str) -> str:
+        return re.sub(r"\.\d+\.", ".0.", name)
+
+    known = {of_first_layer(name) for name in model.state_dict()}
+    has_layers = any(".0." in name for name in known)
+    return sorted(name for name in unexpected if of_first_layer(name) in known or not has_layers)
+
+
+def _line(error: BaseException) -> str:
+    """An error of a library as part of a sentence."""
+    return " ".join(str(error).split())[:300]
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """`auto` is the first GPU that torch sees, else the CPU."""
+    if str(device) != "auto":
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"There is no device {str(device)!r}; use 'auto', 'cpu' or 'cuda'.") from error
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"Device {str(device)!r} was asked for, but torch sees no CUDA GPU; use 'cpu'.")
+        return chosen
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on the CPU, where probes and caches are compared to the last bit, and bfloat16 elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(unknown("dtype", dtype, [*known, "auto"]))
+    return known[dtype]
+
+
+def _named(name: str) -> Path:
+    if not NAMED_MODELS[name].wheels:
+        return _checked(shipped("models") / name)
+    return _kept(name, lambda scratch: gguf_of(name, scratch))
+
+
+def _kept(name: str, gguf: Callable[[Path], Path]) -> Path:
+    """The folder `name` among the kept models, made from the GGUF file that `gguf` gives if it is not there yet.
+
+    It is made under another name and renamed when whole: an interruption leaves nothing half done, and of two
+    processes that race the first wins.
+    """
+    folder = cache_folder() / "models" / name
+    if (folder / "model.safetensors").is_file():
+        return folder
+    with scratch_folder() as scratch:
+        made = _dequantise(gguf(Path(scratch)), Path(scratch) / "model")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / "model.safetensors").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+    return folder
+
+
+def _dequantise(gguf: Path, folder: Path) -> Path:
+    """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    except Exception as error:
+        raise ValueError(f"{gguf.name} is not a GGUF file ({error}).") from error
+    _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
+    try:
+        with _quiet(bars=True):
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
+    # The weights are plain floats now; without this the model would still be saved as a quantised one.
+    model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
+    delattr(model.config, "quantization_config")
+    # Saved in one piece, so that the file's presence means that all is there.
+    model.save_pretrained(folder, max_shard_size="1TB")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(repository, allow_patterns=_WANTED)
+    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no folder
+        raise ConnectionError(
+            f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
+            f"repository's safetensors, config.json and tokenizer files elsewhere and give their folder instead."
+        ) from error
+    return _checked(Path(folder))
+
+
+def _checked(folder: Path) -> Path:
+    check_folder(folder)
+    return folder
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that nothing uses yet."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+    free = free_bytes(device)
+    if needed > free:
+        raise MemoryError(
+            f"The weights of {name} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
+            f"{free / 2**30:.1f} GiB are free on {device}; use a smaller dtype, a smaller model or another device."
+        )
+
+
+@contextmanager
+def _quiet(bars: bool = False) -> Iterator[None]:
+    """Silences transformers' remarks, and its progress bars unless `bars`; both are back on after."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    if not bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()

@@ -1,0 +1,231 @@
+"""Two lanes over one set of weights, as they are before the gate has proved anything of them: for the gate alone."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
+
+from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.rotary import Rotary
+from kvprobe.fingerprint import Maker, fingerprint
+from kvprobe.models.attending import Attending, attention_replaced
+from kvprobe.models.geometry import Geometry, changing_frequencies
+from kvprobe.models.lens import Hooked
+from kvprobe.models.masks import masks_given, masks_of
+from kvprobe.models.rotaries import rotaries_of
+
+Lane = Literal["plain", "hooked"]
+
+_OVERHEARD = "kvprobe_overheard"
+
+
+class UnprovedLanes:
+    """A model that can be run plain or hooked.
+
+    Attributes:
+        plain: the Hugging Face model.
+        tokenizer: its tokenizer, or None.
+        geometry: the shape of its cache.
+        maker: what caches that it makes know it by.
+    """
+
+    def __init__(self, plain: Any, tokenizer: Any = None) -> None:
+        if plain.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"The model runs {plain.config._attn_implementation} attention, which takes no masks of our making; "
+                f"load it with attn_implementation='sdpa'."
+            )
+        self.plain = plain
+        self.tokenizer = tokenizer
+        self.geometry = Geometry.measured(plain)
+        _ = self.attention_modules  # refuses a model of another build now, not at first use
+        if (limit := changing_frequencies(plain.config)) is not None:
+            warnings.warn(
+                f"{type(plain).__name__} turns keys by other rotary frequencies from position {limit} on, so that keys cached before "
+                f"do not fit queries after; kvprobe reads its first {limit} positions and refuses later ones.",
+                stacklevel=3,
+            )
+        self.maker = Maker(self)
+        self._hooked: tuple[tuple[int, ...], Hooked] | None = None
+        self._fingerprint: tuple[tuple[int, ...], str] | None = None
+
+    @property
+    def hooked(self) -> Hooked:
+        """The hooked lane, built when first needed, and anew when the weights were written since: TransformerLens copies those of
+        fused QKV projections.
+
+        Raises:
+            ValueError: TransformerLens does not know the model.
+        """
+        written = self._written()
+        if self._hooked is None or self._hooked[0] != written:
+            self._hooked = (written, Hooked(self.plain))
+        return self._hooked[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """See `kvprobe.fingerprint.fingerprint`; taken anew when the weights were written since."""
+        written = self._written()
+        if self._fingerprint is None or self._fingerprint[0] != written:
+            self._fingerprint = (written, fingerprint(self.plain, self.tokenizer))
+        return self._fingerprint[1]
+
+    def _written(self) -> tuple[int, ...]:
+        """How often each weight was written."""
+        return tuple(parameter._version for parameter in self.plain.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.plain.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.plain.parameters()).dtype
+
+    def native(self, ids: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries vocab"]:
+        """Logits as the model's own library computes them, without a cache, positions or masks of ours."""
+        return self.plain(input_ids=ids, use_cache=False).logits
+
+    def unproved(
+        self,
+        ids: Int[Tensor, "batch queries"],
+        ledger: Ledger,
+        past: DynamicCache,
+        lane: Lane = "plain",
+        logits_to_keep: int | Int[Tensor, "kept"] = 0,
+        masked: bool = False,
+    ) -> Float[Tensor, "batch kept_queries vocab"]:
+        """`Lanes.forward` without the gate, which is for the gate itself.
+
+        Args:
+            masked: give masks of our making even where the cache was not edited.
+        """
+        queries = ids.shape[1]
+        positions = ledger.positions[:, ledger.slots - queries :]
+        self.refuse_far_positions(positions)
+        arguments: dict[str, Any] = {
+            "position_ids": positions,
+            "past_key_values": past,
+            "use_cache": True,
+            "logits_to_keep": logits_to_keep,
+        }
+        modules = self.attention_modules if lane == "plain" else self.hooked.attention_modules
+        # In a cache that nobody edited, slot index and position agree, and the library's own (fused) path is right.
+        masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
+        with masks_given(modules, masks):
+            if masks is not None:
+                arguments["attention_mask"] = masks[0]
+            if lane == "hooked":
+                return self.hooked(ids, **arguments)
+            return self.plain(input_ids=ids, **arguments).logits
+
+    @contextmanager
+    def overhearing_unproved(self, hear: Callable[[Attending, Tensor], None]) -> Iterator[None]:
+        """`overhearing` without the gate, which is for the gate itself: `hear` also gets what the layer's attention gives out,
+        `[rows, queries, heads, d_value]`."""
+
+        def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
+            computed = usual()
+            hear(given, computed)
+            return computed
+
+        # Under another name the model would make no masks.
+        AttentionMaskInterface.register(_OVERHEARD, AttentionMaskInterface()[self.plain.config._attn_implementation])
+        with self._attention(_OVERHEARD, attention):
+            yield
+
+    def _attention(
+        self, name: str, attention: Callable[[Attending, Callable[[], Tensor]], Tensor]
+    ) -> AbstractContextManager[None]:
+        """See `attention_replaced`."""
+        return attention_replaced(self.plain, self.attention_modules, self.geometry.d_head, name, attention)
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, each of which holds one attention module."""
+        stacks = [
+            list(stack)
+            for stack in self.plain.modules()
+            if isinstance(stack, nn.ModuleList) and len(stack) == self.geometry.n_layers
+        ]
+        for stack in stacks:
+            if all(
+                any(part is own for part in block.modules())
+                for block, own in zip(stack, self.attention_modules, strict=True)
+            ):
+                return stack
+        raise ValueError(f"Cannot find the decoder layers of {type(self.plain).__name__}.")
+
+    @cached_property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """How each layer's keys turn with position; see `rotaries_of`, which says what is raised."""
+        return rotaries_of(self.plain, self.geometry)
+
+    @cached_property
+    def turns(self) -> bool:
+        """Whether keys can be turned to other positions, so that gaps can be closed."""
+        try:
+            return bool(self.rotaries)
+        except ValueError:
+            return False
+
+    @property
+    def score_scales(self) -> tuple[float, ...]:
+        """By what each layer multiplies its attention scores."""
+        usual = self.geometry.d_head**-0.5
+        return tuple(float(getattr(module, "scaling", usual)) for module in self.attention_modules)
+
+    def output_weights(self, layer: int) -> Float[Tensor, "heads d_value d_model"]:
+        """What each head of a layer writes into the residual stream for what it reads: W_O.
+
+        Raises:
+            ValueError: the attention module has no output projection of a known name.
+        """
+        module, names = self.attention_modules[layer], ("o_proj", "c_proj", "dense", "out_proj")
+        for name in names:
+            projection = getattr(module, name, None)
+            if projection is not None:
+                # GPT-2's Conv1D holds its weight the other way round.
+                weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
+                return weight.detach().unflatten(0, (self.geometry.n_heads, -1))
+        raise ValueError(
+            f"{type(module).__name__} has no output projection called {', '.join(names)}; W_O is not known."
+        )
+
+    @cached_property
+    def attention_modules(self) -> list[nn.Module]:
+        """The attention module of each layer."""
+        found = {
+            index: module
+            for module in self.plain.modules()
+            if type(module).__name__.endswith("Attention")
+            and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
+        }
+        if sorted(found) != list(range(self.geometry.n_layers)):
+            raise ValueError(
+                f"Cannot find one attention module per layer in {type(self.plain).__name__}; "
+                f"masks could not be given to it."
+            )
+        return [found[layer] for layer in range(self.geometry.n_layers)]
+
+    def masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
+        """One additive mask per layer, shared between layers that see the same."""
+        return masks_of(ledger, queries, self.geometry, self.dtype)
+
+    def refuse_far_positions(self, positions: Int[Tensor, "batch queries"]) -> None:
+        """Refuse positions beyond those that the model can read."""
+        limit = self.geometry.max_position
+        if limit is not None and int(positions.max()) >= limit:
+            raise ValueError(
+                f"Position {int(positions.max())} is beyond the {limit} that this model has "
+                f"{'one set of frequencies' if changing_frequencies(self.plain.config) else 'embeddings'} for; "
+                f"use a shorter conversation."
+            )

@@ -1,0 +1,26 @@
+"""How things are named in sentences: unknown names with their near matches, and operators as one would write them."""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One sentence for an unknown `name` of some `kind`, with near matches first and else all that is known."""
+    known = list(known)
+    near = get_close_matches(str(name), known, n=3, cutoff=0.6)
+    if near:
+        return f"There is no {kind} called {name!r}; did you mean {' or '.join(map(repr, near))}?"
+    if not known:
+        return f"There is no {kind} called {name!r}; there are none here."
+    return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known))}."
+
+
+def described(operator: Any) -> str:
+    """A dataclass as one would write it."""
+    given = [(field, getattr(operator, field.name)) for field in fields(operator) if field.init]
+    shown = ", ".join(
+        f"{field.name}={value}" for field, value in given if field.default is MISSING or value != field.default
+    )
+    return f"{type(operator).__name__}({shown})"

@@ -1,0 +1,1 @@
+"""Published probes: their weights and cards, and what they read in a conversation."""

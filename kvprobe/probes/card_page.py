@@ -1,0 +1,229 @@
+"""A probe's card in words: the README.md beside its weights. What it says follows from the card's numbers alone."""
+
+import html
+from collections.abc import Callable
+
+from kvprobe.models.lens import Family
+from kvprobe.probes.probe_card import CARD_SPLITS, Arm, Card, Where
+from kvprobe.stats import Estimate
+from kvprobe.wording import percent, plain, points
+
+FAMILIES: dict[Family, str] = {
+    "k_pre": "K before rotary embedding",
+    "k": "K",
+    "v": "V",
+    "resid_pre": "the residual stream before the block",
+    "resid_mid": "the residual stream between attention and MLP",
+    "resid_post": "the residual stream after the block",
+    "attn_out": "the attention output",
+    "mlp_out": "the MLP output",
+}
+ARMS: dict[Arm, str] = {
+    "retained": "read after the hidden text was masked, over slots that had seen it",
+    "direct": "read while the hidden text was in view",
+    "hidden": "of the hidden text itself",
+}
+
+_ROWS: dict[str, tuple[str, Callable[[Estimate], str]]] = {
+    "accuracy": ("accuracy", percent),
+    "floor": ("restart floor: accuracy on the same slots computed again without the hidden text", percent),
+    "leak": ("leak: accuracy less restart floor", points),
+    "text": ("what the text that is read tells by itself", percent),
+    "permuted": (
+        "permutation floor: accuracy with labels permuted within conversations",
+        lambda value: f"{100 * value.mean:.1f} %",
+    ),
+    "p": (
+        "family-wise p of the usual site, by these permutations and at one fixed penalty",
+        lambda value: f"{value.mean:.2g}",
+    ),
+    "selectivity": ("selectivity: accuracy less that on the hash control task", points),
+    "bits": ("bits of information per label", lambda value: plain(value, 3)),
+}
+
+
+def where(site: Where) -> str:
+    """A site in words."""
+    heads = (
+        ""
+        if site.family not in ("k_pre", "k", "v")
+        else ", all KV heads"
+        if site.head is None
+        else f", KV head {site.head}"
+    )
+    read = "mean over the slots of a segment" if site.read == "mean" else "last slot of a segment"
+    less = ", less the same in the restart" if site.less_restart else ""
+    return f"{FAMILIES[site.family]} at layer {site.layer}{heads}, {read}{less}"
+
+
+def card_page(card: Card) -> str:
+    """The card as Markdown."""
+    training = card.training
+    chosen = (
+        f"on inner folds among {training.searched}; {100 * training.agreed:.0f} % of the folds chose it"
+        if training.searched > 1
+        else "beforehand"
+    )
+    facts = [
+        ("target", f"{card.target.name}: {', '.join(card.target.classes)}"),
+        *([("places", ", ".join(card.target.places))] if len(card.target.places) > 1 else []),
+        ("of the model", f"{card.model}, fingerprint {card.weights}, trained in {card.dtype}"),
+        ("where", where(card.site)),
+        ("site chosen", chosen),
+        (
+            "trained on",
+            f"{training.samples} conversations of {training.contexts} contexts of the study {training.study}: segment "
+            f"{training.segment}, {ARMS[training.arm]}",
+        ),
+        ("chance", f"{100 * card.target.chance:.1f} %"),
+    ]
+    lines = [
+        f"# {card.name}",
+        "",
+        f"A linear probe. It reads {_inert(training.what)}.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {_inert(text)} |" for name, text in facts),
+        "",
+        "## How well",
+        "",
+        "Means over places, with 95 % intervals over contexts. For each test fold the site was chosen anew on its inner fold, so that "
+        "the search does not flatter the numbers.",
+        "",
+        f"| | {' | '.join(CARD_SPLITS)} |",
+        f"|---|{'---|' * len(CARD_SPLITS)}",
+        *_rows(card),
+        "",
+        "`random`: conversations that the probe has seen with other content. `leave-context-out`: conversations that it has never seen. "
+        "`paired`: likewise, each feature less its mean over several contents of the very conversation that is read.",
+        "",
+        *([_gain(card), ""] if card.training.power is not None else []),
+        _use(card),
+        "",
+        "## What it is for, and what not",
+        "",
+        *(f"- {_inert(each)}" for each in limits(card)),
+        "",
+        "## Use",
+        "",
+        "```python",
+        f'probe = kv.Probe.load("{card.name}")',
+        *_example(card.site),
+        "```",
+        "",
+        "```",
+        f"kvprobe scan {_inert(card.model)} --chat FILE.json --mask m2 --probes {card.name}",
+        "```",
+        "",
+        "## Make it again",
+        "",
+        "```",
+        _inert(card.made.command or "not recorded"),
+        "```",
+        "",
+        f"kvprobe {_inert(card.made.kvprobe or 'of unknown version')}, seed {card.made.seed}, commit {_inert(card.made.commit[:12] or 'unknown')}; "
+        "then `kvprobe publish RUN`.",
+        "",
+        f"Licence of the probe: {_inert(card.licence)}. The model that it reads has its own.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _example(site: Where) -> list[str]:
+    """Lines of Python that read the site of segment m4 of a conversation in which m2 was masked."""
+    comment = "  # probability of each class, [rows, places, classes]"
+    if site.family in ("k", "v"):
+        lines, read = [], 'cache, "m4"'
+        fresh = 'model.prefill(chat.without("m2"))'
+    else:
+        wanted = f'["{site.family}"], layers=[{site.layer}], segments=["m4"]'
+        lines, read = [f"captured = model.capture(tokens, {wanted}, past=cache)"], "captured"
+        fresh = f'model.capture(chat.without("m2"), {wanted})'
+    if not site.less_restart:
+        return [*lines, f"probe.read(model, {read}){comment}"]
+    return [*lines, f"restart = {fresh}", f"probe.read(model, {read}, restart=restart){comment}"]
+
+
+def limits(card: Card) -> list[str]:
+    """What the numbers of a card allow to be said, and what they do not."""
+    accuracy, leak, chance = card.measure("accuracy"), card.measure("leak"), card.target.chance
+    assert accuracy is not None
+    said = []
+    if card.reads_unseen:
+        said.append(
+            f"In conversations that it has never seen it is right in {percent(accuracy)}, chance being {100 * chance:.1f} %: it may be "
+            f"used to see whether hidden text can still be read from such slots ({ARMS[card.training.arm]})."
+        )
+    elif not accuracy.has_interval:
+        said.append(
+            f"It was trained on {card.training.contexts} contexts, too few for an interval: whether it reads conversations that it has "
+            "never seen cannot be said."
+        )
+    elif accuracy.above(chance):
+        known = (
+            "no restart floor is known"
+            if leak is None
+            else f"what it reads above the restart floor is {points(leak)}"
+            if not leak.above()
+            else "labels permuted within conversations are read as well"
+        )
+        said.append(
+            f"In conversations that it has never seen it is right in {percent(accuracy)}, above chance ({100 * chance:.1f} %), but {known}: "
+            "nothing that it reads there may be called a leak."
+        )
+    else:
+        said.append(
+            f"In conversations that it has never seen it is not significantly better than chance ({percent(accuracy)} against "
+            f"{100 * chance:.1f} %): its probabilities there stay near the class frequencies, and rightly so. It shows the "
+            "difference between the splits; it is no detector."
+        )
+    said += [
+        f"It was trained on segment {card.training.segment} of written conversations of one kind. On other text, lengths and segments "
+        "its probabilities need not hold; see how far its input lies from what it was trained on.",
+        "It reads differences from the restart, which it must be given: what it says of no difference is the same everywhere."
+        if card.site.less_restart
+        else "Compare what it reads with the restart floor of the same conversation, as kvprobe scan does: without a difference there "
+        "is no leak.",
+        "That it can read something does not mean that the model uses it.",
+        f"It reads {card.model} with the fingerprint {card.weights} and refuses others: in another model, after fine-tuning, or with "
+        "another config, tokenizer or chat template its numbers mean nothing.",
+    ]
+    return said
+
+
+def _rows(card: Card) -> list[str]:
+    rows = []
+    for measure, (name, written) in _ROWS.items():
+        found = [card.measure(measure, split) for split in CARD_SPLITS]
+        if any(found):
+            rows.append(f"| {name} | {' | '.join('' if each is None else written(each) for each in found)} |")
+    return rows
+
+
+def _gain(card: Card) -> str:
+    training = card.training
+    if training.gain is None:
+        return "On its training conversations, each held out in turn, it was never so sure that nine of ten such readings were right, so no single reading is a leak."
+    return (
+        f"On its training conversations, each held out in turn, nine of ten of its readings were right where the class is likelier than "
+        f"in the restart by {training.gain:.2f} bits or more; {100 * (training.power or 0):.0f} % of all readings were so. The threshold was "
+        "found on these conversations, so expect somewhat fewer to be right. Less is not to be called a leak."
+    )
+
+
+def _use(card: Card) -> str:
+    use = card.measure("use", "")
+    if use is None:
+        return "Whether the model uses what this probe reads was not measured."
+    found = "used" if use.above() else "of no use" if use.below() else "not detectably used"
+    return (
+        f"By the model itself it is {found}: asked for it, the model gives the truth, over other answers, {plain(use)} nats more from the "
+        "retained cache than from the restarted one."
+    )
+
+
+def _inert(text: str) -> str:
+    """Text that opens neither HTML, a link, nor a cell of a table."""
+    return html.escape(text, quote=False).replace("|", "\\|").replace("`", "'").replace("[", "\\[")

@@ -1,0 +1,122 @@
+"""The probe that a study keeps, of the site that its folds chose, with the numbers that it found."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
+from kvprobe.probes.probe_card import CARD_SPLITS, UNSEEN, Measure, Training, Where
+from kvprobe.probes.published_probe import Probe
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing
+from kvprobe.probing.differences import difference
+from kvprobe.probing.features import Features, Site
+from kvprobe.probing.ridge import VARIANCE_FLOOR
+from kvprobe.stats import Estimate
+
+
+def kept_probe(
+    model: Model,
+    features: Features,
+    probing: Probing,
+    training: Training,
+    *,
+    restart: Features | None = None,
+    less_restart: bool = False,
+    use: Estimate | None = None,
+    name: str | None = None,
+    folds: int = 5,
+    seed: int = 0,
+) -> Probe:
+    """A probe of the site that most folds chose when whole contexts were held out, trained on all samples.
+
+    Args:
+        training: what it reads and where that comes from; the rest is filled in.
+        features: as the sites show them, whether or not the probe reads differences.
+        restart: features of the same samples computed without the hidden text; without them nothing that the probe reads may be
+            called a leak.
+        less_restart: the probing was of the differences of the two; see `kvprobe.probing.differences`.
+        use: what the retained cache adds to the model's margin for the truth; see `Measure`.
+        name, folds, seed: see `Probe.fit`.
+
+    Raises:
+        ValueError: all samples share a context, the site reads single slots, or no site shows anything that varies.
+    """
+    if UNSEEN not in probing.picks:
+        raise ValueError("All samples share one context, so nothing is known of others; keep probes of more contexts.")
+    if less_restart and restart is None:
+        raise ValueError("A probe of differences from the restart needs the restart's features; give them, too.")
+    subtracted = restart if less_restart else None
+    picks = [pick for pick in probing.picks[UNSEEN] if _varies(features, subtracted, pick)]
+    # Where nothing can be read, folds may choose sites that show nothing; then any other is as good.
+    candidates = picks or [site for site in _sites(features) if _varies(features, subtracted, site)]
+    if not candidates:
+        raise ValueError("What the sites show is the same in all samples, so there is no probe to keep.")
+    family, site = max(candidates, key=candidates.count)
+    if site.read not in ("mean", "last"):
+        raise ValueError(f"A published probe reads a segment by its 'mean' or 'last' slot, not by {site.read!r}.")
+    where = Where(family, site.layer, site.head, "mean" if site.read == "mean" else "last", less_restart)
+    measures = [*_measures(probing, where)]
+    if use is not None:
+        measures.append(Measure.of("use", "", use))
+    trained = Training(
+        training.study,
+        training.what,
+        training.segment,
+        training.arm,
+        searched=sum(map(len, features.sites.values())),
+        agreed=picks.count((family, site)) / len(probing.picks[UNSEEN]),
+    )
+    return Probe.fit(
+        model,
+        features.at(family, site)[0],
+        features.labels,
+        np.asarray(features.contexts),
+        features.target,
+        where,
+        trained,
+        measures,
+        restart=None if restart is None else restart.at(family, site)[0],
+        name=name,
+        folds=folds,
+        seed=seed,
+    )
+
+
+def _sites(features: Features) -> list[tuple[Family, Site]]:
+    return [(family, site) for family in features.tensors for site in features.sites[family]]
+
+
+def _varies(features: Features, restart: Features | None, pick: tuple[Family, Site]) -> bool:
+    """Whether a site shows any difference between samples; what the hidden text cannot reach shows none from its restart."""
+    shown = features.at(*pick)[0]
+    seen = shown if restart is None else difference(shown, restart.at(*pick)[0])
+    return bool(seen.std(0, correction=0).max() > VARIANCE_FLOOR * seen.square().mean().sqrt())
+
+
+def _measures(probing: Probing, where: Where) -> Iterator[Measure]:
+    """The numbers of the chosen sites; permutations are of the probe's own site."""
+    for split in CARD_SPLITS:
+        wanted = {
+            "accuracy": ("retained", "accuracy"),
+            "bits": ("retained", "bits"),
+            "selectivity": (CONTROL, "lead"),
+            "floor": (FLOOR, "accuracy"),
+            "leak": (FLOOR, "lead"),
+            "text": ("text", "accuracy"),
+        }
+        for measure, (reading, name) in wanted.items():
+            if reading in probing.readings(split):
+                yield Measure.of(measure, split, probing.reading(split, reading, name))
+        if "permuted" in probing.table:
+            yield from _permuted(probing.table, split, where)
+
+
+def _permuted(table: pd.DataFrame, split: str, where: Where) -> Iterator[Measure]:
+    head = table["head"].isna() if where.head is None else table["head"] == where.head
+    at = (table["split"] == split) & (table["family"] == where.family) & (table["layer"] == where.layer)
+    row: Any = table[at & head & (table["read"] == where.read)].iloc[0]
+    for measure, column in (("permuted", "permuted"), ("p", "p_family")):
+        yield Measure(measure, split, float(row[column]), None, None)

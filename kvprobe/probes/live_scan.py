@@ -1,0 +1,274 @@
+"""The live scan: what published probes can still read of masked messages, segment by segment, in one conversation.
+
+The conversation is read twice: once with the messages in view until they were answered (or until a later message) and then
+masked; and once as if they had never been said, at the same positions. The second reading is the restart floor. What a probe
+says of a segment beyond what it says there comes from the hidden messages; all else does not, however sure the probe is.
+
+Probes are trained on exchanges, a user's message with its answer. So a segment that the user has the last word in is read together
+with the one after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log2
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.capture import Captured
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
+from kvprobe.names import unknown
+from kvprobe.probes.probe_card import Card, published_probes
+from kvprobe.probes.published_probe import Probe
+from kvprobe.text.transcript import Tokens, Transcript
+
+LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (
+    "leak",
+    "no leak shown",
+    "far from training",
+    "trained otherwise",
+    "unproven probe",
+)
+VERDICTS = {
+    LEAK: "the hidden messages make the class that is read likelier by so many bits that nine of ten such readings were right in "
+    "the probe's training conversations, each held out in turn",
+    NONE: "they do not make it likelier, or not by so much",
+    FAR: "the exchange lies farther from the probe's training than 99 % of the conversations that were held out, so its "
+    "probabilities need not hold",
+    OTHERWISE: "the probe was trained on slots that were read in view of the hidden text and not after its mask, or the reverse, or "
+    "on the hidden text itself, so its card says nothing of these",
+    UNPROVEN: "in conversations that it had not seen, the probe was not shown to read more than by chance and more than in the "
+    "restart",
+}
+
+
+@dataclass(frozen=True)
+class LiveScan:
+    """What was read.
+
+    Attributes:
+        table: one row per exchange, probe and place: `segment`, its name or names; `masked`, whether the messages were hidden when it was read;
+            `probe`, `place`; `reads`, the most likely class; `probability`, `base_rate` and `restart_probability` of that
+            class; `restart_reads`, the most likely class of the restart; `bits`, the logarithm of probability over restart
+            probability, and `gain`, those that make it a leak; `distance` from the training mean, and `far`, up to
+            where training conversations lay; `promised`, the accuracy that the card promises in conversations never seen;
+            `verdict`, a key of `VERDICTS`.
+        chat: the conversation, the segments of an exchange joined.
+        mask: the segments that were masked.
+        until: the last segment that saw them.
+        cards: of the probes, by name.
+        model: its name.
+    """
+
+    table: pd.DataFrame
+    chat: Transcript
+    mask: tuple[str, ...]
+    until: str
+    cards: dict[str, Card]
+    model: str
+
+    def df(self) -> pd.DataFrame:
+        """The table."""
+        return self.table
+
+    @property
+    def answer(self) -> str:
+        """What was found, in a sentence or two."""
+        judged: Any = self.table[self.table["verdict"].isin([LEAK, NONE])]
+        hidden, leaks = ", ".join(self.mask), judged[judged["verdict"] == LEAK]
+        if not len(judged):
+            return f"Nothing can be said of {hidden}: none of {len(self.table)} readings is by a probe that was shown to read such exchanges."
+        by = f"{len(judged)} reading{'s' if len(judged) > 1 else ''} by probes that were shown to read such exchanges"
+        if not len(leaks):
+            return f"No leak of {hidden} was found in {by}; that does not prove that there is none."
+        found = [
+            f"{row['reads']} in {row['segment']} ({row['probability']:.0%}, {row['restart_probability']:.0%} without)"
+            for row in leaks.sort_values("bits", ascending=False).head(3).to_dict("records")
+        ]
+        most = "" if len(leaks) <= 3 else "most of all "
+        tell = "tells" if len(leaks) == 1 else "tell"
+        return f"Of {by}, {len(leaks)} {tell} of {hidden} what is not read without it: {most}{'; '.join(found)}."
+
+
+def live_scan(
+    model: Model,
+    chat: Transcript,
+    mask: Sequence[str],
+    probes: Sequence[Probe] | None = None,
+    *,
+    until: str | None = None,
+) -> LiveScan:
+    """Run probes over every exchange that comes after masked segments, or between them.
+
+    Args:
+        mask: segments to be hidden.
+        probes: the published ones of this model by default.
+        until: the last segment that is read with them in view; by default the first after them in which the assistant speaks.
+
+    Raises:
+        ValueError: no such segment, nothing to read after the masked ones, no probe, or one of another model.
+    """
+    probes = published_for(model) if probes is None else list(probes)
+    if not probes:
+        raise ValueError("There are no probes to scan with; name at least one.")
+    for number, probe in enumerate(probes):
+        probe.check(model)
+        if probe.name in (other.name for other in probes[:number]):
+            raise ValueError(f"Two of the probes are called {probe.name!r}; scan with one of them at a time.")
+    chat, until = _in_exchanges(chat, mask, _until(chat, mask, until))
+    hidden_from = chat.segments.index(until) + 1
+    later = chat.segments[min(map(chat.segments.index, mask)) :]
+    segments = [name for name in later if name not in mask]
+
+    tokens, fresh = chat.tokens(model.tokenizer), chat.without(*mask).tokens(model.tokenizer)
+    in_view = _Read.of(model, tokens[: tokens.span(until).stop], tokens.span(later[0]).start, probes)
+    reads = dict.fromkeys(chat.segments[:hidden_from], in_view)
+    if hidden_from < len(chat.segments):
+        assert in_view.cache is not None
+        after = _Read.after(model, in_view.cache.mask(*mask), tokens[tokens.span(until).stop :], probes)
+        reads |= dict.fromkeys(chat.segments[hidden_from:], after)
+    restart = _Read.of(model, fresh, fresh.span(segments[0]).start, probes)
+
+    rows = [
+        row
+        for segment in segments
+        for probe in probes
+        for row in _readings(probe, segment, reads[segment], restart, reads[segment] is not in_view)
+    ]
+    cards = {probe.name: probe.card for probe in probes}
+    return LiveScan(pd.DataFrame(rows), chat, tuple(mask), until, cards, model.name)
+
+
+def published_for(model: Model) -> list[Probe]:
+    """The probes that ship with kvprobe and read this model; but not those of hidden text itself, which no later slot is like.
+
+    Raises:
+        ValueError: there are none.
+    """
+    shelf = [Probe.load(name) for name in published_probes()]
+    found = [probe for probe in shelf if probe.card.training.arm != "hidden" and probe.fits(model)]
+    if not found:
+        others = sorted({probe.card.model for probe in shelf})
+        known = f"; those that ship with kvprobe read {', '.join(others)}" if others else ""
+        raise ValueError(
+            f"No published probe reads {model.name} with the weights {model.fingerprint}{known}; make some with "
+            "`kvprobe run leakage` and `kvprobe publish`, and name their folders with --probes."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What the probes need of a stretch of tokens."""
+
+    captured: Captured
+    tokens: Tokens
+
+    @classmethod
+    def of(cls, model: Model, tokens: Tokens, start: int, probes: Sequence[Probe]) -> "_Read":
+        """Of the tokens from `start` on."""
+        return cls.after(model, model.prefill(tokens[:start]) if start else None, tokens[start:], probes)
+
+    @classmethod
+    def after(cls, model: Model, past: KVCache | None, tokens: Tokens, probes: Sequence[Probe]) -> "_Read":
+        """Of tokens that follow a cache."""
+        families: list[Family] = sorted({probe.site.family for probe in probes})
+        layers = sorted({probe.site.layer for probe in probes})
+        return cls(model.capture(tokens, families, layers=layers, past=past, keep_cache=True), tokens)
+
+    @property
+    def cache(self) -> KVCache | None:
+        return self.captured.cache
+
+    def slots(self, probe: Probe, segment: str) -> Tensor:
+        """A segment's slots as the probe's site shows them."""
+        return self.captured[probe.site.family, probe.site.layer][..., self.tokens.span(segment), :]
+
+
+def _readings(probe: Probe, segment: str, read: _Read, restart: _Read, masked: bool) -> list[dict[str, Any]]:
+    """What a probe says of a segment, one row per place."""
+    shown, fresh = (probe.read_out(each.slots(probe, segment)) for each in (read, restart))
+    vectors = probe.features(shown, fresh)
+    seen, floor = (probe.probabilities(each)[0] for each in (vectors, probe.features(fresh, fresh)))
+    distance, training = float(probe.distance(vectors)[0]), probe.card.training
+    promised = probe.card.measure("accuracy")
+    assert promised is not None
+    rows = []
+    for place, name in enumerate(probe.target.places):
+        best = int(seen[place].argmax())
+        sure, without = float(seen[place, best]), float(floor[place, best])
+        bits = log2(sure / max(without, 1e-12))
+        row = {
+            "segment": segment,
+            "masked": masked,
+            "probe": probe.name,
+            "place": name,
+            "reads": probe.target.classes[best],
+            "probability": sure,
+            "base_rate": float(probe.base_rates[place, best]),
+            "restart_probability": without,
+            "restart_reads": probe.target.classes[int(floor[place].argmax())],
+            "bits": bits,
+            "gain": training.gain,
+            "distance": distance,
+            "far": training.far,
+            "promised": promised.mean,
+            "verdict": _verdict(probe.card, masked, bits, distance),
+        }
+        rows.append(row)
+    return rows
+
+
+def _verdict(card: Card, masked: bool, bits: float, distance: float) -> str:
+    training = card.training
+    if training.power is None or not card.reads_unseen:
+        return UNPROVEN
+    if training.arm != ("retained" if masked else "direct"):
+        return OTHERWISE
+    if distance > training.far:
+        return FAR
+    return LEAK if training.gain is not None and bits >= training.gain else NONE
+
+
+def _in_exchanges(chat: Transcript, mask: Sequence[str], until: str) -> tuple[Transcript, str]:
+    """The conversation with each exchange as one segment, and the one that ends with `until`. No exchange goes beyond `until`, and
+    none holds a masked segment."""
+    names: dict[str, str] = {}
+    open_ones: list[str] = []
+    for segment, following in zip(chat.segments, [*chat.segments[1:], None], strict=True):
+        open_ones.append(segment)
+        last_role = [message.role for message in chat.messages if message.segment == segment][-1]
+        if last_role != "user" or segment in (*mask, until) or following in (*mask, None):
+            names |= dict.fromkeys(open_ones, "+".join(open_ones))
+            open_ones = []
+    messages = tuple(replace(message, segment=names[message.segment]) for message in chat.messages)
+    return replace(chat, messages=messages, hidden=frozenset(names[name] for name in chat.hidden)), names[until]
+
+
+def _until(chat: Transcript, mask: Sequence[str], until: str | None) -> str:
+    """The last segment that is read with the masked ones in view."""
+    if not mask:
+        raise ValueError("Nothing is masked, so nothing can leak; name at least one segment to mask.")
+    for name in (*mask, *([] if until is None else [until])):
+        if name not in chat.segments:
+            raise ValueError(unknown("segment", name, chat.segments))
+    last = max(map(chat.segments.index, mask))
+    after = chat.segments[last + 1 :]
+    if not after:
+        raise ValueError(
+            f"Nothing comes after {chat.segments[last]!r}, so nothing can have seen it; mask an earlier message, or add some after it."
+        )
+    if until is None:
+        speaks = [
+            message.segment for message in chat.messages if message.role == "assistant" and message.segment in after
+        ]
+        return (speaks or after)[0]
+    if chat.segments.index(until) < last:
+        raise ValueError(
+            f"{until!r} comes before {chat.segments[last]!r} and cannot be the last that sees it; name a later one, "
+            f"or leave it out for the next answer of the assistant."
+        )
+    return until

@@ -1,0 +1,263 @@
+"""The card of a published probe: what it reads, of which weights, where, how well, and what follows from that.
+
+A card is data from a stranger: a YAML file of bounded size, whose every key, type and number is checked. What it says in
+words for people is written by `kvprobe.probes.card_page` from the same numbers.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from math import nan
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from kvprobe.checks import require
+from kvprobe.files import Limits, filled, read_yaml
+from kvprobe.models.lens import Family
+from kvprobe.names import unknown
+from kvprobe.probing.intervals import LEVEL
+from kvprobe.shipped import shipped
+from kvprobe.stats import Estimate
+from kvprobe.tasks.designs import Target
+
+FORMAT = "kvprobe-probe-2"
+"""The first knew its model by weights alone, and had no digest of its own."""
+CARD, WEIGHTS = "card.yaml", "weights.safetensors"
+LIMITS = Limits(text=600, entries=1_000, one_line=True, whole=True)
+
+Arm = Literal["retained", "direct", "hidden"]
+"""What the slots were computed with: after the hidden text was masked, while it was in view, or as part of it."""
+
+MEASURES = ("accuracy", "floor", "leak", "text", "permuted", "p", "selectivity", "bits", "use")
+CARD_SPLITS = ("random", "leave-context-out", "paired")
+UNSEEN = "leave-context-out"
+
+SHARES = ("accuracy", "floor", "text", "permuted", "p")
+"""Measures that lie between 0 and 1."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a probe reads.
+
+    Attributes:
+        family: what is read; see `kvprobe.models.lens.Family`.
+        head: one KV head; None for all of them side by side, and for what has no heads.
+        read: how a segment's slots become one vector: their mean, or the last one.
+        less_restart: whether that of the same slots, computed again without the hidden text, is taken off.
+    """
+
+    family: Family
+    layer: int
+    head: int | None
+    read: Literal["mean", "last"]
+    less_restart: bool = False
+
+    def __post_init__(self) -> None:
+        require("layer", self.layer, 0)
+        require("head", self.head or 0, 0)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a probe was trained on.
+
+    Attributes:
+        study: the study that made it.
+        what: completes "It reads …".
+        segment: whose slots it was trained on.
+        searched: among how many sites its own was chosen, on inner folds; 1 if it was fixed beforehand.
+        agreed: share of the folds that chose it.
+        samples, contexts: how many conversations, and how many that share nothing.
+        penalty: of ridge regression, per sample.
+        temperature: what the evidence of each place was divided by.
+        typical, far: distance of conversations held out from the others, the median and the 99th percentile; see
+            `Probe.distance`.
+        gain: bits by which the class that is read must be likelier than in the restart for the reading to be called a leak: of
+            readings of conversations held out that gain as much, 90 % are right. None if there is no such gain.
+        power: share of readings there that gain as much; None if no restart is known.
+    """
+
+    study: str
+    what: str
+    segment: str
+    arm: Arm
+    searched: int = 1
+    agreed: float = 1.0
+    samples: int = 0
+    contexts: int = 0
+    penalty: float = 0.0
+    temperature: tuple[float, ...] = ()
+    typical: float = 0.0
+    far: float = 0.0
+    gain: float | None = None
+    power: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "contexts", "penalty", "typical", "far"):
+            require(name, getattr(self, name), 0)
+        require("searched", self.searched, 1)
+        require("agreed", self.agreed, 0, 1)
+        require("power", self.power or 0, 0, 1)
+        require("gain", self.gain or 0, 0)
+        if any(each <= 0 for each in self.temperature):
+            raise ValueError(f"Setting 'temperature' is {list(self.temperature)}; expected numbers above 0.")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of a probe with its 95 % interval.
+
+    Numbers are of the whole procedure: for each test fold, the site that did best on its inner fold. The search over sites
+    does not flatter them.
+
+    Attributes:
+        measure: `accuracy`; `floor`, that on recomputed slots; `leak`, their difference; `text`, the accuracy of a table from
+            the text that is read; `permuted`, that with labels permuted within contexts, and its `p`, family-wise over all
+            sites, both without an interval; `selectivity`, over the hash control task; `bits` of information per label;
+            `use`, what the retained cache adds, against the restarted one, to the model's own log-probability of the truth less
+            its mean over the other answers, in nats.
+        split: one of `CARD_SPLITS`, or "" for what has none.
+        low, high: None where there are too few contexts for an interval.
+    """
+
+    measure: str
+    split: str
+    mean: float
+    low: float | None
+    high: float | None
+
+    def __post_init__(self) -> None:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; turn it round.")
+        if self.measure in SHARES:
+            require(self.measure, self.mean, 0, 1)
+
+    @classmethod
+    def of(cls, measure: str, split: str, value: Estimate) -> "Measure":
+        ends = (float(value.low), float(value.high)) if value.has_interval else (None, None)
+        return cls(measure, split, float(value.mean), *ends)
+
+    @property
+    def estimate(self) -> Estimate:
+        low, high = (nan if end is None else end for end in (self.low, self.high))
+        return Estimate(self.mean, low, high)
+
+
+@dataclass(frozen=True)
+class Made:
+    """How to make a probe again."""
+
+    command: str = ""
+    commit: str = ""
+    kvprobe: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Card:
+    """All that is known of a probe but its weights.
+
+    Attributes:
+        name: of its folder.
+        model: what its model was loaded as.
+        weights: the model's fingerprint, which covers its config and tokenizer as well.
+        rounded: the same with its weights rounded to bfloat16, by which they are known in another dtype.
+        dtype: of the model that it was trained on.
+        digest: of the probe's own weights; written and compared by `kvprobe.probes.probe_file`.
+
+    Raises:
+        ValueError: a name that is no folder's, what is no fingerprint, an unknown measure, split or arm, one of them twice, or no
+            accuracy.
+    """
+
+    name: str
+    target: Target
+    model: str
+    weights: str
+    rounded: str
+    dtype: str
+    site: Where
+    training: Training
+    measures: tuple[Measure, ...]
+    made: Made = Made()
+    licence: str = "Apache-2.0"
+    digest: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{self.name!r} cannot be the name of a probe; use lower-case letters, digits, dots and dashes, 80 at most."
+            )
+        for found in (self.weights, self.rounded):
+            if not _FINGERPRINT.fullmatch(found):
+                raise ValueError(f"{found[:60]!r} is no fingerprint of a model; publish the probe again.")
+        seen = [(each.measure, each.split) for each in self.measures]
+        for measure, split in seen:
+            if measure not in MEASURES:
+                raise ValueError(unknown("measure", measure, MEASURES))
+            if split not in (*CARD_SPLITS, ""):
+                raise ValueError(unknown("split", split, CARD_SPLITS))
+            if seen.count((measure, split)) > 1:
+                raise ValueError(f"The card of {self.name} gives {measure} under {split!r} twice; give it once.")
+        for split in CARD_SPLITS:
+            if ("accuracy", split) not in seen:
+                raise ValueError(f"The card of {self.name} has no accuracy under the {split} split; give all three.")
+
+    def measure(self, measure: str, split: str = UNSEEN) -> Estimate | None:
+        """A number of the card, if it has it."""
+        found = [each for each in self.measures if (each.measure, each.split) == (measure, split)]
+        return found[0].estimate if found else None
+
+    @property
+    def reads_unseen(self) -> bool:
+        """Whether it was shown to read conversations that it was not trained on: above chance, above the restart floor, and
+        better than with labels permuted within conversations, where they were."""
+        accuracy, leak, p = (self.measure(each) for each in ("accuracy", "leak", "p"))
+        assert accuracy is not None
+        confirmed = p is None or p.mean <= LEVEL
+        return accuracy.above(self.target.chance) and leak is not None and leak.above() and confirmed
+
+    def write(self, folder: Path) -> None:
+        """Write `card.yaml` into a folder."""
+        content = {"format": FORMAT} | _plain(dataclasses.asdict(self))
+        (folder / CARD).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Card":
+        """The card of a folder.
+
+        Raises:
+            ValueError: there is none, it is too large, not YAML, of another format, or a key is unknown, missing, of the wrong
+                type or out of bounds.
+        """
+        path = folder / CARD
+        try:
+            content = read_yaml(path)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} cannot be read as a card ({str(error).rstrip('.')}); copy the folder again."
+            ) from error
+        if content.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is not the card of a probe of format {FORMAT!r}; publish the probe again.")
+        try:
+            return filled(cls, content, "the card", LIMITS)
+        except ValueError as error:
+            raise ValueError(f"In {path}: {error}") from error
+
+
+def published_probes() -> dict[str, Path]:
+    """The folders of the probes that ship with kvprobe, by name."""
+    return {path.parent.name: path.parent for path in sorted(shipped("probes").glob(f"*/{CARD}"))}
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, which is all that YAML knows."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

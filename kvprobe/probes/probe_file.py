@@ -1,0 +1,71 @@
+"""The weights of a published probe on disk, in safetensors: read as the file of a stranger, within limits. No pickle anywhere."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvprobe.fingerprint import digest
+from kvprobe.probes.probe_card import WEIGHTS, Card
+from kvprobe.probing.linear import LinearProbes
+
+MAX_WEIGHTS = 2**28
+"""Bytes of a file that is read at all."""
+
+
+def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder: Path, card: Card) -> Card:
+    """Write one probe and the deviations of its features, and return the card with their digest."""
+    tensors = {
+        "mean": linear.mean[0],
+        "weights": linear.weights[0],
+        "intercept": linear.intercept[0],
+        "deviation": deviation,
+    }
+    held = {name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    content = save(held)
+    (folder / WEIGHTS).write_bytes(content)
+    return replace(card, digest=digest([content], 16))
+
+
+def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, "dim"]]:
+    """What `write_weights` wrote.
+
+    Raises:
+        ValueError: there is no file, or it is too large, truncated, holds other tensors than the card promises, or has another digest.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{folder} has a card but no {WEIGHTS}; copy the whole folder.")
+    if path.stat().st_size > MAX_WEIGHTS:
+        raise ValueError(f"{path} is larger than {MAX_WEIGHTS // 2**20} MiB; no probe is.")
+    outputs = len(card.target.places) * len(card.target.classes)
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            dim = (found["weights"].get_shape() or [0])[0] if "weights" in found else 0
+            shapes = {"mean": [dim], "weights": [dim, outputs], "intercept": [outputs], "deviation": [dim]}
+            if {name: piece.get_shape() for name, piece in found.items()} != shapes or not dim:
+                raise ValueError(
+                    f"{path} does not hold the weights of {outputs} outputs that its card promises; publish the probe again."
+                )
+            tensors = {name: file.get_tensor(name) for name in shapes}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); copy it again.") from error
+    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+        raise ValueError(f"{path} holds numbers that are not float32; publish the probe again.")
+    deviation = tensors.pop("deviation")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()) or not bool(
+        (deviation > 0).all() and deviation.isfinite().any()
+    ):
+        raise ValueError(
+            f"{path} holds numbers that are not finite, or deviations below zero or of no size; publish the probe again."
+        )
+    if digest([path.read_bytes()], 16) != card.digest:
+        raise ValueError(f"{path} holds other weights than its card was written for; copy the whole folder again.")
+    one = {name: tensor[None] for name, tensor in tensors.items()}
+    return LinearProbes(one["mean"], one["weights"], one["intercept"], len(card.target.classes)), deviation

@@ -1,0 +1,321 @@
+"""Published probes: weights in safetensors and a card, in a folder of their own, which anyone can read a cache with."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.fingerprint import differing, fingerprint
+from kvprobe.inference.capture import Captured
+from kvprobe.inference.model import Model
+from kvprobe.names import unknown
+from kvprobe.probes.card_page import card_page
+from kvprobe.probes.fitted_probe import FittedProbe, distance, fitted_probe
+from kvprobe.probes.probe_card import CARD, Card, Measure, Training, Where, published_probes
+from kvprobe.probes.probe_file import read_weights, write_weights
+from kvprobe.probing.differences import difference
+from kvprobe.probing.linear import LinearProbes
+from kvprobe.tasks.designs import Target
+
+SURE, FEWEST = 0.9, 10
+"""Which share of readings must be right for them to be called leaks, and how many there must be to tell."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A linear probe of one site of one model.
+
+    Attributes:
+        card: what it reads, of which model, where and how well.
+        linear: softmax of its scores is the probability of each class; the intercept is the log of the base rates.
+        deviation: of each feature over the training samples; infinite where it is constant.
+    """
+
+    card: Card
+    linear: LinearProbes
+    deviation: Float[Tensor, "dim"]
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def target(self) -> Target:
+        return self.card.target
+
+    @property
+    def site(self) -> Where:
+        return self.card.site
+
+    @property
+    def base_rates(self) -> Float[Tensor, "places classes"]:
+        """What it says of features that tell nothing: the class frequencies of its training samples."""
+        return self.linear.intercept[0].unflatten(0, (-1, self.linear.classes)).softmax(-1)
+
+    @classmethod
+    def fit(
+        cls,
+        model: Model,
+        features: Float[Tensor, "samples dim"],
+        labels: Int[Tensor, "places samples"],
+        contexts: Int[np.ndarray, "samples"],
+        target: Target,
+        site: Where,
+        training: Training,
+        measures: Sequence[Measure],
+        *,
+        restart: Float[Tensor, "samples dim"] | None = None,
+        name: str | None = None,
+        folds: int = 5,
+        seed: int = 0,
+    ) -> "Probe":
+        """A probe trained on all samples (see `fitted_probe`), with the numbers that were found for its site.
+
+        Args:
+            features: what the site shows of each sample.
+            contexts: number of the context of each sample.
+            training: samples, contexts, penalty and the like are filled in.
+            measures: see `Measure`; at least the accuracy under all three splits.
+            restart: what the site shows of each sample when it is computed again without the hidden text. A probe of differences
+                needs it; of others nothing may be called a leak without it.
+            name: made from model, target and segment by default.
+            folds: of whole contexts, on which penalty, temperature and thresholds are found.
+            seed: of the folds.
+
+        Raises:
+            ValueError: see `fitted_probe` and `Card`.
+        """
+        if site.less_restart:
+            if restart is None:
+                raise ValueError(
+                    "A probe of differences from the restart needs the restart's features; give them, too."
+                )
+            features, restart = difference(features, restart), torch.zeros_like(features)
+        rng = np.random.default_rng([seed, 7])
+        fitted = fitted_probe(
+            features,
+            labels,
+            contexts,
+            len(target.classes),
+            restart=restart,
+            through_origin=site.less_restart,
+            folds=folds,
+            rng=rng,
+        )
+        gain, power = _gain(fitted)
+        typical, far = fitted.distances.double().quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
+        trained = replace(
+            training,
+            samples=len(features),
+            contexts=len(np.unique(contexts)),
+            penalty=fitted.penalty,
+            temperature=tuple(fitted.temperature.tolist()),
+            typical=typical,
+            far=far,
+            gain=gain,
+            power=power,
+        )
+        kind = "-less-restart" if site.less_restart else ""
+        card = Card(
+            name=name or _slug(f"{Path(model.name).name}-{target.name}-{training.segment}{kind}"),
+            target=target,
+            model=Path(model.name).name,
+            weights=model.fingerprint,
+            rounded=rounded_fingerprint(model),
+            dtype=_dtype(model),
+            site=site,
+            training=trained,
+            measures=tuple(measures),
+        )
+        return cls(card, fitted.probes, fitted.deviation)
+
+    @classmethod
+    def load(cls, source: str | Path) -> "Probe":
+        """A probe that ships with kvprobe, by name, or one from a folder.
+
+        Raises:
+            ValueError: there is no such probe, or its files are not whole, too large, or do not fit each other.
+        """
+        shelf, folder = published_probes(), Path(source).expanduser()
+        if str(source) in shelf:
+            folder = shelf[str(source)]
+        elif not (folder / CARD).is_file():
+            raise ValueError(
+                unknown("published probe", str(source), shelf) + f" A folder with a {CARD} will do as well."
+            )
+        card = Card.read(folder)
+        return cls(card, *read_weights(folder, card))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write weights, card, and the card in words (README.md) into a folder, which is made."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(self.linear, self.deviation, folder, self.card).write(folder)
+        (folder / "README.md").write_text(card_page(self.card), encoding="utf-8")
+        return folder
+
+    def probabilities(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows places classes"]:
+        """Calibrated probability of each class, from what the probe's site shows.
+
+        Raises:
+            ValueError: features of another width, or not finite.
+        """
+        flat = self._checked(features).reshape(-1, features.shape[-1])
+        scores = self.linear.scores(flat[None])[0].transpose(0, 1)
+        return scores.softmax(-1).unflatten(0, features.shape[:-1]) if features.dim() > 1 else scores[0].softmax(-1)
+
+    def distance(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
+        """How far features lie from those that the probe was trained on, in standard deviations of each feature (root mean
+        square). `card.training.typical` and `.far` say how far conversations lay that were held out."""
+        return distance(self._checked(features), self.linear.mean[0], self.deviation)
+
+    def read(
+        self,
+        model: Model,
+        source: KVCache | Captured,
+        segment: str | None = None,
+        *,
+        restart: KVCache | Captured | None = None,
+    ) -> Float[Tensor, "rows places classes"]:
+        """Probability of each class, from the slots of a segment of a cache, or from all slots that were captured.
+
+        Args:
+            restart: the same slots computed without the hidden text, for a probe of differences.
+
+        Raises:
+            ValueError: the model has other weights; a cache was given without a segment, or for a probe of what a cache does
+                not hold; the rows of the cache have no such segment; or a probe of differences has no restart.
+        """
+        self.check(model)
+        other = None if restart is None else self.site_shows(restart, segment)
+        return self.probabilities(self.features(self.site_shows(source, segment), other))
+
+    def features(
+        self, shown: Float[Tensor, "*rows dim"], restart: Float[Tensor, "*rows dim"] | None = None
+    ) -> Float[Tensor, "*rows dim"]:
+        """What the probe is given of what its site shows: this, or its difference from the restart's."""
+        if not self.site.less_restart:
+            return shown
+        if restart is None:
+            raise ValueError(f"{self.name} reads differences from the restart; give the restart's slots, too.")
+        return difference(shown, restart)
+
+    def site_shows(self, source: KVCache | Captured, segment: str | None = None) -> Float[Tensor, "rows dim"]:
+        """One vector per row: of all slots of a segment of a cache, or of all that were captured; see `read`.
+
+        A segment that goes on to say the answer is not what a probe was trained on: capture its slots up to there.
+        """
+        if isinstance(source, Captured):
+            if segment is not None:
+                raise ValueError(f"Captured slots are read as they are; capture with segments=[{segment!r}] alone.")
+            return self.read_out(source[self.site.family, self.site.layer], source.present)
+        if self.site.family not in ("k", "v"):
+            raise ValueError(
+                f"{self.name} reads {self.site.family!r}, which no cache holds; give it what was captured."
+            )
+        if segment is None:
+            raise ValueError("A cache has many segments; say which of them to read.")
+        held = source.keys if self.site.family == "k" else source.values
+        where = source.ledger.in_segments([segment])
+        if not bool(where.any(1).all()):
+            raise ValueError(
+                f"Segment {segment!r} has no slots in some row of the cache; it was evicted, or never read."
+            )
+        return self.read_out(held[self.site.layer], where)
+
+    def read_out(self, slots: Tensor, where: Tensor | None = None) -> Float[Tensor, "rows dim"]:
+        """One vector per row.
+
+        Args:
+            slots: `[rows, kv_heads, slots, d_head]` or `[rows, slots, d_model]`, of the probe's family and layer.
+            where: `[rows, slots]`, the slots to be read; all by default.
+        """
+        vectors = slots.float()
+        if vectors.dim() == 4:
+            head = self.site.head
+            chosen = vectors if head is None else vectors[:, head : head + 1]
+            vectors = chosen.transpose(1, 2).flatten(2)
+        rows, count, _ = vectors.shape
+        where = torch.ones(rows, count, dtype=torch.bool) if where is None else where
+        where = where.to(vectors.device)
+        if self.site.read == "last":
+            last = count - 1 - where.flip(1).int().argmax(1)
+            return vectors[torch.arange(rows, device=vectors.device), last]
+        chosen = torch.where(where[..., None], vectors, 0.0)
+        return chosen.sum(1) / where.sum(1, keepdim=True)
+
+    def check(self, model: Model) -> None:
+        """Refuse a model that this probe cannot read.
+
+        Raises:
+            ValueError: its weights are others (in whatever dtype), its config or its tokenizer; or it has no such site.
+        """
+        if not self.fits(model):
+            other = (model.fingerprint, self.card.weights)
+            if _dtype(model) != self.card.dtype:
+                other = (rounded_fingerprint(model), self.card.rounded)
+            raise ValueError(
+                f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*other)}, so its directions mean "
+                f"nothing there; train a probe of that model instead."
+            )
+        shape, site = model.geometry, self.site
+        heads = shape.n_kv_heads if site.head is None else 1
+        per_head = site.family in ("k_pre", "k", "v")
+        dim = heads * shape.d_head if per_head else shape.d_model
+        head_exists = site.head is None or (per_head and 0 <= site.head < shape.n_kv_heads)
+        if not 0 <= site.layer < shape.n_layers or not head_exists or dim != len(self.deviation):
+            raise ValueError(
+                f"{self.name} reads {len(self.deviation)} numbers at {site.family!r}, layer {site.layer}, head {site.head}, which "
+                f"{model.name} does not have; the card was altered, publish the probe again."
+            )
+
+    def fits(self, model: Model) -> bool:
+        """Whether this is the model that the probe was trained on; in another dtype, up to the rounding of its weights."""
+        if model.fingerprint == self.card.weights:
+            return True
+        return _dtype(model) != self.card.dtype and rounded_fingerprint(model) == self.card.rounded
+
+    def _checked(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        if features.shape[-1] != len(self.deviation):
+            raise ValueError(
+                f"{self.name} reads vectors of {len(self.deviation)} numbers; these have {features.shape[-1]}, so give what its "
+                "site shows."
+            )
+        if not bool(features.isfinite().all()):
+            raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
+        return features.float().to(self.deviation.device)
+
+
+def _gain(fitted: FittedProbe) -> tuple[float | None, float | None]:
+    """The least gain over the restart from which on `SURE` of the readings of conversations held out are right, and the share of
+    all readings that gain as much; no gain and a share of nought where too few ever do."""
+    if fitted.gains is None:
+        return None, None
+    gains, order = fitted.gains.flatten().double().cpu().sort(descending=True)
+    right = fitted.right.flatten().cpu()[order].double().cumsum(0)
+    count = torch.arange(1, len(gains) + 1)
+    ends = torch.cat([gains[1:] < gains[:-1], torch.tensor([True])])  # of those that gain the same
+    sure = torch.nonzero((right / count >= SURE) & (count >= FEWEST) & (gains > 0) & ends)
+    if not len(sure):
+        return None, 0.0
+    last = int(sure[-1])
+    return float(gains[last]), (last + 1) / len(gains)
+
+
+def _dtype(model: Model) -> str:
+    return str(model.lanes.dtype).removeprefix("torch.")
+
+
+def rounded_fingerprint(model: Model) -> str:
+    """The fingerprint with weights rounded to bfloat16: the same for a model loaded in float32 and in bfloat16."""
+    return fingerprint(model.lanes.plain, model.tokenizer, torch.bfloat16)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:80]

@@ -1,0 +1,167 @@
+"""What a report says, as data. A study builds it from its numbers; `report` renders it.
+
+All text here is plain and untrusted: the renderer escapes it.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvprobe.files import Limits, filled
+from kvprobe.text.transcript import Transcript
+
+LIMITS = Limits(text=2**25, entries=100_000)
+"""Of a report; the longest texts are packed attention weights."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A message of an example conversation: `struck` if it is masked, `marked` the text in it that is hidden."""
+
+    segment: str
+    role: str
+    text: str
+    struck: bool = False
+    marked: str | None = None
+
+
+def passages_of(
+    chat: Transcript,
+    *,
+    struck: Collection[str] = (),
+    marked: str | None = None,
+    told: Collection[str] | None = None,
+) -> list[Passage]:
+    """The messages of a conversation.
+
+    Args:
+        struck: segments that are masked.
+        marked: a text that is marked where it stands.
+        told: in these segments alone.
+    """
+    return [
+        Passage(
+            message.segment,
+            message.role,
+            message.text,
+            struck=message.segment in struck,
+            marked=marked if marked and marked in message.text and (told is None or message.segment in told) else None,
+        )
+        for message in chat.messages
+    ]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure in the run's `figures/` folder; `file` without suffix."""
+
+    file: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a caption."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Values around zero on a grid, to be pointed at.
+
+    Attributes:
+        rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".
+        values: [rows][columns]; `None` where there is none.
+        unit: what follows a value, such as "of the way".
+    """
+
+    caption: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[int | float | None]]
+    unit: str
+    row_axis: str
+    column_axis: str
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A text whose tokens are coloured by their values, of which there may be several kinds.
+
+    Attributes:
+        labels: the kinds.
+        values: [labels][tokens].
+    """
+
+    caption: str
+    tokens: Sequence[str]
+    labels: Sequence[str]
+    values: Sequence[Sequence[int | float]]
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """Attention of chosen queries, of which a reader picks layer and head.
+
+    Attributes:
+        tokens: the text of every slot.
+        layers, heads: their labels.
+        queries: the slots that attend, in order.
+        weights: one text per layer, which `kvprobe.report.views.attention.pack` makes.
+        masked, damaged: slots that are struck through, and slots that are marked.
+        index: [layers][heads], a number beside each head; `None` where there is none.
+        index_name: what that number is.
+    """
+
+    caption: str
+    tokens: Sequence[str]
+    layers: Sequence[str]
+    heads: Sequence[str]
+    queries: Sequence[int]
+    weights: Sequence[str] = field(repr=False)
+    masked: Sequence[int] = ()
+    damaged: Sequence[int] = ()
+    index: Sequence[Sequence[int | float | None]] | None = None
+    index_name: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it, in this order."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    passages: Sequence[Passage] = ()
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    points: Sequence[str] = ()
+    maps: Sequence[HeatMap] = ()
+    views: Sequence[TokenView] = ()
+    heads: Sequence[AttentionView] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report page: the question, the answer in a sentence or two, and the sections that support it."""
+
+    title: str
+    question: str
+    answer: str
+    warnings: Sequence[str] = ()
+    sections: Sequence[Section] = field(default_factory=tuple)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        """The report that `to_dict` gave, now or before sections had maps, views and heads.
+
+        Raises:
+            ValueError: anything else; see `kvprobe.files.filled`.
+        """
+        return filled(cls, data, "the report", LIMITS)

@@ -1,0 +1,114 @@
+"""Pages of views: one file or frame that needs no other, and that a browser may not go beyond."""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from jaxtyping import Float
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from torch import Tensor
+
+from kvprobe.report.document import AttentionView, HeatMap, TokenView
+from kvprobe.report.views.attention import attention_view, heads_view
+from kvprobe.report.views.grids import heat_map, token_view
+
+Part = HeatMap | TokenView | AttentionView
+HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 60}
+"""Of a notebook's frame, in rem."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Maps, token views and attention on a page of their own, for a file or a notebook."""
+
+    parts: Sequence[Part]
+    title: str
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page as one HTML file that needs no other."""
+        path = Path(path)
+        path.write_text(page(self.parts, self.title), encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        # A frame of its own keeps the notebook's styles and scripts out, and those of the page in.
+        document = escape(page(self.parts, self.title))
+        height = max(HEIGHTS[type(part)] for part in self.parts) if self.parts else 24
+        style = f"width: 100%; height: {height}rem; border: 0"
+        return f'<iframe sandbox="allow-scripts" srcdoc="{document}" style="{style}"></iframe>'
+
+
+def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], title: str = "") -> Page:
+    """A text coloured by values of its tokens, one for each token under every label of `values`.
+
+    Raises:
+        ValueError: there are no tokens or labels, too many, or not one finite value for each token.
+    """
+    layers = [[float(value) for value in layer] for layer in values.values()]
+    view = TokenView("", list(texts), list(values), layers)
+    token_view(view)
+    return Page([view], title)
+
+
+def heads(
+    weights: Float[Tensor, "layers heads queries slots"], tokens: Sequence[str], title: str = "", **settings: Any
+) -> Page:
+    """Attention to pick layer and head of, and to read token by token; see `kvprobe.report.views.attention.heads_view`."""
+    return Page([heads_view(weights, tokens, **settings)], title)
+
+
+def page(parts: Sequence[Part], title: str) -> str:
+    """A whole HTML page with these views, which needs no network.
+
+    Raises:
+        ValueError: a view is empty, too large, or not a full grid of finite values.
+    """
+    return render("page.html.j2", parts, title=title)
+
+
+def render(template: str, parts: Sequence[Part], **values: Any) -> str:
+    """A page from one of kvprobe's templates, which shows `parts` by its `view`.
+
+    Its policy lets a browser run the scripts that the views need, and nothing else; all it may load is pictures in the page.
+    """
+    environment = Environment(
+        loader=PackageLoader("kvprobe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    attention = any(isinstance(part, AttentionView) for part in parts)
+    scripts = [_circuitsvis()] if attention or any(isinstance(part, TokenView) for part in parts) else []
+    scripts += [_own("views.js")] if parts else []
+    scripts += [_own("attention.js")] if attention else []
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    runs = " ".join(f"'sha256-{each}'" for each in hashes) or "'none'"
+    return environment.get_template(template).render(
+        parts=parts,
+        view=_view,
+        scripts=[Markup(script) for script in scripts],
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {runs}",
+        **values,
+    )
+
+
+def _view(part: Part) -> Markup:
+    if isinstance(part, AttentionView):
+        return Markup(attention_view(part))
+    return Markup(heat_map(part) if isinstance(part, HeatMap) else token_view(part))
+
+
+@cache
+def _own(script: str) -> str:
+    return files("kvprobe.report").joinpath("templates", script).read_text(encoding="utf-8")
+
+
+@cache
+def _circuitsvis() -> str:
+    bundle = files("circuitsvis").joinpath("dist/cdn/iife.js").read_text(encoding="utf-8")
+    return re.sub(r"\n//# sourceMappingURL=.*", "", bundle.replace("</script", r"<\/script"))

@@ -1,0 +1,160 @@
+"""A live scan as a page: the conversation, what each probe reads in each segment, and what that is worth."""
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvprobe.probes.card_page import ARMS, where
+from kvprobe.probes.live_scan import LEAK, VERDICTS, LiveScan
+from kvprobe.probes.probe_card import CARD_SPLITS, Card
+from kvprobe.report.document import HeatMap, Table
+from kvprobe.report.views.page import render
+from kvprobe.wording import percent, points
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """A message, and how it was read."""
+
+    segment: str
+    role: str
+    text: str
+    struck: bool
+    note: str
+
+
+def save_scan(scan: LiveScan, path: str | Path) -> Path:
+    """Write the page as one HTML file that needs no other."""
+    path = Path(path)
+    path.write_text(scan_page(scan), encoding="utf-8")
+    return path
+
+
+def scan_page(scan: LiveScan) -> str:
+    """The page."""
+    hidden, rows = ", ".join(scan.mask), scan.df().to_dict("records")
+    return render(
+        "scan.html.j2",
+        [_map(scan)],
+        title=f"What can still be read of {hidden}",
+        question=f"{scan.model} read the conversation with {hidden} in view up to the end of {scan.until}, and then without. What do "
+        "the slots of each segment still tell, by published probes?",
+        answer=scan.answer,
+        passages=_passages(scan),
+        segments={
+            segment: [row for row in rows if row["segment"] == segment]
+            for segment in dict.fromkeys(row["segment"] for row in rows)
+        },
+        named=named,
+        when=_when,
+        gain=_gain,
+        cards=_cards(scan),
+        verdicts=VERDICTS,
+        leak=LEAK,
+        version=version("kvprobe"),
+    )
+
+
+def scan_lines(scan: LiveScan) -> list[str]:
+    """The same as lines of text, for a terminal."""
+    rows = scan.df().to_dict("records")
+    width = max(len(named(row)) for row in rows) + 4
+    classes = max(len(row["reads"]) for row in rows) + 2
+    lines = [
+        f"{'':{width}}{'reads':{classes}}{'prob.':>7}{'restart':>9}{'base':>7}{'bits':>7}{'needed':>8}{'distance':>10}{'promised':>10}  verdict"
+    ]
+    segment = None
+    for row in rows:
+        if row["segment"] != segment:
+            segment = row["segment"]
+            lines.append(f"{segment}, {_when(row)}")
+        lines.append(
+            f"  {named(row):{width - 2}}{row['reads']:{classes}}{row['probability']:7.1%}{row['restart_probability']:9.1%}"
+            f"{row['base_rate']:7.1%}{row['bits']:+7.2f}{_gain(row['gain']):>8}{row['distance']:10.2f}{row['promised']:10.0%}  {row['verdict']}"
+        )
+    lines += ["", "In conversations never seen, by their cards:"]
+    lines += [f"  {name:{width - 2}}right in {promise(card)}" for name, card in scan.cards.items()]
+    return [*lines, "", scan.answer]
+
+
+def named(row: Any) -> str:
+    """A probe and its place."""
+    return f"{row['probe']}, {row['place']}" if row["place"] else row["probe"]
+
+
+def _gain(bits: float | None) -> str:
+    """The bits that a leak needs."""
+    return "–" if bits is None or bits != bits else f"{bits:.2f}"
+
+
+def _when(row: Any) -> str:
+    """In what state of the cache a segment was read."""
+    return "read after the mask" if row["masked"] else "read with the hidden messages in view"
+
+
+def promise(card: Card) -> str:
+    """What a card promises of conversations that were never seen, beside chance."""
+    accuracy = card.measure("accuracy")
+    assert accuracy is not None
+    return f"{percent(accuracy)}; chance {100 * card.target.chance:.1f} %"
+
+
+def _map(scan: LiveScan) -> HeatMap:
+    """Bits by segment, and probe and place."""
+    table = scan.df()
+    columns = [
+        named(row).removeprefix(f"{Path(scan.model).name}-")
+        for row in table.drop_duplicates(["probe", "place"]).to_dict("records")
+    ]
+    segments = list(dict.fromkeys(table["segment"]))
+    values = table["bits"].to_numpy().reshape(len(segments), len(columns))
+    return HeatMap(
+        caption=f"Bits that {', '.join(scan.mask)} adds to the class that is read: the logarithm of its probability over that in the "
+        "restart. What is less than a probe's own measure (needed, above) is no leak.",
+        rows=segments,
+        columns=columns,
+        values=values.tolist(),
+        unit="bits",
+        row_axis="segment",
+        column_axis="probe",
+    )
+
+
+def _passages(scan: LiveScan) -> list[_Passage]:
+    segments = scan.chat.segments
+    until, first = segments.index(scan.until), min(map(segments.index, scan.mask))
+    passages = []
+    for message in scan.chat.messages:
+        place = segments.index(message.segment)
+        struck = message.segment in scan.mask
+        note = "masked" if struck else "" if place < first else "saw it" if place <= until else "after the mask"
+        passages.append(_Passage(message.segment, message.role, message.text, struck, note))
+    return passages
+
+
+def _cards(scan: LiveScan) -> Table:
+    """What the cards say."""
+    rows = []
+    for name, card in scan.cards.items():
+        training, leak = card.training, card.measure("leak")
+        found = [card.measure("accuracy", split) for split in CARD_SPLITS]
+        rows.append(
+            [
+                name,
+                training.what,
+                where(card.site),
+                f"segment {training.segment}, {ARMS[training.arm]}",
+                *("" if each is None else percent(each) for each in found),
+                f"{100 * card.target.chance:.1f} %",
+                "not measured" if leak is None else points(leak),
+                "" if training.power is None else f"{100 * training.power:.0f} %",
+            ]
+        )
+    accuracies = [f"accuracy, {split}" for split in CARD_SPLITS]
+    return Table(
+        ["probe", "reads", "where", "trained on", *accuracies, "chance", "leak", "readings that sure"],
+        rows,
+        "What the cards of these probes promise. Leak: accuracy above the restart floor in conversations never seen. Readings that sure: "
+        "how many of them, there, make the class so much likelier than the restart that nine of ten are right.",
+    )

@@ -1,0 +1,91 @@
+"""Where a dictionary reads: one family at one layer, KV heads side by side, and what sae-lens calls that place."""
+
+import re
+from dataclasses import dataclass
+from typing import get_args
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.inference.capture import Site, plain_sites
+from kvprobe.models.geometry import Geometry
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.lens import HOOKS, PER_HEAD, Family
+from kvprobe.names import unknown
+
+FAMILIES: tuple[Family, ...] = tuple(family for family in get_args(Family) if family != "k")
+"""Families that a dictionary may read. Keys are read before they are turned: a turned key is its content at one position, of
+which a dictionary would need as many copies as there are positions."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A family at a layer; written `v.7`."""
+
+    family: Family
+    layer: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """A place as it is written.
+
+        Raises:
+            ValueError: it is not a family of `FAMILIES`, a dot and a number.
+        """
+        family, _, layer = text.partition(".")
+        if not layer.isdigit():
+            raise ValueError(f"{text!r} is no place to read; expected a family and a layer, such as 'resid_post.7'.")
+        for known in FAMILIES:
+            if family == known:
+                return cls(known, int(layer))
+        raise ValueError(unknown("family of a dictionary", family, FAMILIES))
+
+    @classmethod
+    def of_hook(cls, name: str) -> "Place":
+        """The place of a TransformerLens hook.
+
+        Raises:
+            ValueError: a hook that kvprobe does not read dictionaries at.
+        """
+        found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+        for family in FAMILIES:
+            if found and HOOKS[family] == found[2]:
+                return cls(family, int(found[1]))
+        known = ", ".join(HOOKS[family] for family in FAMILIES)
+        raise ValueError(
+            f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of {known}."
+        )
+
+    @property
+    def hook(self) -> str:
+        """Its TransformerLens hook."""
+        return f"blocks.{self.layer}.{HOOKS[self.family]}"
+
+    def width(self, shape: Geometry) -> int:
+        """How many numbers a token has there."""
+        return shape.n_kv_heads * shape.d_head if self.family in PER_HEAD else shape.d_model
+
+    def __str__(self) -> str:
+        return f"{self.family}.{self.layer}"
+
+
+def joined(captured: Tensor) -> Float[Tensor, "rows slots dim"]:
+    """What `kvprobe.inference.capture` gives for a place, with KV heads side by side."""
+    return captured.transpose(1, 2).flatten(2) if captured.dim() == 4 else captured
+
+
+def site_of(lanes: Lanes, place: Place) -> Site:
+    """The module of the plain model that computes what stands at a place.
+
+    Raises:
+        ValueError: there is no such layer or family, or no module of its own for it.
+    """
+    if place.layer >= lanes.geometry.n_layers:
+        raise ValueError(f"There is no layer {place.layer}; the model has layers 0 to {lanes.geometry.n_layers - 1}.")
+    site = plain_sites(lanes, [place.family], [place.layer])[place.family, place.layer]
+    if site is None:
+        raise ValueError(
+            f"{type(lanes.plain).__name__} computes {place.family!r} together with other things, so it can be neither recorded nor "
+            f"replaced there; choose the residual stream."
+        )
+    return site

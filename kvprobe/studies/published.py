@@ -1,0 +1,63 @@
+"""Published tables, to be shown beside what was measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from kvprobe.names import unknown
+
+
+@dataclass(frozen=True)
+class Published:
+    """Accuracies by condition and rate, as someone reported them.
+
+    Attributes:
+        source: who, where, which table.
+        samples: items behind each accuracy.
+        clean: accuracy without any fault.
+        rates: in percent, of which `rows` hold one accuracy each.
+    """
+
+    name: str
+    source: str
+    model: str
+    task: str
+    samples: int
+    clean: float
+    rates: tuple[float, ...]
+    rows: Mapping[str, tuple[float, ...]]
+
+    def accuracy(self, row: str, rate: float) -> float | None:
+        """What was reported for a condition at a rate in percent; None where nothing was."""
+        if row not in self.rows or rate not in self.rates:
+            return None
+        return self.rows[row][self.rates.index(rate)]
+
+
+def published(name: str) -> Published:
+    """A table by name; an unknown one is refused."""
+    if name not in tables():
+        raise ValueError(unknown("published table", name, tables()))
+    return tables()[name]
+
+
+@cache
+def tables() -> dict[str, Published]:
+    """All tables that kvprobe knows."""
+    entries = yaml.safe_load(resources.files("kvprobe.studies").joinpath("published.yaml").read_text(encoding="utf-8"))
+    return {
+        name: Published(
+            name=name,
+            source=entry["source"],
+            model=entry["model"],
+            task=entry["task"],
+            samples=entry["samples"],
+            clean=float(entry["clean"]),
+            rates=tuple(map(float, entry["rates"])),
+            rows={row: tuple(map(float, values)) for row, values in entry["rows"].items()},
+        )
+        for name, entry in entries.items()
+    }

@@ -1,0 +1,32 @@
+"""Tasks by name: those that ship with kvprobe, and files of the user's own."""
+
+from pathlib import Path
+
+from kvprobe.names import unknown
+from kvprobe.tasks.gsm8k import GSM8K
+from kvprobe.tasks.jsonl import JSONLines
+from kvprobe.tasks.needle import Needle
+from kvprobe.tasks.recite import Recite
+from kvprobe.tasks.retrieve import Retrieve
+from kvprobe.tasks.task import Task
+
+
+def find_task(name: str) -> Task:
+    """The task of this name; `gsm8k:FILE.jsonl` reads GSM8K from a local file, and `FILE.jsonl` is a task of the user's own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there is no such task, or the file is not as it should be.
+    """
+    shipped: tuple[Task, ...] = (Recite(), Retrieve(), Needle(), GSM8K())
+    tasks = {task.name: task for task in shipped}
+    kind, _, file = name.partition(":")
+    if name in tasks:
+        return tasks[name]
+    if kind == "gsm8k":
+        return GSM8K(Path(file))
+    if name.endswith(".jsonl"):
+        return JSONLines(Path(name))
+    raise ValueError(
+        unknown("task", name, tasks) + " A .jsonl file of prompts and answers, or gsm8k:FILE.jsonl, will do as well."
+    )

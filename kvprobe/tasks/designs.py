@@ -1,0 +1,160 @@
+"""Designs: what a probe is to recover, from which conversations, and what these have in common.
+
+A claim about a probe stands or falls with how its samples were made. Contexts are crossed with labels, so that no label
+belongs to a conversation; folds and intervals keep the samples of a context together; and labels are drawn, not balanced
+within a context, because a balanced label is one that the others of its context tell.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvprobe.text.transcript import Tokenizer, Transcript
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be recovered.
+
+    Attributes:
+        name: of the whole: `code`, `topic`, `damaged` …
+        classes: what each place can be.
+        places: what is asked of each sample, if it is more than one thing (the five digits of a code).
+
+    Raises:
+        ValueError: fewer than two classes, a class twice, or no place.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    places: tuple[str, ...] = ("",)
+
+    def __post_init__(self) -> None:
+        if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
+            raise ValueError(
+                f"Target {self.name!r} has the classes {list(self.classes)}; a probe needs at least two, none of them twice."
+            )
+        if not self.places:
+            raise ValueError(f"Target {self.name!r} asks for nothing; give it at least one place.")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a blind guess."""
+        return 1 / len(self.classes)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation with what a probe is to recover from it.
+
+    Attributes:
+        transcript: the conversation.
+        labels: class numbers, one per place of the target.
+        context: what the sample shares with others; folds and intervals keep samples of one context together.
+        slot: the one token that is read, as an index into the conversation's tokens; a whole segment by default.
+    """
+
+    transcript: Transcript
+    labels: tuple[int, ...]
+    context: str
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class Design:
+    """Samples and what is to be recovered from them.
+
+    Raises:
+        ValueError: no samples, labels that are not the target's, or samples of slots beside samples of segments.
+    """
+
+    samples: tuple[Sample, ...]
+    target: Target
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError("A design needs samples; there are none.")
+        places, classes = len(self.target.places), len(self.target.classes)
+        for number, sample in enumerate(self.samples):
+            if len(sample.labels) != places or not all(0 <= label < classes for label in sample.labels):
+                raise ValueError(
+                    f"Sample {number} has the labels {sample.labels}; target {self.target.name!r} needs {places} "
+                    f"in 0 to {classes - 1}."
+                )
+        if len({sample.slot is None for sample in self.samples}) == 2:
+            raise ValueError("Some samples name a slot and some do not; a design reads slots or segments, not both.")
+
+    @classmethod
+    def crossed(
+        cls,
+        contexts: Mapping[str, Callable[[str], Transcript]],
+        texts: Sequence[Sequence[str]],
+        labels: Callable[[str], tuple[int, ...]],
+        target: Target,
+    ) -> "Design":
+        """Each context with each of its own texts.
+
+        Args:
+            contexts: by name, the conversation that holds a given text.
+            texts: those of each context, in the order of `contexts`.
+            labels: of a text.
+        """
+        return cls(
+            tuple(
+                Sample(make(text), labels(text), name)
+                for (name, make), own in zip(contexts.items(), texts, strict=True)
+                for text in own
+            ),
+            target,
+        )
+
+    @classmethod
+    def labelled(
+        cls,
+        transcripts: Sequence[Transcript],
+        labels: Sequence[Hashable],
+        contexts: Sequence[str],
+        name: str = "label",
+    ) -> "Design":
+        """A column of labels of any kind, one for each conversation.
+
+        Args:
+            contexts: the samples that must not be told apart by their surroundings (same template, same source).
+        """
+        if not len(transcripts) == len(labels) == len(contexts):
+            raise ValueError(
+                f"{len(transcripts)} conversations, {len(labels)} labels and {len(contexts)} contexts were given; "
+                "give one label and one context for each conversation."
+            )
+        classes = tuple(sorted(map(str, set(labels))))
+        number = {name: index for index, name in enumerate(classes)}
+        samples = zip(transcripts, labels, contexts, strict=True)
+        return cls(
+            tuple(Sample(text, (number[str(label)],), own) for text, label, own in samples), Target(name, classes)
+        )
+
+    @classmethod
+    def token_identity(
+        cls, transcripts: Mapping[str, Transcript], tokenizer: Tokenizer, at: str, most: int = 10
+    ) -> "Design":
+        """Which of its commonest tokens each slot of segment `at` holds; slots of other tokens are left out, and those from a
+        part `answer` on, which probes never read.
+
+        Args:
+            transcripts: by context.
+            most: how many tokens to tell apart.
+        """
+        read = {name: transcript.tokens(tokenizer) for name, transcript in transcripts.items()}
+        slots = [
+            (name, slot)
+            for name, row in read.items()
+            for slot in range(row.span(at).start, row.span(at).stop)
+            if "answer" not in row.parts[row.span(at).start : slot + 1]
+        ]
+        common = [token for token, _ in Counter(read[name].ids[slot] for name, slot in slots).most_common(most)]
+        samples = tuple(
+            Sample(transcripts[name], (common.index(read[name].ids[slot]),), name, slot)
+            for name, slot in slots
+            if read[name].ids[slot] in common
+        )
+        return cls(samples, Target("token", tuple(map(str, common))))

@@ -1,0 +1,1 @@
+"""Conversations with named segments, and their tokens."""

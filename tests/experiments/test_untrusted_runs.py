@@ -1,0 +1,190 @@
+"""Run folders that anyone may have written: every command on them works, or says one sentence and exits with 2."""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from kvprobe import cli
+from kvprobe.experiments.presets import read_preset
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
+from kvprobe.probes.probe_card import Where
+from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
+from kvprobe.report.page import write_report
+from kvprobe.report.views import heads_view
+from kvprobe.studies import find
+from tests.probes.made_probes import made_probe
+
+DEEP = '{"a": ' * 100_000
+NASTY: list[Any] = [
+    None, True, -1, 0, 10**30, 10**400, 1.5, float("nan"), float("inf"), "", "x" * 700, "../../../etc/passwd", "\x00", "\ud800",
+    [], {}, [[]], [None], {"a": []}, ["x"] * 2_000, "<script>", [float("nan")],
+]  # fmt: skip
+FILES = (
+    "config.yaml", "env.json", "metrics.json", "report.json", "samples.parquet", "figures/line.png",
+    "probes/one/card.yaml", "probes/one/weights.safetensors",
+)  # fmt: skip
+KINDS = ("value", "missing", "extra", "bytes", "cut", "folder", "gone", "deep", "link")
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = "smollm2-135m"
+    seed: int = 0
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small finished run with everything that a run can hold."""
+    run = Run.open("leakage", Settings(), tiny_llama.fingerprint, "cpu, float32", tmp_path_factory.mktemp("runs"), "r")
+    (run.path / "figures" / "line.png").write_bytes(b"\x89PNG")
+    made_probe(tiny_llama, Where("v", 1, None, "mean"), name="one").save(run.path / "probes" / "one")
+    run.save_table("samples", pd.DataFrame({"sample": [0, 1]}))
+    section = Section(
+        "A section",
+        ["A paragraph."],
+        [Passage("T1", "user", "The code is 4.", True, "4")],
+        [Table(["a"], [["b"]], "c")],
+        [Figure("line", "A line.")],
+        ["A point."],
+        [HeatMap("m", ["1"], ["1", "2"], [[0.5, None]], "nats", "row", "column")],
+        [TokenView("t", ["a", "b"], ["l"], [[0.5, 1.0]])],
+        [heads_view(torch.eye(2)[None, None], ["a", "b"])],
+    )
+    run.finish({"accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}}, Report("t", "q", "a", ["w"], [section]).to_dict())
+    return run.path
+
+
+def places(content: Any) -> list[tuple[Any, Any]]:
+    """Every container of plain data with each of its keys."""
+    keys = list(content) if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else []
+    return [pair for key in keys for pair in [(content, key), *places(content[key])]]
+
+
+def mutate(folder: Path, file: str, kind: str, rng: random.Random) -> None:
+    path = folder / file
+    if kind in ("value", "missing", "extra") and path.suffix in (".json", ".yaml"):
+        content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+        at, key = rng.choice(places(content))
+        if kind == "value":
+            at[key] = rng.choice(NASTY)
+        elif kind == "missing":
+            del at[key]
+        elif isinstance(at, dict):
+            at["unexpected"] = rng.choice(NASTY)
+        else:
+            at.append(rng.choice(NASTY))
+        path.write_text(json.dumps(content), encoding="utf-8", errors="surrogatepass")
+    elif kind == "folder":
+        path.unlink()
+        path.mkdir()
+    elif kind == "gone":
+        path.unlink()
+    elif kind == "deep":
+        path.write_text(DEEP)
+    elif kind == "link":
+        path.unlink()
+        path.symlink_to("/dev/zero")
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+    else:
+        path.write_bytes(rng.randbytes(rng.choice([0, 3, 500])))
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_was_altered_is_read_or_refused_in_a_sentence(file: str, kind: str, whole: Path, tmp_path: Path):
+    rng = random.Random(f"{file} {kind}")
+    for number in range(6 if kind in ("value", "missing", "extra") else 2):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        mutate(folder, file, kind, rng)
+        run = Run(folder)
+        for do in (
+            lambda folder=folder: cli.report(folder),
+            lambda folder=folder: cli.view(folder),
+            lambda folder=folder: cli.publish(folder, to=folder / "published"),
+            run.df,
+            lambda run=run: (run.config, run.environment),
+            lambda run=run: run.metrics,
+        ):
+            assert "\n" not in (refusal(do) or "")
+
+
+def refusal(do: Callable[[], object]) -> str | None:
+    """What is refused, which is one sentence; None if all is well. What `cli.main` does not expect ends the test."""
+    try:
+        do()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("command", ["report", "view", "publish"])
+def test_a_refusal_is_one_line_and_exit_code_2(
+    command: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for file in ("report.json", "env.json"):
+        (folder / file).write_text(DEEP)
+    monkeypatch.setattr(cli, "_add_run_commands", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["kvprobe", command, str(folder)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    said = capsys.readouterr().err
+    assert said.startswith("kvprobe: ")
+    assert said.count("\n") == 1
+
+
+def test_a_folder_that_was_not_altered_is_read_by_every_command(whole: Path, tmp_path: Path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    cli.report(folder)
+    cli.view(folder)
+    cli.publish(folder, to=tmp_path / "published")
+    assert (tmp_path / "published" / "one" / "card.yaml").is_file()
+
+
+@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "deeper/../../secret", "linked", ".."])
+def test_a_figure_outside_the_run_is_never_read(whole: Path, tmp_path: Path, file: str):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "secret.png").write_bytes(b"secret")
+    (folder / "figures" / "deeper").mkdir()
+    (folder / "figures" / "linked.png").symlink_to(folder / "secret.png")
+    report = json.loads((folder / "report.json").read_text())
+    report["sections"][0]["figures"][0]["file"] = file
+    (folder / "report.json").write_text(json.dumps(report))
+    with pytest.raises(ValueError, match="no file of"):
+        write_report(Run.load(folder))
+
+
+SETTINGS: list[Any] = [
+    {"study": "leakage", "settings": {"samples": value}} for value in [None, "many", 1.5, [1], {"a": 1}, float("nan"), -1]
+]  # fmt: skip
+SETTINGS += [{"study": value} for value in NASTY if not isinstance(value, str) or value.isprintable()]
+SETTINGS += [{"study": "leakage", "settings": value} for value in (["a"], "x", 3, {3: 4}, {"model": 3}, {None: 1})]
+SETTINGS += [{"study": "bands", "settings": {"single": float("nan")}}, {"study": "leakage", 3: 4}, [1], "text", None]
+
+
+@pytest.mark.parametrize("content", SETTINGS, ids=lambda content: repr(content)[:40])
+def test_a_settings_file_that_is_none_is_refused_in_a_sentence(content: Any, tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+
+    def read() -> None:
+        preset = read_preset(path)
+        from_mapping(find(preset.study).config, preset.settings)
+
+    said = refusal(read)
+    assert said is not None
+    assert "\n" not in said

@@ -1,0 +1,727 @@
+"""Policies at work on a model: while it reads, while it generates, and when what stays is computed again."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import PADDING
+from kvprobe.inference.forward import extend, prefill
+from kvprobe.inference.generate import generate
+from kvprobe.inference.live import apply, read_in_chunks, watch
+from kvprobe.inference.model import Model
+from kvprobe.policies import (
+    H2O,
+    TOVA,
+    Attention,
+    Chain,
+    HeadBudgets,
+    LayerBudgets,
+    MaskSpans,
+    Policy,
+    PruneToolResults,
+    Quantise,
+    RandomEviction,
+    RestartInPlace,
+    RestartRebuilt,
+    Scene,
+    SinkWindow,
+    SlidingWindow,
+    SnapKV,
+    ZeroValues,
+)
+from kvprobe.policies.policy import acting
+from kvprobe.text.transcript import Tokens, Transcript
+from tests.random_caches import (
+    assert_bit_identical,
+    assert_same_ledger,
+    copy_of,
+    random_tokens,
+    relative_difference,
+)
+
+LANES = ["plain", "hooked"]
+few = settings(max_examples=3)
+seeds = st.integers(0, 2**31)
+
+UNIFORM: list[Policy] = [
+    SlidingWindow(6),
+    SlidingWindow(6, law="contiguous"),
+    SinkWindow(2, 4, law="gapped"),
+    RandomEviction(6, 0),
+    SlidingWindow(6, provenance="recomputed"),
+]
+RAGGED: list[Policy] = [H2O(6, recent=0), TOVA(6), SnapKV(6, window=2), RandomEviction(6, 0, per_head=True)]
+BUDGETS: list[Policy] = [LayerBudgets(H2O(5)), HeadBudgets(SnapKV(5, window=2, kernel=3))]
+
+
+def assert_close_caches(found: KVCache, expected: KVCache, tolerance: float = 1e-5) -> None:
+    assert_same_ledger(found.ledger, expected.ledger)
+    for pair in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+        assert relative_difference(*pair) < tolerance
+
+
+def assert_restarted(found: KVCache, expected: KVCache) -> None:
+    """The cache of a conversation read anew, but for the names of segments that went, which the ledger still knows."""
+    names = found.ledger.names
+    assert set(expected.ledger.names) <= set(names)
+    numbered = replace(expected.ledger, segments=expected.ledger.numbered(names), names=names)
+    assert_close_caches(found, replace(expected, ledger=numbered))
+
+
+def close(model: Model, policy: Policy) -> Policy:
+    """The policy; gapped where the model's positions cannot be closed."""
+    if model.geometry.max_position is None:
+        return policy
+    if isinstance(policy, Chain):
+        return Chain(tuple(close(model, part) for part in policy.members))
+    return replace(policy, law="gapped")
+
+
+# What is held.
+
+
+@pytest.mark.parametrize("policy", UNIFORM, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_held_is_what_a_uniform_policy_keeps_to_the_byte(
+    tiny_models: dict[str, Model], name: str, policy: Policy
+):
+    tiny = tiny_models[name]
+    shape = tiny.geometry
+    slot = shape.n_layers * shape.n_kv_heads * 2 * shape.d_head * 4
+    prompt = [random_tokens(0, {"T1": 10})]
+    found = generate(tiny.lanes, prompt, max_new_tokens=5, stop=(), policy=close(tiny, policy))
+    assert len(found.trace) == 5
+    for kept in found.trace:
+        assert kept.ledger.slots == 6
+        assert kept.ledger.uniform
+        assert kept.nbytes == kept.footprint == 6 * slot
+
+
+@pytest.mark.parametrize("policy", RAGGED, ids=str)
+def test_what_a_ragged_policy_would_hold_is_counted_head_by_head(tiny_llama: Model, policy: Policy):
+    found = generate(tiny_llama.lanes, [random_tokens(0, {"T1": 20})], max_new_tokens=3, stop=(), policy=policy)
+    for step, kept in enumerate(found.trace):
+        assert not kept.ledger.uniform
+        assert kept.nbytes == kept.ledger.slots * 3 * 2 * 2 * 8 * 4
+        live = 6 if policy.every is not None else 6 + step
+        assert kept.footprint == live * 3 * 2 * 2 * 8 * 4 < kept.nbytes
+
+
+def test_rows_of_other_lengths_count_for_what_they_hold(tiny_llama: Model):
+    prompts = [random_tokens(row, {"T1": count}) for row, count in enumerate([3, 10])]
+    [kept] = generate(tiny_llama.lanes, prompts, max_new_tokens=1, policy=SlidingWindow(6)).trace
+    slot = 3 * 2 * 2 * 8 * 4
+    assert kept.nbytes == 2 * 6 * slot
+    assert kept.footprint == (3 + 6) * slot
+
+
+# When policies act.
+
+
+def generated_by_hand(model: Model, prompt: Tokens, policy: Policy, count: int) -> tuple[tuple[int, ...], KVCache]:
+    """Greedy decoding written out: the policy acts after the prompt and then when it is due."""
+    watched = policy.observes is not None
+    scene: Scene | None = None
+    run, tokens = prompt, []
+    for step in range(count):
+        if watched:
+            scene, logits = watch(model.lanes, scene, [run], policy.observes or 0)
+        else:
+            cache, logits = extend(model.lanes, scene and scene.cache, [run])
+            scene = Scene(cache)
+        for part in acting(policy, step):
+            scene = part.act(scene)
+        tokens.append(int(logits.argmax()))
+        run = Tokens.of([tokens[-1]], "generated", int(scene.cache.ledger.following))
+    assert scene is not None
+    return tuple(tokens), scene.cache
+
+
+PACED: list[Policy] = [
+    SlidingWindow(5, every=2),
+    SinkWindow(2, 5, every=3),
+    H2O(5, every=2),
+    SnapKV(6, window=2),
+    SlidingWindow(9, every=None) | H2O(6, every=2) | TOVA(5, every=3),
+    Quantise(4, group=4, tail=2) | SlidingWindow(7, law="contiguous"),
+]
+
+
+@pytest.mark.parametrize("policy", PACED, ids=str)
+def test_generating_under_a_policy_is_reading_and_acting_in_turn(tiny_llama: Model, policy: Policy):
+    prompt = random_tokens(0, {"T1": 12})
+    found = generate(tiny_llama.lanes, [prompt], max_new_tokens=7, stop=(), policy=policy)
+    tokens, cache = generated_by_hand(tiny_llama, prompt, policy, 7)
+    assert found.tokens[0] == tokens
+    assert_bit_identical(found.cache, cache)
+    assert_same_ledger(found.trace[-1].ledger, cache.ledger)
+
+
+@pytest.mark.parametrize("policy", [SinkWindow(1, 5), H2O(6), RandomEviction(5, 1, per_head=True)], ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, 5, 40])
+def test_a_prompt_read_in_chunks_is_read_and_cut_in_turn(tiny_llama: Model, policy: Policy, chunk: int):
+    tokens = random_tokens(0, {"T1": 9, "T2": 6})
+    scene: Scene | None = None
+    for start in range(0, 15, chunk):
+        run = tokens[start : start + chunk].shifted(0 if scene is None else int(scene.cache.ledger.following))
+        if policy.observes is None:
+            scene = Scene(extend(tiny_llama.lanes, scene and scene.cache, [run])[0])
+        else:
+            scene, _ = watch(tiny_llama.lanes, scene, [run], policy.observes)
+        scene = policy.act(scene)
+    assert scene is not None
+    assert_bit_identical(tiny_llama.prefill(tokens, policy=policy, chunk=chunk), scene.cache)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5])
+def test_gaps_between_tokens_are_kept_wherever_a_chunk_ends(tiny_llama: Model, chunk: int):
+    tokens = random_tokens(0, {"T1": 4}) + random_tokens(1, {"T2": 3}, start=9) + random_tokens(2, {"T3": 2}, start=15)
+    whole = prefill(tiny_llama.lanes, [tokens])
+    found = tiny_llama.prefill(tokens, policy=SlidingWindow(20), chunk=chunk)
+    assert found.ledger.positions[0].tolist() == list(tokens.positions)
+    assert_close_caches(found, whole)
+
+
+@pytest.mark.parametrize("policy", [SinkWindow(2, 5), H2O(6), RandomEviction(6, 0)], ids=str)
+def test_a_prompt_read_whole_is_cut_once(tiny_llama: Model, policy: Policy):
+    rows = [random_tokens(row, {"T1": count}) for row, count in enumerate([12, 9])]
+    found = tiny_llama.prefill(rows, policy=policy, samples=[4, 5])
+    if policy.observes is None:
+        scene = Scene(prefill(tiny_llama.lanes, rows), samples=(4, 5))
+    else:
+        scene, _ = watch(tiny_llama.lanes, None, rows, policy.observes)
+    assert_bit_identical(found, policy.act(scene).cache)
+
+
+# Rows.
+
+
+BATCHED: list[Policy] = [
+    SlidingWindow(5),
+    SinkWindow(2, 4, every=2),
+    H2O(5),
+    TOVA(5),
+    SnapKV(6, window=3, kernel=3),
+    RandomEviction(5, 1, per_head=True),
+    HeadBudgets(H2O(4)),
+    LayerBudgets(H2O(5)),
+    Quantise(4, group=4, tail=2),
+    SlidingWindow(5, law="contiguous", provenance="recomputed"),
+]
+
+
+def assert_rows_are_as_alone(model: Model, policy: Policy) -> None:
+    prompts = [random_tokens(count, {"T1": count}) for count in (4, 11)]
+    samples = (5, 2)
+    # What one row says ends it: rows that have ended keep step with the others.
+    stop = generate(model.lanes, prompts[1:2], max_new_tokens=3, stop=(), policy=policy, samples=[2]).tokens[0][2:]
+    settings: dict[str, Any] = {"max_new_tokens": 5, "stop": stop, "policy": policy}
+    together = generate(model.lanes, prompts, samples=samples, **settings)
+    assert any(together.stopped)
+    for row, prompt in enumerate(prompts):
+        alone = generate(model.lanes, [prompt], samples=samples[row : row + 1], **settings)
+        assert together.tokens[row] == alone.tokens[0]
+        torch.testing.assert_close(together.logprobs[row], alone.logprobs[0], atol=1e-4, rtol=0)
+        for kept, own in zip(together.trace, alone.trace, strict=False):
+            held = ~kept.ledger.padding[row]
+            assert torch.equal(kept.ledger.positions[row, held], own.ledger.positions[0])
+            shape = (3, 1, model.geometry.n_kv_heads, -1)
+            live = kept.ledger.live[:, row : row + 1][..., held].expand(shape)
+            assert torch.equal(live, own.ledger.live.expand(shape))
+
+
+@pytest.mark.parametrize("policy", BATCHED, ids=str)
+def test_a_row_under_a_policy_equals_the_row_alone(tiny_gemma: Model, policy: Policy):
+    assert_rows_are_as_alone(tiny_gemma, policy)
+
+
+def test_a_row_of_any_model_under_a_policy_equals_the_row_alone(tiny: Model):
+    assert_rows_are_as_alone(tiny, close(tiny, SinkWindow(1, 6) | TOVA(5, every=3)))
+
+
+def ragged(cache: KVCache, seed: int) -> KVCache:
+    """Random slots masked, others in each layer and head."""
+    rng = torch.Generator().manual_seed(seed)
+    for layer in range(cache.n_layers):
+        for head in range(cache.n_kv_heads):
+            slots = torch.rand(cache.batch, cache.slots, generator=rng) < 0.4
+            cache = cache.mask(slots=slots, layers=[layer], heads=[head])
+    return cache
+
+
+@given(seed=seeds, counts=st.lists(st.integers(1, 9), min_size=2, max_size=3), new=st.integers(1, 3))
+@few
+def test_joined_caches_go_on_as_each_would_alone(tiny: Model, seed: int, counts: list[int], new: int):
+    caches = []
+    for row, count in enumerate(counts):
+        cache = prefill(tiny.lanes, [random_tokens(seed + row, {f"T{row}": count, "end": 2})])
+        cache = cache.evict("end") if row % 2 else ragged(cache, seed + row)
+        caches.append(cache)
+    if tiny.geometry.max_position is None:
+        caches[0] = caches[0].evict(slots=torch.arange(caches[0].slots)[None] == 0).reindex()
+    joined = KVCache.join(caches)
+    assert joined.slots == max(cache.slots for cache in caches)
+    runs = [random_tokens(seed, {"T9": new}, start=int(cache.ledger.following)) for cache in caches]
+    longer, logits = extend(tiny.lanes, joined, runs, logits=new)
+    for row, (cache, run) in enumerate(zip(caches, runs, strict=True)):
+        alone, expected = extend(tiny.lanes, cache, [run], logits=new)
+        assert relative_difference(logits[row : row + 1], expected) < 1e-5
+        for found, own in zip(longer.keys + longer.values, alone.keys + alone.values, strict=True):
+            assert relative_difference(found[row, :, -new:], own[0, :, -new:]) < 1e-5
+        names = [longer.ledger.names[index] for index in longer.ledger.segments[row].tolist() if index != PADDING]
+        assert names == [alone.ledger.names[index] for index in alone.ledger.segments[0].tolist()]
+
+
+def test_a_join_leaves_its_caches_alone_and_gives_their_rows_back(tiny_llama: Model):
+    caches = [prefill(tiny_llama.lanes, [random_tokens(row, {"T1": count})]) for row, count in enumerate([3, 7, 5])]
+    before = [copy_of(cache) for cache in caches]
+    joined = KVCache.join(caches)
+    for row, (cache, own) in enumerate(zip(caches, before, strict=True)):
+        assert_bit_identical(cache, own)
+        assert_bit_identical(joined.rows([row]).select("T1"), cache)
+
+
+def test_a_cache_that_holds_nothing_can_be_joined_and_goes_on_where_it_was(tiny: Model):
+    full = prefill(tiny.lanes, [random_tokens(0, {"T1": 5})])
+    empty = full.evict("T1")
+    runs = [random_tokens(1, {"T2": 2}, start=5)] * 2
+    _, logits = extend(tiny.lanes, KVCache.join([empty, full]), runs, logits=2)
+    for row, cache in enumerate((empty, full)):
+        expected = extend(tiny.lanes, cache, runs[:1], logits=2)[1]
+        assert relative_difference(logits[row : row + 1], expected) < 1e-5
+
+
+def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_models: dict[str, Model]):
+    llama, gpt2 = (prefill(tiny_models[name].lanes, [random_tokens(0, {"T1": 8})]) for name in ("llama", "gpt2"))
+    with pytest.raises(ValueError, match=r"shapes \(3, 2, 8, 8\), \(3, 4, 8, 8\) cannot be joined"):
+        KVCache.join([llama, gpt2])
+    coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
+    with pytest.raises(ValueError, match="different precisions"):
+        KVCache.join([coarse, fine])
+    assert KVCache.join([llama, fine]).ledger.grain == fine.ledger.grain
+    with pytest.raises(ValueError, match="no caches to join"):
+        KVCache.join([])
+
+
+# What is watched.
+
+
+def attention_by_hand(model: Model, tokens: Tokens) -> torch.Tensor:
+    """`[layers, kv_heads, queries, slots]`: weights of one eager pass, averaged over the heads of a group."""
+    plain = model.lanes.plain
+    before = plain.config._attn_implementation
+    plain.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            out = plain(
+                input_ids=torch.tensor([tokens.ids]),
+                position_ids=torch.tensor([tokens.positions]),
+                output_attentions=True,
+                use_cache=False,
+            )
+    finally:
+        plain.set_attn_implementation(before)
+    heads = torch.stack(out.attentions)[:, 0]
+    groups = model.geometry.n_heads // model.geometry.n_kv_heads
+    return torch.stack([heads[:, first : first + groups].mean(1) for first in range(0, heads.shape[1], groups)], 1)
+
+
+def record(scene: Scene) -> Attention:
+    assert scene.attention is not None
+    return scene.attention
+
+
+@given(
+    seed=seeds,
+    counts=st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=2), min_size=1, max_size=3),
+    queries=st.integers(0, 8),
+)
+@few
+def test_attention_watched_in_chunks_is_that_of_one_pass(tiny: Model, seed: int, counts: list[list[int]], queries: int):
+    rows = [random_tokens(seed + row, {"T1": sum(row[0] for row in counts)}) for row in range(1)]
+    whole = [random_tokens(seed + row, {"T1": sum(chunk[row] for chunk in counts)}) for row in range(2)]
+    assert rows[0].ids == whole[0].ids
+    scene: Scene | None = None
+    read = [0, 0]
+    for chunk in counts:
+        runs = [whole[row][read[row] : read[row] + chunk[row]] for row in range(2)]
+        read = [so_far + more for so_far, more in zip(read, chunk, strict=True)]
+        scene, _ = watch(tiny.lanes, scene, runs, queries)
+    assert scene is not None
+    for row, tokens in enumerate(whole):
+        held = ~scene.cache.ledger.padding[row]
+        weights = attention_by_hand(tiny, tokens)
+        torch.testing.assert_close(record(scene).total[:, row][..., held], weights.sum(2), atol=1e-5, rtol=0)
+        expected = torch.zeros(3, weights.shape[1], queries, len(tokens))
+        last = min(queries, len(tokens))
+        expected[:, :, queries - last :] = weights[:, :, len(tokens) - last :]
+        torch.testing.assert_close(record(scene).recent[:, row][..., held], expected, atol=1e-5, rtol=0)
+        assert not bool(record(scene).total[:, row][..., ~held].any())
+        assert not bool(record(scene).recent[:, row][..., ~held].any())
+
+
+def test_a_cache_read_unwatched_counts_as_never_attended_to(tiny_llama: Model):
+    cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 5})])
+    scene, _ = watch(tiny_llama.lanes, Scene(cache), [random_tokens(1, {"T2": 3}, start=5)], 4)
+    assert not bool(record(scene).recent[..., 0, :].any())
+    paid = record(scene).total.sum(-1)
+    torch.testing.assert_close(paid, torch.full_like(paid, 3.0))
+
+
+def test_a_watched_row_may_be_read_on_by_several(tiny_llama: Model):
+    start = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
+    runs = [random_tokens(row, {"T2": 2 + row}, start=6) for row in range(3)]
+    together = tiny_llama.watch(runs, start, queries=3)
+    for row, run in enumerate(runs):
+        alone = tiny_llama.watch(run, start, queries=3)
+        for found, own in (
+            (record(together).total, record(alone).total),
+            (record(together).recent, record(alone).recent),
+        ):
+            torch.testing.assert_close(found[:, row, ..., : own.shape[-1]], own[:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("queries", [0, 2, 5])
+def test_watching_on_with_another_memory_is_refused(tiny_llama: Model, queries: int):
+    scene = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
+    with pytest.raises(ValueError, match=f"remembers the last 3 queries.*{queries}"):
+        tiny_llama.watch(random_tokens(1, {"T2": 2}, start=6), scene, queries=queries)
+
+
+def test_a_hand_that_evicts_from_a_watched_cache_is_refused(tiny_llama: Model):
+    scene = tiny_llama.watch(random_tokens(0, {"T1": 6, "T2": 2}))
+    assert scene.with_cache(scene.cache.mask("T1")).attention is scene.attention
+    with pytest.raises(ValueError, match="from 8 to 2 slots by hand"):
+        scene.with_cache(scene.cache.evict("T1"))
+
+
+@given(seed=seeds, chunks=st.lists(st.integers(1, 4), min_size=1, max_size=2))
+@few
+def test_lanes_agree_on_a_ragged_cache_read_in_chunks_and_token_by_token(tiny: Model, seed: int, chunks: list[int]):
+    rows = [random_tokens(seed + row, {"T1": count}) for row, count in enumerate([9, 5])]
+    caches = {lane: ragged(prefill(tiny.lanes, rows, lane), seed) for lane in LANES}
+    found: dict[str, list[torch.Tensor]] = {lane: [] for lane in LANES}
+    for step, count in enumerate([*chunks, 1]):
+        for lane in LANES:
+            following = caches[lane].ledger.following.tolist()
+            runs = [random_tokens(seed + step, {"T2": count}, start=start) for start in following]
+            caches[lane], logits = extend(tiny.lanes, caches[lane], runs, lane, count)
+            caches[lane] = ragged(caches[lane], seed + step)
+            found[lane].append(logits)
+    for plain, hooked in zip(found["plain"], found["hooked"], strict=True):
+        assert relative_difference(hooked, plain) < 1e-4
+
+
+# Computed again.
+
+
+@pytest.mark.parametrize("law", ["gapped", "contiguous"])
+@pytest.mark.parametrize("lane", LANES)
+def test_a_window_computed_again_is_a_restart_on_its_tokens(tiny: Model, law: str, lane: str):
+    tokens = random_tokens(0, {"T1": 9, "T2": 6})
+    policy = SlidingWindow(8, law=law, provenance="recomputed")
+    found = apply(tiny.lanes, policy, Scene(prefill(tiny.lanes, [tokens], lane)), lane=lane).cache
+    last = tokens[7:] if law == "gapped" else tokens[7:].shifted(0)
+    expected = prefill(tiny.lanes, [replace(last, recomputed=(True,) * 8)], lane)
+    assert_close_caches(found, expected)
+
+
+def test_a_generation_under_a_window_computed_again_restarts_at_each_token(tiny_llama: Model):
+    prompt = random_tokens(0, {"T1": 12})
+    policy = SlidingWindow(6, law="contiguous", provenance="recomputed")
+    found = generate(tiny_llama.lanes, [prompt], max_new_tokens=6, stop=(), policy=policy)
+    said = list(prompt.ids)
+    # The first token follows the whole prompt; each later one the window and the token before it.
+    for step, token in enumerate(found.tokens[0]):
+        seen = Tokens.of(said) if step == 0 else Tokens.of(said[-7:])
+        assert token == int(extend(tiny_llama.lanes, None, [seen])[1].argmax())
+        said.append(token)
+
+
+MESSAGES = [
+    {"role": "system", "content": "us 1."},
+    {"role": "user", "content": "the 12."},
+    {"role": "tool", "content": "a result 1"},
+    {"role": "user", "content": "a sum"},
+    {"role": "tool", "content": "so 2"},
+    {"role": "tool", "content": "us 3"},
+    {"role": "user", "content": "then?"},
+]
+NAMES = ["system", "T1", "tool one", "summary", "tool two", "tool three", "T2"]
+
+
+@pytest.fixture
+def chat() -> Transcript:
+    return Transcript.from_messages(MESSAGES, names=NAMES)
+
+
+TEXTS = dict(zip(NAMES, (message["content"] for message in MESSAGES), strict=True))
+SPANS = ["T1", "system", ("T1", "summary"), ("T2",)]
+
+
+def names_of(segments: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (segments,) if isinstance(segments, str) else segments
+
+
+@pytest.mark.parametrize("segments", SPANS, ids=str)
+def test_a_rebuilt_restart_is_a_prefill_of_the_conversation_without_the_segments(
+    tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
+):
+    found = tiny.apply(RestartRebuilt(segments), tiny.prefill(chat))
+    expected = tiny.prefill(chat.without(*names_of(segments), law="contiguous"))
+    assert_restarted(found, expected)
+
+
+@pytest.mark.parametrize("segments", SPANS, ids=str)
+def test_a_restart_in_place_is_a_prefill_of_the_conversation_with_gaps(
+    tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
+):
+    found = tiny.apply(RestartInPlace(segments), tiny.prefill(chat))
+    expected = tiny.prefill(chat.without(*names_of(segments), law="gapped"))
+    assert_restarted(found, expected)
+    masked = tiny.apply(MaskSpans(segments), tiny.prefill(chat))
+    assert torch.equal(masked.ledger.positions, found.ledger.positions)
+    assert torch.equal(masked.ledger.tokens, found.ledger.tokens)
+    assert torch.equal(masked.ledger.segments, found.ledger.segments)
+    assert masked.ledger.names == found.ledger.names
+    assert not bool(masked.ledger.recomputed.any())
+
+
+def test_a_session_that_was_masked_and_then_goes_idle_knows_what_it_was_computed_without(
+    tiny_llama: Model, chat: Transcript
+):
+    masked = tiny_llama.apply(MaskSpans("T1"), tiny_llama.prefill(chat))
+    idle = tiny_llama.apply(RestartRebuilt("T1"), masked)
+    assert_close_caches(idle, tiny_llama.apply(RestartRebuilt("T1"), tiny_llama.prefill(chat)))
+    again = tiny_llama.apply(RestartRebuilt("T1"), idle)
+    assert_close_caches(again, idle)
+
+
+def test_a_restart_after_positions_were_closed_marks_all_that_stands_behind_the_gap(tiny_llama: Model):
+    head, rest = random_tokens(0, {"T1": 12}), random_tokens(1, {"T2": 3, "T3": 4})
+    cache = tiny_llama.apply(SinkWindow(2, 4), prefill(tiny_llama.lanes, [head]))
+    cache, _ = extend(tiny_llama.lanes, cache, [rest.shifted(6)])
+    found = tiny_llama.apply(RestartRebuilt("T2"), cache)
+    # What stood behind the sinks had seen what the window then lost, and is now computed without it.
+    assert found.ledger.recomputed[0].tolist() == [False] * 2 + [True] * 8
+    expected = Tokens.of(head.ids[:2] + head.ids[-4:] + rest.ids[3:])
+    for pair in zip(found.keys, prefill(tiny_llama.lanes, [expected]).keys, strict=True):
+        assert relative_difference(*pair) < 1e-5
+
+
+def test_computing_again_what_lost_nothing_marks_nothing(tiny_llama: Model):
+    cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 9})])
+    found = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), cache)
+    assert_close_caches(found, cache)
+
+
+def test_what_is_quantised_is_whole_again_when_it_is_computed_again(tiny_llama: Model):
+    cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 9})])
+    coarse = tiny_llama.apply(Quantise(2, group=4, tail=0), cache)
+    found = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), coarse)
+    assert relative_difference(coarse.keys[0], cache.keys[0]) > 1e-2
+    assert_close_caches(found, cache)
+
+
+# Spans, tools and values.
+
+
+def decoded(model: Model, cache: KVCache, segment: str, row: int = 0) -> str:
+    """What the live slots of a segment say."""
+    held = (cache.ledger.in_segments([segment]) & cache.ledger.kept)[row]
+    return model.tokenizer.decode(cache.ledger.tokens[row, held].tolist())
+
+
+def test_a_transcript_tells_delimiters_from_texts(tiny_llama: Model, chat: Transcript):
+    tokens = chat.tokens(tiny_llama.tokenizer)
+    for name, text in TEXTS.items():
+        span = tokens.span(name)
+        inside = [not delimiter for delimiter in tokens.delimiters[span]]
+        first, last = inside.index(True), len(inside) - inside[::-1].index(True)
+        assert all(inside[first:last])
+        said = [token for token, own in zip(tokens.ids[span], inside, strict=True) if own]
+        assert tiny_llama.tokenizer.decode(said) == text
+    cache = tiny_llama.prefill(chat)
+    assert tuple(cache.ledger.delimiters[0].tolist()) == tokens.delimiters
+
+
+@pytest.mark.parametrize("law", ["gapped", "contiguous"])
+def test_masking_a_span_drops_it_with_its_delimiters_or_leaves_these(tiny_llama: Model, chat: Transcript, law: str):
+    cache = tiny_llama.prefill(chat)
+    dropped = tiny_llama.apply(MaskSpans("T1", law=law), cache)
+    kept = tiny_llama.apply(MaskSpans("T1", delimiters="kept", law=law), cache)
+    assert decoded(tiny_llama, dropped, "T1") == ""
+    assert decoded(tiny_llama, kept, "T1") == "<|im_start|>user\n<|im_end|>\n"
+    for found in (dropped, kept):
+        assert decoded(tiny_llama, found, "summary") == decoded(tiny_llama, cache, "summary")
+        places = torch.tensor([int(origin) for origin in found.ledger.origins[0]])
+        for tensor, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+            assert torch.equal(tensor, before[:, :, places])
+        closed = found.ledger.positions[0].tolist() == list(range(found.slots))
+        assert closed == (law == "contiguous")
+
+
+def test_zeroed_values_give_nothing_and_their_keys_stay(tiny: Model, chat: Transcript):
+    cache = tiny.prefill(chat)
+    inside = cache.ledger.in_segments(["T1"])[0]
+    for layers in (None, [0, 2]):
+        found = tiny.apply(ZeroValues("T1", layers=layers), cache)
+        assert_same_ledger(found.ledger, cache.ledger)
+        for layer in range(cache.n_layers):
+            assert torch.equal(found.keys[layer], cache.keys[layer])
+            assert torch.equal(found.values[layer][:, :, ~inside], cache.values[layer][:, :, ~inside])
+            gone = layers is None or layer in layers
+            assert bool((found.values[layer][:, :, inside] == 0).all()) == gone
+
+
+def test_zeroing_the_values_of_all_that_is_seen_leaves_a_query_with_a_share_of_its_own(tiny_llama: Model):
+    cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 6})])
+    before = copy_of(cache)
+    zeroed = tiny_llama.apply(ZeroValues("T1"), cache)
+    assert_bit_identical(cache, before)
+    question = [random_tokens(1, {"T2": 1}, start=6)]
+    logits = [extend(tiny_llama.lanes, each, question)[1] for each in (cache, zeroed, cache.mask("T1"))]
+    assert relative_difference(logits[1], logits[0]) > 1e-3
+    assert relative_difference(logits[1], logits[2]) > 1e-3
+
+
+def texts_by_hand(chat: Transcript, model: Model, placeholder: str | None, pruned: list[str]) -> list[int]:
+    """The conversation's tokens with the placeholder's in place of each pruned text."""
+    tokens = chat.tokens(model.tokenizer)
+    ids = [] if placeholder is None else model.tokenizer(placeholder, add_special_tokens=False)["input_ids"]
+    found: list[int] = []
+    put: set[str] = set()
+    for token, name, delimiter in zip(tokens.ids, tokens.segments, tokens.delimiters, strict=True):
+        if name in pruned and not delimiter:
+            found += ids if name not in put else []
+            put.add(name)
+        else:
+            found.append(token)
+    return found
+
+
+KEPT_LAST = [(0, ["tool one", "tool two", "tool three"]), (1, ["tool one", "tool two"]), (2, ["tool one"]), (3, [])]
+
+
+@pytest.mark.parametrize(("keep_last", "pruned"), KEPT_LAST)
+@pytest.mark.parametrize("placeholder", [None, "a.", "the 1"])
+@pytest.mark.parametrize("law", ["gapped", "contiguous"])
+def test_pruned_results_are_replaced_and_the_rest_is_bit_for_bit_what_it_was(
+    tiny_llama: Model, chat: Transcript, keep_last: int, pruned: list[str], placeholder: str | None, law: str
+):
+    cache = tiny_llama.prefill(chat)
+    before = copy_of(cache)
+    found = tiny_llama.apply(PruneToolResults(keep_last, placeholder, law=law), cache)
+    assert_bit_identical(cache, before)
+    assert found.ledger.tokens[0].tolist() == texts_by_hand(chat, tiny_llama, placeholder, pruned)
+    text = cache.ledger.in_segments(pruned)[0] & ~cache.ledger.delimiters[0]
+    new = found.ledger.in_segments(pruned)[0] & ~found.ledger.delimiters[0]
+    for after, tensor in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+        assert torch.equal(after[:, :, ~new], tensor[:, :, ~text])
+    assert bool(found.ledger.live.all())
+    if law == "contiguous":
+        assert found.ledger.positions[0].tolist() == list(range(found.slots))
+        assert found.ledger.following[0] == found.slots
+    else:
+        assert torch.equal(found.ledger.positions[0, ~new], cache.ledger.positions[0, ~text])
+        assert found.ledger.following[0] == cache.slots
+        for name in pruned if placeholder else ():
+            inside = found.ledger.in_segments([name])[0] & new
+            start = int(cache.ledger.positions[0, cache.ledger.in_segments([name])[0] & text][0])
+            assert found.ledger.positions[0, inside].tolist() == list(range(start, start + int(inside.sum())))
+
+
+def test_a_placeholder_sees_what_stands_before_it_and_no_text_that_went(tiny: Model, chat: Transcript):
+    cache = tiny.prefill(chat)
+    found = tiny.apply(PruneToolResults(1, "the 1"), cache)
+    ids = tiny.tokenizer("the 1", add_special_tokens=False)["input_ids"]
+    tokens = chat.tokens(tiny.tokenizer)
+    # By hand: the head of the conversation, then each placeholder after what still stands before it.
+    before = cache.select(slots=torch.arange(cache.slots)[None] < 0)
+    for name in ("tool one", "tool two"):
+        texts = [
+            index for index in range(len(tokens)) if tokens.segments[index] == name and not tokens.delimiters[index]
+        ]
+        read = [int(origin) for origin in before.ledger.origins[0]]
+        head = torch.tensor([[index < texts[0] and index > max(read, default=-1) for index in range(cache.slots)]])
+        piece = cache.select(slots=head & ~(cache.ledger.in_segments(["tool one"]) & ~cache.ledger.delimiters))
+        keys = tuple(torch.cat(pair, 2) for pair in zip(before.keys, piece.keys, strict=True))
+        values = tuple(torch.cat(pair, 2) for pair in zip(before.values, piece.values, strict=True))
+        standing = KVCache(keys, values, before.ledger.append(piece.ledger))
+        before, _ = extend(tiny.lanes, standing, [Tokens.of(ids, name, texts[0])])
+    for after, tensor in zip(found.keys + found.values, before.keys + before.values, strict=True):
+        assert relative_difference(after[:, :, : tensor.shape[2]], tensor) < 1e-5
+
+
+@pytest.mark.parametrize("placeholder", [None, "a.", "a longer one"])
+def test_results_pruned_and_computed_again_are_the_edited_conversation_read_anew(
+    tiny: Model, chat: Transcript, placeholder: str | None
+):
+    policy = PruneToolResults(1, placeholder, law="contiguous", provenance="recomputed")
+    found = tiny.apply(policy, tiny.prefill(chat))
+    expected = prefill(tiny.lanes, [Tokens.of(texts_by_hand(chat, tiny, placeholder, ["tool one", "tool two"]))])
+    assert torch.equal(found.ledger.tokens, expected.ledger.tokens)
+    assert torch.equal(found.ledger.positions, expected.ledger.positions)
+    for pair in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+        assert relative_difference(*pair) < 1e-5
+
+
+@pytest.mark.parametrize("placeholder", ["a.", "us", "b result 1", "a longer one than the text of any result"])
+def test_what_stands_behind_a_replaced_result_is_marked_however_long_its_placeholder(
+    tiny_llama: Model, chat: Transcript, placeholder: str
+):
+    policy = PruneToolResults(2, placeholder, law="contiguous", provenance="recomputed")
+    ledger = tiny_llama.apply(policy, tiny_llama.prefill(chat)).ledger
+    assert not bool(ledger.recomputed[ledger.in_segments(["system", "T1"])].any())
+    assert bool(ledger.recomputed[ledger.in_segments(["summary", "tool two", "tool three", "T2"])].all())
+
+
+def test_a_placeholder_that_does_not_fit_the_positions_of_its_text_is_refused(tiny_llama: Model, chat: Transcript):
+    with pytest.raises(ValueError, match=r"placeholder has \d+ tokens and does not fit the positions of 'tool one'"):
+        tiny_llama.apply(PruneToolResults(1, "the result is gone"), tiny_llama.prefill(chat))
+
+
+def test_a_placeholder_needs_a_tokenizer_and_a_result_in_every_row(tiny_llama: Model, chat: Transcript):
+    bare = Model(type(tiny_llama.lanes)(tiny_llama.lanes.plain), "bare")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        bare.apply(PruneToolResults(0, "a."), tiny_llama.prefill(chat))
+    rows = [chat, chat.without("tool one")]
+    with pytest.raises(ValueError, match="Only some rows hold 'tool one'"):
+        tiny_llama.apply(PruneToolResults(0, "a."), tiny_llama.prefill(rows))
+
+
+@pytest.mark.parametrize("placeholder", [None, "a."])
+def test_rows_of_one_batch_are_pruned_as_each_alone(tiny_llama: Model, chat: Transcript, placeholder: str | None):
+    other = Transcript.from_messages(
+        [{**message, "content": message["content"] + " us"} for message in MESSAGES], NAMES
+    )
+    policy = PruneToolResults(1, placeholder, law="contiguous")
+    together = tiny_llama.apply(policy, tiny_llama.prefill([chat, other]))
+    for row, conversation in enumerate((chat, other)):
+        alone = tiny_llama.apply(policy, tiny_llama.prefill(conversation))
+        held = ~together.ledger.padding[row]
+        assert torch.equal(together.ledger.tokens[row, held], alone.ledger.tokens[0])
+        assert torch.equal(together.ledger.positions[row, held], alone.ledger.positions[0])
+        for found, own in zip(together.keys + together.values, alone.keys + alone.values, strict=True):
+            assert relative_difference(found[row][:, held], own[0]) < 1e-5
+
+
+def test_reading_in_chunks_gives_the_logits_of_the_last_chunk(tiny_llama: Model):
+    tokens = random_tokens(0, {"T1": 11})
+    _, found = read_in_chunks(tiny_llama.lanes, [tokens], SlidingWindow(30), 4)
+    assert relative_difference(found, extend(tiny_llama.lanes, None, [tokens])[1]) < 1e-5
+
+
+@pytest.mark.parametrize("policy", BUDGETS, ids=str)
+def test_unequal_budgets_can_be_read_on_from(tiny: Model, policy: Policy):
+    cache = tiny.prefill(random_tokens(0, {"T1": 14}), policy=policy)
+    live = cache.ledger.live.expand(3, -1, tiny.geometry.n_kv_heads, -1)
+    assert 0 < int(live.sum()) <= 5 * 3 * tiny.geometry.n_kv_heads
+    question = [random_tokens(1, {"T2": 2}, start=14)]
+    plain, hooked = (extend(tiny.lanes, cache, question, lane)[1] for lane in LANES)
+    assert relative_difference(hooked, plain) < 1e-4

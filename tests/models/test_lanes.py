@@ -1,0 +1,40 @@
+import pytest
+import torch
+import transformers
+
+from kvprobe.inference.model import Model
+from kvprobe.models.geometry import Geometry
+from tests.models import WINDOW, llama
+
+
+def test_tiny_models_have_the_geometry_they_were_built_with(tiny_models: dict[str, Model]):
+    for name, model in tiny_models.items():
+        shape = model.geometry
+        assert (shape.n_layers, shape.n_heads, shape.d_head, shape.d_model) == (3, 4, 8, 32)
+        assert shape.n_kv_heads == (4 if name in ("gpt2", "gpt_neox") else 2)
+        assert shape.windows == ((WINDOW, WINDOW, None) if name == "gemma3" else (None, None, None))
+        assert (shape.max_position is not None) == (name == "gpt2")
+
+
+def test_a_window_without_layer_types_holds_in_every_layer():
+    assert Geometry.of(transformers.MistralConfig(num_hidden_layers=2, sliding_window=16)).windows == (16, 16)
+
+
+def test_a_window_that_is_switched_off_holds_nowhere():
+    config = transformers.Qwen2Config(num_hidden_layers=2, sliding_window=16, use_sliding_window=False)
+    assert Geometry.of(config).windows == (None, None)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen3NextConfig", "Llama4TextConfig"])
+def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str):
+    with pytest.raises(ValueError, match="kvprobe reads full and sliding-window attention"):
+        Geometry.of(getattr(transformers, name)())
+
+
+def test_the_fingerprint_is_of_the_weights_and_of_nothing_else():
+    assert llama(seed=1).fingerprint == llama(seed=1, tokenizer=object()).fingerprint
+    assert llama(seed=1).fingerprint != llama(seed=2).fingerprint
+    changed = llama(seed=1)
+    with torch.no_grad():
+        changed.lanes.plain.lm_head.weight[0, 0] += 1e-3
+    assert changed.fingerprint != llama(seed=1).fingerprint

@@ -1,0 +1,215 @@
+"""Dictionaries: trained ones find what was planted, saved ones come back the same, and what does not fit is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvprobe.inference.model import Model
+from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, shipped_dictionaries, train
+from kvprobe.saes.training import Kind
+from tests.models import llama
+from tests.saes.planted import ACTIVE, DIM, PLACE, PLANTED, planted
+
+KINDS: tuple[Kind, ...] = ("topk", "jumprelu")
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shards, torch.Tensor]:
+    return planted(tmp_path_factory.mktemp("planted") / "shards")
+
+
+@pytest.fixture(scope="module")
+def trained(recording: tuple[Shards, torch.Tensor]) -> dict[str, SparseFeatures]:
+    return {
+        kind: train(recording[0], PLACE, Recipe(kind, 32, ACTIVE, 150_000, batch=200, learning_rate=1e-2), "planted")
+        for kind in KINDS
+    }
+
+
+@pytest.fixture(scope="module")
+def fitting() -> Model:
+    """A model whose residual stream is as wide as what was planted."""
+    return llama(hidden_size=DIM, num_attention_heads=2, num_key_value_heads=1)
+
+
+def unexplained(features: SparseFeatures, activations: torch.Tensor) -> float:
+    error = (features.reconstruct(activations) - activations).square().sum()
+    return float(error / (activations - activations.mean(0)).square().sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_finds_the_planted_directions(
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, SparseFeatures], kind: str
+):
+    shards, directions = recording
+    features = trained[kind]
+    activations = torch.cat(list(shards.activations(PLACE)))
+    assert unexplained(features, activations) < 0.1
+    # Turned at random, the same dictionary has all of this but its truth.
+    assert unexplained(features.turned(0), activations) > 5 * unexplained(features, activations)
+    found = torch.nn.functional.normalize(features.directions, dim=1) @ directions.T
+    assert (found.max(0).values > 0.95).sum() >= 0.9 * PLANTED
+    active = float((features.encode(activations) != 0).sum(1).float().mean())
+    assert active == pytest.approx(ACTIVE, rel=0.25)
+
+
+def test_the_same_seed_trains_the_same_dictionary(recording: tuple[Shards, torch.Tensor]):
+    recipe = Recipe(width=24, active=ACTIVE, tokens=2000, batch=100)
+    torch.manual_seed(1)
+    one, state = train(recording[0], PLACE, recipe, "planted"), torch.random.get_rng_state()
+    torch.manual_seed(2)
+    other = train(recording[0], PLACE, recipe, "planted")
+    assert torch.equal(one.sae.W_dec, other.sae.W_dec)
+    torch.manual_seed(1)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
+    recording: tuple[Shards, torch.Tensor],
+    trained: dict[str, SparseFeatures],
+    kind: str,
+    fitting: Model,
+    tmp_path: Path,
+):
+    from sae_lens import SAE
+
+    activations = next(recording[0].activations(PLACE))
+    folder = trained[kind].save(tmp_path / "saved")
+    with pytest.warns(UserWarning, match="trained on another model"):
+        loaded = SparseFeatures.load(folder, fitting)
+    assert loaded.place == PLACE
+    for own in (loaded, SparseFeatures(SAE.load_from_disk(folder), PLACE)):
+        latents, expected = own.encode(activations), trained[kind].encode(activations)
+        assert float((own.decode(latents) - trained[kind].decode(expected)).abs().max()) < 1e-3
+        assert ((latents != 0) == (expected != 0)).float().mean() > 0.9999
+    # What was loaded can be saved again.
+    again = loaded.save(tmp_path / "again")
+    assert (again / "sae_weights.safetensors").read_bytes() == (folder / "sae_weights.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reconstruction_is_the_sum_of_its_latents_directions(
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, SparseFeatures], kind: str
+):
+    activations = next(recording[0].activations(PLACE))
+    for features in (trained[kind], trained[kind].turned(3)):
+        latents = features.encode(activations)
+        bias = features.decode(torch.zeros(1, features.width))
+        torch.testing.assert_close(features.decode(latents), latents @ features.directions + bias, rtol=1e-4, atol=1e-3)
+
+
+def saved_as(features: SparseFeatures, folder: Path, **changes: Any) -> Path:
+    """Its files, with other entries in the config."""
+    features.save(folder)
+    config = json.loads((folder / "cfg.json").read_text())
+    metadata = {**config["metadata"], **changes.pop("metadata", {})}
+    (folder / "cfg.json").write_text(json.dumps({**config, **changes, "metadata": metadata}))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:The SAE was trained on another model")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"metadata": {"hook_name": "blocks.7.hook_resid_post"}},
+            "reads layer 7, but LlamaForCausalLM has layers 0 to 2",
+        ),
+        ({"metadata": {"hook_name": "blocks.1.attn.hook_z"}}, "which kvprobe does not read"),
+        ({"metadata": {"hook_name": None}}, "does not say which hook"),
+        ({"metadata": {"hook_head_index": 2}}, "reads single heads"),
+        ({"metadata": {"hook_name_out": "blocks.1.hook_mlp_out"}}, "transcoder"),
+        ({"normalize_activations": "expected_average_only_in"}, "scaled by a factor"),
+    ],
+)
+def test_a_dictionary_that_belongs_elsewhere_is_refused(
+    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path, changes: dict[str, Any], said: str
+):
+    with pytest.raises(ValueError, match=said):
+        SparseFeatures.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting)
+
+
+def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
+    trained: dict[str, SparseFeatures], tiny_llama: Model, tmp_path: Path
+):
+    folder = trained["topk"].save(tmp_path / "saved")
+    expected = "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; give one that was trained there."
+    with pytest.raises(ValueError, match="The SAE reads") as refused:
+        SparseFeatures.load(folder, tiny_llama)
+    assert str(refused.value) == expected
+    with pytest.raises(ValueError, match="reads 16 numbers a token, but activations have 15"):
+        trained["topk"].encode(torch.zeros(2, 15))
+
+
+def test_files_that_are_no_dictionary_are_refused(trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path):
+    with pytest.raises(ValueError, match="no SAE"):
+        SparseFeatures.load(tmp_path, fitting)
+    with pytest.raises(ValueError, match="no dictionary called 'resid'"):
+        SparseFeatures.load("resid", fitting)
+    folder = trained["topk"].save(tmp_path / "cut")
+    weights = folder / "sae_weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        SparseFeatures.load(folder, fitting)
+
+
+def test_a_dictionary_that_is_not_finite_is_refused_by_name(
+    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+):
+    folder = trained["topk"].save(tmp_path / "nan")
+    weights = load_file(folder / "sae_weights.safetensors")
+    weights["W_dec"][2, 3] = torch.nan
+    save_file(weights, folder / "sae_weights.safetensors")
+    with pytest.raises(ValueError, match="tensor W_dec of the SAE has NaN or infinity"):
+        SparseFeatures.load(folder, fitting)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kind": "topp"}, {"active": 0}, {"active": 2000}, {"tokens": 100}, {"learning_rate": 0.0}]
+)
+def test_recipes_that_train_nothing_are_refused(unchecked: None, settings: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"topk|latents|train nothing"):
+        Recipe(**settings)
+
+
+def test_activations_that_do_not_vary_are_refused(tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    shards, _ = planted(tmp_path / "shards", shards=1)
+    tensors = load_file(shards.files[0])
+    save_file({**tensors, str(PLACE): torch.full_like(tensors[str(PLACE)], 3.0)}, shards.files[0])
+    with pytest.raises(ValueError, match="do not vary"):
+        train(shards, PLACE, Recipe(tokens=1000, batch=100), "planted")
+
+
+def test_weights_of_half_the_size_are_read_as_before_but_for_their_rounding(
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+):
+    whole, half = (trained["topk"].save(tmp_path / name, half=name == "half") for name in ("whole", "half"))
+    sizes = [(folder / "sae_weights.safetensors").stat().st_size for folder in (whole, half)]
+    assert sizes[1] < 0.6 * sizes[0]
+    with pytest.warns(UserWarning, match="trained on another model"):
+        read = SparseFeatures.load(half, fitting)
+    assert read.sae.W_dec.dtype == torch.float32
+    activations = next(recording[0].activations(PLACE))
+    assert unexplained(read, activations) == pytest.approx(unexplained(trained["topk"], activations), rel=0.02)
+
+
+def test_what_ships_fits_its_model_and_was_trained_on_it(smol: Model, recwarn: pytest.WarningsRecorder):
+    assert shipped_dictionaries()
+    for name in shipped_dictionaries():
+        features = SparseFeatures.load(name, smol)
+        assert features.dim == features.place.width(smol.geometry)
+    assert not [each for each in recwarn if "trained on another model" in str(each.message)]
+
+
+def test_a_place_can_be_given_to_a_dictionary_that_does_not_know_its_own(
+    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+):
+    folder = saved_as(trained["topk"], tmp_path / "saved", metadata={"hook_name": None, "kvprobe_model": None})
+    assert SparseFeatures.load(folder, fitting, Place("mlp_out", 2)).place == Place("mlp_out", 2)

@@ -1,0 +1,94 @@
+"""Designs: labels crossed with contexts, and what is no design."""
+
+import numpy as np
+import pytest
+
+from kvprobe.inference.model import Model
+from kvprobe.studies.leakage.config import KINDS as CONFIGURED
+from kvprobe.tasks.designs import Design, Sample, Target
+from kvprobe.tasks.passcode import conversation
+from kvprobe.tasks.secrets import KINDS, secret
+from kvprobe.text.transcript import Transcript
+
+CHAT = Transcript.from_messages([{"role": "user", "content": "hello"}], ["T1"])
+
+
+def test_crossing_gives_every_context_its_own_texts_with_their_labels():
+    made = {
+        name: lambda text, name=name: Transcript.from_messages([{"role": "user", "content": name + text}])
+        for name in "xy"
+    }
+    design = Design.crossed(made, [["0", "1"], ["1", "1"]], lambda text: (int(text),), Target("bit", ("no", "yes")))
+    assert [(each.context, each.labels, each.transcript.messages[0].text) for each in design.samples] == [
+        ("x", (0,), "x0"),
+        ("x", (1,), "x1"),
+        ("y", (1,), "y1"),
+        ("y", (1,), "y1"),
+    ]
+
+
+def test_a_column_of_labels_becomes_classes_in_order():
+    design = Design.labelled([CHAT] * 3, ["b", "a", "b"], ["x", "y", "z"], "mood")
+    assert design.target == Target("mood", ("a", "b"))
+    assert [sample.labels for sample in design.samples] == [(1,), (0,), (1,)]
+    with pytest.raises(ValueError, match="one label and one context"):
+        Design.labelled([CHAT], ["a", "b"], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Target("one", ("a",)), "at least two"),
+        (lambda: Target("twice", ("a", "a")), "none of them twice"),
+        (lambda: Target("nothing", ("a", "b"), ()), "at least one place"),
+        (lambda: Design((), Target("t", ("a", "b"))), "there are none"),
+        (lambda: Design((Sample(CHAT, (0, 1), "x"),), Target("t", ("a", "b"))), "needs 1"),
+        (lambda: Design((Sample(CHAT, (2,), "x"),), Target("t", ("a", "b"))), "0 to 1"),
+        (lambda: Design((Sample(CHAT, (0,), "x"), Sample(CHAT, (1,), "x", 0)), Target("t", ("a", "b"))), "not both"),
+    ],
+)
+def test_what_is_no_design_is_refused(make, words: str):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_secrets_are_hidden_in_one_turn_asked_for_in_the_last_and_shift_nothing(smol: Model, kind: str):
+    hidden = secret(kind)
+    design = hidden.design(7, 5, np.random.default_rng(0), smol.tokenizer)
+    assert len(design.samples) == 35
+    assert len({sample.context for sample in design.samples}) == 7
+    for first in range(0, 35, 5):
+        rows = [sample.transcript.tokens(smol.tokenizer) for sample in design.samples[first : first + 5]]
+        assert len({row.parts for row in rows}) == 1
+        texts = {row.ids[row.part("code")] for row in rows}
+        assert len(texts) == 5
+        for row in rows:
+            assert row.ids[row.part("code")] == row.ids[row.part("answer")]
+            assert {name for name, part in zip(row.segments, row.parts, strict=True) if part} == {"T2", "T3"}
+        # Nothing between tells it.
+        summaries = {row.ids[row.span("summary2")] for row in rows}
+        assert len(summaries) == 1
+
+
+@pytest.mark.parametrize("kind", ["name", "topic", "sentiment"])
+def test_each_label_is_told_by_many_texts(smol: Model, kind: str):
+    hidden = secret(kind)
+    counts = np.bincount(list(hidden.label_of.values()))
+    assert counts.min() >= 10
+    assert len(counts) == len(hidden.target.classes)
+    drawn = hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
+    assert drawn == hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
+    assert all(len(set(own)) == 12 for own in drawn)
+    with pytest.raises(ValueError, match="were asked for in each context"):
+        hidden.draw(1, 1000, np.random.default_rng(1), smol.tokenizer)
+
+
+def test_a_code_s_labels_are_its_digits_and_the_study_knows_all_kinds():
+    assert secret("code").labels("40213") == (4, 0, 2, 1, 3)
+    assert secret("topic").target.classes[secret("topic").labels("jazz")[0]] == "music"
+    assert CONFIGURED == KINDS
+    with pytest.raises(ValueError, match="did you mean 'topic'"):
+        secret("topc")
+    context = secret("name").contexts[3]
+    assert "{code}" not in conversation(context, "Anna Bell").messages[5].text
