@@ -9,9 +9,9 @@ import torch
 
 from kvprobe.cli import app
 from kvprobe.inference.model import Model
+from kvprobe.probes import probe_card
 from kvprobe.probes.live_scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, live_scan
 from kvprobe.probes.probe_card import Where
-from kvprobe.probing import probe_card
 from kvprobe.report.views.scan import save_scan, scan_lines
 from kvprobe.text.transcript import Transcript
 from tests.browser import browse, needs_browser

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from kvprobe.files import MAX_BYTES
 from kvprobe.inference.model import Model, load
+from kvprobe.probes import probe_card
 from kvprobe.probes.card_page import card_page
 from kvprobe.probes.probe_card import CARD, WEIGHTS, Card, Measure, Where
 from kvprobe.probes.published_probe import Probe
-from kvprobe.probing import probe_card
 from kvprobe.probing.sweep import READS, read_outs
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer

@@ -13,6 +13,7 @@ import torch
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.bitflips.study as study
+from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import Sample
 from kvprobe.faults import Draws, Host
@@ -22,7 +23,6 @@ from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
 from kvprobe.report.page import write_report
 from kvprobe.stats import DIFFERENCE, estimate, wilson
-from kvprobe.studies import trials
 from kvprobe.studies.bitflips.analyse import analyse, difference, mean_of, of_field, tolerated
 from kvprobe.studies.bitflips.collect import ANY, FIELDS, cases, places
 from kvprobe.studies.bitflips.config import Config

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.robustness.study as study
+from kvprobe.experiments import trials
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -25,7 +26,6 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.report.page import write_report
 from kvprobe.stats import wilson
-from kvprobe.studies import trials
 from kvprobe.studies.robustness.analyse import analyse
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, beside, cases, kinds
 from kvprobe.studies.robustness.config import Config
