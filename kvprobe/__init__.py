@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache.cache import KVCache
     from kvprobe.cache.ledger import Ledger
+    from kvprobe.errors import UserError
     from kvprobe.experiments.runs import Run
     from kvprobe.inference.capture import Captured
     from kvprobe.inference.doctor import examine
     from kvprobe.inference.generate import Generation, row_generators
-    from kvprobe.inference.live import Kept
     from kvprobe.inference.measured import Measured, measure
     from kvprobe.inference.model import Model, load
     from kvprobe.inference.sweep import Sweep, Trial
+    from kvprobe.inference.under_policy import Snapshot
     from kvprobe.layers import LayerMap, layer_map
     from kvprobe.memory.budget import Budget, budget
     from kvprobe.patching import (
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
         patch_sweep,
     )
     from kvprobe.policies.policy import Scene
-    from kvprobe.probes.live_scan import live_scan
     from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.scan import scan
     from kvprobe.probing.claims import Probing
     from kvprobe.probing.probe import probe
     from kvprobe.report import plots, views
@@ -53,7 +54,6 @@ _HOMES = {
     "Generation": "kvprobe.inference.generate",
     "KL": "kvprobe.patching",
     "KVCache": "kvprobe.cache.cache",
-    "Kept": "kvprobe.inference.live",
     "LayerMap": "kvprobe.layers",
     "Ledger": "kvprobe.cache.ledger",
     "LogProb": "kvprobe.patching",
@@ -71,23 +71,25 @@ _HOMES = {
     "Run": "kvprobe.experiments.runs",
     "Sample": "kvprobe.tasks.designs",
     "Scene": "kvprobe.policies.policy",
+    "Snapshot": "kvprobe.inference.under_policy",
     "Sweep": "kvprobe.inference.sweep",
     "Target": "kvprobe.tasks.designs",
     "Tokens": "kvprobe.text.transcript",
     "Transcript": "kvprobe.text.transcript",
     "Trial": "kvprobe.inference.sweep",
+    "UserError": "kvprobe.errors",
     "attend": "kvprobe.attention",
     "attribute": "kvprobe.patching",
     "budget": "kvprobe.memory.budget",
     "examine": "kvprobe.inference.doctor",
     "layer_map": "kvprobe.layers",
-    "live_scan": "kvprobe.probes.live_scan",
     "load": "kvprobe.inference.model",
     "measure": "kvprobe.inference.measured",
     "patch_pairs": "kvprobe.patching",
     "patch_sweep": "kvprobe.patching",
     "probe": "kvprobe.probing.probe",
     "row_generators": "kvprobe.inference.generate",
+    "scan": "kvprobe.probes.scan",
 }
 
 _MODULES = {
@@ -110,7 +112,6 @@ __all__ = [
     "Design",
     "Generation",
     "KVCache",
-    "Kept",
     "LayerMap",
     "Ledger",
     "LogProb",
@@ -128,11 +129,13 @@ __all__ = [
     "Run",
     "Sample",
     "Scene",
+    "Snapshot",
     "Sweep",
     "Target",
     "Tokens",
     "Transcript",
     "Trial",
+    "UserError",
     "attend",
     "attention",
     "attribute",
@@ -142,7 +145,6 @@ __all__ = [
     "faults",
     "layer_map",
     "layers",
-    "live_scan",
     "load",
     "measure",
     "patch_pairs",
@@ -153,6 +155,7 @@ __all__ = [
     "probe",
     "row_generators",
     "saes",
+    "scan",
     "views",
 ]
 

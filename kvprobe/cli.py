@@ -3,12 +3,15 @@
 import dataclasses
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter, Token
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.files import read_yaml
@@ -21,7 +24,7 @@ def _whole(kind: Any, tokens: Sequence[Token]) -> int:
     try:
         return int(tokens[0].value)
     except ValueError as error:
-        raise ValueError(f"{tokens[0].value!r} is no whole number.") from error
+        raise UserError(f"{tokens[0].value!r} is no whole number.") from error
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
@@ -36,20 +39,38 @@ app.command(runs_app)
 
 
 def main() -> None:
-    """Entry point. An expected error is one sentence and exit code 2; an interruption, 130."""
+    """Entry point. What the user can mend is one sentence and exit code 2; a defect of kvprobe, 70; an interruption, 130."""
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        _add_run_commands(sys.argv[1:])
-        app()
+        _add_run_commands(arguments)
+        app(arguments)
     except BrokenPipeError:
         # Whoever was reading has read enough; what is still in the buffer must not be an error either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+    except (UserError, OSError) as error:
         print(f"kvprobe: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nkvprobe: interrupted; the same command goes on from here.", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        print(f"kvprobe: {_reported(error)}", file=sys.stderr)
+        sys.exit(70)
+
+
+def _reported(error: Exception) -> str:
+    """The sentence for an error that nobody expected, whose traceback is written to a file."""
+    file, path = tempfile.mkstemp(prefix="kvprobe-", suffix=".txt")
+    with os.fdopen(file, "w", encoding="utf-8") as written:
+        traceback.print_exception(error, file=written)
+    return (
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {str(error)[:200]}); the traceback is in {path}, and "
+        f"--debug prints it; please report it."
+    )
 
 
 @app.command(name="ls")
@@ -111,7 +132,7 @@ def attend(
 
     read = text if chat is None else read_chat(chat)
     if read is None or None not in (text, chat):
-        raise ValueError("Give --text or --chat, and not both.")
+        raise UserError("Give --text or --chat, and not both.")
     from kvprobe.inference.model import load
     from kvprobe.report.views.attend import attend_page
 
@@ -161,12 +182,12 @@ def scan(
 
     conversation = read_chat(chat)
     from kvprobe.inference.model import load
-    from kvprobe.probes.live_scan import live_scan
     from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    found = live_scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
+    found = scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
     print("\n".join(scan_lines(found)))
     print(f"\nPage: {save_scan(found, out)}")
 
@@ -216,9 +237,7 @@ def budget(
     measured = None
     if measure:
         if model.endswith(".json") or weights is not None:
-            raise ValueError(
-                "--measure loads the model; give its name or folder instead of a config, and no --weights."
-            )
+            raise UserError("--measure loads the model; give its name or folder instead of a config, and no --weights.")
         from kvprobe.inference.measured import measurable
         from kvprobe.inference.measured import measure as measured_by
         from kvprobe.inference.model import load

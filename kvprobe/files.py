@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 if TYPE_CHECKING:
@@ -50,19 +51,19 @@ def filled(kind: Any, content: Any, where: str, limits: Limits) -> Any:
         where: what the value is called in a refusal.
 
     Raises:
-        ValueError: a key is unknown or missing, or a value is of the wrong type, too long or out of bounds.
+        UserError: a key is unknown or missing, or a value is of the wrong type, too long or out of bounds.
     """
     if dataclasses.is_dataclass(kind):
         return _filled_dataclass(kind, content, where, limits)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (tuple, Sequence):
         if not isinstance(content, list | tuple) or len(content) > limits.entries:
-            raise ValueError(f"{where} must be a list of at most {limits.entries:,}.")
+            raise UserError(f"{where} must be a list of at most {limits.entries:,}.")
         entries = [filled(arguments[0], each, f"an entry of {where}", limits) for each in content]
         return tuple(entries) if origin is tuple else entries
     if origin is Literal:
         if content not in arguments:
-            raise ValueError(f"{where} is {_shown(content)}; expected one of {', '.join(map(repr, arguments))}.")
+            raise UserError(f"{where} is {_shown(content)}; expected one of {', '.join(map(repr, arguments))}.")
         return content
     if origin is UnionType:
         if content is None and NoneType in arguments:
@@ -72,15 +73,15 @@ def filled(kind: Any, content: Any, where: str, limits: Limits) -> Any:
     if kind is float and type(content) is int and abs(content) < MOST_WHOLE:
         content = float(content)
     if type(content) is not kind:
-        raise ValueError(f"{where} is {_shown(content)}, a {type(content).__name__}; expected a {kind.__name__}.")
+        raise UserError(f"{where} is {_shown(content)}, a {type(content).__name__}; expected a {kind.__name__}.")
     if isinstance(content, str) and len(content) > limits.text:
-        raise ValueError(f"{where} has {len(content):,} characters; expected at most {limits.text:,}.")
+        raise UserError(f"{where} has {len(content):,} characters; expected at most {limits.text:,}.")
     if isinstance(content, str) and limits.one_line and not content.isprintable():
-        raise ValueError(f"{where} holds characters that cannot be printed; expected one line of text.")
+        raise UserError(f"{where} holds characters that cannot be printed; expected one line of text.")
     if isinstance(content, float) and not math.isfinite(content):
-        raise ValueError(f"{where} is {content}; expected a finite number.")
+        raise UserError(f"{where} is {content}; expected a finite number.")
     if isinstance(content, int) and abs(content) > MOST_WHOLE:
-        raise ValueError(f"{where} is beyond {MOST_WHOLE:,}; expected a smaller number.")
+        raise UserError(f"{where} is beyond {MOST_WHOLE:,}; expected a smaller number.")
     return content
 
 
@@ -91,16 +92,16 @@ def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> 
         advice: how a refusal ends.
 
     Raises:
-        ValueError: the file is too large, is not UTF-8 or JSON, or holds something else.
+        UserError: the file is too large, is not UTF-8 or JSON, or holds something else.
     """
     if path.stat().st_size > limit:
-        raise ValueError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
+        raise UserError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable JSON ({' '.join(str(error).split())[:100]}); {advice}.") from error
+        raise UserError(f"{path} is not readable JSON ({' '.join(str(error).split())[:100]}); {advice}.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object; it holds {_shown(content)}; {advice}.")
+        raise UserError(f"{path} must hold an object; it holds {_shown(content)}; {advice}.")
     return content
 
 
@@ -126,19 +127,19 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     """The mapping in a YAML file of bounded size and depth, without aliases.
 
     Raises:
-        ValueError: the file is missing, too large, not such YAML, or not a mapping.
+        UserError: the file is missing, too large, not such YAML, or not a mapping.
     """
     if not path.is_file():
-        raise ValueError(f"There is no file {path}.")
+        raise UserError(f"There is no file {path}.")
     if path.stat().st_size > limit:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}.")
+        raise UserError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}.")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Settings)
     # ValueError: a month that does not exist, bytes that are no text; TypeError: a key that cannot be one.
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not readable YAML ({' '.join(str(error).split())}).") from error
+        raise UserError(f"{path} is not readable YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a mapping of settings; it holds a {type(content).__name__}.")
+        raise UserError(f"{path} must hold a mapping of settings; it holds a {type(content).__name__}.")
     return content
 
 
@@ -155,7 +156,7 @@ def read_table(path: Path) -> "DataFrame":
     """A table that a run has kept.
 
     Raises:
-        ValueError: it is damaged.
+        UserError: it is damaged.
     """
     import pandas as pd
 
@@ -169,7 +170,7 @@ def refuse_damaged(path: Path) -> None:
     """Refuse a table or tensors that cannot be read to their end.
 
     Raises:
-        ValueError: the sentence says which file, and to delete it.
+        UserError: the sentence says which file, and to delete it.
     """
     if path.suffix == ".parquet":
         read_table(path)
@@ -183,20 +184,20 @@ def refuse_damaged(path: Path) -> None:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> ValueError:
+def _damaged(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200].rstrip(".")
-    return ValueError(f"{path} is damaged ({reason}); delete this file, and start the run again to make it anew.")
+    return UserError(f"{path} is damaged ({reason}); delete this file, and start the run again to make it anew.")
 
 
 def _filled_dataclass(kind: Any, content: Any, where: str, limits: Limits) -> Any:
     if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must be a mapping, not a {type(content).__name__}.")
+        raise UserError(f"{where} must be a mapping, not a {type(content).__name__}.")
     types, needed = _fields(kind, limits.whole)
     for key in content:
         if key not in types:
-            raise ValueError(unknown("key", str(key)[:40], types))
+            raise UserError(unknown("key", str(key)[:40], types))
     if missing := [name for name in needed if name not in content]:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}.")
+        raise UserError(f"{where} lacks {', '.join(map(repr, missing))}.")
     return kind(**{key: filled(types[key], each, repr(key), limits) for key, each in content.items()})
 
 

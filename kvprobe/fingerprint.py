@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kvprobe.errors import UserError
+
 PARTS = ("weights", "config", "tokenizer or chat template")
 """What the parts of a fingerprint stand for, in their order; a hyphen stands between them."""
 
@@ -63,11 +65,11 @@ class Maker:
         """See `kvprobe.fingerprint.fingerprint`.
 
         Raises:
-            ValueError: the model is gone, and nobody asked before.
+            UserError: the model is gone, and nobody asked before.
         """
         model = self._model()
         if model is None:
-            raise ValueError(
+            raise UserError(
                 "The model that made this cache is no longer in memory, so its fingerprint cannot be taken; save or use the cache "
                 "while it is, or give up the check with dataclasses.replace(cache, made_by=None)."
             )

@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 from scipy.special import stdtrit
 
+from kvprobe.errors import UserError
+
 FEWEST = 8
 """Clusters below which there is no interval, only the range of the clusters' values."""
 SHARE = (0.0, 1.0)
@@ -195,7 +197,7 @@ def wilson(successes: int | float, trials: int) -> Estimate:
         successes: may be a mean over repetitions times the number of independent trials; the interval is then wide enough.
     """
     if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"Successes must lie in 0 to {trials}, the number of trials; got {successes} of {trials}.")
+        raise UserError(f"Successes must lie in 0 to {trials}, the number of trials; got {successes} of {trials}.")
     z, share = 1.959963984540054, successes / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as reference
 
+from kvprobe.errors import UserError
 from kvprobe.stats import (
     DIFFERENCE,
     FEWEST,
@@ -136,5 +137,5 @@ def test_wilson_is_the_textbooks_interval_and_stays_inside():
         assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
         mirrored = wilson(trials - successes, trials)
         assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
-    with pytest.raises(ValueError, match="must lie in 0 to 2"):
+    with pytest.raises(UserError, match="must lie in 0 to 2"):
         wilson(3, 2)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.attention.patterns import Patterns, refuse_missing
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 
 
@@ -29,7 +30,7 @@ def contribution(model: Model, patterns: Patterns, slots: Sequence[int] | Int[Te
     """How much of each layer's attention output is what it reads in these slots.
 
     Raises:
-        ValueError: there is no such slot, or W_O is not known (see `Lanes.output_weights`).
+        UserError: there is no such slot, or W_O is not known (see `Lanes.output_weights`).
     """
     heads, layers = [], []
     everywhere = range(patterns.cache.slots)
@@ -49,10 +50,10 @@ def written(
     Over all slots and heads it sums to the layer's attention output before bias, and before any norm after it (Gemma).
 
     Raises:
-        ValueError: the patterns do not have this layer, or there is no such slot.
+        UserError: the patterns do not have this layer, or there is no such slot.
     """
     if layer not in patterns.layers:
-        raise ValueError(f"The patterns are of layers {list(patterns.layers)} and not of {layer}; ask `attend` for it.")
+        raise UserError(f"The patterns are of layers {list(patterns.layers)} and not of {layer}; ask `attend` for it.")
     index = refuse_missing(patterns, slots)
     values = patterns.cache.values[layer][0][:, index].float()
     weights = patterns.weights[patterns.layers.index(layer)][..., index].unflatten(0, (values.shape[0], -1))

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.attention.patterns import attend
+from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.tasks.needle import Needle
@@ -49,10 +50,10 @@ def roles(
         needles: texts to answer from; 0 leaves the retrieval score out.
 
     Raises:
-        ValueError: there is nothing to repeat, or the vocabulary has not so many tokens.
+        UserError: there is nothing to repeat, or the vocabulary has not so many tokens.
     """
     if length < 2 or copies < 2 or sequences < 1 or needles < 0:
-        raise ValueError(
+        raise UserError(
             f"length={length}, copies={copies}, sequences={sequences}, needles={needles}; at least 2, 2, 1 and 0 are needed."
         )
     rng = torch.Generator().manual_seed(seed)
@@ -74,7 +75,7 @@ def _repeated(model: Model, length: int, copies: int, rng: torch.Generator) -> T
         start = [] if model.tokenizer.bos_token_id is None else [model.tokenizer.bos_token_id]
     ids = [token for token in torch.randperm(vocabulary, generator=rng).tolist() if token not in special][:length]
     if len(ids) < length:
-        raise ValueError(f"{length} different tokens were asked for, but the vocabulary has {len(ids)}; ask for fewer.")
+        raise UserError(f"{length} different tokens were asked for, but the vocabulary has {len(ids)}; ask for fewer.")
     return Tokens.of(start + ids * copies)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvprobe.attention.patterns import Patterns, refuse_missing
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 
 LOCAL = 32
 """Slots that count as local: the query's own and those right before it."""
@@ -38,7 +39,7 @@ def dangling(
         local: the query's own slot and those right before it, this many in all, are local.
 
     Raises:
-        ValueError: the two are not of the same tokens, layers and queries, or there is no such segment.
+        UserError: the two are not of the same tokens, layers and queries, or there is no such segment.
     """
     ledger, places = before.cache.ledger, _places(before, after, hidden)
     heads, kept = before.weights.shape[1], after.cache.ledger.kept[0].nonzero()[:sinks, 0]
@@ -79,18 +80,18 @@ def lift(
         sinks: so many of the first live slots are the sink.
 
     Raises:
-        ValueError: the two differ in their positions, layers or queries, or a slot is a sink or not there.
+        UserError: the two differ in their positions, layers or queries, or a slot is a sink or not there.
     """
     ours, theirs = damaged.cache.ledger, clean.cache.ledger
     if not torch.equal(ours.positions, theirs.positions):
-        raise ValueError(
+        raise UserError(
             "The damaged and the clean run stand at different positions; give two runs slot for slot the same."
         )
     _refuse_others(damaged, clean, damaged.queries)
     index = refuse_missing(clean, slots)
     sink = theirs.kept[0].nonzero()[:sinks, 0]
     if bool(torch.isin(index, sink).any()):
-        raise ValueError(f"Slots {sink.tolist()} are the sink, which lift leaves out; leave them out of `slots` too.")
+        raise UserError(f"Slots {sink.tolist()} are the sink, which lift leaves out; leave them out of `slots` too.")
 
     def share(patterns: Patterns) -> Tensor:
         return (patterns.mass(slots=index) / (1 - patterns.mass(slots=sink)).clamp(min=torch.finfo().eps)).mean(-1)
@@ -107,7 +108,7 @@ def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Ten
     if new.slots != old.slots:
         places = places[~old.in_segments(hidden)[0]]
     if len(places) != new.slots or not torch.equal(old.tokens[0, places], new.tokens[0]):
-        raise ValueError(
+        raise UserError(
             f"The patterns after are not of the slots before less {', '.join(hidden)}; read the same text after the same cache, "
             f"before and after masking or evicting those segments."
         )
@@ -118,7 +119,7 @@ def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Ten
 def _refuse_others(one: Patterns, other: Patterns, queries: Int[Tensor, "queries"]) -> None:
     """Refuse patterns of other layers or queries, those of `other` being given as slots of `one`."""
     if one.layers != other.layers or not torch.equal(one.queries, queries):
-        raise ValueError("The two patterns are of different layers or queries; choose the same of both with `attend`.")
+        raise UserError("The two patterns are of different layers or queries; choose the same of both with `attend`.")
 
 
 def _live(patterns: Patterns) -> Bool[Tensor, "layers heads slots"]:

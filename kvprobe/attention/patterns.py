@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, new_slots, one_row_each, read, taps
 from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
@@ -49,7 +50,7 @@ class Patterns:
     def of_layers(self, layers: Sequence[int]) -> "Patterns":
         """The same for some of its layers; one that it does not have is refused."""
         if missing := [layer for layer in layers if layer not in self.layers]:
-            raise ValueError(f"The patterns have no layer {missing[0]}; they have {', '.join(map(str, self.layers))}.")
+            raise UserError(f"The patterns have no layer {missing[0]}; they have {', '.join(map(str, self.layers))}.")
         places = [self.layers.index(layer) for layer in layers]
         return replace(self, weights=self.weights[places], layers=tuple(layers))
 
@@ -63,10 +64,10 @@ class Patterns:
         """How much of its attention each query spends on these segments, or on these slots.
 
         Raises:
-            ValueError: neither or both were given, or there is no such segment or slot.
+            UserError: neither or both were given, or there is no such segment or slot.
         """
         if bool(segments) == (slots is not None):
-            raise ValueError("Name one or more segments, or give `slots`, but not both.")
+            raise UserError("Name one or more segments, or give `slots`, but not both.")
         index = self.slots(*segments) if slots is None else refuse_missing(self, slots)
         return self.weights[..., index].sum(-1)
 
@@ -98,19 +99,19 @@ def attend(
         chunk: tokens to read at a time.
 
     Raises:
-        ValueError: the text is empty or several rows, `chunk` is below 1, or there is no such query or layer.
+        UserError: the text is empty or several rows, `chunk` is below 1, or there is no such query or layer.
     """
     rows = model.tokens_after(past, text)
     if len(rows) != 1 or not len(rows[0]):
-        raise ValueError(
+        raise UserError(
             f"Patterns are of one row with a token at least; there are {len(rows)} rows, or nothing to read."
         )
     if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; read at least 1 token at a time.")
+        raise UserError(f"chunk is {chunk}; read at least 1 token at a time.")
     tokens, n_layers = rows[0], model.geometry.n_layers
     wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
     if not wanted or not set(wanted) <= set(range(n_layers)):
-        raise ValueError(
+        raise UserError(
             f"Layers {list(wanted)} were asked for; the model has layers 0 to {n_layers - 1}, give one at least."
         )
     chosen, before = _chosen(tokens, queries), 0 if past is None else past.slots
@@ -135,7 +136,7 @@ def refuse_missing(patterns: Patterns, slots: Sequence[int] | Int[Tensor, "chose
     index = torch.as_tensor(slots, dtype=torch.long, device=patterns.weights.device)
     count = patterns.cache.slots
     if bool(((index < 0) | (index >= count)).any()) or len(index.unique()) != len(index):
-        raise ValueError(f"Slots {index.tolist()} were given; name slots from 0 to {count - 1}, each once.")
+        raise UserError(f"Slots {index.tolist()} were given; name slots from 0 to {count - 1}, each once.")
     return index
 
 
@@ -203,14 +204,14 @@ def _chosen(tokens: Tokens, queries: str | Sequence[str] | Sequence[int]) -> lis
     for each in asked:
         if isinstance(each, str):
             if each not in tokens.names:
-                raise ValueError(unknown("segment", each, tokens.names))
+                raise UserError(unknown("segment", each, tokens.names))
             found |= {index for index, name in enumerate(tokens.segments) if name == each}
         elif -len(tokens) <= each < len(tokens):
             found.add(each % len(tokens))
         else:
-            raise ValueError(
+            raise UserError(
                 f"There is no query {each}; the text has {len(tokens)} tokens, counted from 0 or back from -1."
             )
     if not found:
-        raise ValueError("No query was chosen; give 'last', a segment, or tokens by index.")
+        raise UserError("No query was chosen; give 'last', a segment, or tokens by index.")
     return sorted(found)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
 
@@ -48,7 +49,7 @@ class KVCache:
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
-            raise ValueError(
+            raise UserError(
                 f"A cache needs as many key as value tensors and at least one of each; "
                 f"got {len(self.keys)} and {len(self.values)}."
             )
@@ -56,7 +57,7 @@ class KVCache:
         for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
             for name, tensor in zip(("keys", "values"), pair, strict=True):
                 if tensor.dim() != 4 or tuple(tensor.shape[:3]) != expected or not tensor.is_floating_point():
-                    raise ValueError(
+                    raise UserError(
                         f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
                         f"floats with (batch, KV heads, slots) = {expected}."
                     )
@@ -141,7 +142,7 @@ class KVCache:
         Values and deeper layers keep what they learnt of the old positions: that is provenance, not position.
         """
         if law not in get_args(PositionLaw):
-            raise ValueError(unknown("position law", law, get_args(PositionLaw)))
+            raise UserError(unknown("position law", law, get_args(PositionLaw)))
         if law == "gapped":
             return self
         closed = self.ledger.closed()
@@ -150,7 +151,7 @@ class KVCache:
     def fork(self, rows: int = 1) -> "KVCache":
         """A cache with `rows` copies of each row; a single row is shared by all its copies, not copied."""
         if rows < 1:
-            raise ValueError(f"A cache cannot be forked into {rows} rows; ask for at least 1.")
+            raise UserError(f"A cache cannot be forked into {rows} rows; ask for at least 1.")
 
         def spread(tensor: Tensor) -> Tensor:
             if self.batch == 1:
@@ -173,14 +174,14 @@ class KVCache:
     def join(caches: "Sequence[KVCache]") -> "KVCache":
         """The rows of several caches of one model as one batch; shorter ones are padded with slots that are not live."""
         if not caches:
-            raise ValueError("There are no caches to join; give at least one.")
+            raise UserError("There are no caches to join; give at least one.")
         slots = max(cache.slots for cache in caches)
         ledgers = [cache.ledger.padded(slots) for cache in caches]
         if any(cache.shape != caches[0].shape for cache in caches):
-            raise ValueError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
+            raise UserError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
         makers = [cache.made_by for cache in caches if cache.made_by is not None]
         if not all(maker.same(makers[0]) for maker in makers):
-            raise ValueError("Caches of several models cannot be joined; join those of one.")
+            raise UserError("Caches of several models cannot be joined; join those of one.")
 
         def joined(tensors: Sequence[Tensor]) -> Tensor:
             return torch.cat([torch.nn.functional.pad(each, (0, 0, 0, slots - each.shape[2])) for each in tensors])
@@ -203,7 +204,7 @@ class KVCache:
                 cache by default.
 
         Raises:
-            ValueError: the fault needs more than its host has; or see `Scope`.
+            UserError: the fault needs more than its host has; or see `Scope`.
         """
         return fault.corrupt(self, draws, hosts)
 
@@ -226,17 +227,17 @@ class KVCache:
             heads: only in these KV heads (all by default).
 
         Raises:
-            ValueError: the donor has other shapes, or there is no such segment, layer, head or part.
+            UserError: the donor has other shapes, or there is no such segment, layer, head or part.
         """
         if part not in ("K", "V", "KV"):
-            raise ValueError(unknown("part", part, ("K", "V", "KV")))
+            raise UserError(unknown("part", part, ("K", "V", "KV")))
         if donor.shape != self.shape or donor.ledger.tokens.shape != self.ledger.tokens.shape:
-            raise ValueError(
+            raise UserError(
                 f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the "
                 f"base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and see `patching.aligned`."
             )
         if donor.keys[0].dtype != self.keys[0].dtype:
-            raise ValueError(
+            raise UserError(
                 f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model in one dtype."
             )
         chosen = self._chosen(segments, slots)[:, None, :, None]
@@ -259,14 +260,14 @@ class KVCache:
         """Refuse a cache that holds NaN or infinity, be it in a slot that is masked: 0 × NaN is NaN.
 
         Raises:
-            ValueError: it does; the sentence names part, layer, KV head, slot and row.
+            UserError: it does; the sentence names part, layer, KV head, slot and row.
         """
         for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
             for part, tensor in zip("KV", pair, strict=True):
                 bad = ~tensor.isfinite().all(-1)
                 if bool(bad.any()):
                     row, head, slot = bad.nonzero()[0].tolist()
-                    raise ValueError(
+                    raise UserError(
                         f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a cache must "
                         f"be finite to be attended to."
                     )
@@ -283,7 +284,7 @@ class KVCache:
         """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.
 
         Raises:
-            ValueError: the model is no longer in memory, and its fingerprint was not taken before.
+            UserError: the model is no longer in memory, and its fingerprint was not taken before.
         """
         save_cache(Path(path), self.keys, self.values, self.ledger, self.made_by)
 
@@ -295,25 +296,25 @@ class KVCache:
             any_model: let any model of its shape read the cache, and not only the one that made it.
 
         Raises:
-            ValueError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
+            UserError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
         """
         keys, values, ledger, made_by = load_cache(Path(path))
         cache = KVCache(keys, values, ledger, None if any_model else made_by)
         try:
             cache.refuse_nonfinite()
         except ValueError as error:
-            raise ValueError(f"In {path}, {error}") from error
+            raise UserError(f"In {path}, {error}") from error
         return cache
 
     def _chosen(
         self, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
     ) -> Bool[Tensor, "batch slots"]:
         if bool(segments) == (slots is not None):
-            raise ValueError("Name one or more segments, or give `slots`, but not both.")
+            raise UserError("Name one or more segments, or give `slots`, but not both.")
         if slots is None:
             return self.ledger.in_segments(segments)
         if slots.shape != self.ledger.tokens.shape:
-            raise ValueError(
+            raise UserError(
                 f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots."
             )
         return slots
@@ -344,5 +345,5 @@ def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:
         return list(range(count))
     for index in chosen:
         if not 0 <= index < count:
-            raise ValueError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
+            raise UserError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
     return list(chosen)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.ledger import COLUMNS, PADDING, Grain, Ledger
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, digest
 
 FORMAT = "kvprobe-cache-3"
@@ -45,20 +46,20 @@ def save_cache(
 def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledger, Maker | None]:
     """Keys, values, ledger and maker of the cache in `path`; anything that `save_cache` did not write whole is refused."""
     if not path.is_file():
-        raise FileNotFoundError(f"There is no cache file at {path}.")
+        raise UserError(f"There is no cache file at {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise ValueError(
+                raise UserError(
                     f"{path} is not a kvprobe cache (its format is {metadata.get('format')!r}, "
                     f"expected {FORMAT!r}); make the cache again and write it with KVCache.save."
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); save it again.") from error
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}); save it again.") from error
     if metadata.pop("digest", None) != _digest(tensors, metadata):
-        raise ValueError(f"{path} was altered since the cache was saved (its digest is another); save it again.")
+        raise UserError(f"{path} was altered since the cache was saved (its digest is another); save it again.")
     try:
         layers = int(metadata["layers"])
         names = json.loads(metadata["names"])
@@ -72,11 +73,11 @@ def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledg
         keys = tuple(tensors.pop(f"keys.{layer}") for layer in range(layers))
         values = tuple(tensors.pop(f"values.{layer}") for layer in range(layers))
     except (KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} lacks a part of the cache ({error}); save it again.") from error
+        raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error
     if tensors:
-        raise ValueError(f"{path} holds tensors that no cache has: {', '.join(sorted(tensors))}.")
+        raise UserError(f"{path} holds tensors that no cache has: {', '.join(sorted(tensors))}.")
     if not keys or any(tensor.dim() != 4 for tensor in keys):
-        raise ValueError(f"{path} holds no keys of a cache; the file was altered, save it again.")
+        raise UserError(f"{path} holds no keys of a cache; the file was altered, save it again.")
     _check_ledger(ledger, layers, keys[0].shape[1], path)
     return keys, values, ledger, Maker(made_by) if made_by else None
 
@@ -104,4 +105,4 @@ def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) 
     named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
     quantised = ledger.grain is not None or bool((ledger.quantised == -1).all())
     if not (len(shape) == 2 and same and live_fits and bool(named.all()) and quantised):
-        raise ValueError(f"The ledger in {path} does not fit its slots; the file was altered, save it again.")
+        raise UserError(f"The ledger in {path} does not fit its slots; the file was altered, save it again.")

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 PADDING = -1
@@ -103,7 +104,7 @@ class Ledger:
         found = torch.zeros_like(self.segments, dtype=torch.bool)
         for name in names:
             if name not in self.names:
-                raise ValueError(unknown("segment", name, self.names))
+                raise UserError(unknown("segment", name, self.names))
             found |= self.segments == self.names.index(name)
         return found
 
@@ -164,7 +165,7 @@ class Ledger:
         names = tuple(dict.fromkeys(name for ledger in ledgers for name in ledger.names))
         grains = {ledger.grain for ledger in ledgers if ledger.grain is not None}
         if len(grains) > 1:
-            raise ValueError("Caches that were quantised at different precisions cannot be joined.")
+            raise UserError("Caches that were quantised at different precisions cannot be joined.")
         layers = max(ledger.live.shape[0] for ledger in ledgers)
         heads = max(ledger.live.shape[2] for ledger in ledgers)
         joined = {name: torch.cat([getattr(ledger, name) for ledger in ledgers]) for name in COLUMNS}

@@ -30,7 +30,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """A rotation of every slot from one position to another; the same for all layers of one `Rotary`."""
 
     cos: Float[Tensor, "batch 1 slots pairs"]
@@ -40,7 +40,7 @@ class Turn:
     @classmethod
     def between(
         cls, rotary: Rotary, origins: Int[Tensor, "batch slots"], positions: Int[Tensor, "batch slots"]
-    ) -> "Turn":
+    ) -> "Rotation":
         """The turn from `origins` to `positions`.
 
         Both angles are taken in fp32, as the model itself takes them, so that a turned key equals one computed at

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.subspace import Eraser, Subspace
+from kvprobe.errors import UserError
 
 Site = tuple[int, str]
 """A layer, and `K` or `V`."""
@@ -33,7 +34,7 @@ def erase(
         strength: see `Eraser.erased`.
 
     Raises:
-        ValueError: a layer or part that does not exist, an eraser of another width, or no such segment.
+        UserError: a layer or part that does not exist, an eraser of another width, or no such segment.
     """
 
     def erased(site: Site, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
@@ -62,10 +63,10 @@ def interchange(
         strength: 0 leaves the base as it is, 1 exchanges, between them is a mixture, and beyond 1 an exaggeration.
 
     Raises:
-        ValueError: as `erase`, or a donor of another shape.
+        UserError: as `erase`, or a donor of another shape.
     """
     if donor.shape != base.shape or donor.ledger.tokens.shape != base.ledger.tokens.shape:
-        raise ValueError(
+        raise UserError(
             f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the base "
             f"{base.shape} and {base.batch} × {base.slots}; give a donor of the same model, and see `patching.aligned`."
         )
@@ -82,13 +83,13 @@ def refuse_unfit(cache: KVCache, subspaces: Mapping[Site, Subspace]) -> None:
     """Refuse subspaces of a layer or part that does not exist, or of another width than its slots."""
     for (layer, part), subspace in subspaces.items():
         if part not in ("K", "V") or not 0 <= layer < cache.n_layers:
-            raise ValueError(
+            raise UserError(
                 f"There is no {part!r} at layer {layer}; give subspaces for K or V of layers 0 to {cache.n_layers - 1}."
             )
         heads, width = cache.n_kv_heads, (cache.keys if part == "K" else cache.values)[layer].shape[3]
         *sites, dim, _ = subspace.read.shape
         if (tuple(sites), dim) not in (((), heads * width), ((heads,), width)):
-            raise ValueError(
+            raise UserError(
                 f"The subspace for {part} of layer {layer} is of vectors of shape {(*sites, dim)}; expected ({heads * width},), which "
                 f"is KV heads × numbers to a head, or ({heads}, {width}) for each head by itself."
             )
@@ -98,7 +99,7 @@ def _chosen(
     cache: KVCache, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
 ) -> Bool[Tensor, "batch slots"]:
     if bool(segments) == (slots is not None):
-        raise ValueError("Name one or more segments, or give `slots`, but not both.")
+        raise UserError("Name one or more segments, or give `slots`, but not both.")
     return cache.ledger.in_segments(segments) if slots is None else slots
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.erasing.subspace import Eraser
+from kvprobe.errors import UserError
 from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.linear import LinearProbes, check_features, check_problem
 from kvprobe.probing.ridge import VARIANCE_FLOOR
@@ -35,11 +36,11 @@ def inlp(
         rounds: at most.
 
     Raises:
-        ValueError: labels out of range or of one class, no sample held out or none left, or features that are not finite.
+        UserError: labels out of range or of one class, no sample held out or none left, or features that are not finite.
     """
     check_features(features)
     if not 0 < int(held_out.sum()) < len(held_out):
-        raise ValueError(f"{int(held_out.sum())} of {len(held_out)} samples are held out; hold out some, and not all.")
+        raise UserError(f"{int(held_out.sum())} of {len(held_out)} samples are held out; hold out some, and not all.")
     check_problem(labels[:, ~held_out], torch.arange(int((~held_out).sum())) % 3, classes)
     answers = one_hot_answers(labels, classes, features.dtype)
     whole = Moments.of(features, answers)

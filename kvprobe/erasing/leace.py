@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvprobe.erasing.subspace import Eraser
 from kvprobe.erasing.whitening import Whitening
+from kvprobe.errors import UserError
 from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.linear import check_features
 
@@ -32,16 +33,16 @@ def leace(
         classes: of every target.
 
     Raises:
-        ValueError: labels out of range or not as many as samples, fewer than two samples, or features that are not finite.
+        UserError: labels out of range or not as many as samples, fewer than two samples, or features that are not finite.
     """
     labels = torch.atleast_2d(labels)
     if labels.shape[1] != features.shape[-2] or labels.shape[1] < 2:
-        raise ValueError(
+        raise UserError(
             f"There are {features.shape[-2]} samples with {labels.shape[1]} labels; an eraser needs a label for each of at "
             f"least two samples."
         )
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+        raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
     sites = features.shape[:-2]
     flat = features.reshape(-1, *features.shape[-2:]).double()
     check_features(flat)

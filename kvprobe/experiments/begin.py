@@ -17,7 +17,7 @@ def begin(
         inputs: for settings that name files, a digest of what these hold.
 
     Raises:
-        ValueError: a setting that does not fit the model, or a directory that holds another run.
+        UserError: a setting that does not fit the model, or a directory that holds another run.
     """
     model = load(config.model, device=config.device, dtype=config.dtype)
     device = f"{model.lanes.device}, {str(model.lanes.dtype).removeprefix('torch.')}"

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvprobe.errors import UserError
 from kvprobe.files import read_yaml
 from kvprobe.names import unknown
 from kvprobe.shipped import shipped
@@ -39,16 +40,16 @@ def read_preset(path: Path) -> Preset:
     """A preset from a file.
 
     Raises:
-        ValueError: unreadable YAML, an unknown key, or no study.
+        UserError: unreadable YAML, an unknown key, or no study.
     """
     content = read_yaml(path)
     for key in content:
         if key not in _KEYS:
-            raise ValueError(f"In {path}: {unknown('key', str(key), _KEYS)}")
+            raise UserError(f"In {path}: {unknown('key', str(key), _KEYS)}")
     settings = content.get("settings") or {}
     named = isinstance(settings, dict) and all(isinstance(key, str) for key in settings)
     if not isinstance(content.get("study"), str) or not named:
-        raise ValueError(f"{path} must name its 'study' and may hold a mapping of 'settings'.")
+        raise UserError(f"{path} must name its 'study' and may hold a mapping of 'settings'.")
     minutes = content.get("minutes")
     return Preset(
         name=path.stem,

@@ -4,6 +4,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.names import unknown
 from kvprobe.probes.probe_card import CARD, WEIGHTS, Made
@@ -20,18 +21,18 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
         name: only this one.
 
     Raises:
-        ValueError: the run is unfinished, keeps no probes or none of this name, its probes read other weights than it ran
+        UserError: the run is unfinished, keeps no probes or none of this name, its probes read other weights than it ran
             on, or another probe of the same name is there already.
     """
     if not run.finished:
-        raise ValueError(f"{run.path} is unfinished; start it again to resume, then publish.")
+        raise UserError(f"{run.path} is unfinished; start it again to resume, then publish.")
     kept = {path.parent.name: path.parent for path in sorted((run.path / KEPT).glob(f"*/{CARD}"))}
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"{run.path} kept no probes; publish a run of the leakage study, of more than one context and this version."
         )
     if name is not None and name not in kept:
-        raise ValueError(unknown(f"probe in {run.path}", name, kept))
+        raise UserError(unknown(f"probe in {run.path}", name, kept))
 
     environment = run.environment
     made = Made(
@@ -43,11 +44,11 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
     chosen = {each: Probe.load(folder) for each, folder in kept.items() if name in (None, each)}
     for each, probe in chosen.items():
         if probe.name != each:
-            raise ValueError(
+            raise UserError(
                 f"{kept[each]} holds the card of {probe.name!r}; a probe's folder has its name, so rename it."
             )
         if probe.card.weights != environment["model"]:
-            raise ValueError(
+            raise UserError(
                 f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
             )
         _refuse_other(probe, to / probe.name)
@@ -64,7 +65,7 @@ def _refuse_other(probe: Probe, folder: Path) -> None:
         or there.card.weights != probe.card.weights
         or not there.linear.weights.equal(probe.linear.weights)
     ):
-        raise ValueError(f"{folder} holds something else; delete it, or publish to another folder with --to.")
+        raise UserError(f"{folder} holds something else; delete it, or publish to another folder with --to.")
 
 
 def _saved(probe: Probe, folder: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, write_whole
 from kvprobe.fingerprint import differing
 
@@ -66,11 +67,11 @@ class Run:
             inputs: for settings that name files, a digest of what these hold.
 
         Raises:
-            ValueError: the directory holds another run, or one begun with another model, other files or versions; or the name is
+            UserError: the directory holds another run, or one begun with another model, other files or versions; or the name is
                 none of a folder.
         """
         if name is not None and not _NAME.fullmatch(name):
-            raise ValueError(
+            raise UserError(
                 f"{name!r} cannot be the name of a run; use letters, digits, dots, dashes and underscores, 100 at most, and choose the "
                 f"folder with --out."
             )
@@ -83,10 +84,10 @@ class Run:
             if wrong is None:
                 return cls(run.path, run.environment)
             if run._kept_something():
-                raise ValueError(wrong)
+                raise UserError(wrong)
             _describe(run.path, settings, environment)
         elif run.path.exists() and any(run.path.iterdir()):
-            raise ValueError(f"{run.path} is not empty and not a run; choose another --out.")
+            raise UserError(f"{run.path} is not empty and not a run; choose another --out.")
         else:
             # Made beside its place, so that a start for which there is no space leaves nothing.
             partial = root / f".{run.path.name}.{os.getpid()}"
@@ -103,11 +104,11 @@ class Run:
         """An existing run.
 
         Raises:
-            ValueError: there is no run at `path`.
+            UserError: there is no run at `path`.
         """
         run = cls(Path(path))
         if not (run.path / "config.yaml").is_file():
-            raise ValueError(f"{run.path} is not a run directory (it has no config.yaml); see `kvprobe run`.")
+            raise UserError(f"{run.path} is not a run directory (it has no config.yaml); see `kvprobe run`.")
         return run
 
     @property
@@ -123,13 +124,13 @@ class Run:
         """On what it ran.
 
         Raises:
-            ValueError: `env.json` is missing or was altered.
+            UserError: `env.json` is missing or was altered.
         """
         found = self._json("env.json")
         kinds = {"model": str, "device": str, "versions": dict, "seed": int | None}
         for name, kind in kinds.items():
             if not isinstance(found.get(name), kind):
-                raise ValueError(f"{self.path / 'env.json'} has no {name!r}, or one of the wrong type; it was altered.")
+                raise UserError(f"{self.path / 'env.json'} has no {name!r}, or one of the wrong type; it was altered.")
         return found
 
     @property
@@ -146,7 +147,7 @@ class Run:
         """A table of the run: `samples` has one row per sample and condition."""
         path = self.path / f"{table}.parquet"
         if not path.is_file():
-            raise ValueError(f"{self.path} has no {table}.parquet; the run is unfinished, start it again to resume.")
+            raise UserError(f"{self.path} has no {table}.parquet; the run is unfinished, start it again to resume.")
         return read_table(path)
 
     def part(self, name: str) -> Path:
@@ -159,7 +160,7 @@ class Run:
         """An intermediate result: the one that an earlier attempt kept, or what `write` writes now.
 
         Raises:
-            ValueError: the one that was kept is damaged, or another command has begun the run anew meanwhile.
+            UserError: the one that was kept is damaged, or another command has begun the run anew meanwhile.
         """
         path = self.part(name)
         if path.is_file():
@@ -168,7 +169,7 @@ class Run:
         partial = path.with_suffix(".partial")
         write(partial)
         if self.begun is not None and self.environment != self.begun:
-            raise ValueError(f"{self.path} was begun anew by another command; choose another --name for one of them.")
+            raise UserError(f"{self.path} was begun anew by another command; choose another --name for one of them.")
         return partial.replace(path)
 
     def save_table(self, table: str, rows: pd.DataFrame) -> None:
@@ -215,7 +216,7 @@ class Run:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.path / name
         if not path.is_file():
-            raise ValueError(f"{self.path} has no {name}; the run is unfinished, start it again to resume.")
+            raise UserError(f"{self.path} has no {name}; the run is unfinished, start it again to resume.")
         return read_json(path, MOST_BYTES)
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.struck import Struck
@@ -76,11 +77,11 @@ class BitFlips(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype is not None and self.dtype not in LAYOUTS:
-            raise ValueError(unknown("dtype", self.dtype, LAYOUTS))
+            raise UserError(unknown("dtype", self.dtype, LAYOUTS))
         if self.field is not None and self.field not in get_args(Field):
-            raise ValueError(unknown("field", self.field, get_args(Field)))
+            raise UserError(unknown("field", self.field, get_args(Field)))
         if self.bit is not None and self.field is not None:
-            raise ValueError(f"BitFlips has bit={self.bit} and field={self.field}; give a bit or a field.")
+            raise UserError(f"BitFlips has bit={self.bit} and field={self.field}; give a bit or a field.")
         self._refuse_bit(LAYOUTS[self.dtype or "fp32"])
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
@@ -89,7 +90,7 @@ class BitFlips(Fault):
         if self.dtype is not None and numbers.dtype in (torch.float32, LAYOUTS[self.dtype].dtype):
             layout = LAYOUTS[self.dtype]
         elif self.dtype is not None or layout is None:
-            raise ValueError(
+            raise UserError(
                 f"{self} flips bits of {self.dtype}, and a cache in {numbers.dtype} would round them away; flip bits of its own "
                 f"dtype, or hold the cache in float32."
             )
@@ -103,7 +104,7 @@ class BitFlips(Fault):
 
     def _refuse_bit(self, layout: Layout) -> None:
         if self.bit is not None and not 0 <= self.bit < layout.bits:
-            raise ValueError(
+            raise UserError(
                 f"BitFlips has bit={self.bit}; in {layout.dtype}, give a bit from 0 to {layout.bits - 1}, or a field."
             )
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host
 from kvprobe.faults.paged import Paged
@@ -95,19 +96,19 @@ class Splice(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.above < 0:
-            raise ValueError(f"Splice has above={self.above}; it must be a layer, 0 or more.")
+            raise UserError(f"Splice has above={self.above}; it must be a layer, 0 or more.")
 
     def reaches(self, layer: int) -> bool:
         return layer >= self.above
 
     def refuse_unfit(self, host: Host) -> None:
         if self.above >= host.cache.n_layers:
-            raise ValueError(
+            raise UserError(
                 f"There is no layer {self.above} to splice above; the cache has layers 0 to {host.cache.n_layers - 1}."
             )
         donor = host.donor(self.donor)
         if donor.slots < host.cache.slots:
-            raise ValueError(
+            raise UserError(
                 f"The scaffold has {donor.slots} slots and the cache {host.cache.slots}; make it of the same prompt, with "
                 f"`scaffold`."
             )
@@ -119,7 +120,7 @@ class Splice(Fault):
 def scaffold(tokens: Tokens, filler: Sequence[int]) -> Tokens:
     """The same conversation with the tokens of its texts replaced by `filler`, over and over; delimiters stay."""
     if not filler:
-        raise ValueError("There is no filler; give at least one token.")
+        raise UserError("There is no filler; give at least one token.")
     count = 0
     ids = []
     for token, delimiter in zip(tokens.ids, tokens.delimiters, strict=True):

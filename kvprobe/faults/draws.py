@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
+
 _STREAM = 0x6661
 """Keeps faults apart from whatever else is drawn from the same seed and sample."""
 
@@ -34,7 +36,7 @@ class Draws:
     def __post_init__(self) -> None:
         for name in ("seed", "sample", "repeat"):
             if getattr(self, name) < 0:
-                raise ValueError(f"Draws has {name}={getattr(self, name)}; it must be 0 or more.")
+                raise UserError(f"Draws has {name}={getattr(self, name)}; it must be 0 or more.")
 
     def uniform(self, shape: tuple[int, ...], *purpose: int) -> Float[Tensor, "..."]:
         """Numbers from 0 to 1 in float64, so that none are equal; on the CPU. `purpose` tells draws apart.

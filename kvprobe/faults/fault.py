@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part, Scope
@@ -41,7 +42,7 @@ class Fault(ABC):
 
     def __post_init__(self) -> None:
         if self.at != "every" and (not isinstance(self.at, int) or self.at < 0):
-            raise ValueError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step from 0 on.")
+            raise UserError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step from 0 on.")
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -70,7 +71,7 @@ class Fault(ABC):
         """Refuse a host that this fault cannot strike.
 
         Raises:
-            ValueError: it cannot.
+            UserError: it cannot.
         """
 
     @abstractmethod
@@ -78,7 +79,7 @@ class Fault(ABC):
         """What the slots hold afterwards, K or V.
 
         Raises:
-            ValueError: the host lacks what this fault needs (a donor, rotary frequencies, queries).
+            UserError: the host lacks what this fault needs (a donor, rotary frequencies, queries).
         """
 
     def corrupt(

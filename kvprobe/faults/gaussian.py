@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.host import Host
@@ -42,9 +43,9 @@ class Gaussian(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.matched not in get_args(Matched):
-            raise ValueError(unknown("way to match noise", self.matched, get_args(Matched)))
+            raise UserError(unknown("way to match noise", self.matched, get_args(Matched)))
         if not 0 <= self.scale < float("inf"):
-            raise ValueError(f"Gaussian has scale={self.scale}; it must be 0 or more.")
+            raise UserError(f"Gaussian has scale={self.scale}; it must be 0 or more.")
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -77,13 +78,13 @@ def shares(host: Host, part: Part) -> tuple[float, ...]:
     look at all slots here: masks and windows are not counted in.
 
     Raises:
-        ValueError: the host has no queries.
+        UserError: the host has no queries.
     """
     known = host.found.get(("shares", part))
     if isinstance(known, tuple):
         return known
     if host.vectors(0, part).shape[1] < 2:
-        raise ValueError(
+        raise UserError(
             "Noise matched by its effect needs two slots or more, the first being left out; give a longer prompt."
         )
     layers = range(host.cache.n_layers)
@@ -97,7 +98,7 @@ def shares(host: Host, part: Part) -> tuple[float, ...]:
 def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
     """How far striking one slot with this share of noise moves the layer's attention output, relative to its norm."""
     if host.queries is None:
-        raise ValueError("Noise matched by its effect needs the host's queries; let Model.sweep read them.")
+        raise UserError("Noise matched by its effect needs the host's queries; let Model.sweep read them.")
     keys, values = host.vectors(layer, "k").float(), host.vectors(layer, "v").float()
     queries, scale = host.queries.rows[layer].float(), host.queries.scale[layer]
     scores = queries @ keys.transpose(1, 2) * scale

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotary
+from kvprobe.errors import UserError
 from kvprobe.faults.scope import Part
 from kvprobe.names import unknown
 
@@ -78,12 +79,12 @@ class Host:
 
     def __post_init__(self) -> None:
         if self.cache.batch != 1:
-            raise ValueError(
+            raise UserError(
                 f"A fault's host is one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
             )
         for name, donor in self.donors.items():
             if donor.batch != 1 or donor.shape != self.cache.shape:
-                raise ValueError(
+                raise UserError(
                     f"Donor {name!r} has {donor.batch} rows of shape {donor.shape}; expected 1 row of {self.cache.shape}, "
                     f"from the same model."
                 )
@@ -91,7 +92,7 @@ class Host:
     def donor(self, name: str) -> KVCache:
         """A donor by name; an unknown one is refused."""
         if name not in self.donors:
-            raise ValueError(unknown("donor", name, self.donors))
+            raise UserError(unknown("donor", name, self.donors))
         return self.donors[name]
 
     def vectors(self, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:

@@ -6,6 +6,7 @@ from typing import get_args
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
@@ -25,11 +26,11 @@ class OverlappingKV(Paged):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.last not in get_args(Part):
-            raise ValueError(unknown("part", self.last, get_args(Part)))
+            raise UserError(unknown("part", self.last, get_args(Part)))
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if struck.keys.shape != struck.values.shape:
-            raise ValueError(
+            raise UserError(
                 f"Keys have {struck.keys.shape[1]} numbers and values {struck.values.shape[1]}; pages of unequal size do not "
                 f"overlap slot by slot."
             )

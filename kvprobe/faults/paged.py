@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
@@ -31,7 +32,7 @@ class Paged(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block < 1:
-            raise ValueError(f"{type(self).__name__} has block={self.block}; it must be at least 1.")
+            raise UserError(f"{type(self).__name__} has block={self.block}; it must be at least 1.")
         object.__setattr__(self, "scope", replace(self.scope, block=self.block))
 
 
@@ -52,7 +53,7 @@ class WrongPointers(Paged):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pointing not in get_args(Pointing):
-            raise ValueError(unknown("pointing", self.pointing, get_args(Pointing)))
+            raise UserError(unknown("pointing", self.pointing, get_args(Pointing)))
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         before = struck.of(part)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache.rotary import Turn
+from kvprobe.cache.rotary import Rotation
+from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
@@ -28,11 +29,11 @@ class PositionShift(Fault):
         if part == "v":
             return struck.values
         if struck.host.rotaries is None:
-            raise ValueError(
+            raise UserError(
                 "PositionShift turns keys, and this host has no rotary frequencies; let Model.sweep find them."
             )
         rotary = struck.host.rotaries[struck.layer]
         if rotary is None:
             return struck.keys
         at = struck.positions[None]
-        return Turn.between(rotary, at, at + self.by).of(struck.keys[None, None])[0, 0]
+        return Rotation.between(rotary, at, at + self.by).of(struck.keys[None, None])[0, 0]

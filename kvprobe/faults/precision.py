@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.ledger import Grain
+from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
@@ -84,7 +85,7 @@ class QuantisationNoise(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.bits <= 8 or self.group < 1:
-            raise ValueError(f"{self} rounds to 1 to 8 bits, in groups of at least 1.")
+            raise UserError(f"{self} rounds to 1 to 8 bits, in groups of at least 1.")
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         vectors = struck.of(part)
@@ -93,6 +94,6 @@ class QuantisationNoise(Fault):
 
 def _check(fault: Fault, value: float, name: str, kind: str) -> None:
     if not 0 < value < float("inf"):
-        raise ValueError(f"{type(fault).__name__} has {name}={value}; it must be above 0.")
+        raise UserError(f"{type(fault).__name__} has {name}={value}; it must be above 0.")
     if kind not in get_args(Format):
-        raise ValueError(unknown("fp8 format", kind, get_args(Format)))
+        raise UserError(unknown("fp8 format", kind, get_args(Format)))

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.names import described, unknown
 
@@ -64,18 +65,18 @@ class Scope:
                 chosen = (chosen,) if isinstance(chosen, str) else chosen
                 object.__setattr__(self, name, tuple(chosen))
                 if not getattr(self, name):
-                    raise ValueError(f"Scope has no {name}; give at least one, or None for all.")
+                    raise UserError(f"Scope has no {name}; give at least one, or None for all.")
         if not 0 <= self.rate <= 1:
-            raise ValueError(f"Scope has rate={self.rate}; it must be 0 to 1.")
+            raise UserError(f"Scope has rate={self.rate}; it must be 0 to 1.")
         if self.count is not None and (self.count < 0 or self.rate != 1.0):
-            raise ValueError(
+            raise UserError(
                 f"Scope has count={self.count} and rate={self.rate}; give either, and a count of 0 or more."
             )
         for name, kind in (("parts", Parts), ("among", Among), ("unit", Unit)):
             if getattr(self, name) not in get_args(kind):
-                raise ValueError(unknown(name, getattr(self, name), get_args(kind)))
+                raise UserError(unknown(name, getattr(self, name), get_args(kind)))
         if self.block < 1 or (self.block > 1 and self.unit == "number"):
-            raise ValueError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
+            raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
 
     def __str__(self) -> str:
         return described(self)
@@ -84,7 +85,7 @@ class Scope:
         """The slots of a row from which are drawn.
 
         Raises:
-            ValueError: an unknown segment, or a slot beyond the cache.
+            UserError: an unknown segment, or a slot beyond the cache.
         """
         found = ~ledger.padding[row]
         if self.segments is not None:
@@ -134,7 +135,7 @@ class Scope:
         `unit="number"`, those of which some number might be.
 
         Raises:
-            ValueError: a layer or head beyond the cache.
+            UserError: a layer or head beyond the cache.
         """
         every = self.unit == "number"
         struck = (
@@ -198,7 +199,7 @@ class Order:
 def bands(layers: int, count: int) -> list[range]:
     """The model's layers in `count` bands of consecutive ones, as equal as they come."""
     if not 1 <= count <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {count} bands; ask for 1 to {layers}.")
+        raise UserError(f"{layers} layers cannot be cut into {count} bands; ask for 1 to {layers}.")
     edges = [round(index * layers / count) for index in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 
@@ -206,4 +207,4 @@ def bands(layers: int, count: int) -> list[range]:
 def _refuse_beyond(kind: str, chosen: Sequence[int], count: int) -> None:
     for index in chosen:
         if not 0 <= index < count:
-            raise ValueError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
+            raise UserError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Order, Part, Scope
@@ -172,12 +173,12 @@ def corrupt(cache: KVCache, fault: Strikes, hosts: Sequence[Host], draws: Sequen
     stays as it was.
 
     Raises:
-        ValueError: not as many hosts and draws as rows; or see `Fault.damaged`.
+        UserError: not as many hosts and draws as rows; or see `Fault.damaged`.
     """
     if not len(hosts) == len(draws) == cache.batch:
-        raise ValueError(f"The cache has {cache.batch} rows, but there are {len(hosts)} hosts and {len(draws)} draws.")
+        raise UserError(f"The cache has {cache.batch} rows, but there are {len(hosts)} hosts and {len(draws)} draws.")
     if cache.ledger.turned:
-        raise ValueError(
+        raise UserError(
             "The cache was re-indexed, and its keys are not stored as they are seen; carry that out first, with Model.as_seen."
         )
     # Copies of their own: rows of a fork share storage, and so do caches.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, one_row_each, read, taps
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import PER_HEAD, Family
@@ -76,11 +77,11 @@ def capture(
         logits: return those after so many of each row's last tokens.
 
     Raises:
-        ValueError: an unknown family, layer, segment or slot; or a family that the model does not have.
+        UserError: an unknown family, layer, segment or slot; or a family that the model does not have.
     """
     for family in families:
         if family not in get_args(Family):
-            raise ValueError(unknown("family", family, get_args(Family)))
+            raise UserError(unknown("family", family, get_args(Family)))
     n_layers = lanes.geometry.n_layers
     layers = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
     past = one_row_each(lanes, past, len(tokens))
@@ -121,7 +122,7 @@ def plain_sites(
     sites: dict[tuple[Family, int], Site | None] = {}
     for family in families:
         if not lanes.hooked.fires(family):
-            raise ValueError(f"This model has no {family!r} (its blocks are built otherwise); leave it out.")
+            raise UserError(f"This model has no {family!r} (its blocks are built otherwise); leave it out.")
         for layer in layers:
             site = lanes.hooked.plain_site(family, layer)
             if site is not None:
@@ -154,7 +155,7 @@ def _listening(
     try:
         for key, site in sites.items():
             if site is None:
-                raise ValueError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
+                raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
             module = lanes.plain.get_submodule(site[0])
             if site[1] == "input":
                 handles.append(module.register_forward_pre_hook(before(key), with_kwargs=True))
@@ -165,7 +166,7 @@ def _listening(
         for handle in handles:
             handle.remove()
     if silent := set(sites) - heard:
-        raise RuntimeError(f"Modules that were never called: {', '.join(map(str, sorted(silent)))}.")
+        raise UserError(f"Modules that were never called: {', '.join(map(str, sorted(silent)))}.")
 
 
 @contextmanager
@@ -202,7 +203,7 @@ def _picked(
 ) -> tuple[Int[Tensor, "batch picked"], Bool[Tensor, "batch picked"]]:
     """Indices of the chosen slots among the new ones, row by row, and which of them are not padding."""
     if segments is not None and slots is not None:
-        raise ValueError("Give `segments` or `slots`, not both.")
+        raise UserError("Give `segments` or `slots`, not both.")
     rows = []
     for row in tokens:
         if segments is not None:
@@ -211,7 +212,7 @@ def _picked(
             rows.append([index for index, name in enumerate(row.segments) if name in segments])
         elif slots is not None:
             if any(not is_whole(slot) or not -len(row) <= slot < len(row) for slot in slots):
-                raise ValueError(f"Slots {list(slots)} reach outside the {len(row)} new tokens.")
+                raise UserError(f"Slots {list(slots)} reach outside the {len(row)} new tokens.")
             rows.append([slot % len(row) for slot in slots])
         else:
             rows.append(list(range(len(row))))
@@ -223,5 +224,5 @@ def _picked(
 
 def _layer(layer: int, n_layers: int) -> int:
     if not is_whole(layer) or not 0 <= layer < n_layers:
-        raise ValueError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
+        raise UserError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
     return layer

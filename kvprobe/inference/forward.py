@@ -12,8 +12,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING, Ledger
-from kvprobe.cache.rotary import Turn
+from kvprobe.cache.rotary import Rotation
 from kvprobe.checks import is_whole
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.hf_cache import past_key_values
@@ -57,7 +58,7 @@ class TapLayer(DynamicLayer):
     def __init__(
         self,
         past: tuple[Tensor, Tensor] | None = None,
-        turn: Turn | None = None,
+        turn: Rotation | None = None,
         pick: Int[Tensor, "batch picked"] | None = None,
         store: bool = True,
     ) -> None:
@@ -107,13 +108,13 @@ def taps(
     return [TapLayer((keys, values), turn, pick.get(layer), store) for layer, (keys, values, turn) in enumerate(pairs)]
 
 
-def _turns(lanes: Lanes, past: KVCache) -> list[Turn | None]:
+def _turns(lanes: Lanes, past: KVCache) -> list[Rotation | None]:
     """The turn of each layer's keys to their positions, shared between layers of the same frequencies."""
-    made: dict[int, Turn] = {}
-    turns: list[Turn | None] = []
+    made: dict[int, Rotation] = {}
+    turns: list[Rotation | None] = []
     for rotary in lanes.rotaries:
         if rotary is not None and id(rotary) not in made:
-            made[id(rotary)] = Turn.between(rotary, past.ledger.origins, past.ledger.positions)
+            made[id(rotary)] = Rotation.between(rotary, past.ledger.origins, past.ledger.positions)
         turns.append(None if rotary is None else made[id(rotary)])
     return turns
 
@@ -157,7 +158,7 @@ def read(
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
     if not is_whole(logits) or not 1 <= logits <= shortest:
-        raise ValueError(f"{logits} logits were asked for, but the shortest row has {shortest} tokens.")
+        raise UserError(f"{logits} logits were asked for, but the shortest row has {shortest} tokens.")
     # Rows may end at different queries: compute the logits that any row needs, then pick each row's own.
     lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
     wanted = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)
@@ -168,7 +169,7 @@ def read(
     if bool(scores.isnan().any()):
         if past is not None:
             past.refuse_nonfinite()
-        raise ValueError(
+        raise UserError(
             f"The logits are NaN, though the cache before is finite; {lanes.dtype} may be too narrow for this model."
         )
     return ledger, scores
@@ -210,7 +211,7 @@ def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | Non
         return past
     if past.batch == 1:
         return past.fork(rows)
-    raise ValueError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")
+    raise UserError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")
 
 
 def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
@@ -239,17 +240,17 @@ def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
     ]
     for name, found, expected in counts:
         if found != expected:
-            raise ValueError(
+            raise UserError(
                 f"The cache has {found} {name}, but the model has {expected}; "
                 f"a cache can only be read by the model that made it."
             )
     if cache.keys[0].device != lanes.device or cache.keys[0].dtype != lanes.dtype:
-        raise ValueError(
+        raise UserError(
             f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on {lanes.device}; "
             f"load the model in the dtype that made the cache, and move the cache with KVCache.to."
         )
     if cache.made_by is not None and not cache.made_by.same(lanes.maker):
-        raise ValueError(
+        raise UserError(
             f"The cache was made by another model (it differs in {differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it "
             f"with its own, or with any of its shape after dataclasses.replace(cache, made_by=None)."
         )

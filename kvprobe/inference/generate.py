@@ -12,7 +12,8 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
 from kvprobe.checks import is_whole, require_whole
-from kvprobe.inference.live import Kept, apply, read
+from kvprobe.errors import UserError
+from kvprobe.inference.under_policy import Snapshot, apply, read
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
@@ -39,17 +40,17 @@ class Generation:
     stopped: tuple[bool, ...]
     texts: tuple[str, ...]
     cache: KVCache
-    trace: tuple[Kept, ...] = ()
+    trace: tuple[Snapshot, ...] = ()
 
     @property
     def text(self) -> str:
         """The text of the only row.
 
         Raises:
-            ValueError: there are several rows; use `texts`.
+            UserError: there are several rows; use `texts`.
         """
         if len(self.texts) != 1:
-            raise ValueError(f"There are {len(self.texts)} rows; take one from `texts`.")
+            raise UserError(f"There are {len(self.texts)} rows; take one from `texts`.")
         return self.texts[0]
 
 
@@ -82,11 +83,11 @@ def generate(
         lane: `auto` is plain, unless the policy needs attention scores.
 
     Raises:
-        ValueError: a setting out of range, or sampling without one generator per row.
+        UserError: a setting out of range, or sampling without one generator per row.
     """
     _check(max_new_tokens, temperature, top_p, generators, len(prompts))
     if stop is not None and not all(is_whole(token) for token in stop):
-        raise ValueError(f"stop is {str(stop)[:40]!r}; give token ids, whole numbers.")
+        raise UserError(f"stop is {str(stop)[:40]!r}; give token ids, whole numbers.")
     ends = set(stop_tokens(lanes) if stop is None else stop)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
@@ -95,11 +96,11 @@ def generate(
     start = None if past is None else Scene(past, samples=None if samples is None else tuple(samples))
     scene, logits = read(lanes, start, prompts, policy, lane)
     scene = replace(scene, samples=None if samples is None else tuple(samples))
-    trace: list[Kept] = []
+    trace: list[Snapshot] = []
     for step in range(max_new_tokens):
         if policy is not None:
             scene = apply(lanes, policy, scene, step, lane)
-            trace.append(Kept.of(step, scene.cache))
+            trace.append(Snapshot.of(step, scene.cache))
         if on_step is not None and (edited := on_step(step, scene.cache)) is not None:
             scene = scene.with_cache(edited)
         chosen = _choose(logits[:, -1], temperature, top_p, generators)
@@ -181,13 +182,13 @@ def _check(
     rows: int,
 ) -> None:
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1, a whole number.")
+        raise UserError(f"max_new_tokens is {max_new_tokens}; ask for at least 1, a whole number.")
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
+        raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
+        raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1.")
     if temperature > 0 and (generators is None or len(generators) != rows):
-        raise ValueError(f"Sampling needs one torch.Generator per row ({rows}); see kvprobe.row_generators.")
+        raise UserError(f"Sampling needs one torch.Generator per row ({rows}); see kvprobe.row_generators.")
 
 
 def decode_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both
@@ -81,20 +82,20 @@ def measurable(budget: Budget) -> None:
     """Refuse what cannot be measured, before anything is loaded.
 
     Raises:
-        ValueError: the budget is not one of transformers' own caches.
+        UserError: the budget is not one of transformers' own caches.
     """
     if budget.engine != "hf" or budget.request.plan.name != "none":
-        raise ValueError("Only transformers' own caches are measured; use engine='hf' and no policy.")
+        raise UserError("Only transformers' own caches are measured; use engine='hf' and no policy.")
     if budget.request.source:
-        raise ValueError("Cross-attention is not measured; leave source out.")
+        raise UserError("Cross-attention is not measured; leave source out.")
 
 
 def measure(model: Model, budget: Budget) -> Measured:
     """Read a prompt of random tokens and generate, as transformers does, and count what is held.
 
     Raises:
-        ValueError: the budget is not one of transformers' own caches, or of another dtype than the loaded model.
-        MemoryError: there is less memory free than the budget asks for.
+        UserError: the budget is not one of transformers' own caches, or of another dtype than the loaded model.
+        UserError: there is less memory free than the budget asks for.
     """
     _refuse(model, budget)
     request, device, plain = budget.request, model.lanes.device, model.lanes.plain
@@ -231,14 +232,14 @@ def _refuse(model: Model, budget: Budget) -> None:
     lanes = model.lanes
     measurable(budget)
     if lanes.dtype != getattr(torch, budget.request.dtype.name):
-        raise ValueError(
+        raise UserError(
             f"The budget is of {budget.request.dtype.name} and the model was loaded as {str(lanes.dtype).removeprefix('torch.')}; "
             f"give both the same dtype."
         )
     free = free_bytes(lanes.device)
     needed = budget.moments[budget.moment].total
     if needed > free:
-        raise MemoryError(
+        raise UserError(
             f"{budget.request.batch} × {budget.request.context} tokens need {both(needed)} beside the weights, but {both(free)} are "
             f"free on {lanes.device}; measure a shorter context."
         )

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
+from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.forward import as_seen, extend
 from kvprobe.inference.generate import Generation, generate
-from kvprobe.inference.live import apply, read, read_in_chunks, watch
 from kvprobe.inference.sweep import Sweep, Trial, sweep
+from kvprobe.inference.under_policy import apply, read, read_in_chunks, watch
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.models.files import refuse_not_finite
 from kvprobe.models.geometry import Geometry
@@ -49,17 +50,17 @@ def load(
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
 
     Raises:
-        ValueError: an unknown name, or files that are not a model.
-        ConnectionError: something had to be fetched and could not be; the sentence says what to put where.
-        MemoryError: the weights do not fit.
+        UserError: an unknown name, or files that are not a model.
+        UserError: something had to be fetched and could not be; the sentence says what to put where.
+        UserError: the weights do not fit.
     """
     if isinstance(source, torch.nn.Module):
         if not hasattr(source, "config"):
-            raise ValueError(f"{type(source).__name__} is no Hugging Face model; give a causal language model.")
+            raise UserError(f"{type(source).__name__} is no Hugging Face model; give a causal language model.")
         refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(source.eval(), tokenizer), type(source).__name__)
     if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"A {type(source).__name__} is no model; give a name, a folder, or a Hugging Face model.")
+        raise UserError(f"A {type(source).__name__} is no model; give a name, a folder, or a Hugging Face model.")
     where = pick_device(device)
     plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
     refuse_not_finite(os.fspath(source), plain.named_parameters())
@@ -120,7 +121,7 @@ class Model:
         tokens = self.tokens(text)
         if policy is None:
             if chunk is not None:
-                raise ValueError("`chunk` says how often a policy acts; give a policy, or leave it out.")
+                raise UserError("`chunk` says how often a policy acts; give a policy, or leave it out.")
             return read(self.lanes, None, tokens, None, lane)[0].cache
         numbers = None if samples is None else tuple(samples)
         if chunk is not None:
@@ -187,7 +188,7 @@ class Model:
         past = start if isinstance(start, KVCache) else None
         prompts = self.prompts(start, ask)
         if len(prompts) != 1:
-            raise ValueError(f"A sweep answers one prompt; there are {len(prompts)}. Sweep them one by one.")
+            raise UserError(f"A sweep answers one prompt; there are {len(prompts)}. Sweep them one by one.")
         given = {
             name: donor if isinstance(donor, KVCache) else self.prefill(donor) for name, donor in (donors or {}).items()
         }
@@ -232,7 +233,7 @@ class Model:
         """What is read before the model answers: a cache's next turn, a conversation with its answer's header, a text."""
         if isinstance(start, KVCache):
             if ask is None:
-                raise ValueError("A cache holds no logits; give `ask`, the user's next message.")
+                raise UserError("A cache holds no logits; give `ask`, the user's next message.")
             closing, turn = self._user_turn(ask)
             return [
                 (closing + turn if unfinished else turn).shifted(position)
@@ -256,7 +257,7 @@ class Model:
         if isinstance(text, Transcript):
             return [text.tokens(self._tokenizer(), generation_prompt=answered)]
         if not isinstance(text, Sequence) or any(isinstance(piece, Mapping | int | float | bytes) for piece in text):
-            raise ValueError(
+            raise UserError(
                 f"A {type(text).__name__} of this kind cannot be read; give a text, messages, a Transcript, Tokens (Tokens.of(ids)), "
                 f"or a list of such rows."
             )
@@ -277,7 +278,7 @@ class Model:
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer; give one to `load`, or pass Tokens.")
+            raise UserError(f"{self.name} has no tokenizer; give one to `load`, or pass Tokens.")
         return self.tokenizer
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
@@ -18,20 +19,20 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
     """Refuse tokens that the model has no embedding for, or that cannot fit into memory.
 
     Raises:
-        ValueError: an unknown lane, nothing to read, or an id or position that the model does not have.
-        MemoryError: the cache, one layer's activations, masks if the cache was edited, and on the hooked lane the attention scores
+        UserError: an unknown lane, nothing to read, or an id or position that the model does not have.
+        UserError: the cache, one layer's activations, masks if the cache was edited, and on the hooked lane the attention scores
             of a layer need more than is free.
     """
     refuse_unknown_lane(lane)
     if not tokens or not all(len(row) for row in tokens):
-        raise ValueError("There is nothing to read: give at least one token for each row.")
+        raise UserError("There is nothing to read: give at least one token for each row.")
     entries = lanes.plain.get_input_embeddings().weight.shape[0]
     for number, row in enumerate(tokens):
         for wrong in (min(row.ids), max(row.ids)):
             if not 0 <= wrong < entries:
-                raise ValueError(f"Row {number} has the token id {wrong}; this model has ids 0 to {entries - 1}.")
+                raise UserError(f"Row {number} has the token id {wrong}; this model has ids 0 to {entries - 1}.")
         if min(row.positions) < 0:
-            raise ValueError(f"Row {number} has the position {min(row.positions)}; positions start at 0.")
+            raise UserError(f"Row {number} has the position {min(row.positions)}; positions start at 0.")
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
     slots = queries + (0 if past is None else past.slots)
     numbers = rows * slots * shape.n_layers * 2 * shape.n_kv_heads * shape.d_head + rows * queries * 4 * shape.d_model
@@ -42,7 +43,7 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
         numbers += rows * queries * slots  # a mask
     needed = numbers * lanes.dtype.itemsize
     if needed > NOTICED and needed > (free := free_bytes(lanes.device)):
-        raise MemoryError(
+        raise UserError(
             f"Reading {rows} rows of up to {queries:,} tokens on the {lane} lane needs at least {needed / 2**30:.1f} GiB, but "
             f"{free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a policy."
         )
@@ -51,4 +52,4 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
 def refuse_unknown_lane(lane: Any, known: Sequence[str] = get_args(Lane)) -> None:
     """Refuse what is no lane."""
     if lane not in known:
-        raise ValueError(unknown("lane", str(lane), known))
+        raise UserError(unknown("lane", str(lane), known))

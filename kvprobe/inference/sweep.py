@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.host import Host, Queries
@@ -22,8 +23,8 @@ from kvprobe.faults.scope import GENERATED
 from kvprobe.inference.batch import Batch, fitting_rows
 from kvprobe.inference.forward import as_seen, extend, one_row_each, read, taps
 from kvprobe.inference.generate import decode_text, stop_tokens
-from kvprobe.inference.live import tokens_at
 from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
@@ -116,21 +117,21 @@ def sweep(
         done: called with the number of trials that were finished.
 
     Raises:
-        ValueError: there is no prompt, or a fault lacks what it needs (see `Fault.damaged`).
+        UserError: there is no prompt, or a fault lacks what it needs (see `Fault.damaged`).
     """
     if max_new_tokens < 1 or rows < 2:
-        raise ValueError(f"A sweep has max_new_tokens={max_new_tokens} and rows={rows}; it needs at least 1 and 2.")
+        raise UserError(f"A sweep has max_new_tokens={max_new_tokens} and rows={rows}; it needs at least 1 and 2.")
     for trial in trials:
         if trial.fault.at != "every" and trial.fault.at >= max_new_tokens:
-            raise ValueError(
+            raise UserError(
                 f"{trial.fault} strikes before token {trial.fault.at}, and only {max_new_tokens} are read; it never would."
             )
     if not len(prompt):
-        raise ValueError("There is nothing to answer: the prompt has no token.")
+        raise UserError("There is nothing to answer: the prompt has no token.")
     past = one_row_each(lanes, past, 1)
     start = past if len(prompt) == 1 else extend(lanes, past, [prompt[:-1]], lane)[0]
     if start is None:
-        raise ValueError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
+        raise UserError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
     host = prepare(lanes, start, [trial.fault for trial in trials], donors)
     ends = frozenset(stop_tokens(lanes) if stop is None else stop)
     rows = fitting_rows(rows, host.cache, max_new_tokens)
@@ -242,7 +243,7 @@ class _Pass:
             for place, number in enumerate(here):
                 row = said[number]
                 if not number and not finite[place]:
-                    raise ValueError(
+                    raise UserError(
                         f"The clean run's logits are not finite after {step} tokens; {self.lanes.dtype} may be too narrow "
                         f"for this model, load it in another dtype."
                     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
@@ -83,7 +84,7 @@ def layer_map(
         bands: of layers whose attention and MLP are restored together; quarters by default.
 
     Raises:
-        ValueError: a cache of several rows or of another model; a suffix that is empty.
+        UserError: a cache of several rows or of another model; a suffix that is empty.
     """
     readings = _readings(model, clean, damaged, suffix)
     runs = [reading.outputs(kept) for reading in readings]
@@ -125,17 +126,17 @@ def restored_together(
     """KL(clean ‖ damaged) and the same with each group of components restored together; see `layer_map`.
 
     Raises:
-        ValueError: as `layer_map`; or a group is empty or names a component that the model does not have.
+        UserError: as `layer_map`; or a group is empty or names a component that the model does not have.
     """
     shape = model.geometry
     for component in (component for group in groups for component in group):
         head = component.head if component.kind == "head" else 0
         if not (0 <= component.layer < shape.n_layers and head is not None and 0 <= head < shape.n_heads):
-            raise ValueError(
+            raise UserError(
                 f"There is no {component}; layers go from 0 to {shape.n_layers - 1}, heads from 0 to {shape.n_heads - 1}."
             )
     if not all(groups):
-        raise ValueError("A group is empty; give at least one component to restore.")
+        raise UserError("A group is empty; give at least one component to restore.")
     before, after = _readings(model, clean, damaged, suffix)
     own = before.outputs(kept)
     divergence = KL(kept).to(own.logits)
@@ -180,7 +181,7 @@ def _readings(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | s
         one_row_each(model.lanes, cache, 1)
     rows = model.tokens_after(clean, suffix)
     if len(rows) != 1 or not len(rows[0]):
-        raise ValueError("There is nothing to read after the caches; give a suffix of at least one token.")
+        raise UserError("There is nothing to read after the caches; give a suffix of at least one token.")
     start = rows[0].positions[0] + int(damaged.ledger.following[0] - clean.ledger.following[0])
     return Suffix(model.lanes, clean, rows[0]), Suffix(model.lanes, damaged, rows[0].shifted(start))
 
@@ -196,7 +197,7 @@ def _rows(
     for band in even_bands(layers) if bands is None else bands:
         members = tuple(Component(kind, layer) for layer in band for kind in ("attn", "mlp"))
         if not members or not 0 <= min(band) <= max(band) < layers:
-            raise ValueError(f"{band} is no band of the layers 0 to {layers - 1}; give each as in range(0, 8).")
+            raise UserError(f"{band} is no band of the layers 0 to {layers - 1}; give each as in range(0, 8).")
         yield members, {"kind": "band", "band": f"{band[0]}–{band[-1]}"}
 
 

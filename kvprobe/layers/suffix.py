@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.capture import Site, editing, plain_sites
 from kvprobe.inference.forward import as_seen
 from kvprobe.models.attending import Attending
@@ -82,7 +83,7 @@ class Suffix:
     """A suffix to be read after a cache of one row.
 
     Raises:
-        ValueError: the plain model has no module that gives out what its attention or its MLP adds.
+        UserError: the plain model has no module that gives out what its attention or its MLP adds.
     """
 
     def __init__(self, lanes: Lanes, cache: KVCache, suffix: Tokens) -> None:
@@ -91,7 +92,7 @@ class Suffix:
         self.sites: dict[tuple[Family, int], Site] = {}
         for (family, layer), site in plain_sites(lanes, families, range(lanes.geometry.n_layers)).items():
             if site is None:
-                raise ValueError(
+                raise UserError(
                     f"{type(lanes.plain).__name__} has no module that gives out {family!r} of layer {layer} as it is added to the "
                     f"residual stream (Granite scales it on the way), so components cannot be restored one by one; patch K and V "
                     f"with patch_sweep instead."
@@ -133,7 +134,7 @@ class Suffix:
         """Refuse a model whose blocks add something else to the residual stream than their attention and MLP give out."""
         off = float((hidden[1:] - hidden[:-1] - added).float().norm() / hidden.float().norm())
         if not off <= (1e-4 if self.lanes.dtype == torch.float32 else 0.05):
-            raise ValueError(
+            raise UserError(
                 f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than their attention "
                 f"and MLP give out (off by {off:.1e}), so components cannot be restored one by one; patch K and V with "
                 f"patch_sweep instead."

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvprobe.errors import UserError
 from kvprobe.layers.layer_map import LEAST
 from kvprobe.stats import interval, ratio
 
@@ -32,15 +33,15 @@ def verdicts(
         maps: tables of `LayerMap.df`, one below the other, with columns that tell the family of the damage and the prompt.
 
     Raises:
-        ValueError: fewer families than a verdict needs, or one that does hardly any damage.
+        UserError: fewer families than a verdict needs, or one that does hardly any damage.
     """
     families = list(dict.fromkeys(maps[family]))
     if len(families) < least:
-        raise ValueError(f"A verdict needs {least} families of damage, but there are {len(families)}; run more faults.")
+        raise UserError(f"A verdict needs {least} families of damage, but there are {len(families)}; run more faults.")
     for name in families:
         mean = float(maps.loc[maps[family] == name, "damage"].mean())
         if not mean >= LEAST:
-            raise ValueError(
+            raise UserError(
                 f"Damage {name!r} makes {mean:.1e} nats on average, of which no share means anything; raise its rate, or leave it out."
             )
     found = []

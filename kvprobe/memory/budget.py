@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from kvprobe.errors import UserError
 from kvprobe.memory import forward, hf, logical, vllm
 from kvprobe.memory.caches import Layer, layers_of, text_model
 from kvprobe.memory.config import Config
@@ -193,7 +194,7 @@ class Budget:
     def at(self, context: int) -> "Budget":
         """The same for conversations of another length, of which as many tokens are generated."""
         if context <= self.request.new:
-            raise ValueError(
+            raise UserError(
                 f"The context is {context} with {self.request.new} generated tokens; a prompt has at least one."
             )
         return replace(self, request=replace(self.request, prompt=context - self.request.new))
@@ -276,7 +277,7 @@ def budget(
         batched_tokens: that a vLLM step reads at most.
 
     Raises:
-        ValueError: the model is unknown or of an unknown family, its config lacks a size or has an impossible one, or the
+        UserError: the model is unknown or of an unknown family, its config lacks a size or has an impossible one, or the
             engine has no such cache.
     """
     for name, value, low in (("context", context, 1), ("new", new, 0), ("batch", batch, 1), ("source", source, 0)):
@@ -289,11 +290,11 @@ def budget(
         ("choice of logits", logits, Logits),
     ):
         if chosen not in get_args(known):
-            raise ValueError(unknown(name, str(chosen), get_args(known)))
+            raise UserError(unknown(name, str(chosen), get_args(known)))
     if new >= context:
-        raise ValueError(f"The context is {context} with {new} generated tokens; a prompt has at least one.")
+        raise UserError(f"The context is {context} with {new} generated tokens; a prompt has at least one.")
     if ranks > 1 and engine != "vllm":
-        raise ValueError(f"Only vLLM shares a model among ranks here; use engine='vllm', or ranks=1 for {engine}.")
+        raise UserError(f"Only vLLM shares a model among ranks here; use engine='vllm', or ranks=1 for {engine}.")
     config = text_model(config_of(model))
     layers = layers_of(config)
     numbers = dtype_of(config) if dtype is None else plain_named(dtype)
@@ -331,6 +332,6 @@ def budget(
 
 def _require(name: str, value: Any, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= FARTHEST:
-        raise ValueError(
+        raise UserError(
             f"The {name.replace('_', ' ')} is {value!r}; it must be a whole number, {low:,} to {FARTHEST:,}."
         )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
 from kvprobe.memory.defaults import defaults_of
 from kvprobe.memory.heads import d_head, heads, kv_heads, on
@@ -115,7 +116,7 @@ def text_model(config: Config) -> Config:
     """The config of the text model, with what its family leaves out.
 
     Raises:
-        ValueError: the family is unknown, or sizes differ from layer to layer in a way that is not known.
+        UserError: the family is unknown, or sizes differ from layer to layer in a way that is not known.
     """
     kind = config.kind
     if "text_config" in config.fields:
@@ -124,17 +125,17 @@ def text_model(config: Config) -> Config:
         shared = {name: config.fields[name] for name in _OUTER if name in config.fields}
         config = Config(config.name, {**shared, **inner.fields, "model_type": kind})
     if kind not in KINDS:
-        raise ValueError(
+        raise UserError(
             f"{unknown('family in the memory budget', kind[:60], sorted(KINDS))} "
             f"A budget by another family's formula would be wrong by factors."
         )
     for name in ("per_layer_config", "kv_sharing_modes"):
         if config.has(name):
-            raise ValueError(
+            raise UserError(
                 f"{config.name} has {name} in its config, sizes that change from layer to layer, which no budget is known for."
             )
     if config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention"):
-        raise ValueError(
+        raise UserError(
             f"{config.name} looks both ways (use_bidirectional_attention), and keeps no cache to go on from."
         )
     return config.with_defaults(defaults_of(kind))
@@ -144,11 +145,11 @@ def layers_of(config: Config) -> tuple[Layer, ...]:
     """What each layer of a text model keeps.
 
     Raises:
-        ValueError: a size is missing or impossible.
+        UserError: a size is missing or impossible.
     """
     types = layer_types(config)
     if not types:
-        raise ValueError(f"{config.name} has no layers in its config; give at least one.")
+        raise UserError(f"{config.name} has no layers in its config; give at least one.")
     sharing = _sharing(config, types)
     alike = {kind: _layer(config, kind) for kind in dict.fromkeys(types)}
     return tuple(
@@ -251,6 +252,6 @@ def _sharing(config: Config, types: list[LayerType]) -> dict[int, int]:
     found = {}
     for layer in range(max(first, 0), layers(config)):
         if types[layer] not in last:
-            raise ValueError(f"{config.name} has no layer before {first} whose K and V layer {layer} could share.")
+            raise UserError(f"{config.name} has no layer before {first} whose K and V layer {layer} could share.")
         found[layer] = last[types[layer]]
     return found

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvprobe.errors import UserError
 from kvprobe.files import read_json
 
 LARGEST_FILE = 4 << 20
@@ -43,11 +44,11 @@ class Config:
         """A whole number under the first of these names that the config has.
 
         Raises:
-            ValueError: it is not there, and there is no default; or it is not a whole number of at least `low`.
+            UserError: it is not there, and there is no default; or it is not a whole number of at least `low`.
         """
         name, value = self._find(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= LARGEST:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} has {name}={_short(value)} in its config; it must be a whole number of at least {low}."
             )
         return value
@@ -63,35 +64,35 @@ class Config:
         """True or false; null is the default.
 
         Raises:
-            ValueError: it is not there, and there is no default; or it is neither.
+            UserError: it is not there, and there is no default; or it is neither.
         """
         name, value = self._find(names, default)
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be true or false.")
+            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be true or false.")
         return bool(value)
 
     def word(self, *names: str, default: str = _MISSING) -> str:
         """A text.
 
         Raises:
-            ValueError: it is not there, and there is no default; or it is not a text.
+            UserError: it is not there, and there is no default; or it is not a text.
         """
         name, value = self._find(names, default)
         if not isinstance(value, str):
-            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a text.")
+            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a text.")
         return value
 
     def items(self, name: str, length: int | None = None) -> list[Any]:
         """A list, with `length` entries if one is given.
 
         Raises:
-            ValueError: it is not there, not a list, or of another length.
+            UserError: it is not there, not a list, or of another length.
         """
         _, value = self._find((name,), _MISSING)
         if not isinstance(value, list):
-            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a list.")
+            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a list.")
         if length is not None and len(value) != length:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} has {len(value)} {name} in its config for {length} layers; give one for each."
             )
         return value
@@ -100,11 +101,11 @@ class Config:
         """The config nested under this name, such as `text_config`.
 
         Raises:
-            ValueError: there is none.
+            UserError: there is none.
         """
         _, value = self._find((name,), _MISSING)
         if not isinstance(value, Mapping):
-            raise ValueError(f"{self.name} has {name}={_short(value)} in its config; it must be a mapping of fields.")
+            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a mapping of fields.")
         return Config(self.name, value)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Config":
@@ -120,7 +121,7 @@ class Config:
                 return name, value
         if default is not _MISSING:
             return names[0], default
-        raise ValueError(
+        raise UserError(
             f"{self.name} has no {names[0]} in its config, and the budget of a {self.fields.get('model_type', 'model')} "
             f"cannot be told without it; add the field."
         )
@@ -130,7 +131,7 @@ def read_config(path: Path, name: str) -> Config:
     """The config in a JSON file.
 
     Raises:
-        ValueError: the file is too large, or not JSON with named fields.
+        UserError: the file is too large, or not JSON with named fields.
     """
     fields = read_json(path, LARGEST_FILE, "give a model's config.json")
     return Config(name, fields)

@@ -2,6 +2,7 @@
 
 from math import prod
 
+from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
 from kvprobe.memory.heads import width
 from kvprobe.memory.numbers import Numbers, plain_named
@@ -13,7 +14,7 @@ def dtype_of(config: Config) -> Numbers:
     """The float format that the config names, or bfloat16, which nearly all are published in.
 
     Raises:
-        ValueError: it names another.
+        UserError: it names another.
     """
     for name in ("dtype", "torch_dtype"):
         if config.has(name):
@@ -25,10 +26,10 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
     """Of all weights: packed where the config says so, with their scales, the rest in `dtype`.
 
     Raises:
-        ValueError: they are packed in a way that is not known.
+        UserError: they are packed in a way that is not known.
     """
     if config.has("compression_config"):
-        raise ValueError(_unknown(config, "compressed-tensors"))
+        raise UserError(_unknown(config, "compressed-tensors"))
     if not config.has("quantization_config"):
         return dtype.bytes(weights.total)
     packing = config.within("quantization_config")
@@ -53,7 +54,7 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
         # Blocks of 64 with a float32 maximum, or, quantised twice, a byte and its share of another.
         double = packing.flag("bnb_4bit_use_double_quant", default=False)
         return _packed(matrices, 4, 64, 8 if double else 32) + rest
-    raise ValueError(_unknown(config, method))
+    raise UserError(_unknown(config, method))
 
 
 def _unknown(config: Config, method: str) -> str:

@@ -114,7 +114,7 @@ def widths_of(config: Config, layers: tuple[Layer, ...]) -> Widths:
     """The widths of a text model.
 
     Raises:
-        ValueError: a size is missing or impossible.
+        UserError: a size is missing or impossible.
     """
     hidden = config.size("hidden_size", "n_embd")
     attentions = [layer.attention for layer in layers if layer.attention is not None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
 
 Size = Callable[[Config], int]
@@ -31,7 +32,7 @@ def kv_heads(config: Config) -> int:
     """Of keys and values.
 
     Raises:
-        ValueError: there are none, or query heads do not share out among them.
+        UserError: there are none, or query heads do not share out among them.
     """
     count = heads(config)
     if config.kind in ("gpt2", "gptj", "gpt_neox"):
@@ -45,7 +46,7 @@ def kv_heads(config: Config) -> int:
     else:
         found = config.size("num_key_value_heads")
     if count % found:
-        raise ValueError(
+        raise UserError(
             f"{config.name} has {count} query heads for {found} KV heads in its config, which do not share out evenly."
         )
     return found
@@ -74,12 +75,12 @@ def d_head(config: Config) -> int:
     """Coordinates of a head.
 
     Raises:
-        ValueError: the config names none, and heads do not share out the width.
+        UserError: the config names none, and heads do not share out the width.
     """
     if config.kind not in _SQUARE and config.has("head_dim"):
         return config.size("head_dim")
     if width(config) % heads(config):
-        raise ValueError(
+        raise UserError(
             f"{config.name} has hidden_size={width(config)} for {heads(config)} heads in its config, and no head_dim; give one."
         )
     return width(config) // heads(config)

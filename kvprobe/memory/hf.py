@@ -6,6 +6,7 @@ grouped heads stores K and V once for each query head. And a window of 1 never d
 takes all.
 """
 
+from kvprobe.errors import UserError
 from kvprobe.memory.caches import STATE_BYTES, Attention, Layer, State
 from kvprobe.memory.request import Request
 
@@ -19,7 +20,7 @@ def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
     """Bytes of the storage that each layer's tensors hold.
 
     Raises:
-        ValueError: transformers has no such cache.
+        UserError: transformers has no such cache.
     """
     _refuse(layers, request)
     return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
@@ -87,7 +88,7 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
     """Refuse a length at which quanto cannot share out its groups.
 
     Raises:
-        ValueError: it cannot.
+        UserError: it cannot.
     """
     if request.numbers.name not in ("int4", "int2"):
         return
@@ -95,7 +96,7 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
         for d in (attention.d_key, attention.d_value):
             for tokens in (request.prompt, request.context - request.new % RESIDUAL):
                 if _heads(attention) * tokens * d % GROUP:
-                    raise ValueError(
+                    raise UserError(
                         f"A quanto cache groups {GROUP} numbers of a row to a scale, and {_heads(attention)} heads × {tokens} "
                         f"tokens × {d} do not share out evenly; change the context."
                     )
@@ -104,29 +105,29 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
 def _refuse(layers: tuple[Layer, ...], request: Request) -> None:
     name = request.numbers.name
     if "hf" not in request.numbers.engines:
-        raise ValueError(f"transformers has no cache of {name}; use a float, fp8, int4 or int2, or engine='vllm'.")
+        raise UserError(f"transformers has no cache of {name}; use a float, fp8, int4 or int2, or engine='vllm'.")
     if request.plan.rounds is not None:
-        raise ValueError(
+        raise UserError(
             f"transformers has no cache like {request.plan.name}; use engine='logical' for its price, or cache_dtype='int4' "
             f"for the quantised cache that transformers has."
         )
     if not all(each.even for each in request.plan.evicts):
-        raise ValueError(
+        raise UserError(
             f"{request.plan.name} keeps other slots in each head, and a tensor holds every slot that one of them keeps; use "
             f"engine='logical'."
         )
     if request.numbers.is_plain:
         if request.numbers != request.dtype:
-            raise ValueError(
+            raise UserError(
                 f"A cache in transformers has the model's dtype, {request.dtype.name}, not {name}; change dtype, or use "
                 f"engine='vllm'."
             )
         return
     if request.plan.evicts:
-        raise ValueError(f"transformers' quantised caches cannot evict ({request.plan.name}); give one of the two.")
+        raise UserError(f"transformers' quantised caches cannot evict ({request.plan.name}); give one of the two.")
     for number, layer in enumerate(layers):
         plain = layer.attention is not None and layer.attention.reach is None and layer.state is None
         if not plain or (layer.attention is not None and (layer.attention.d_index or layer.attention.crosses)):
-            raise ValueError(
+            raise UserError(
                 f"transformers quantises the caches of full attention alone, and layer {number} has {layer}; use a float."
             )

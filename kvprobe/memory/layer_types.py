@@ -7,6 +7,7 @@ holds them to the caches that the library makes.
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
 from kvprobe.names import unknown
 
@@ -41,7 +42,7 @@ def layer_types(config: Config) -> list[LayerType]:
     """The type of each layer.
 
     Raises:
-        ValueError: a type that is not known, or a list of another length than there are layers.
+        UserError: a type that is not known, or a list of another length than there are layers.
     """
     rule = _RULES.get(config.kind, _by_window)
     for name in ("layer_types", "layers_block_type"):
@@ -54,11 +55,11 @@ def layers(config: Config) -> int:
     """How many there are.
 
     Raises:
-        ValueError: there are none, or more than any model has.
+        UserError: there are none, or more than any model has.
     """
     count = config.size("num_hidden_layers", "n_layer", "num_layers")
     if count > MOST_LAYERS:
-        raise ValueError(f"{config.name} has {count:,} layers in its config; there can be at most {MOST_LAYERS:,}.")
+        raise UserError(f"{config.name} has {count:,} layers in its config; there can be at most {MOST_LAYERS:,}.")
     return count
 
 
@@ -69,7 +70,7 @@ def window(config: Config) -> int:
 
 def _spelt(config: Config, name: object) -> LayerType:
     if not isinstance(name, str) or name not in _SPELLINGS:
-        raise ValueError(f"In the config of {config.name}: {unknown('layer type', str(name)[:40], _SPELLINGS)}")
+        raise UserError(f"In the config of {config.name}: {unknown('layer type', str(name)[:40], _SPELLINGS)}")
     return _SPELLINGS[name]
 
 
@@ -175,7 +176,7 @@ def _nemotron(config: Config) -> list[LayerType]:
     pattern = config.word("hybrid_override_pattern")
     for letter in pattern:
         if letter not in _LETTERS:
-            raise ValueError(f"In the config of {config.name}: {unknown('layer letter', letter, _LETTERS)}")
+            raise UserError(f"In the config of {config.name}: {unknown('layer letter', letter, _LETTERS)}")
     return [_LETTERS[letter] for letter in pattern]
 
 

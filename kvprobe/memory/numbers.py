@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 
@@ -60,11 +61,11 @@ def numbers_named(name: str) -> Numbers:
     """The format of this name.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     full = _SHORT.get(name, name)
     if full not in FORMATS:
-        raise ValueError(unknown("dtype of numbers", name, FORMATS))
+        raise UserError(unknown("dtype of numbers", name, FORMATS))
     return FORMATS[full]
 
 
@@ -72,9 +73,9 @@ def plain_named(name: str) -> Numbers:
     """The float format of this name, such as weights and activations have.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     full = _SHORT.get(name.removeprefix("torch."), name.removeprefix("torch."))
     if full not in PLAIN:
-        raise ValueError(unknown("dtype of weights", name, PLAIN))
+        raise UserError(unknown("dtype of weights", name, PLAIN))
     return FORMATS[full]

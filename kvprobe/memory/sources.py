@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvprobe.errors import UserError
 from kvprobe.memory.config import Config, read_config
 from kvprobe.names import unknown
 from kvprobe.shipped import shipped
@@ -20,8 +21,8 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     """The config of a model: fields, a folder with a `config.json`, a JSON file, an id on the shelf or on the hub.
 
     Raises:
-        ValueError: there is no such model, or its config cannot be read.
-        ConnectionError: the hub cannot be reached.
+        UserError: there is no such model, or its config cannot be read.
+        UserError: the hub cannot be reached.
     """
     if isinstance(source, Mapping):
         return Config("The model", source)
@@ -31,15 +32,15 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     path = _existing(name)
     if path is not None and path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"The folder {path} has no config.json; it is not a Hugging Face model.")
+            raise UserError(f"The folder {path} has no config.json; it is not a Hugging Face model.")
         return read_config(path / "config.json", path.name or str(path))
     if path is not None:
         if path.suffix != ".json":
-            raise ValueError(f"{path} is not a config; give a config.json, the folder that holds it, or a hub id.")
+            raise UserError(f"{path} is not a config; give a config.json, the folder that holds it, or a hub id.")
         return read_config(path, path.stem if path.stem != "config" else path.resolve().parent.name)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return read_config(_from_hub(name), name)
-    raise ValueError(
+    raise UserError(
         f"{unknown('model', name[:60], shelf())} A folder, a config.json or a hub id (owner/name) will do as well."
     )
 
@@ -59,7 +60,7 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(hf_hub_download(repository, "config.json"))
     except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no file
-        raise ConnectionError(
+        raise UserError(
             f"Could not get the config of {repository!r} from the hub ({type(error).__name__}); check the id, or give a "
             f"config.json from elsewhere. Without the hub there are {', '.join(shelf())}."
         ) from error

@@ -2,6 +2,8 @@
 
 import re
 
+from kvprobe.errors import UserError
+
 MOST = 1 << 60
 """Bytes."""
 
@@ -22,19 +24,19 @@ def bytes_in(text: str | int, what: str) -> int:
     """A number of bytes, or a text such as `24GiB` or `24 GB`.
 
     Raises:
-        ValueError: it is neither, or not positive.
+        UserError: it is neither, or not positive.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         found = text
     else:
         match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?I?B)\s*", str(text).upper())
         if match is None:
-            raise ValueError(
+            raise UserError(
                 f"The {what} is {str(text)[:40]!r}; write bytes with their unit, as in '24GiB' (2³⁰) or '24GB' (10⁹)."
             )
         found = round(float(match[1]) * _UNITS[match[2]])
     if not 1 <= found <= MOST:
-        raise ValueError(f"The {what} is {str(text)[:40]}; it must be positive and at most {MOST:,} bytes.")
+        raise UserError(f"The {what} is {str(text)[:40]}; it must be positive and at most {MOST:,} bytes.")
     return found
 
 

@@ -9,6 +9,7 @@ No vLLM runs in kvprobe's tests; they hold this to the worked examples of its so
 
 from dataclasses import dataclass
 
+from kvprobe.errors import UserError
 from kvprobe.memory.caches import Attention, Layer, State
 from kvprobe.memory.request import Request
 
@@ -70,7 +71,7 @@ def reserved(layers: tuple[Layer, ...], request: Request, engine: Engine) -> Res
     """The blocks that vLLM counts for one conversation of this length, on one rank.
 
     Raises:
-        ValueError: vLLM has no such cache.
+        UserError: vLLM has no such cache.
     """
     _refuse(layers, request, engine)
     block, page = _block(layers, request, engine)
@@ -164,24 +165,24 @@ def _state_bytes(state: State, request: Request, engine: Engine) -> int:
 def _refuse(layers: tuple[Layer, ...], request: Request, engine: Engine) -> None:
     name = request.numbers.name
     if "vllm" not in request.numbers.engines:
-        raise ValueError(
+        raise UserError(
             f"vLLM has no cache of {name}; use a float, fp8, int8_per_token_head, int4_per_token_head or nvfp4."
         )
     if request.plan.evicts or request.plan.rounds is not None:
-        raise ValueError(f"vLLM has no policy like {request.plan.name}; use engine='logical' or 'hf'.")
+        raise UserError(f"vLLM has no policy like {request.plan.name}; use engine='logical' or 'hf'.")
     for layer in layers:
         attention, state = layer.attention, layer.state
         if state is not None and (state.channels % engine.ranks or state.recurrent % engine.ranks):
-            raise ValueError(f"The states of {state} do not share out over {engine.ranks} ranks; use a divisor.")
+            raise UserError(f"The states of {state} do not share out over {engine.ranks} ranks; use a divisor.")
         if attention is None:
             continue
         if attention.latent and name not in ("float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"):
-            raise ValueError(f"vLLM stores latent attention as floats, fp8 or fp8_ds_mla, not as {name}.")
+            raise UserError(f"vLLM stores latent attention as floats, fp8 or fp8_ds_mla, not as {name}.")
         if name == "fp8_ds_mla" and (attention.d_key, attention.d_value) != (512, 64):
-            raise ValueError("The format fp8_ds_mla is for latent attention of 512 + 64 numbers; use fp8.")
+            raise UserError("The format fp8_ds_mla is for latent attention of 512 + 64 numbers; use fp8.")
         whole = attention.kv_heads % engine.ranks == 0 or engine.ranks % attention.kv_heads == 0
         if not attention.latent and (attention.heads % engine.ranks or not whole):
-            raise ValueError(
+            raise UserError(
                 f"{attention.heads} query heads and {attention.kv_heads} KV heads do not share out over {engine.ranks} ranks; "
                 f"use a divisor."
             )

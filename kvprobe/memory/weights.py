@@ -4,6 +4,7 @@ The counts are those of `AutoModelForCausalLM.from_config` in transformers 5.23,
 multi-token prediction, which it does not build, are among them.
 """
 
+from kvprobe.errors import UserError
 from kvprobe.memory.blocks import (
     Block,
     Weights,
@@ -39,10 +40,10 @@ def weights(config: Config) -> Weights:
     """The parameters of a model.
 
     Raises:
-        ValueError: a family that is not known, or a field that is missing or is not what it must be.
+        UserError: a family that is not known, or a field that is missing or is not what it must be.
     """
     if config.kind not in _MODELS:
-        raise ValueError(f"In the config of {config.name}: {unknown('model_type', config.kind[:40], _MODELS)}")
+        raise UserError(f"In the config of {config.name}: {unknown('model_type', config.kind[:40], _MODELS)}")
     config = config.with_defaults(defaults_of(config.kind))
     tokens = config.size("vocab_size") * width(config)
     # LFM2 has its own word for it, and where a config has both, that one counts.
@@ -57,7 +58,7 @@ def active(config: Config) -> int:
     The embedding is counted whole, and so are the experts' biases.
 
     Raises:
-        ValueError: as `weights` does; or a token is sent to more experts than there are.
+        UserError: as `weights` does; or a token is sent to more experts than there are.
     """
     counted = weights(config)
     if not counted.experts:
@@ -65,7 +66,7 @@ def active(config: Config) -> int:
     among = experts(config)
     chosen = config.size("num_experts_per_tok", "num_experts_per_token", default=2 if config.kind == "jamba" else among)
     if chosen > among:
-        raise ValueError(f"{config.name} sends each token to {chosen} of {among} experts in its config.")
+        raise UserError(f"{config.name} sends each token to {chosen} of {among} experts in its config.")
     return counted.total - counted.experts // among * (among - chosen)
 
 
@@ -199,7 +200,7 @@ def _lfm2_width(config: Config) -> int:
         return inner
     factor = config.fields.get("block_ffn_dim_multiplier", 1)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1000:
-        raise ValueError(
+        raise UserError(
             f"{config.name} has no multiplier as block_ffn_dim_multiplier in its config; it must be a number below 1000."
         )
     multiple = config.size("block_multiple_of")

@@ -11,6 +11,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from kvprobe.checks import require_share
+from kvprobe.errors import UserError
 from kvprobe.memory.slots import Evicts, Plan, Rounds
 from kvprobe.names import unknown
 
@@ -27,7 +28,7 @@ def plan_of(policy: Any) -> Plan:
     """The plan of a policy of `kv.policies`, or of one that is written out: `SinkWindow(4, 1020) | TOVA(512)`, `Quantise(4)`.
 
     Raises:
-        ValueError: it is no policy, it has no budget without a text, it has a setting that it cannot have, or what is mixed in a
+        UserError: it is no policy, it has no budget without a text, it has a setting that it cannot have, or what is mixed in a
             chain leaves a number of slots that no setting tells.
     """
     if isinstance(policy, str):
@@ -35,18 +36,18 @@ def plan_of(policy: Any) -> Plan:
     elif isinstance(getattr(policy, "parts", None), tuple):
         calls = [_seen(part) for part in policy.parts]
     else:
-        raise ValueError(
+        raise UserError(
             f"{str(policy)[:60]} is no policy; give one of kv.policies, or a text such as 'SinkWindow(4, 1020)'."
         )
     made = [_made(*call) for call in calls]
     evicts = tuple(each for each in made if isinstance(each, Evicts))
     rounds = [each for each in made if isinstance(each, Rounds)]
     if len(rounds) > 1 or (rounds and evicts):
-        raise ValueError(
+        raise UserError(
             f"{policy} rounds slots and evicts some, and which of them are rounded depends on which went; give one of the two."
         )
     if len(evicts) > 1 and any(each.beta is not None or not each.even for each in evicts):
-        raise ValueError(
+        raise UserError(
             f"{policy} has budgets that differ by layer or head in a chain, where no setting tells what stays; give one."
         )
     return Plan(str(policy), evicts, rounds[0] if rounds else None)
@@ -74,7 +75,7 @@ def _snapkv(budget: Any, window: Any = 16, kernel: Any = 7, *, every: Any = None
     protected = _whole("SnapKV", "window", window, 1)
     slots = _whole("SnapKV", "budget", budget, protected)
     if _whole("SnapKV", "kernel", kernel, 1) % 2 == 0:
-        raise ValueError(f"SnapKV has kernel={kernel}; it must be odd.")
+        raise UserError(f"SnapKV has kernel={kernel}; it must be odd.")
     return Evicts(slots, every, protected=protected)
 
 
@@ -85,7 +86,7 @@ def _random_eviction(
     _whole("RandomEviction", "seed", seed, 0)
     protected = _whole("RandomEviction", "sinks", sinks, 0, slots)
     if law != "gapped" and every is not None:
-        raise ValueError(f"RandomEviction with law={law!r} acts once; give every=None.")
+        raise UserError(f"RandomEviction with law={law!r} acts once; give every=None.")
     return Evicts(slots, every, protected=protected)
 
 
@@ -102,7 +103,7 @@ def _quantise(
     bits: Any, group: Any = 32, tail: Any = 128, *, every: Any = 1, law: str = "gapped", provenance: str = "retained"
 ) -> Rounds:
     if law != "gapped" or provenance != "retained":
-        raise ValueError("Quantise moves and recomputes nothing; leave law and provenance out.")
+        raise UserError("Quantise moves and recomputes nothing; leave law and provenance out.")
     return Rounds(
         _whole("Quantise", "bits", bits, 1, 8),
         _whole("Quantise", "group", group, 1),
@@ -143,7 +144,7 @@ def _made(name: str, settings: Mapping[str, Any]) -> Evicts | Rounds:
     for setting, known in _COMMON.items():
         if setting in given:
             if given[setting] not in known:
-                raise ValueError(f"{name}: {unknown(setting, str(given[setting])[:40], known)}")
+                raise UserError(f"{name}: {unknown(setting, str(given[setting])[:40], known)}")
             if setting not in signature(maker).parameters:
                 given.pop(setting)
     if given.get("every") is not None:
@@ -154,7 +155,7 @@ def _made(name: str, settings: Mapping[str, Any]) -> Evicts | Rounds:
 def _scored(name: str, policy: Any) -> Evicts:
     inner, settings = policy if isinstance(policy, tuple) else ("", {})
     if inner not in _SCORED:
-        raise ValueError(
+        raise UserError(
             f"{name} shares out the budget of {', '.join(_SCORED[:-1])} or {_SCORED[-1]}; give it one of them."
         )
     made = _made(inner, settings)
@@ -174,11 +175,11 @@ def _seen(policy: Any) -> Call:
 def _parsed(text: str) -> list[Call]:
     """The calls in `A(1, b=2) | B(3)`."""
     if len(text) > LONGEST:
-        raise ValueError(f"The policy has {len(text):,} characters; it must have at most {LONGEST}.")
+        raise UserError(f"The policy has {len(text):,} characters; it must have at most {LONGEST}.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(_unreadable(text)) from error
+        raise UserError(_unreadable(text)) from error
     members = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.BitOr):
         members.append(tree.right)
@@ -188,25 +189,25 @@ def _parsed(text: str) -> list[Call]:
 
 def _call(node: ast.expr, text: str) -> Call:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ValueError(_unreadable(text))
+        raise UserError(_unreadable(text))
     name = _known(node.func.id)
     taken = PARAMETERS[name]
     common = () if "policy" in taken else ("every", *_COMMON)
     if len(node.args) > len(taken):
-        raise ValueError(
+        raise UserError(
             f"{name} takes at most {len(taken)} settings ({', '.join(taken)}), and {len(node.args)} are given."
         )
     settings = dict(zip(taken, node.args, strict=False))
     for keyword in node.keywords:
         setting = str(keyword.arg)
         if setting not in (*taken, *common):
-            raise ValueError(f"{name}: {unknown('setting', setting, (*taken, *common))}")
+            raise UserError(f"{name}: {unknown('setting', setting, (*taken, *common))}")
         if setting in settings:
-            raise ValueError(f"{name} is given its {setting} twice.")
+            raise UserError(f"{name} is given its {setting} twice.")
         settings[setting] = keyword.value
     for each in signature(_MAKERS[name]).parameters.values():
         if each.default is Parameter.empty and each.name not in settings:
-            raise ValueError(f"{name} needs its {each.name}, which {_shown(text)} does not give.")
+            raise UserError(f"{name} needs its {each.name}, which {_shown(text)} does not give.")
     return name, {setting: _value(setting, value, text) for setting, value in settings.items()}
 
 
@@ -216,25 +217,25 @@ def _value(setting: str, node: ast.expr, text: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(_unreadable(text)) from error
+        raise UserError(_unreadable(text)) from error
 
 
 def _whole(name: str, setting: str, value: Any, low: int, high: int = MOST) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         expected = f"at least {low}" if high == MOST else f"{low} to {high}"
-        raise ValueError(f"{name} has {setting}={str(value)[:40]}; it must be a whole number, {expected}.")
+        raise UserError(f"{name} has {setting}={str(value)[:40]}; it must be a whole number, {expected}.")
     return value
 
 
 def _known(name: str) -> str:
     if name in ("MaskSpans", "RestartInPlace", "RestartRebuilt", "PruneToolResults"):
-        raise ValueError(
+        raise UserError(
             f"{name} drops what a text calls by name, so its budget is that of the shorter text: give that as the context."
         )
     if name == "ZeroValues":
-        raise ValueError("ZeroValues saves no memory: its slots stay, with values of zero.")
+        raise UserError("ZeroValues saves no memory: its slots stay, with values of zero.")
     if name not in _MAKERS:
-        raise ValueError(unknown("policy with a budget", name[:40], _MAKERS))
+        raise UserError(unknown("policy with a budget", name[:40], _MAKERS))
     return name
 
 

@@ -10,6 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvprobe.errors import UserError
+
 
 @dataclass(frozen=True)
 class Attending:
@@ -48,7 +50,7 @@ def attention_replaced(
     handed the usual one, to be called.
 
     Raises:
-        ValueError: the model does not take its attention from transformers' registry.
+        UserError: the model does not take its attention from transformers' registry.
     """
     layers = {id(module): layer for layer, module in enumerate(modules)}
     before = plain.config._attn_implementation
@@ -77,7 +79,7 @@ def attention_replaced(
     plain.set_attn_implementation(name)
     try:
         if plain.config._attn_implementation != name:
-            raise ValueError(
+            raise UserError(
                 f"{type(plain).__name__} does not take its attention from transformers' registry, so it can be neither "
                 f"replaced nor overheard; patch with KVCache.patch, one cell at a time, and see patterns on lane='hooked'."
             )

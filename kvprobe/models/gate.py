@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
@@ -41,7 +42,7 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
     Returns whether its KV heads can be masked apart from one another.
 
     Raises:
-        ValueError: it cannot be read so; the sentence says in what it fails.
+        UserError: it cannot be read so; the sentence says in what it fails.
     """
     name, by_head = type(lanes.plain).__name__, False
     try:
@@ -50,11 +51,11 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
             by_head = refusal is None and _heads_apart(lanes)
     except Exception as error:  # a model of another kind may fail in any way, always for the same reason
         message = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             f"{name} cannot be read with positions and masks of kvprobe's making ({type(error).__name__}: {message})."
         ) from error
     if refusal is not None:
-        raise ValueError(f"{name} {refusal}")
+        raise UserError(f"{name} {refusal}")
     return by_head
 
 
@@ -65,7 +66,7 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
         by_head: whether KV heads can be masked apart, as `prove_plain` found.
 
     Raises:
-        ValueError: it does not; only the plain lane can be trusted.
+        UserError: it does not; only the plain lane can be trusted.
     """
     name = type(lanes.plain).__name__
     try:
@@ -73,7 +74,7 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
             readings = [(_gapped(lanes, lane, by_head), *_whole(lanes, lane)) for lane in ("plain", "hooked")]
     except Exception as error:
         message = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             f"TransformerLens cannot run {name} with positions and masks of kvprobe's making ({type(error).__name__}: "
             f"{message}); use lane='plain', which captures K and V as stored."
         ) from error
@@ -85,7 +86,7 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
         *(_apart(one, other) for one, other in zip(held_too.values, held.values, strict=True)),
     )
     if not worst <= _allowed(lanes, hooked=True):
-        raise ValueError(
+        raise UserError(
             f"TransformerLens computes something else than {name} itself (off by {worst:.1e} of what it should be), so its "
             f"hooks cannot be trusted; use lane='plain', which captures K and V as stored, and policies without scores."
         )
@@ -96,7 +97,7 @@ def prove_attention(lanes: UnprovedLanes) -> None:
     attention, so that it can be computed again, replaced, and patched.
 
     Raises:
-        ValueError: it is not, or the model does not take its attention from transformers' registry.
+        UserError: it is not, or the model does not take its attention from transformers' registry.
     """
     ids = _ids(lanes)
     ledger, worst = _ledger(ids), [0.0]
@@ -108,7 +109,7 @@ def prove_attention(lanes: UnprovedLanes) -> None:
     with torch.no_grad(), lanes.overhearing_unproved(compare):
         lanes.unproved(ids, ledger, _empty(lanes), masked=True)
     if not max(worst) <= _allowed(lanes):
-        raise ValueError(
+        raise UserError(
             f"{type(lanes.plain).__name__} attends otherwise than by a softmax over scaled scores (off by {max(worst):.1e}), so its "
             f"attention can be neither shown nor replaced on the plain lane; patch with KVCache.patch, one cell at a time."
         )

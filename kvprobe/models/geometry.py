@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from kvprobe.errors import UserError
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -29,38 +31,38 @@ class Geometry:
         """Read a Hugging Face config.
 
         Raises:
-            ValueError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or the cache
+            UserError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or the cache
                 is not the only thing that it reads (an encoder).
         """
         if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
+            raise UserError(
                 f"{config.model_type} is an encoder-decoder, whose decoder reads an encoder beside its cache; "
                 f"kvprobe reads decoder-only models."
             )
         config = config.get_text_config()
         n_layers, n_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
         if not n_layers or not n_heads or not getattr(config, "hidden_size", None):
-            raise ValueError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
+            raise UserError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
         if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-            raise ValueError(
+            raise UserError(
                 f"{config.model_type} counts positions by slots (ALiBi), whatever it is given; kvprobe cannot place its tokens."
             )
         if getattr(config, "num_kv_shared_layers", 0):
-            raise ValueError(f"{config.model_type} has layers that share a cache; kvprobe reads models without.")
+            raise UserError(f"{config.model_type} has layers that share a cache; kvprobe reads models without.")
         if any(name.startswith("index_topk") for name in vars(config)):
-            raise ValueError(
+            raise UserError(
                 f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
                 f"sliding-window attention."
             )
         if hasattr(config, "kv_lora_rank"):
-            raise ValueError(
+            raise UserError(
                 f"{config.model_type} caches latent attention; kvprobe reads full and sliding-window attention."
             )
         try:
             d_head = getattr(config, "head_dim", None) or config.hidden_size // n_heads
             n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
         except Exception as error:  # transformers has an error of its own for values that differ between layers
-            raise ValueError(
+            raise UserError(
                 f"{config.model_type} has heads of different sizes or numbers in different layers; kvprobe reads models "
                 f"whose layers are alike."
             ) from error
@@ -79,7 +81,7 @@ class Geometry:
         """The geometry of a model in hand: its config's, with KV heads and head size as one token's cache has them.
 
         Raises:
-            ValueError: see `of`; or the model cannot read a token into a cache of one key and one value a layer.
+            UserError: see `of`; or the model cannot read a token into a cache of one key and one value a layer.
         """
         promised, name = cls.of(plain.config), type(plain).__name__
         past = DynamicCache()
@@ -88,22 +90,22 @@ class Geometry:
             with torch.no_grad():
                 plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
         except Exception as error:  # anything may go wrong in a model of another kind, and nothing else was asked of it
-            raise ValueError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
+            raise UserError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
         layers: Any = past.layers
         shapes = [tuple(layer.keys.shape) for layer in layers if getattr(layer, "keys", None) is not None]
         if len(shapes) != promised.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
-            raise ValueError(
+            raise UserError(
                 f"{name} does not keep one key and one value per layer and token ({len(shapes)} layers of "
                 f"{promised.n_layers} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads such models only."
             )
         if len(set(shapes)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{name} has heads of different sizes or numbers in different layers "
                 f"({', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads models whose layers are alike."
             )
         _, n_kv_heads, _, d_head = shapes[0]
         if promised.n_heads % n_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"{name} keeps {n_kv_heads} KV heads, which its {promised.n_heads} heads cannot share evenly."
             )
         return replace(promised, n_kv_heads=n_kv_heads, d_head=d_head)
@@ -119,7 +121,7 @@ def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:
             getattr(config, "layer_types", None) or ["sliding_attention" if everywhere else "full_attention"] * n_layers
         )
     if foreign := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise UserError(
             f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}; "
             f"kvprobe reads full and sliding-window attention."
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 from kvprobe.models.attending import Attend, Attending
 from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain
 from kvprobe.models.lens import Hooked
@@ -31,7 +32,7 @@ class Lanes(UnprovedLanes):
         """The hooked lane, built and proved equal to the plain one when first needed.
 
         Raises:
-            ValueError: TransformerLens does not know the model, or computes something else than it.
+            UserError: TransformerLens does not know the model, or computes something else than it.
         """
         hooked = super().hooked
         if self._proved is not hooked:
@@ -49,7 +50,7 @@ class Lanes(UnprovedLanes):
         read; see `kvprobe.models.gate`.
 
         Raises:
-            ValueError: the model cannot be read as kvprobe reads.
+            UserError: the model cannot be read as kvprobe reads.
         """
         return prove_plain(self)
 
@@ -67,10 +68,10 @@ class Lanes(UnprovedLanes):
             logits_to_keep: how many logits from the end (0 for all), or at which queries.
 
         Raises:
-            ValueError: a position that the model has no embedding for, or a model that did not pass the gate.
+            UserError: a position that the model has no embedding for, or a model that did not pass the gate.
         """
         if not self.masks_by_head and ledger.live.shape[2] > 1:
-            raise ValueError(
+            raise UserError(
                 f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache they keep "
                 f"different slots; use a policy that keeps the same slots in all heads."
             )
@@ -82,12 +83,12 @@ class Lanes(UnprovedLanes):
         what lies in a cache.
 
         Raises:
-            ValueError: the model does not take its attention from transformers' registry, or has sinks of its own.
+            UserError: the model does not take its attention from transformers' registry, or has sinks of its own.
         """
 
         def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
             if given.sinks is not None:
-                raise ValueError(
+                raise UserError(
                     f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
                 )
             return attend(given).transpose(1, 2).contiguous()
@@ -102,7 +103,7 @@ class Lanes(UnprovedLanes):
         """While this lasts, `hear` is told what every layer of the plain lane attends with; what it computes stays the same.
 
         Raises:
-            ValueError: the model does not take its attention from transformers' registry.
+            UserError: the model does not take its attention from transformers' registry.
         """
 
         self.prove()
@@ -114,7 +115,7 @@ class Lanes(UnprovedLanes):
         """Pass the gate now, as what hooks the model's modules must: the gate's own reading would be hooked otherwise.
 
         Raises:
-            ValueError: see `masks_by_head`.
+            UserError: see `masks_by_head`.
         """
         _ = self.masks_by_head
 
@@ -124,7 +125,7 @@ class Lanes(UnprovedLanes):
         model's attention is; see `kvprobe.models.gate`.
 
         Raises:
-            ValueError: it is something else (scores have a bias of their own, say), or cannot be replaced.
+            UserError: it is something else (scores have a bias of their own, say), or cannot be replaced.
         """
         prove_attention(self)
         return True

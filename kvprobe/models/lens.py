@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from kvprobe.errors import UserError
+
 Family = Literal["k_pre", "k", "v", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored, the residual stream
 before, between and after attention and MLP, and what attention and MLP add to it (after Gemma's post-norms)."""
@@ -46,7 +48,7 @@ class Hooked:
         try:
             self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
         except Exception as error:
-            raise ValueError(
+            raise UserError(
                 f"TransformerLens cannot hook {architecture} ({error}); only K and V as stored can be captured."
             ) from error
 
@@ -100,7 +102,7 @@ class Hooked:
         is an error, not an empty result.
 
         Raises:
-            RuntimeError: a hook does not exist, or did not fire.
+            UserError: a hook does not exist, or did not fire.
         """
 
         def listener(family: Family, layer: int) -> Callable[[Tensor], None]:
@@ -116,7 +118,7 @@ class Hooked:
         """Call `hear(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
 
         Raises:
-            RuntimeError: a hook does not exist, or did not fire.
+            UserError: a hook does not exist, or did not fire.
         """
 
         def listener(layer: int) -> Callable[[Tensor], None]:
@@ -142,7 +144,7 @@ class Hooked:
         try:
             for name in listeners:
                 if name not in self.bridge.hook_dict:
-                    raise RuntimeError(f"TransformerLens has no hook {name} for this model.")
+                    raise UserError(f"TransformerLens has no hook {name} for this model.")
                 point = self.bridge.hook_dict[name]
                 # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
                 point.add_hook(listening(name))
@@ -152,7 +154,7 @@ class Hooked:
             for point in points:
                 point.remove_hooks()
         if silent := set(listeners) - heard:
-            raise RuntimeError(f"Hooks that never fired in TransformerLens: {', '.join(sorted(silent))}.")
+            raise UserError(f"Hooks that never fired in TransformerLens: {', '.join(sorted(silent))}.")
 
 
 def _rotates(attention: Any) -> bool:

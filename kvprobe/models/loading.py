@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
 from kvprobe.models.files import bounded, check_folder, weight_sizes
 from kvprobe.names import unknown
@@ -24,8 +25,8 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     """The local folder with the safetensors weights of a named model, folder, `.gguf` file or hub id.
 
     Raises:
-        ValueError: the name is unknown, or the folder has no safetensors.
-        ConnectionError: a download failed; the sentence says which file to put where.
+        UserError: the name is unknown, or the folder has no safetensors.
+        UserError: a download failed; the sentence says which file to put where.
     """
     if isinstance(source, str) and source in NAMED_MODELS:
         return _named(source)
@@ -34,13 +35,13 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         return _checked(path)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise FileNotFoundError(f"There is no GGUF file at {path}.")
+            raise UserError(f"There is no GGUF file at {path}.")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return _kept(f"gguf-{digest[:16]}", lambda _: path)
     if isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~")):
         return _from_hub(source)
-    raise ValueError(
+    raise UserError(
         unknown("model", str(source), NAMED_MODELS)
         + " A local folder, a .gguf file or a hub id (owner/name) will do as well."
     )
@@ -50,8 +51,8 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     """The model and tokenizer in a local folder (the tokenizer is None where there is none).
 
     Raises:
-        ValueError: a file is damaged, or config and weights do not agree.
-        MemoryError: the weights do not fit into the memory that is free.
+        UserError: a file is damaged, or config and weights do not agree.
+        UserError: the weights do not fit into the memory that is free.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -76,14 +77,14 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
         raise
     # On a damaged folder libraries raise a dozen kinds, and a panic in Rust is no Exception.
     except BaseException as error:
-        raise ValueError(
+        raise UserError(
             f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({_line(error)})."
         ) from error
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise ValueError(f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …).")
+        raise UserError(f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …).")
     if unused := _unused_layers(model, found["unexpected_keys"]):
-        raise ValueError(
+        raise UserError(
             f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
         )
     return model.to(device).eval(), tokenizer
@@ -111,9 +112,9 @@ def pick_device(device: str | torch.device) -> torch.device:
         try:
             chosen = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"There is no device {str(device)!r}; use 'auto', 'cpu' or 'cuda'.") from error
+            raise UserError(f"There is no device {str(device)!r}; use 'auto', 'cpu' or 'cuda'.") from error
         if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"Device {str(device)!r} was asked for, but torch sees no CUDA GPU; use 'cpu'.")
+            raise UserError(f"Device {str(device)!r} was asked for, but torch sees no CUDA GPU; use 'cpu'.")
         return chosen
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
@@ -128,7 +129,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
-        raise ValueError(unknown("dtype", dtype, [*known, "auto"]))
+        raise UserError(unknown("dtype", dtype, [*known, "auto"]))
     return known[dtype]
 
 
@@ -167,7 +168,7 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
     try:
         weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
     except Exception as error:
-        raise ValueError(f"{gguf.name} is not a GGUF file ({error}).") from error
+        raise UserError(f"{gguf.name} is not a GGUF file ({error}).") from error
     _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
     try:
         with _quiet(bars=True):
@@ -176,7 +177,7 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:
-        raise ValueError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
+        raise UserError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
     # The weights are plain floats now; without this the model would still be saved as a quantised one.
     model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
     delattr(model.config, "quantization_config")
@@ -192,7 +193,7 @@ def _from_hub(repository: str) -> Path:
     try:
         folder = snapshot_download(repository, allow_patterns=_WANTED)
     except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no folder
-        raise ConnectionError(
+        raise UserError(
             f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
             f"repository's safetensors, config.json and tokenizer files elsewhere and give their folder instead."
         ) from error
@@ -212,7 +213,7 @@ def free_bytes(device: torch.device) -> int:
 def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:
     free = free_bytes(device)
     if needed > free:
-        raise MemoryError(
+        raise UserError(
             f"The weights of {name} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / 2**30:.1f} GiB are free on {device}; use a smaller dtype, a smaller model or another device."
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.visibility import additive, visible
+from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry
 
 
@@ -41,7 +42,7 @@ def masks_given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) ->
     def giver(mask: Tensor) -> Any:
         def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if "attention_mask" not in kwargs:
-                raise RuntimeError(f"{type(module).__name__} takes no attention mask by name; it cannot be given one.")
+                raise UserError(f"{type(module).__name__} takes no attention mask by name; it cannot be given one.")
             return args, {**kwargs, "attention_mask": mask}
 
         return give

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from kvprobe.cache.rotary import Layout, Rotary, Turn
+from kvprobe.cache.rotary import Layout, Rotary, Rotation
+from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.hf_cache import past_key_values
 
@@ -20,7 +21,7 @@ def rotaries_of(plain: Any, geometry: Geometry) -> tuple[Rotary | None, ...]:
     its keys at two positions differ by that rotation and nothing else, at every layer.
 
     Raises:
-        ValueError: keys do not turn, because positions are added to the embeddings, or frequencies change with the length.
+        UserError: keys do not turn, because positions are added to the embeddings, or frequencies change with the length.
     """
     weight = next(plain.parameters())
     device, dtype = weight.device, weight.dtype
@@ -39,13 +40,13 @@ def rotaries_of(plain: Any, geometry: Geometry) -> tuple[Rotary | None, ...]:
         assert stored.keys is not None
         start, moved = stored.keys.split(len(ids))
         errors = {None: _relative(start, moved)} | {
-            number: _relative(Turn.between(rotary, at[: len(ids)], at[len(ids) :]).of(start), moved)
+            number: _relative(Rotation.between(rotary, at[: len(ids)], at[len(ids) :]).of(start), moved)
             for number, rotary in enumerate(candidates)
         }
         best = min(errors, key=errors.__getitem__)
         # Not `>`: a NaN must not pass.
         if not errors[best] <= max(1e-4, 8 * torch.finfo(dtype).eps):
-            raise ValueError(
+            raise UserError(
                 f"The keys of layer {layer} of {type(plain).__name__} do not turn with position by any of the "
                 f"model's frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
                 f"use law='gapped', or recompute the slots."
@@ -69,7 +70,7 @@ def _candidates(plain: Any) -> list[Rotary]:
         if kinds is None:
             continue
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
-            raise ValueError(
+            raise UserError(
                 f"{type(plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
                 f"cannot be turned to another position; use law='gapped', or recompute the slots."
             )

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.rotary import Rotary
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, fingerprint
 from kvprobe.models.attending import Attending, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
@@ -39,7 +40,7 @@ class UnprovedLanes:
 
     def __init__(self, plain: Any, tokenizer: Any = None) -> None:
         if plain.config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
+            raise UserError(
                 f"The model runs {plain.config._attn_implementation} attention, which takes no masks of our making; "
                 f"load it with attn_implementation='sdpa'."
             )
@@ -63,7 +64,7 @@ class UnprovedLanes:
         fused QKV projections.
 
         Raises:
-            ValueError: TransformerLens does not know the model.
+            UserError: TransformerLens does not know the model.
         """
         written = self._written()
         if self._hooked is None or self._hooked[0] != written:
@@ -162,7 +163,7 @@ class UnprovedLanes:
                 for block, own in zip(stack, self.attention_modules, strict=True)
             ):
                 return stack
-        raise ValueError(f"Cannot find the decoder layers of {type(self.plain).__name__}.")
+        raise UserError(f"Cannot find the decoder layers of {type(self.plain).__name__}.")
 
     @cached_property
     def rotaries(self) -> tuple[Rotary | None, ...]:
@@ -187,7 +188,7 @@ class UnprovedLanes:
         """What each head of a layer writes into the residual stream for what it reads: W_O.
 
         Raises:
-            ValueError: the attention module has no output projection of a known name.
+            UserError: the attention module has no output projection of a known name.
         """
         module, names = self.attention_modules[layer], ("o_proj", "c_proj", "dense", "out_proj")
         for name in names:
@@ -196,7 +197,7 @@ class UnprovedLanes:
                 # GPT-2's Conv1D holds its weight the other way round.
                 weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
                 return weight.detach().unflatten(0, (self.geometry.n_heads, -1))
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} has no output projection called {', '.join(names)}; W_O is not known."
         )
 
@@ -210,7 +211,7 @@ class UnprovedLanes:
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
         if sorted(found) != list(range(self.geometry.n_layers)):
-            raise ValueError(
+            raise UserError(
                 f"Cannot find one attention module per layer in {type(self.plain).__name__}; "
                 f"masks could not be given to it."
             )
@@ -224,7 +225,7 @@ class UnprovedLanes:
         """Refuse positions beyond those that the model can read."""
         limit = self.geometry.max_position
         if limit is not None and int(positions.max()) >= limit:
-            raise ValueError(
+            raise UserError(
                 f"Position {int(positions.max())} is beyond the {limit} that this model has "
                 f"{'one set of frequencies' if changing_frequencies(self.plain.config) else 'embeddings'} for; "
                 f"use a shorter conversation."

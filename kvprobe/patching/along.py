@@ -33,7 +33,7 @@ def split(base: KVCache, other: KVCache, along: Along) -> dict[str, KVCache]:
     """The donor's cache in full, inside the subspaces only, and outside them only; the base elsewhere.
 
     Raises:
-        ValueError: a layer or part that does not exist, or directions of another width.
+        UserError: a layer or part that does not exist, or directions of another width.
     """
     subspaces = {
         site: given if isinstance(given, Subspace) else Subspace.spanned(given) for site, given in along.items()

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -97,10 +98,10 @@ def attribute(
         seed: of that draw.
 
     Raises:
-        ValueError: as `patch_sweep`; or the metric is flat at the base.
+        UserError: as `patch_sweep`; or the metric is flat at the base.
     """
     if isinstance(metric, KL):
-        raise ValueError(
+        raise UserError(
             "KL from the base is flat at the base, so its gradient says nothing; attribute a logit difference or a log-probability."
         )
     prepared = prepare(model, base, donor, suffix, over, parts, align, along)
@@ -159,7 +160,7 @@ class _Slopes:
         layers = len(self.keys)
         self.key_slopes, self.value_slopes = slopes[count : count + layers], slopes[count + layers :]
         if all(slope is None or not bool(slope.any()) for slope in slopes):
-            raise ValueError(
+            raise UserError(
                 "The metric is flat at the base, so its gradient says nothing; give one that has a slope there."
             )
         return float(value.detach())

@@ -9,7 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.rotary import Turn
+from kvprobe.cache.rotary import Rotation
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen
 from kvprobe.models.lanes import Lanes
 from kvprobe.names import unknown
@@ -37,7 +38,7 @@ class Aligned:
         """The cells, of which those slots are left out that the donor has nothing for.
 
         Raises:
-            ValueError: there are such slots, and nobody said how to align; or a cell has no other.
+            UserError: there are such slots, and nobody said how to align; or a cell has no other.
         """
         missing = {slot for slot, source in enumerate(self.source.tolist()) if source < 0}
         ledger = self.cache.ledger
@@ -49,7 +50,7 @@ class Aligned:
                 continue
             name = ledger.names[int(ledger.segments[0, min(lost)])]
             if align is None:
-                raise ValueError(
+                raise UserError(
                     f"{self.reasons[name]}; say which slots stand for which with align='start' or align='end', or leave the "
                     f"segment out of the grid."
                 )
@@ -57,7 +58,7 @@ class Aligned:
             if rest:
                 fitted.append(replace(cell, slots=rest))
         if not fitted:
-            raise ValueError("The donor has nothing for any slot of the grid; give one that shares its segments.")
+            raise UserError("The donor has nothing for any slot of the grid; give one that shares its segments.")
         return fitted
 
 
@@ -71,10 +72,10 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
         align: how segments of unequal length meet: at their start, at their end, or not at all.
 
     Raises:
-        ValueError: caches of several rows, of another model, or keys that cannot be turned (learned positions).
+        UserError: caches of several rows, of another model, or keys that cannot be turned (learned positions).
     """
     if align not in (None, "start", "end"):
-        raise ValueError(unknown("alignment", str(align), ("start", "end")))
+        raise UserError(unknown("alignment", str(align), ("start", "end")))
     refuse_unlike(base, donor)
     base, donor = as_seen(lanes, base), as_seen(lanes, donor)
     source, reasons = _sources(base, donor, align)
@@ -86,7 +87,7 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
     if bool((here != there)[0][have].any()):
         there = torch.where(have[None], there, here)
         keys = tuple(
-            tensor if rotary is None else Turn.between(rotary, there, here).of(tensor)
+            tensor if rotary is None else Rotation.between(rotary, there, here).of(tensor)
             for rotary, tensor in zip(lanes.rotaries, keys, strict=True)
         )
     whole = replace(moved, keys=keys, ledger=base.ledger)
@@ -97,11 +98,11 @@ def refuse_unlike(base: KVCache, donor: KVCache) -> None:
     """Refuse caches between which nothing can be swapped."""
     for name, cache in (("base", base), ("donor", donor)):
         if cache.batch != 1:
-            raise ValueError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
+            raise UserError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
         if not bool((cache.ledger.kept & ~cache.ledger.padding).any()):
-            raise ValueError(f"The {name} has no live slot; there is nothing to swap.")
+            raise UserError(f"The {name} has no live slot; there is nothing to swap.")
     if base.shape != donor.shape or base.keys[0].dtype != donor.keys[0].dtype:
-        raise ValueError(
+        raise UserError(
             f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} in {donor.keys[0].dtype}, the base {base.shape} in "
             f"{base.keys[0].dtype}; both must come from the same model."
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
 
@@ -63,22 +64,22 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
     """All cells of the product of these axes, in the order in which they are named, parts innermost.
 
     Raises:
-        ValueError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
+        UserError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
     """
     chosen: dict[str, Iterable[Any] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
     for axis in chosen:
         if axis not in AXES:
-            raise ValueError(unknown("axis", axis, AXES))
+            raise UserError(unknown("axis", axis, AXES))
     for one, other in (("layer", "band"), ("slot", "segment")):
         if one in chosen and other in chosen:
-            raise ValueError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
+            raise UserError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
     if isinstance(parts, str):
-        raise ValueError(f"There may be several parts, and {parts!r} is one text; give a tuple, as in ({parts!r},).")
+        raise UserError(f"There may be several parts, and {parts!r} is one text; give a tuple, as in ({parts!r},).")
     for part in parts:
         if part not in (*get_args(Part), *ACTIVATIONS):
-            raise ValueError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
+            raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
     if not parts:
-        raise ValueError("There is no part to swap; give K, V, or KV.")
+        raise UserError("There is no part to swap; give K, V, or KV.")
     axes = {axis: _values(axis, values, base, bounds) for axis, values in chosen.items()}
     everywhere = {"layers": tuple(range(bounds.layers)), "slots": _held(base)}
     cells = []
@@ -87,7 +88,7 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
         what: dict[str, Any] = everywhere | {_FIELDS[axis]: value for axis, (_, value) in zip(axes, picks, strict=True)}
         cells += [Cell(**what, part=part, content=content, labels=labels) for part, content in product(parts, contents)]
     if not cells:
-        raise ValueError("The grid has no cell; give each axis at least one value.")
+        raise UserError("The grid has no cell; give each axis at least one value.")
     return cells
 
 
@@ -123,7 +124,7 @@ def _values(axis: str, given: Iterable[Any] | None, base: KVCache, bounds: Bound
             present = set((~base.ledger.padding[0]).nonzero()[:, 0].tolist())
             slots = _numbers("slot", given, range(base.slots))
             if empty := [slot for slot in slots if slot not in present]:
-                raise ValueError(f"Slot {empty[0]} of the base is padding and holds no token; choose another.")
+                raise UserError(f"Slot {empty[0]} of the base is padding and holds no token; choose another.")
             return [(slot, (slot,)) for slot in slots]
         case _:
             return _segments(base, given)
@@ -140,7 +141,7 @@ def _segments(base: KVCache, given: Iterable[Any] | None) -> list[Value]:
     for name in given:
         slots = (ledger.in_segments([name])[0] & ~ledger.padding[0]).nonzero()[:, 0].tolist()
         if not slots:
-            raise ValueError(f"Segment {name!r} has no slot left in the base; choose another.")
+            raise UserError(f"Segment {name!r} has no slot left in the base; choose another.")
         found.append((name, tuple(slots)))
     return found
 
@@ -159,10 +160,10 @@ def even_bands(layers: int) -> list[range]:
 
 def _band(band: Any, layers: int) -> Value:
     if not isinstance(band, Iterable):
-        raise ValueError(f"The band {band!r} is no range of layers; give each as in range(0, 8).")
+        raise UserError(f"The band {band!r} is no range of layers; give each as in range(0, 8).")
     members = tuple(sorted(set(_numbers("layer", band, range(layers)))))
     if not members:
-        raise ValueError("A band has no layer; give each at least one, as in range(0, 8).")
+        raise UserError("A band has no layer; give each at least one, as in range(0, 8).")
     adjacent = members == tuple(range(members[0], members[-1] + 1))
     return (f"{members[0]}–{members[-1]}" if adjacent else "+".join(map(str, members))), members
 
@@ -173,5 +174,5 @@ def _numbers(kind: str, given: Iterable[Any] | None, allowed: range) -> list[int
     numbers = list(given)
     for number in numbers:
         if number not in allowed:
-            raise ValueError(f"There is no {kind} {number}; there are {kind}s 0 to {allowed.stop - 1}.")
+            raise UserError(f"There is no {kind} {number}; there are {kind}s 0 to {allowed.stop - 1}.")
     return [int(number) for number in numbers]

@@ -8,6 +8,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 from kvprobe.patching.grid import Cell
 
 
@@ -64,16 +65,16 @@ class PatchMap:
         """Two axes of the grid as a table of `normalised`, `effect` or `value`, each axis in the grid's own order.
 
         Raises:
-            ValueError: an axis that the grid does not have, or cells that differ in a third.
+            UserError: an axis that the grid does not have, or cells that differ in a third.
         """
         table = self.df()
         parts = list(dict.fromkeys(table["part"]))
         chosen = table[(table["part"] == (parts[0] if part is None else part)) & (table["content"] == content)]
         for axis in (rows, columns):
             if axis not in table:
-                raise ValueError(f"The sweep has no axis {axis!r}; it has {', '.join(self.cells[0].labels)} and part.")
+                raise UserError(f"The sweep has no axis {axis!r}; it has {', '.join(self.cells[0].labels)} and part.")
         if len(set(zip(chosen[rows], chosen[columns], strict=True))) < len(chosen):
-            raise ValueError(f"Cells of one {rows} and {columns} differ in another axis; sweep over these two alone.")
+            raise UserError(f"Cells of one {rows} and {columns} differ in another axis; sweep over these two alone.")
         order: dict[str, Sequence[object]] = {axis: list(dict.fromkeys(chosen[axis])) for axis in (rows, columns)}
         wide = chosen.pivot(index=rows, columns=columns, values=value)
         return wide.reindex(index=order[rows], columns=order[columns])

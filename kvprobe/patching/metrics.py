@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
+
 Metric = Callable[[Tensor], Any]
 
 
@@ -43,7 +45,7 @@ class LogProb:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            raise ValueError("LogProb has no token; give the answer's token ids.")
+            raise UserError("LogProb has no token; give the answer's token ids.")
 
     @property
     def kept(self) -> int:
@@ -80,17 +82,17 @@ def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
     """The metric of one run, as a tensor that can be differentiated.
 
     Raises:
-        ValueError: it is not one finite number.
+        UserError: it is not one finite number.
     """
     value = metric(logits)
     found = value if isinstance(value, Tensor) else _number(metric, value)
     if found.numel() != 1:
-        raise ValueError(
+        raise UserError(
             f"The metric {_name(metric)} returned {found.numel()} numbers of shape {tuple(found.shape)}; it must return one "
             f"number for the logits of one run, so index or sum what it returns."
         )
     if not bool(torch.isfinite(found).all()):
-        raise ValueError(
+        raise UserError(
             f"The metric {_name(metric)} returned {float(found)}; it must be a finite number for every run, so bound what it "
             f"divides by or takes the logarithm of."
         )
@@ -100,14 +102,14 @@ def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
 def _refuse_unknown(tokens: Sequence[int], logits: Float[Tensor, "kept vocab"]) -> None:
     for token in tokens:
         if not 0 <= token < logits.shape[1]:
-            raise ValueError(f"There is no token {token}; the vocabulary goes from 0 to {logits.shape[1] - 1}.")
+            raise UserError(f"There is no token {token}; the vocabulary goes from 0 to {logits.shape[1] - 1}.")
 
 
 def _number(metric: Metric, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"The metric {_name(metric)} returned {type(value).__name__}; it must return one number for the logits of one run."
         ) from error
 

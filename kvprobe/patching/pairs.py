@@ -9,6 +9,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
@@ -63,10 +64,10 @@ def patch_pairs(
     """One sweep for each pair; see `patch_sweep` for the grid and the settings.
 
     Raises:
-        ValueError: there are no pairs, or as `patch_sweep`.
+        UserError: there are no pairs, or as `patch_sweep`.
     """
     if not pairs:
-        raise ValueError("There are no pairs to patch; give at least one.")
+        raise UserError("There are no pairs to patch; give at least one.")
     tables = []
     for number, pair in enumerate(tqdm(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
         found = patch_sweep(model, pair.base, pair.donor, pair.suffix, pair.metric, over, progress=False, **settings)
@@ -87,10 +88,10 @@ def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> p
         comparisons: see `stats.interval`.
 
     Raises:
-        ValueError: a column that the table does not have.
+        UserError: a column that the table does not have.
     """
     if missing := [column for column in by if column not in table]:
-        raise ValueError(f"The maps have no column {missing[0]!r}; they have {', '.join(table.columns)}.")
+        raise UserError(f"The maps have no column {missing[0]!r}; they have {', '.join(table.columns)}.")
     rows = []
     for _, cells in table.groupby(list(by), sort=False):
         own = pd.factorize(cells["cluster"])[0]

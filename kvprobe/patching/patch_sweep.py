@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
@@ -72,14 +73,14 @@ def patch_sweep(
         rows: most cells to a pass.
 
     Raises:
-        ValueError: caches of several rows or of another model, segments of unequal length, an axis, layer, slot, segment, head
+        UserError: caches of several rows or of another model, segments of unequal length, an axis, layer, slot, segment, head
             or part that does not exist, a metric that is not one number; or for `total`, a base whose slots were not all read
             in one go (masked, evicted, damaged).
     """
     if reads not in get_args(Reads):
-        raise ValueError(unknown("way to read", reads, get_args(Reads)))
+        raise UserError(unknown("way to read", reads, get_args(Reads)))
     if rows < 1:
-        raise ValueError(f"There are rows={rows} cells to a pass; give at least one.")
+        raise UserError(f"There are rows={rows} cells to a pass; give at least one.")
     lanes = model.lanes
     prepared = prepare(model, base, donor, suffix, over, parts, align, along)
     _refuse_unreadable(prepared.cells, reads)
@@ -122,7 +123,7 @@ def prepare(
     one_row_each(model.lanes, base, 1)
     read = model.tokens_after(base, suffix)
     if len(read) != 1 or not len(read[0]):
-        raise ValueError("There is nothing to read after the cut; give a suffix of at least one token.")
+        raise UserError("There is nothing to read after the cut; give a suffix of at least one token.")
     base = as_seen(model.lanes, base)
     matched = aligned(model.lanes, base, donor, align)
     shape = model.geometry
@@ -179,10 +180,10 @@ def _refuse_unreadable(cells: Sequence[Cell], reads: Reads) -> None:
     """Refuse what only the other way to read can do."""
     for cell in cells:
         if reads == "reader" and cell.part in ACTIVATIONS:
-            raise ValueError(
+            raise UserError(
                 f"{cell.part!r} is no part of a cache; swap K or V, or patch activations with reads='total'."
             )
         if reads == "total" and (cell.query_heads is not None or cell.queries is not None or cell.content != "full"):
-            raise ValueError("Who reads and along what is told only with reads='reader'; leave those axes out.")
+            raise UserError("Who reads and along what is told only with reads='reader'; leave those axes out.")
         if cell.part in ACTIVATIONS and cell.kv_heads is not None:
-            raise ValueError(f"{cell.part!r} has no KV heads; leave the axis 'head' out.")
+            raise UserError(f"{cell.part!r} has no KV heads; leave the axis 'head' out.")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import new_slots
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -205,7 +206,7 @@ def forward(
 ) -> Float[Tensor, "rows kept vocab"]:
     """The plain lane over these tokens, with attention and rows of our own making (see `Lanes.attending_by`, `joining`)."""
     if not 1 <= kept <= ids.shape[1]:
-        raise ValueError(f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens.")
+        raise UserError(f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens.")
     # A 4-D mask is handed down as it is; nobody reads it.
     mask = torch.zeros(1, 1, 1, 1, dtype=lanes.dtype, device=lanes.device)
     return lanes.plain(

@@ -17,9 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
+from kvprobe.errors import UserError
 from kvprobe.inference.capture import capture, editing, plain_sites
 from kvprobe.inference.forward import as_seen, new_slots
-from kvprobe.inference.live import tokens_at
+from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
@@ -41,7 +42,7 @@ class Total:
         source: the donor's slot for each of the base's, −1 where it has none.
 
     Raises:
-        ValueError: a cell swaps an activation that the plain model does not compute by itself; or the base, or a donor whose
+        UserError: a cell swaps an activation that the plain model does not compute by itself; or the base, or a donor whose
             activations are wanted, was edited after it was read.
     """
 
@@ -57,7 +58,7 @@ class Total:
     ) -> None:
         held = ~base.ledger.padding[0]
         if not bool(base.ledger.live[..., held].all()) or bool((base.ledger.quantised >= 0).any()):
-            raise ValueError(
+            raise UserError(
                 "The base has slots that were masked or quantised after later ones had been read, so its prompt cannot be read "
                 "again as it was; use reads='reader', or a base that was read in one go."
             )
@@ -69,7 +70,7 @@ class Total:
         self.sites = plain_sites(lanes, families, range(base.n_layers)) if families else {}
         for (family, layer), site in self.sites.items():
             if site is None:
-                raise ValueError(
+                raise UserError(
                     f"The plain model does not compute {family!r} of layer {layer} by itself; leave it out."
                 )
 
@@ -197,7 +198,7 @@ def refuse_changed(name: str, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]
     """Refuse a run whose tokens, read again, do not give the K and V that it holds (found and held, of each)."""
     for found, held in pairs:
         if found.numel() and float((found - held).abs().max()) > TOLERANCE * float(held.abs().max()):
-            raise ValueError(
+            raise UserError(
                 f"Reading the {name}'s tokens again gives other K or V at layer {layer} than it holds: it was edited after it was "
                 f"read (masked, evicted, damaged, patched, read in parts); use reads='reader', or a {name} read in one go."
             )

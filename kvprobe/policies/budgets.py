@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import PositionLaw
 from kvprobe.checks import require_share
+from kvprobe.errors import UserError
 from kvprobe.memory.slots import layer_counts
 from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
 
@@ -24,11 +25,11 @@ class Rebudgeted(Scored):
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, Rebudgeted):
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} would not heed the shares of {self.policy}; give it the policy inside that one."
             )
         if not isinstance(self.policy, Scored):
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} shares out the budget of a policy that scores slots; {self.policy} has none."
             )
         for name in ("budget", "law", "provenance", "every"):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.policies.policy import Live, Policy, Scene
 
@@ -24,9 +25,9 @@ class MaskSpans(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.segments:
-            raise ValueError(f"{type(self).__name__} names no segment; give at least one.")
+            raise UserError(f"{type(self).__name__} names no segment; give at least one.")
         if self.delimiters not in get_args(Delimiters):
-            raise ValueError(unknown("treatment of delimiters", self.delimiters, get_args(Delimiters)))
+            raise UserError(unknown("treatment of delimiters", self.delimiters, get_args(Delimiters)))
 
     @property
     def names(self) -> tuple[str, ...]:

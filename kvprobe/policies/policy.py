@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache, PositionLaw
 from kvprobe.checks import require_whole
+from kvprobe.errors import UserError
 from kvprobe.names import described, unknown
 from kvprobe.policies.attention import Attention
 
@@ -46,10 +47,10 @@ class Scene:
         """The scene with an edited cache of the same slots.
 
         Raises:
-            ValueError: there are other slots, which the record of attention does not fit.
+            UserError: there are other slots, which the record of attention does not fit.
         """
         if self.attention is not None and cache.slots != self.cache.slots:
-            raise ValueError(
+            raise UserError(
                 f"The cache went from {self.cache.slots} to {cache.slots} slots by hand, and what attention was paid to "
                 f"which is lost; mask slots instead, or evict them by a policy."
             )
@@ -77,9 +78,9 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         if self.law not in get_args(PositionLaw):
-            raise ValueError(unknown("position law", self.law, get_args(PositionLaw)))
+            raise UserError(unknown("position law", self.law, get_args(PositionLaw)))
         if self.provenance not in get_args(Provenance):
-            raise ValueError(unknown("provenance", self.provenance, get_args(Provenance)))
+            raise UserError(unknown("provenance", self.provenance, get_args(Provenance)))
         if self.every is not None:
             self._whole("every", 1)
 
@@ -100,10 +101,10 @@ class Policy(ABC):
 
     def act(self, scene: Scene) -> Scene:
         """The scene with what goes gone. Slots that no layer or head keeps leave memory; the rest stand where the
-        law says. Computing slots again needs a model: see `kvprobe.inference.live.apply`.
+        law says. Computing slots again needs a model: see `kvprobe.inference.under_policy.apply`.
 
         Raises:
-            ValueError: the policy needs attention that was not watched, or leaves a layer or head without a slot.
+            UserError: the policy needs attention that was not watched, or leaves a layer or head without a slot.
         """
         if self.observes is not None:
             self._refuse_unwatched(scene.attention, self.observes)
@@ -119,13 +120,13 @@ class Policy(ABC):
 
     def _refuse_unwatched(self, attention: Attention | None, queries: int) -> None:
         if attention is None:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} needs attention scores, but this cache was read without them; "
                 f"read it with Model.watch, or give the policy to Model.prefill or Model.generate."
             )
         watched = attention.recent.shape[3]
         if watched < queries:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} needs the attention of the last {queries} queries, but this cache was watched "
                 f"with queries={watched}; ask Model.watch for as many as the policy needs."
             )
@@ -134,7 +135,7 @@ class Policy(ABC):
         empty = ~live.any(3) & before.any(3)
         if bool(empty.any()):
             layer, row, head = empty.nonzero()[0].tolist()
-            raise ValueError(
+            raise UserError(
                 f"{self} would leave layer {layer}, KV head {head} of row {row} without a single slot; keep more."
             )
 

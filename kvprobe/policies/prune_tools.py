@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
 
@@ -24,7 +25,7 @@ class PruneToolResults(Policy):
         super().__post_init__()
         self._whole("keep_last", 0)
         if self.placeholder is not None and not self.placeholder.strip():
-            raise ValueError("PruneToolResults has an empty placeholder; give a text, or None for none.")
+            raise UserError("PruneToolResults has an empty placeholder; give a text, or None for none.")
 
     def pruned(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The segments, of these, whose text goes."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Grain
+from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
 
@@ -34,7 +35,7 @@ class Quantise(Policy):
         self._whole("group", 1)
         self._whole("tail", 0)
         if self.provenance != "retained" or self.law != "gapped":
-            raise ValueError("Quantise moves and recomputes nothing; put its law and provenance on another policy.")
+            raise UserError("Quantise moves and recomputes nothing; put its law and provenance on another policy.")
 
     def keep(self, scene: Scene) -> Live:
         return torch.ones_like(scene.live)
@@ -42,7 +43,7 @@ class Quantise(Policy):
     def act(self, scene: Scene) -> Scene:
         cache, grain = scene.cache, Grain(self.bits, self.group)
         if cache.ledger.grain not in (None, grain):
-            raise ValueError(f"The cache was quantised at {cache.ledger.grain}; {self} cannot go on from there.")
+            raise UserError(f"The cache was quantised at {cache.ledger.grain}; {self} cannot go on from there.")
         leaving = [self._leaving(cache, row) for row in range(cache.batch)]
         quantised = cache.ledger.quantised.clone()
         for row, slots in enumerate(leaving):
@@ -95,13 +96,13 @@ class Codes:
         """Codes of numbers that share a scale along `axis`.
 
         Raises:
-            ValueError: a number is too large for float16.
+            UserError: a number is too large for float16.
         """
         numbers = numbers.float()
         minimum = _half_below(numbers.amin(axis, keepdim=True))
         scale = -_half_below((minimum - numbers.amax(axis, keepdim=True)) / (2**bits - 1))
         if not bool(torch.isfinite(minimum).all() & torch.isfinite(scale).all()):
-            raise ValueError("The cache holds numbers beyond float16 (65,504), which its scales cannot reach.")
+            raise UserError("The cache holds numbers beyond float16 (65,504), which its scales cannot reach.")
         codes = ((numbers - minimum) / scale.clamp(min=_SMALLEST_HALF)).round().clamp(0, 2**bits - 1)
         return cls(codes.to(torch.uint8), scale, minimum)
 
@@ -128,7 +129,7 @@ def codes_of_values(values: Float[Tensor, "kv_heads groups group d_value"], grai
     """Per slot, over groups of channels."""
     width = min(grain.group, values.shape[3])
     if values.shape[3] % width:
-        raise ValueError(
+        raise UserError(
             f"Values of {values.shape[3]} numbers cannot be quantised in groups of {grain.group}; give a divisor."
         )
     return Codes.of(values.unflatten(3, (-1, width)), grain.bits, axis=4)

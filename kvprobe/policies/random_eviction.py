@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.policies.policy import Scene, Scored, rank
 
 _STREAM = 0x6B76
@@ -31,7 +32,7 @@ class RandomEviction(Scored):
         super().__post_init__()
         self._whole("seed", 0)
         if self.law != "gapped" and self.every is not None:
-            raise ValueError(
+            raise UserError(
                 f"RandomEviction with law={self.law!r} would draw the same lots again for new slots; give every=None, so that it "
                 f"acts after the prompt only, or law='gapped'."
             )
@@ -47,7 +48,7 @@ class RandomEviction(Scored):
         across = (layers, heads) if self.per_head else (1, 1)
         samples = scene.samples or tuple(range(batch))
         if len(samples) != batch:
-            raise ValueError(f"There are {batch} rows but {len(samples)} sample numbers; give one for each row.")
+            raise UserError(f"There are {batch} rows but {len(samples)} sample numbers; give one for each row.")
         origins = ledger.origins.cpu().numpy()
         rows = []
         for sample, row in zip(samples, origins, strict=True):

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.policies.policy import Scene, Scored, age
 
 
@@ -28,7 +29,7 @@ class SnapKV(Scored):
         self._whole("budget", self.window)
         self._whole("kernel", 1)
         if self.kernel % 2 == 0:
-            raise ValueError(f"SnapKV has kernel={self.kernel}; it must be odd.")
+            raise UserError(f"SnapKV has kernel={self.kernel}; it must be odd.")
 
     @property
     def observes(self) -> int:

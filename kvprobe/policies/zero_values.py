@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvprobe.checks import is_whole
+from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
 
@@ -24,11 +25,9 @@ class ZeroValues(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.segments:
-            raise ValueError("ZeroValues names no segment; give at least one.")
+            raise UserError("ZeroValues names no segment; give at least one.")
         if self.provenance != "retained":
-            raise ValueError(
-                "ZeroValues writes values, which computing again would undo; its provenance is 'retained'."
-            )
+            raise UserError("ZeroValues writes values, which computing again would undo; its provenance is 'retained'.")
 
     def keep(self, scene: Scene) -> Live:
         return torch.ones_like(scene.live)
@@ -39,7 +38,7 @@ class ZeroValues(Policy):
         gone = cache.ledger.in_segments(names)[:, None, :, None]
         layers = range(cache.n_layers) if self.layers is None else self.layers
         if any(not is_whole(layer) or not 0 <= layer < cache.n_layers for layer in layers):
-            raise ValueError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}.")
+            raise UserError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}.")
         values = tuple(
             tensor.masked_fill(gone, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)
         )

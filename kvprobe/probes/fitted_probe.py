@@ -67,7 +67,7 @@ def fitted_probe(
         rng: of the folds.
 
     Raises:
-        ValueError: fewer contexts than folds, fewer than three folds, labels out of range or of one class, fewer samples than
+        UserError: fewer contexts than folds, fewer than three folds, labels out of range or of one class, fewer samples than
             classes, features that are constant or not finite.
     """
     features = features.float()

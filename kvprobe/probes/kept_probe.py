@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probes.probe_card import CARD_SPLITS, UNSEEN, Measure, Training, Where
@@ -42,21 +43,21 @@ def kept_probe(
         name, folds, seed: see `Probe.fit`.
 
     Raises:
-        ValueError: all samples share a context, the site reads single slots, or no site shows anything that varies.
+        UserError: all samples share a context, the site reads single slots, or no site shows anything that varies.
     """
     if UNSEEN not in probing.picks:
-        raise ValueError("All samples share one context, so nothing is known of others; keep probes of more contexts.")
+        raise UserError("All samples share one context, so nothing is known of others; keep probes of more contexts.")
     if less_restart and restart is None:
-        raise ValueError("A probe of differences from the restart needs the restart's features; give them, too.")
+        raise UserError("A probe of differences from the restart needs the restart's features; give them, too.")
     subtracted = restart if less_restart else None
     picks = [pick for pick in probing.picks[UNSEEN] if _varies(features, subtracted, pick)]
     # Where nothing can be read, folds may choose sites that show nothing; then any other is as good.
     candidates = picks or [site for site in _sites(features) if _varies(features, subtracted, site)]
     if not candidates:
-        raise ValueError("What the sites show is the same in all samples, so there is no probe to keep.")
+        raise UserError("What the sites show is the same in all samples, so there is no probe to keep.")
     family, site = max(candidates, key=candidates.count)
     if site.read not in ("mean", "last"):
-        raise ValueError(f"A published probe reads a segment by its 'mean' or 'last' slot, not by {site.read!r}.")
+        raise UserError(f"A published probe reads a segment by its 'mean' or 'last' slot, not by {site.read!r}.")
     where = Where(family, site.layer, site.head, "mean" if site.read == "mean" else "last", less_restart)
     measures = [*_measures(probing, where)]
     if use is not None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 from kvprobe.files import Limits, filled, read_yaml
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
@@ -106,7 +107,7 @@ class Training:
         require("power", self.power or 0, 0, 1)
         require("gain", self.gain or 0, 0)
         if any(each <= 0 for each in self.temperature):
-            raise ValueError(f"Setting 'temperature' is {list(self.temperature)}; expected numbers above 0.")
+            raise UserError(f"Setting 'temperature' is {list(self.temperature)}; expected numbers above 0.")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise ValueError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; turn it round.")
+            raise UserError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; turn it round.")
         if self.measure in SHARES:
             require(self.measure, self.mean, 0, 1)
 
@@ -172,7 +173,7 @@ class Card:
         digest: of the probe's own weights; written and compared by `kvprobe.probes.probe_file`.
 
     Raises:
-        ValueError: a name that is no folder's, what is no fingerprint, an unknown measure, split or arm, one of them twice, or no
+        UserError: a name that is no folder's, what is no fingerprint, an unknown measure, split or arm, one of them twice, or no
             accuracy.
     """
 
@@ -191,23 +192,23 @@ class Card:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(
+            raise UserError(
                 f"{self.name!r} cannot be the name of a probe; use lower-case letters, digits, dots and dashes, 80 at most."
             )
         for found in (self.weights, self.rounded):
             if not _FINGERPRINT.fullmatch(found):
-                raise ValueError(f"{found[:60]!r} is no fingerprint of a model; publish the probe again.")
+                raise UserError(f"{found[:60]!r} is no fingerprint of a model; publish the probe again.")
         seen = [(each.measure, each.split) for each in self.measures]
         for measure, split in seen:
             if measure not in MEASURES:
-                raise ValueError(unknown("measure", measure, MEASURES))
+                raise UserError(unknown("measure", measure, MEASURES))
             if split not in (*CARD_SPLITS, ""):
-                raise ValueError(unknown("split", split, CARD_SPLITS))
+                raise UserError(unknown("split", split, CARD_SPLITS))
             if seen.count((measure, split)) > 1:
-                raise ValueError(f"The card of {self.name} gives {measure} under {split!r} twice; give it once.")
+                raise UserError(f"The card of {self.name} gives {measure} under {split!r} twice; give it once.")
         for split in CARD_SPLITS:
             if ("accuracy", split) not in seen:
-                raise ValueError(f"The card of {self.name} has no accuracy under the {split} split; give all three.")
+                raise UserError(f"The card of {self.name} has no accuracy under the {split} split; give all three.")
 
     def measure(self, measure: str, split: str = UNSEEN) -> Estimate | None:
         """A number of the card, if it has it."""
@@ -233,22 +234,22 @@ class Card:
         """The card of a folder.
 
         Raises:
-            ValueError: there is none, it is too large, not YAML, of another format, or a key is unknown, missing, of the wrong
+            UserError: there is none, it is too large, not YAML, of another format, or a key is unknown, missing, of the wrong
                 type or out of bounds.
         """
         path = folder / CARD
         try:
             content = read_yaml(path)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} cannot be read as a card ({str(error).rstrip('.')}); copy the folder again."
             ) from error
         if content.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is not the card of a probe of format {FORMAT!r}; publish the probe again.")
+            raise UserError(f"{path} is not the card of a probe of format {FORMAT!r}; publish the probe again.")
         try:
             return filled(cls, content, "the card", LIMITS)
         except ValueError as error:
-            raise ValueError(f"In {path}: {error}") from error
+            raise UserError(f"In {path}: {error}") from error
 
 
 def published_probes() -> dict[str, Path]:

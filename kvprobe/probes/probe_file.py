@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
 from kvprobe.probes.probe_card import WEIGHTS, Card
 from kvprobe.probing.linear import LinearProbes
@@ -36,13 +37,13 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
     """What `write_weights` wrote.
 
     Raises:
-        ValueError: there is no file, or it is too large, truncated, holds other tensors than the card promises, or has another digest.
+        UserError: there is no file, or it is too large, truncated, holds other tensors than the card promises, or has another digest.
     """
     path = folder / WEIGHTS
     if not path.is_file():
-        raise ValueError(f"{folder} has a card but no {WEIGHTS}; copy the whole folder.")
+        raise UserError(f"{folder} has a card but no {WEIGHTS}; copy the whole folder.")
     if path.stat().st_size > MAX_WEIGHTS:
-        raise ValueError(f"{path} is larger than {MAX_WEIGHTS // 2**20} MiB; no probe is.")
+        raise UserError(f"{path} is larger than {MAX_WEIGHTS // 2**20} MiB; no probe is.")
     outputs = len(card.target.places) * len(card.target.classes)
     try:
         with safe_open(path, framework="pt") as file:
@@ -50,22 +51,22 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
             dim = (found["weights"].get_shape() or [0])[0] if "weights" in found else 0
             shapes = {"mean": [dim], "weights": [dim, outputs], "intercept": [outputs], "deviation": [dim]}
             if {name: piece.get_shape() for name, piece in found.items()} != shapes or not dim:
-                raise ValueError(
+                raise UserError(
                     f"{path} does not hold the weights of {outputs} outputs that its card promises; publish the probe again."
                 )
             tensors = {name: file.get_tensor(name) for name in shapes}
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); copy it again.") from error
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again.") from error
     if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        raise ValueError(f"{path} holds numbers that are not float32; publish the probe again.")
+        raise UserError(f"{path} holds numbers that are not float32; publish the probe again.")
     deviation = tensors.pop("deviation")
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()) or not bool(
         (deviation > 0).all() and deviation.isfinite().any()
     ):
-        raise ValueError(
+        raise UserError(
             f"{path} holds numbers that are not finite, or deviations below zero or of no size; publish the probe again."
         )
     if digest([path.read_bytes()], 16) != card.digest:
-        raise ValueError(f"{path} holds other weights than its card was written for; copy the whole folder again.")
+        raise UserError(f"{path} holds other weights than its card was written for; copy the whole folder again.")
     one = {name: tensor[None] for name, tensor in tensors.items()}
     return LinearProbes(one["mean"], one["weights"], one["intercept"], len(card.target.classes)), deviation

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing, fingerprint
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -89,13 +90,11 @@ class Probe:
             seed: of the folds.
 
         Raises:
-            ValueError: see `fitted_probe` and `Card`.
+            UserError: see `fitted_probe` and `Card`.
         """
         if site.less_restart:
             if restart is None:
-                raise ValueError(
-                    "A probe of differences from the restart needs the restart's features; give them, too."
-                )
+                raise UserError("A probe of differences from the restart needs the restart's features; give them, too.")
             features, restart = difference(features, restart), torch.zeros_like(features)
         rng = np.random.default_rng([seed, 7])
         fitted = fitted_probe(
@@ -140,13 +139,13 @@ class Probe:
         """A probe that ships with kvprobe, by name, or one from a folder.
 
         Raises:
-            ValueError: there is no such probe, or its files are not whole, too large, or do not fit each other.
+            UserError: there is no such probe, or its files are not whole, too large, or do not fit each other.
         """
         shelf, folder = published_probes(), Path(source).expanduser()
         if str(source) in shelf:
             folder = shelf[str(source)]
         elif not (folder / CARD).is_file():
-            raise ValueError(
+            raise UserError(
                 unknown("published probe", str(source), shelf) + f" A folder with a {CARD} will do as well."
             )
         card = Card.read(folder)
@@ -164,7 +163,7 @@ class Probe:
         """Calibrated probability of each class, from what the probe's site shows.
 
         Raises:
-            ValueError: features of another width, or not finite.
+            UserError: features of another width, or not finite.
         """
         flat = self._checked(features).reshape(-1, features.shape[-1])
         scores = self.linear.scores(flat[None])[0].transpose(0, 1)
@@ -189,7 +188,7 @@ class Probe:
             restart: the same slots computed without the hidden text, for a probe of differences.
 
         Raises:
-            ValueError: the model has other weights; a cache was given without a segment, or for a probe of what a cache does
+            UserError: the model has other weights; a cache was given without a segment, or for a probe of what a cache does
                 not hold; the rows of the cache have no such segment; or a probe of differences has no restart.
         """
         self.check(model)
@@ -203,7 +202,7 @@ class Probe:
         if not self.site.less_restart:
             return shown
         if restart is None:
-            raise ValueError(f"{self.name} reads differences from the restart; give the restart's slots, too.")
+            raise UserError(f"{self.name} reads differences from the restart; give the restart's slots, too.")
         return difference(shown, restart)
 
     def site_shows(self, source: KVCache | Captured, segment: str | None = None) -> Float[Tensor, "rows dim"]:
@@ -213,18 +212,16 @@ class Probe:
         """
         if isinstance(source, Captured):
             if segment is not None:
-                raise ValueError(f"Captured slots are read as they are; capture with segments=[{segment!r}] alone.")
+                raise UserError(f"Captured slots are read as they are; capture with segments=[{segment!r}] alone.")
             return self.read_out(source[self.site.family, self.site.layer], source.present)
         if self.site.family not in ("k", "v"):
-            raise ValueError(
-                f"{self.name} reads {self.site.family!r}, which no cache holds; give it what was captured."
-            )
+            raise UserError(f"{self.name} reads {self.site.family!r}, which no cache holds; give it what was captured.")
         if segment is None:
-            raise ValueError("A cache has many segments; say which of them to read.")
+            raise UserError("A cache has many segments; say which of them to read.")
         held = source.keys if self.site.family == "k" else source.values
         where = source.ledger.in_segments([segment])
         if not bool(where.any(1).all()):
-            raise ValueError(
+            raise UserError(
                 f"Segment {segment!r} has no slots in some row of the cache; it was evicted, or never read."
             )
         return self.read_out(held[self.site.layer], where)
@@ -254,13 +251,13 @@ class Probe:
         """Refuse a model that this probe cannot read.
 
         Raises:
-            ValueError: its weights are others (in whatever dtype), its config or its tokenizer; or it has no such site.
+            UserError: its weights are others (in whatever dtype), its config or its tokenizer; or it has no such site.
         """
         if not self.fits(model):
             other = (model.fingerprint, self.card.weights)
             if _dtype(model) != self.card.dtype:
                 other = (rounded_fingerprint(model), self.card.rounded)
-            raise ValueError(
+            raise UserError(
                 f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*other)}, so its directions mean "
                 f"nothing there; train a probe of that model instead."
             )
@@ -270,7 +267,7 @@ class Probe:
         dim = heads * shape.d_head if per_head else shape.d_model
         head_exists = site.head is None or (per_head and 0 <= site.head < shape.n_kv_heads)
         if not 0 <= site.layer < shape.n_layers or not head_exists or dim != len(self.deviation):
-            raise ValueError(
+            raise UserError(
                 f"{self.name} reads {len(self.deviation)} numbers at {site.family!r}, layer {site.layer}, head {site.head}, which "
                 f"{model.name} does not have; the card was altered, publish the probe again."
             )
@@ -283,12 +280,12 @@ class Probe:
 
     def _checked(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         if features.shape[-1] != len(self.deviation):
-            raise ValueError(
+            raise UserError(
                 f"{self.name} reads vectors of {len(self.deviation)} numbers; these have {features.shape[-1]}, so give what its "
                 "site shows."
             )
         if not bool(features.isfinite().all()):
-            raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
+            raise UserError("Features hold NaN or infinity; a probe needs finite numbers.")
         return features.float().to(self.deviation.device)
 
 

@@ -90,7 +90,7 @@ def calibrated_probes(
         may_be_constant: for a floor or control, whose features rightly may not vary.
 
     Raises:
-        ValueError: fewer than three folds or an empty one, a context in two folds, labels out of range or of one
+        UserError: fewer than three folds or an empty one, a context in two folds, labels out of range or of one
             class, fewer samples than classes, features that are constant or not finite.
     """
     check_problem(labels, folds, classes, contexts)

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.models.lens import Family
 from kvprobe.probing.calibration import Solver
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
@@ -24,7 +25,7 @@ from kvprobe.probing.description import description
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites, permuted_scores
 from kvprobe.probing.intervals import LEVEL, held_out, held_out_means
-from kvprobe.probing.scan import false_discovery_rate, p_values, paired_features, step_down
+from kvprobe.probing.permutation import false_discovery_rate, p_values, paired_features, step_down
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
@@ -133,7 +134,7 @@ def probe_features(
         rng: of folds, control labels and permutations.
 
     Raises:
-        ValueError: features of which none varies, fewer contexts than folds, or what `check_problem` refuses.
+        UserError: features of which none varies, fewer contexts than folds, or what `check_problem` refuses.
     """
     _check(features, permutations)
     single = len(np.unique(features.contexts)) == 1
@@ -385,13 +386,13 @@ def _hits(fits: Fits, labels: Int[Tensor, "targets samples"]) -> Float[np.ndarra
 def _check(features: Features, permutations: int) -> None:
     labels, contexts = features.labels, features.contexts
     if all(not bool(tensor.std(0, correction=0).any()) for tensor in features.tensors.values()):
-        raise ValueError(
+        raise UserError(
             "Every feature at every site is constant over the samples, so there is nothing to read; check that the "
             "conversations differ before the segment that is read."
         )
     alike = [bool((labels[:, contexts == each] == labels[:, contexts == each][:, :1]).all()) for each in set(contexts)]
     if permutations and all(alike):
-        raise ValueError(
+        raise UserError(
             "Every context has the same labels for all its samples, so a probe could tell labels by context and no "
             "permutation within it shows that; cross contexts with labels, or give permutations=0 to go without."
         )

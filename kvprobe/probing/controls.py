@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model, load
 
 
@@ -28,10 +29,10 @@ def hash_control(
     memorise them, and under leave-context-out nothing can tell them.
 
     Raises:
-        ValueError: the contexts and the labels differ in number.
+        UserError: the contexts and the labels differ in number.
     """
     if len(contexts) != labels.shape[1]:
-        raise ValueError(f"Each sample needs one context; got {len(contexts)} contexts for {labels.shape[1]} samples.")
+        raise UserError(f"Each sample needs one context; got {len(contexts)} contexts for {labels.shape[1]} samples.")
     drawn = [
         [
             _hashed(f"{seed}\0{target}\0{context}\0{label}", classes)

@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.scan import paired_features
+from kvprobe.probing.permutation import paired_features
 from kvprobe.probing.sparse import sparse_curves
 from kvprobe.probing.splits import Split
 

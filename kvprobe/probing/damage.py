@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.model import Model
@@ -29,7 +30,7 @@ def damaged_slots(
         seed: of the fault's draws; each conversation has draws of its own.
 
     Raises:
-        ValueError: the fault struck every slot of `at` or none of them.
+        UserError: the fault struck every slot of `at` or none of them.
     """
     vectors: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
     labels, contexts = [], []
@@ -48,7 +49,7 @@ def damaged_slots(
         contexts += [number] * len(changed)
     whole = torch.cat(labels)
     if len(whole.unique()) < 2:
-        raise ValueError(
+        raise UserError(
             f"The fault struck {'every' if bool(whole[0]) else 'no'} slot of segment {at!r}; give it a scope that strikes some."
         )
     sites = tuple(Site(layer, None, "slot") for layer in range(model.geometry.n_layers))

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.gram import principal_axes
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_features
@@ -72,14 +73,14 @@ def description(
     """Online codelength of every target from every probe's features, beside a uniform and a context-only code.
 
     Args:
-        features: those of `kvprobe.probing.scan.paired_features`, if the split is `paired`.
+        features: those of `kvprobe.probing.permutation.paired_features`, if the split is `paired`.
         split: `random` sends samples in any order; otherwise whole contexts are sent, each in one block.
         blocks: where blocks end, as rising shares of the samples, the last one 1.
         predict: `ridge_log_probs` by default.
         rng: of the order; seeded with 0 by default.
 
     Raises:
-        ValueError: blocks that do not rise to 1, labels out of range or of one class, or features that are not
+        UserError: blocks that do not rise to 1, labels out of range or of one class, or features that are not
             finite.
     """
     rng = np.random.default_rng(0) if rng is None else rng
@@ -143,12 +144,12 @@ def ridge_log_probs(
 def _check(features: Tensor, labels: Tensor, classes: int, blocks: Sequence[float]) -> None:
     rising = all(early < late for early, late in pairwise((0.0, *blocks)))
     if not blocks or not rising or blocks[-1] != 1:
-        raise ValueError(f"Blocks must rise from above 0 to 1, the end of the samples; got {tuple(blocks)}.")
+        raise UserError(f"Blocks must rise from above 0 to 1, the end of the samples; got {tuple(blocks)}.")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+        raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
     for target, each in enumerate(labels):
         if len(each.unique()) == 1:
-            raise ValueError(f"Target {target} has one class in all samples, so there is nothing to send; drop it.")
+            raise UserError(f"Target {target} has one class in all samples, so there is nothing to send; drop it.")
     check_features(features)
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 
@@ -38,10 +39,10 @@ def less_restart(features: Features, restart: Features) -> Features:
     """Features of the same samples and sites less those of their restart.
 
     Raises:
-        ValueError: the two have other sites or samples.
+        UserError: the two have other sites or samples.
     """
     if features.sites != restart.sites or not torch.equal(features.labels, restart.labels):
-        raise ValueError(
+        raise UserError(
             "Features and restart are of other sites or samples; read both from the same design and segment."
         )
     own, other = torch.from_numpy(features.rows), torch.from_numpy(restart.rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.splits import Split, centred_within
@@ -117,7 +118,7 @@ def read_features(
             those that share the conversation.
 
     Raises:
-        ValueError: an unknown segment, one that cannot be hidden from `at`, or a slot outside of what is read.
+        UserError: an unknown segment, one that cannot be hidden from `at`, or a slot outside of what is read.
     """
     groups: dict[str, dict[Tokens, list[int]]] = {}
     for number, sample in enumerate(design.samples):
@@ -152,7 +153,7 @@ def read_features(
 def _within(span: slice, slot: int | None, number: int, at: str) -> int | None:
     """A sample's slot counted from the beginning of what is read."""
     if slot is not None and not span.start <= slot < span.stop:
-        raise ValueError(
+        raise UserError(
             f"Sample {number} reads slot {slot}; what is read of segment {at!r} are the slots {span.start} to {span.stop - 1}."
         )
     return None if slot is None else slot - span.start
@@ -207,11 +208,11 @@ def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -
     span = tokens.span(at)
     for name in hide:
         if tokens.span(name).start >= span.start:
-            raise ValueError(f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it.")
+            raise UserError(f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it.")
     answers = [index for index in range(span.start, span.stop) if tokens.parts[index] == "answer"]
     stop = answers[0] if answers else span.stop
     if stop == span.start:
-        raise ValueError(f"Nothing of segment {at!r} stands before its part 'answer', so there is nothing to read.")
+        raise UserError(f"Nothing of segment {at!r} stands before its part 'answer', so there is nothing to read.")
     return tokens[:stop]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvprobe.models.lens import Family
 from kvprobe.probing.calibration import Solver, calibrated_probes
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.scan import permuted_hits
+from kvprobe.probing.permutation import permuted_hits
 from kvprobe.probing.splits import Split
 
 
@@ -66,7 +66,7 @@ def fit_sites(
         done: is told how many probes were fitted.
 
     Raises:
-        ValueError: see `calibrated_probes`.
+        UserError: see `calibrated_probes`.
     """
     labels = features.labels if labels is None else labels
     contexts = None if split == "random" else features.contexts
@@ -99,7 +99,7 @@ def permuted_scores(
     *,
     done: Callable[[int], object] = lambda probes: None,
 ) -> Float[np.ndarray, "assignments sites"]:
-    """`kvprobe.probing.scan.permuted_hits` at every site."""
+    """`kvprobe.probing.permutation.permuted_hits` at every site."""
     scores = []
     for family in features.tensors:
         for _, seen, size in features.batches(family, split):

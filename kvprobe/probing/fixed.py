@@ -42,7 +42,7 @@ def fixed_ridge(
         size: root mean square of what the probes read before any centring; that of `features` by default.
 
     Raises:
-        ValueError: features that are not finite.
+        UserError: features that are not finite.
     """
     check_features(features)
     size = features.square().mean((1, 2)).sqrt() if size is None else size

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.linear import check_features
 
 
@@ -80,15 +81,15 @@ class FoldMoments:
         """Take in a batch.
 
         Raises:
-            ValueError: features that are not finite, or labels or folds out of range.
+            UserError: features that are not finite, or labels or folds out of range.
         """
         check_features(features)
         if int(labels.min()) < 0 or int(labels.max()) >= self.classes:
-            raise ValueError(
+            raise UserError(
                 f"Labels must lie in 0 to {self.classes - 1}; got {int(labels.min())} to {int(labels.max())}."
             )
         if int(folds.min()) < 0 or int(folds.max()) >= len(self._parts):
-            raise ValueError(
+            raise UserError(
                 f"Folds must lie in 0 to {len(self._parts) - 1}; got {int(folds.min())} to {int(folds.max())}."
             )
         answers = one_hot_answers(labels, self.classes, features.dtype)
@@ -106,11 +107,11 @@ class FoldMoments:
         """Moments of the samples of these folds.
 
         Raises:
-            ValueError: none of these folds has a sample yet.
+            UserError: none of these folds has a sample yet.
         """
         parts = [part for fold in folds if (part := self._parts[fold]) is not None]
         if not parts:
-            raise ValueError(f"No sample is in folds {list(folds)} yet; call update with some first.")
+            raise UserError(f"No sample is in folds {list(folds)} yet; call update with some first.")
         return Moments.merged(parts)
 
     def _add(self, fold: int, part: Moments) -> None:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
+
 
 @dataclass(frozen=True)
 class LinearProbes:
@@ -66,30 +68,30 @@ def check_problem(
         contexts: number of each sample's context, where no context may be in two folds.
 
     Raises:
-        ValueError: labels out of range or of one class, fewer samples than classes, fewer than three folds, an empty
+        UserError: labels out of range or of one class, fewer samples than classes, fewer than three folds, an empty
             fold, or a context in two folds.
     """
     samples, count = labels.shape[1], int(folds.max()) + 1
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+        raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
     if samples < classes:
-        raise ValueError(f"A probe of {classes} classes needs at least {classes} samples; there are {samples}.")
+        raise UserError(f"A probe of {classes} classes needs at least {classes} samples; there are {samples}.")
     for target, each in enumerate(labels):
         if len(each.unique()) == 1:
-            raise ValueError(
+            raise UserError(
                 f"Target {target} has the one class {int(each[0])} in all {samples} samples; a probe needs at least two."
             )
     if count < 3:
-        raise ValueError(f"Probes need at least 3 folds (train, inner, test); got {count}.")
+        raise UserError(f"Probes need at least 3 folds (train, inner, test); got {count}.")
     empty = torch.nonzero(torch.bincount(folds, minlength=count) == 0)[:, 0].tolist()
     if empty:
-        raise ValueError(f"Folds are numbered from 0 with none left out; no sample is in fold {empty[0]}.")
+        raise UserError(f"Folds are numbered from 0 with none left out; no sample is in fold {empty[0]}.")
     if contexts is not None:
         numbers = torch.as_tensor(np.asarray(contexts), device=folds.device)
         pairs = torch.stack([numbers, folds]).unique(dim=1)[0]
         context, seen = pairs.unique(return_counts=True)
         if bool((seen > 1).any()):
-            raise ValueError(
+            raise UserError(
                 f"Context {int(context[seen > 1][0])} is in more than one fold, so its samples would be trained and "
                 "tested on; give all samples of a context the same fold."
             )
@@ -99,10 +101,10 @@ def check_features(features: Float[Tensor, "probes samples dim"]) -> None:
     """Refuse features that are not finite.
 
     Raises:
-        ValueError: there is NaN or infinity in them.
+        UserError: there is NaN or infinity in them.
     """
     if not bool(torch.isfinite(features).all()):
-        raise ValueError("Features hold NaN or infinity; a probe needs finite numbers.")
+        raise UserError("Features hold NaN or infinity; a probe needs finite numbers.")
 
 
 def check_variation(
@@ -115,11 +117,11 @@ def check_variation(
         first: number of the first probe.
 
     Raises:
-        ValueError: no feature of some probe varies by more than its floor.
+        UserError: no feature of some probe varies by more than its floor.
     """
     still = torch.nonzero(features.std(1, correction=0).amax(1) <= floor)[:, 0].tolist()
     if still:
-        raise ValueError(
+        raise UserError(
             f"All features of probe {first + still[0]} are constant over the samples, so there is nothing to read; "
             "drop the probe, or say may_be_constant=True where it is a floor or a control."
         )

@@ -45,7 +45,7 @@ def probe(
         rng: of folds and controls; seeded with 0 by default.
 
     Raises:
-        ValueError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
+        UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
     rng = np.random.default_rng(0) if rng is None else rng

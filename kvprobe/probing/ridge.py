@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.gram import FoldMoments, Moments, one_hot_answers
 from kvprobe.probing.linear import LinearProbes, OutOfFold, check_features
 
@@ -56,7 +57,7 @@ def ridge_probes(
             measured; that of `features` by default.
 
     Raises:
-        ValueError: fewer than three folds, labels out of range, or features that are not finite.
+        UserError: fewer than three folds, labels out of range, or features that are not finite.
     """
     predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
     inner_accuracy, chosen_penalty = [], []
@@ -104,7 +105,7 @@ def streamed_ridge(
         batches: starts a pass over the features, some samples at a time, in the order of `labels`.
 
     Raises:
-        ValueError: as `ridge_probes`, or a pass that gives another number of samples than there are labels.
+        UserError: as `ridge_probes`, or a pass that gives another number of samples than there are labels.
     """
     count = _checked(labels, folds, classes)
     moments = FoldMoments(count, classes)
@@ -205,9 +206,9 @@ def _checked(labels: Int[Tensor, "targets samples"], folds: Int[Tensor, "samples
     """The number of folds."""
     count = int(folds.max()) + 1
     if count < 3:
-        raise ValueError(f"Ridge probes need at least 3 folds (train, inner, test); got {count}.")
+        raise UserError(f"Ridge probes need at least 3 folds (train, inner, test); got {count}.")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
+        raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
     return count
 
 
@@ -222,7 +223,7 @@ def _rows(
         if done <= samples:
             yield rows, batch
     if done != samples:
-        raise ValueError(f"A pass over the features gave {done} samples for {samples} labels; each pass must give all.")
+        raise UserError(f"A pass over the features gave {done} samples for {samples} labels; each pass must give all.")
 
 
 def _grid(penalties: Sequence[float], dim: int, dtype: torch.dtype) -> Float[Tensor, "penalties"]:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import VARIANCE_FLOOR, ridge_probes
@@ -100,13 +101,13 @@ def sparse_curves(
         rng: of the random dimensions; seeded with 0 by default.
 
     Raises:
-        ValueError: a k below 1 or above the number of dimensions, or what `check_problem` refuses.
+        UserError: a k below 1 or above the number of dimensions, or what `check_problem` refuses.
     """
     rng = np.random.default_rng(0) if rng is None else rng
     probes, _, dim = features.shape
     ks = sorted(set([k for k in KS if k <= dim] if ks is None else ks))
     if not ks or ks[0] < 1 or ks[-1] > dim:
-        raise ValueError(f"k must lie in 1 to {dim}, the number of dimensions; got {ks}.")
+        raise UserError(f"k must lie in 1 to {dim}, the number of dimensions; got {ks}.")
     numbers = torch.from_numpy(folds).to(features.device)
     check_problem(labels, numbers, classes)
     count = int(folds.max()) + 1

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
+
 Split = Literal["random", "leave-context-out", "paired"]
 SPLITS: tuple[Split, ...] = ("random", "leave-context-out", "paired")
 
@@ -22,7 +24,7 @@ def fold_numbers(
     """The test fold of each sample; but for `random`, all samples of a context share one.
 
     Raises:
-        ValueError: there are fewer contexts (or samples) than folds.
+        UserError: there are fewer contexts (or samples) than folds.
     """
     if split == "random":
         units, index = len(contexts), np.arange(len(contexts))
@@ -31,7 +33,7 @@ def fold_numbers(
         units = len(found)
     if units < folds:
         kind = "samples" if split == "random" else "contexts"
-        raise ValueError(f"The {split} split needs at least {folds} {kind} for {folds} folds; there are {units}.")
+        raise UserError(f"The {split} split needs at least {folds} {kind} for {folds} folds; there are {units}.")
     return rng.permutation(np.arange(units) % folds)[index]
 
 

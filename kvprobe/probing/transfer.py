@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import PENALTIES, fitted_by_fold
@@ -39,11 +40,11 @@ def transfer(
         One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 % interval.
 
     Raises:
-        ValueError: what `check_problem` and `transferred` refuse, or another number of names than of places.
+        UserError: what `check_problem` and `transferred` refuse, or another number of names than of places.
     """
     names = list(range(len(features))) if places is None else list(places)
     if len(names) != len(features):
-        raise ValueError(f"There are {len(names)} names for {len(features)} places; give one for each.")
+        raise UserError(f"There are {len(names)} names for {len(features)} places; give one for each.")
     numbers = torch.from_numpy(folds).to(labels.device)
     check_problem(labels, numbers, classes, contexts)
     hits = transferred(features, labels, numbers, classes).eq(labels).double().mean(2).cpu().numpy()
@@ -75,7 +76,7 @@ def transferred(
         size: root mean square of what is read at each place before any centring; that of `features` by default.
 
     Raises:
-        ValueError: fewer than three folds, labels out of range, or features that are not finite.
+        UserError: fewer than three folds, labels out of range, or features that are not finite.
     """
     shape = (len(features), len(features), *labels.shape)
     predicted = torch.empty(shape, dtype=torch.long, device=features.device)

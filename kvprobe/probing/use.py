@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.tasks.designs import Design, Sample
@@ -24,7 +25,7 @@ def can_be_asked(model: Model, design: Design, at: str) -> bool:
     A design of single slots asks of slots, not of conversations.
 
     Raises:
-        ValueError: a context with one sample only, or whose answers differ in their number of tokens.
+        UserError: a context with one sample only, or whose answers differ in their number of tokens.
     """
     first = design.samples[0].transcript.tokens(model.tokenizer)
     if design.samples[0].slot is not None or "answer" not in first[first.span(at)].parts:
@@ -35,7 +36,7 @@ def can_be_asked(model: Model, design: Design, at: str) -> bool:
     for context, own in answers.items():
         lengths = sorted({len(answer) for answer in own})
         if len(own) < 2 or len(lengths) > 1:
-            raise ValueError(
+            raise UserError(
                 f"Context {context!r} has {len(own)} samples whose answers take {lengths} tokens; use is measured against "
                 "other answers of the same length, at least one."
             )
@@ -47,10 +48,10 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
     context's other samples, whether its tokens are the likeliest, and the KL from the full context's next token.
 
     Raises:
-        ValueError: see `can_be_asked`; or there is nothing to ask for.
+        UserError: see `can_be_asked`; or there is nothing to ask for.
     """
     if not can_be_asked(model, design, at):
-        raise ValueError(
+        raise UserError(
             f"The conversations have no part 'answer' in segment {at!r} that differs; there is nothing to ask for."
         )
     contexts: dict[str, list[int]] = {}

@@ -162,6 +162,6 @@ class Report:
         """The report that `to_dict` gave, now or before sections had maps, views and heads.
 
         Raises:
-            ValueError: anything else; see `kvprobe.files.filled`.
+            UserError: anything else; see `kvprobe.files.filled`.
         """
         return filled(cls, data, "the report", LIMITS)

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvprobe.errors import UserError
 from kvprobe.files import write_whole
 from kvprobe.report.document import Figure, Passage, Report
 from kvprobe.report.views.page import Part, render
@@ -35,7 +36,7 @@ def write_report(run: Finished) -> Path:
     """Render `report.html` from what the run holds on disk; nothing is computed again.
 
     Raises:
-        ValueError: the run is unfinished.
+        UserError: the run is unfinished.
     """
     report = Report.from_dict(run.report)
 
@@ -58,12 +59,12 @@ def write_views(run: Finished) -> Path:
     """Write the maps, token views and attention of a run's report as `views.html`, a page of their own.
 
     Raises:
-        ValueError: the run is unfinished, or its report has no views.
+        UserError: the run is unfinished, or its report has no views.
     """
     report = Report.from_dict(run.report)
     parts = _parts(report)
     if not parts:
-        raise ValueError(f"The report of {run.path} has no views; see its figures with `kvprobe report {run.path}`.")
+        raise UserError(f"The report of {run.path} has no views; see its figures with `kvprobe report {run.path}`.")
     return write_whole(run.path / "views.html", render("page.html.j2", parts, title=report.title))
 
 
@@ -72,11 +73,11 @@ def _drawn(run: Finished, figure: Figure) -> bytes:
     folder = run.path / "figures"
     path = folder / f"{figure.file}.png"
     if path.resolve().parent != folder.resolve() or not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"The report names the figure {figure.file[:80]!r}, which is no file of {folder}; run the study again."
         )
     if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{path} is larger than {MOST_BYTES // 2**20} MiB; no figure of a report is.")
+        raise UserError(f"{path} is larger than {MOST_BYTES // 2**20} MiB; no figure of a report is.")
     return path.read_bytes()
 
 

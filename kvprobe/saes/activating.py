@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.saes.dictionary import SparseFeatures
 from kvprobe.saes.shards import Shards
 
@@ -39,11 +40,11 @@ def activating(features: SparseFeatures, shards: Shards, latents: Sequence[int],
     """For each of some latents the recorded tokens that it is most active in, one of each text, and no passage twice.
 
     Raises:
-        ValueError: there is no such latent, or nothing was recorded at the dictionary's place.
+        UserError: there is no such latent, or nothing was recorded at the dictionary's place.
     """
     for latent in latents:
         if not 0 <= latent < features.width:
-            raise ValueError(f"There is no latent {latent}; the dictionary has {features.width}, counted from 0.")
+            raise UserError(f"There is no latent {latent}; the dictionary has {features.width}, counted from 0.")
     columns = torch.tensor(list(latents), dtype=torch.long)
     seen = [features.encode(shard)[:, columns].cpu() for shard in shards.activations(features.place)]
     values = torch.cat(seen)

@@ -3,6 +3,7 @@ message (Magpie, Xu et al. 2024, arXiv 2406.08464). It is the model's own distri
 
 from collections.abc import Sequence
 
+from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate, row_generators
 from kvprobe.inference.model import Model
 from kvprobe.text.transcript import Tokens, Transcript
@@ -21,7 +22,7 @@ def self_written(model: Model, rows: Sequence[int], length: int, seed: int) -> l
     tokens = header.tokens(model.tokenizer)
     start = tokens[: tokens.part("message").start]
     if not len(start):
-        raise ValueError(
+        raise UserError(
             f"The chat template of {model.name} writes nothing before a message, so the model cannot start."
         )
     generators = row_generators(seed, max(rows) + 1, model.lanes.device)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing, digest
 from kvprobe.inference.model import Model
 from kvprobe.models.files import refuse_not_finite
@@ -59,7 +60,7 @@ class SparseFeatures:
         """The latents of each activation.
 
         Raises:
-            ValueError: the activations are of another width.
+            UserError: the activations are of another width.
         """
         self._check(activations.shape[-1], "activations")
         with torch.no_grad():
@@ -116,34 +117,34 @@ class SparseFeatures:
             place: where it belongs; by default what its own metadata say.
 
         Raises:
-            ValueError: there is none, it is damaged, it belongs nowhere in this model, or it is of the wrong width.
+            UserError: there is none, it is damaged, it belongs nowhere in this model, or it is of the wrong width.
         """
         sae = _from_disk(source) if isinstance(source, str | Path) else source
         refuse_not_finite("the SAE", sae.named_parameters())
         config = sae.cfg
         hook = config.metadata.hook_name
         if place is None and hook is None:
-            raise ValueError(
+            raise UserError(
                 "The SAE does not say which hook it was trained at; give `place`, such as Place('resid_post', 7)."
             )
         found = cls(sae.to(model.lanes.device), Place.of_hook(hook) if place is None else place)
         shape = model.geometry
         if found.place.layer >= shape.n_layers:
-            raise ValueError(
+            raise UserError(
                 f"The SAE reads layer {found.place.layer}, but {model.name} has layers 0 to {shape.n_layers - 1}; give one that was "
                 f"trained on this model."
             )
         found._check(found.place.width(shape), f"{found.place} of {model.name}")
         if "transcoder" in config.architecture() or config.metadata.hook_name_out is not None:
-            raise ValueError("This is a transcoder, which writes elsewhere than it reads; give an SAE.")
+            raise UserError("This is a transcoder, which writes elsewhere than it reads; give an SAE.")
         if config.metadata.hook_head_index is not None or config.reshape_activations != "none":
-            raise ValueError("The SAE reads single heads; kvprobe reads KV heads side by side, so give one trained so.")
+            raise UserError("The SAE reads single heads; kvprobe reads KV heads side by side, so give one trained so.")
         if config.normalize_activations in ("layer_norm", "constant_norm_rescale"):
-            raise ValueError(
+            raise UserError(
                 f"The SAE rescales each activation ({config.normalize_activations}), so its decoding is not linear; give one trained without."
             )
         if config.normalize_activations == "expected_average_only_in":
-            raise ValueError(
+            raise UserError(
                 "The SAE expects activations scaled by a factor that its files do not hold; fold it into the weights first "
                 "(fold_activation_norm_scaling_factor)."
             )
@@ -158,7 +159,7 @@ class SparseFeatures:
 
     def _check(self, width: int, what: str) -> None:
         if width != self.dim:
-            raise ValueError(
+            raise UserError(
                 f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} {width}; give one "
                 f"that was trained there."
             )
@@ -181,11 +182,11 @@ def _from_disk(source: str | Path) -> Any:
     folder = shipped_dictionaries().get(str(source)) or Path(source)
     if not (folder / "cfg.json").is_file():
         if isinstance(source, str) and not Path(source).is_dir():
-            raise ValueError(
+            raise UserError(
                 unknown("dictionary", source, shipped_dictionaries()) + " A folder that sae-lens wrote will do as well."
             )
-        raise ValueError(f"{folder} holds no SAE (it has no cfg.json); give a folder that sae-lens wrote.")
+        raise UserError(f"{folder} holds no SAE (it has no cfg.json); give a folder that sae-lens wrote.")
     try:
         return SAE.load_from_disk(folder, device="cpu")
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}).") from error
+        raise UserError(f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}).") from error

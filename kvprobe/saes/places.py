@@ -7,6 +7,7 @@ from typing import get_args
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.inference.capture import Site, plain_sites
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
@@ -30,29 +31,29 @@ class Place:
         """A place as it is written.
 
         Raises:
-            ValueError: it is not a family of `FAMILIES`, a dot and a number.
+            UserError: it is not a family of `FAMILIES`, a dot and a number.
         """
         family, _, layer = text.partition(".")
         if not layer.isdigit():
-            raise ValueError(f"{text!r} is no place to read; expected a family and a layer, such as 'resid_post.7'.")
+            raise UserError(f"{text!r} is no place to read; expected a family and a layer, such as 'resid_post.7'.")
         for known in FAMILIES:
             if family == known:
                 return cls(known, int(layer))
-        raise ValueError(unknown("family of a dictionary", family, FAMILIES))
+        raise UserError(unknown("family of a dictionary", family, FAMILIES))
 
     @classmethod
     def of_hook(cls, name: str) -> "Place":
         """The place of a TransformerLens hook.
 
         Raises:
-            ValueError: a hook that kvprobe does not read dictionaries at.
+            UserError: a hook that kvprobe does not read dictionaries at.
         """
         found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
         for family in FAMILIES:
             if found and HOOKS[family] == found[2]:
                 return cls(family, int(found[1]))
         known = ", ".join(HOOKS[family] for family in FAMILIES)
-        raise ValueError(
+        raise UserError(
             f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of {known}."
         )
 
@@ -78,13 +79,13 @@ def site_of(lanes: Lanes, place: Place) -> Site:
     """The module of the plain model that computes what stands at a place.
 
     Raises:
-        ValueError: there is no such layer or family, or no module of its own for it.
+        UserError: there is no such layer or family, or no module of its own for it.
     """
     if place.layer >= lanes.geometry.n_layers:
-        raise ValueError(f"There is no layer {place.layer}; the model has layers 0 to {lanes.geometry.n_layers - 1}.")
+        raise UserError(f"There is no layer {place.layer}; the model has layers 0 to {lanes.geometry.n_layers - 1}.")
     site = plain_sites(lanes, [place.family], [place.layer])[place.family, place.layer]
     if site is None:
-        raise ValueError(
+        raise UserError(
             f"{type(lanes.plain).__name__} computes {place.family!r} together with other things, so it can be neither recorded nor "
             f"replaced there; choose the residual stream."
         )

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing
 from kvprobe.inference.model import Model
 from kvprobe.saes.dictionary import SparseFeatures
@@ -124,8 +125,6 @@ def constant(value: Float[Tensor, "dim"]) -> Callable[[Tensor], Tensor]:
 def _read(model: Model, features: SparseFeatures, texts: Sequence[Tokens]) -> list[Float[Tensor, "tokens dim"]]:
     """What stands at the dictionary's place in each text but for the first slots."""
     if not texts or min(map(len, texts)) < FIRST + 2:
-        raise ValueError(
-            f"A text needs {FIRST + 2} tokens or more to be reconstructed and predicted; give longer ones."
-        )
+        raise UserError(f"A text needs {FIRST + 2} tokens or more to be reconstructed and predicted; give longer ones.")
     place, site = features.place, site_of(model.lanes, features.place)
     return [at_places(model.lanes, [text], {place: site})[place][0, FIRST:].float() for text in texts]

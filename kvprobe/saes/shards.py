@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.files import read_json, refuse_damaged
 from kvprobe.inference.capture import editing
 from kvprobe.inference.forward import extend
@@ -62,12 +63,12 @@ class Shards:
         """A finished recording.
 
         Raises:
-            ValueError: there is none in this folder, or it is unfinished.
+            UserError: there is none in this folder, or it is unfinished.
         """
         about = _about(folder)
         files = tuple(folder / f"{number:05d}.safetensors" for number in range(about["shards"]))
         if missing := [path.name for path in files if not path.is_file()]:
-            raise ValueError(
+            raise UserError(
                 f"The recording in {folder} is unfinished ({missing[0]} is missing); record it again to resume."
             )
         return cls(folder, tuple(map(Place.parse, about["places"])), about["model"], files)
@@ -87,10 +88,10 @@ class Shards:
         """One shard after the other.
 
         Raises:
-            ValueError: the place was not recorded.
+            UserError: the place was not recorded.
         """
         if place not in self.places:
-            raise ValueError(f"{place} was not recorded; the shards hold {', '.join(map(str, self.places))}.")
+            raise UserError(f"{place} was not recorded; the shards hold {', '.join(map(str, self.places))}.")
         for path in self.files:
             yield _tensor(path, place)
 
@@ -123,10 +124,10 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
     """Read texts and keep what is computed at these places, or go on with a recording that was interrupted.
 
     Raises:
-        ValueError: no texts or places, a place that the model does not have, or a folder with another recording.
+        UserError: no texts or places, a place that the model does not have, or a folder with another recording.
     """
     if not texts or not places or max(map(len, texts)) <= FIRST:
-        raise ValueError("There is nothing to record; give texts of two tokens or more, and at least one place.")
+        raise UserError("There is nothing to record; give texts of two tokens or more, and at least one place.")
     sites = {place: site_of(model.lanes, place) for place in places}
     groups = list(_grouped(texts))
     digest = hashlib.blake2b(repr([text.ids for text in texts]).encode(), digest_size=8).hexdigest()
@@ -139,7 +140,7 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "shards.json").is_file():
         if _about(folder) != about:
-            raise ValueError(f"{folder} holds a recording of other texts, places or weights; choose another folder.")
+            raise UserError(f"{folder} holds a recording of other texts, places or weights; choose another folder.")
     else:
         (folder / "shards.json").write_text(json.dumps(about), encoding="utf-8")
     with tqdm(total=sum(map(len, texts)), desc="Recording activations", unit="token") as bar:
@@ -217,5 +218,5 @@ def _tensor(path: Path, place: Place) -> Tensor:
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / "shards.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no recording (it has no shards.json); make one with `features.record`.")
+        raise UserError(f"{folder} holds no recording (it has no shards.json); make one with `features.record`.")
     return read_json(path, MOST_BYTES)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.saes.dictionary import FINGERPRINT, SparseFeatures
 from kvprobe.saes.places import Place
@@ -43,11 +44,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise ValueError(unknown("kind of dictionary", self.kind, get_args(Kind)))
+            raise UserError(unknown("kind of dictionary", self.kind, get_args(Kind)))
         if not 1 <= self.active <= self.width:
-            raise ValueError(f"{self.active} of {self.width} latents cannot be active; give 1 to {self.width}.")
+            raise UserError(f"{self.active} of {self.width} latents cannot be active; give 1 to {self.width}.")
         if not 1 <= self.batch <= self.tokens or self.learning_rate <= 0:
-            raise ValueError(
+            raise UserError(
                 f"Batches of {self.batch} of {self.tokens} tokens at rate {self.learning_rate} train nothing; give a batch of "
                 f"1 to {self.tokens} tokens and a rate above 0."
             )
@@ -60,14 +61,14 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Spar
         model_name: for the metadata, beside the fingerprint of the weights.
 
     Raises:
-        ValueError: the place was not recorded, or its activations do not vary.
+        UserError: the place was not recorded, or its activations do not vary.
     """
     from sae_lens import SAETrainer
     from sae_lens.config import LoggingConfig, SAETrainerConfig
 
     mean, spread = shards.moments(place)
     if spread == 0:
-        raise ValueError(f"The activations at {place} do not vary, so there is nothing to learn; record other texts.")
+        raise UserError(f"The activations at {place} do not vary, so there is nothing to learn; record other texts.")
     steps = recipe.tokens // recipe.batch
     config = SAETrainerConfig(
         total_training_samples=steps * recipe.batch,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 if TYPE_CHECKING:
@@ -72,5 +73,5 @@ STUDIES = {
 def find(name: str) -> Study:
     """The study of this name; an unknown one is refused with the near match."""
     if name not in STUDIES:
-        raise ValueError(unknown("study", name, STUDIES))
+        raise UserError(unknown("study", name, STUDIES))
     return STUDIES[name]

@@ -7,6 +7,7 @@ from importlib import resources
 
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 
@@ -40,7 +41,7 @@ class Published:
 def published(name: str) -> Published:
     """A table by name; an unknown one is refused."""
     if name not in tables():
-        raise ValueError(unknown("published table", name, tables()))
+        raise UserError(unknown("published table", name, tables()))
     return tables()[name]
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.gsm8k import GSM8K
 from kvprobe.tasks.jsonl import JSONLines
@@ -15,8 +16,8 @@ def find_task(name: str) -> Task:
     """The task of this name; `gsm8k:FILE.jsonl` reads GSM8K from a local file, and `FILE.jsonl` is a task of the user's own.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there is no such task, or the file is not as it should be.
+        UserError: there is no such file.
+        UserError: there is no such task, or the file is not as it should be.
     """
     shipped: tuple[Task, ...] = (Recite(), Retrieve(), Needle(), GSM8K())
     tasks = {task.name: task for task in shipped}
@@ -27,6 +28,6 @@ def find_task(name: str) -> Task:
         return GSM8K(Path(file))
     if name.endswith(".jsonl"):
         return JSONLines(Path(name))
-    raise ValueError(
+    raise UserError(
         unknown("task", name, tasks) + " A .jsonl file of prompts and answers, or gsm8k:FILE.jsonl, will do as well."
     )

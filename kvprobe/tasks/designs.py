@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvprobe.errors import UserError
 from kvprobe.text.transcript import Tokenizer, Transcript
 
 
@@ -22,7 +23,7 @@ class Target:
         places: what is asked of each sample, if it is more than one thing (the five digits of a code).
 
     Raises:
-        ValueError: fewer than two classes, a class twice, or no place.
+        UserError: fewer than two classes, a class twice, or no place.
     """
 
     name: str
@@ -31,11 +32,11 @@ class Target:
 
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
-            raise ValueError(
+            raise UserError(
                 f"Target {self.name!r} has the classes {list(self.classes)}; a probe needs at least two, none of them twice."
             )
         if not self.places:
-            raise ValueError(f"Target {self.name!r} asks for nothing; give it at least one place.")
+            raise UserError(f"Target {self.name!r} asks for nothing; give it at least one place.")
 
     @property
     def chance(self) -> float:
@@ -65,7 +66,7 @@ class Design:
     """Samples and what is to be recovered from them.
 
     Raises:
-        ValueError: no samples, labels that are not the target's, or samples of slots beside samples of segments.
+        UserError: no samples, labels that are not the target's, or samples of slots beside samples of segments.
     """
 
     samples: tuple[Sample, ...]
@@ -73,16 +74,16 @@ class Design:
 
     def __post_init__(self) -> None:
         if not self.samples:
-            raise ValueError("A design needs samples; there are none.")
+            raise UserError("A design needs samples; there are none.")
         places, classes = len(self.target.places), len(self.target.classes)
         for number, sample in enumerate(self.samples):
             if len(sample.labels) != places or not all(0 <= label < classes for label in sample.labels):
-                raise ValueError(
+                raise UserError(
                     f"Sample {number} has the labels {sample.labels}; target {self.target.name!r} needs {places} "
                     f"in 0 to {classes - 1}."
                 )
         if len({sample.slot is None for sample in self.samples}) == 2:
-            raise ValueError("Some samples name a slot and some do not; a design reads slots or segments, not both.")
+            raise UserError("Some samples name a slot and some do not; a design reads slots or segments, not both.")
 
     @classmethod
     def crossed(
@@ -122,7 +123,7 @@ class Design:
             contexts: the samples that must not be told apart by their surroundings (same template, same source).
         """
         if not len(transcripts) == len(labels) == len(contexts):
-            raise ValueError(
+            raise UserError(
                 f"{len(transcripts)} conversations, {len(labels)} labels and {len(contexts)} contexts were given; "
                 "give one label and one context for each conversation."
             )

@@ -13,6 +13,7 @@ from importlib import resources
 import numpy as np
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
 
@@ -64,11 +65,11 @@ def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
     """All facts of these kinds that ship with kvprobe, kind by kind.
 
     Raises:
-        ValueError: there is no such kind.
+        UserError: there is no such kind.
     """
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(unknown("kind of fact", kind, KINDS))
+            raise UserError(unknown("kind of fact", kind, KINDS))
     return tuple(fact for kind in kinds for fact in _shipped() if fact.kind == kind)
 
 
@@ -76,10 +77,10 @@ def halves(chosen: Sequence[Fact], seed: int) -> list[int]:
     """Half 0 or 1 for each fact, so that what is found on one half can be tested on the other; each kind in both alike.
 
     Raises:
-        ValueError: there is only one fact.
+        UserError: there is only one fact.
     """
     if len(chosen) < 2:
-        raise ValueError("One conversation leaves no other half to test on; give prompts=2 or more, or more kinds.")
+        raise UserError("One conversation leaves no other half to test on; give prompts=2 or more, or more kinds.")
     rng, found, start = np.random.default_rng([seed, 1]), [0] * len(chosen), 0
     for kind in dict.fromkeys(fact.kind for fact in chosen):
         places = rng.permutation([place for place, fact in enumerate(chosen) if fact.kind == kind])
@@ -112,19 +113,19 @@ def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
     """The two conversations of a fact as this tokenizer and its chat template have them.
 
     Raises:
-        ValueError: the values take different numbers of tokens, or the replies cannot be told apart.
+        UserError: the values take different numbers of tokens, or the replies cannot be told apart.
     """
     first, second = (conversation(fact, value).tokens(tokenizer) for value in fact.values)
     start = first.span("question").start
     if second.span("question").start != start:
-        raise ValueError(
+        raise UserError(
             f"The prompts of fact {fact.id!r} have {start} and {second.span('question').start} tokens with this "
             f"tokenizer; give values that take equally many."
         )
     replies = [tokens.ids[start : tokens.part("answer").stop] for tokens in (first, second)]
     shared = next((place for place, (one, other) in enumerate(zip(*replies, strict=False)) if one != other), None)
     if shared is None:
-        raise ValueError(
+        raise UserError(
             f"With this tokenizer one reply of fact {fact.id!r} begins with all of the other, so they cannot be told "
             f"apart; give values that differ in a token."
         )

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvprobe.errors import UserError
 from kvprobe.tasks.json_lines import read_json_lines, text_of
 from kvprobe.tasks.task import Item, first_items
 from kvprobe.text.transcript import Transcript
@@ -38,8 +39,8 @@ class GSM8K:
         path: a local JSONL file with `question` and `answer` (which ends in `#### 72`); from the hub without one.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line of it is not GSM8K.
+        UserError: there is no such file.
+        UserError: a line of it is not GSM8K.
     """
 
     path: Path | None = None
@@ -66,8 +67,8 @@ class GSM8K:
         """The first `count` items of the file, whatever the seed.
 
         Raises:
-            ConnectionError: the published split is not here and could not be fetched.
-            ValueError: the file does not hold so many.
+            UserError: the published split is not here and could not be fetched.
+            UserError: the file does not hold so many.
         """
         return first_items(self._every, count, self.name)
 
@@ -92,7 +93,7 @@ def _from_hub() -> list[Item]:
     try:
         path = hf_hub_download(REPOSITORY, FILE, repo_type="dataset")
     except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no file
-        raise ConnectionError(
+        raise UserError(
             f"Could not get {FILE} of {REPOSITORY!r} from the hub ({type(error).__name__}); download it elsewhere, write "
             f"its questions and answers to a JSONL file, and name the task gsm8k:/path/to/file.jsonl."
         ) from error
@@ -107,7 +108,7 @@ def _item(number: int, entry: Mapping[str, Any]) -> Item:
     question, solution = text_of(entry, "question").strip(), text_of(entry, "answer").strip()
     _, mark, answer = solution.rpartition("#### ")
     if not mark or not re.search(r"\d", _normalised(answer)):
-        raise ValueError(f"The answer ends in {solution[-40:]!r}; GSM8K's end in '#### ' and a number.")
+        raise UserError(f"The answer ends in {solution[-40:]!r}; GSM8K's end in '#### ' and a number.")
     chat = Transcript.from_messages([{"role": "user", "content": f"{question}\n\n{REQUEST}"}], names=["question"])
     return Item(f"gsm8k-{number}", chat, answer)
 

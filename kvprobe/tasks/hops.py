@@ -13,6 +13,7 @@ from importlib import resources
 
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
 
 TURNS = 8
@@ -47,7 +48,7 @@ class Session:
 
     def __post_init__(self) -> None:
         if len(self.turns) != TURNS:
-            raise ValueError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
+            raise UserError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
 
 
 @cache
@@ -84,7 +85,7 @@ def agreeing(session: Session, codes: Sequence[str], tokenizer: Tokenizer) -> li
     """The session's tokens with each code, which stand at the same slots and differ in the code alone.
 
     Raises:
-        ValueError: the tokenizer joins the digits of some codes with the text around them.
+        UserError: the tokenizer joins the digits of some codes with the text around them.
     """
     rows = [conversation(session, code).tokens(tokenizer) for code in codes]
 
@@ -92,7 +93,7 @@ def agreeing(session: Session, codes: Sequence[str], tokenizer: Tokenizer) -> li
         return tuple(part or token for token, part in zip(row.ids, row.parts, strict=True)), row.segments
 
     if any(around(row) != around(rows[0]) for row in rows):
-        raise ValueError(
+        raise UserError(
             "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens after "
             "them; use a model that tokenises digits apart."
         )

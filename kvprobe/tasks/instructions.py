@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
 from kvprobe.text.transcript import Message, Part, Tokenizer, Transcript
 
@@ -82,7 +83,7 @@ def draw(rng: np.random.Generator, tokenizer: Tokenizer) -> Given:
     """Instructions with their values, a needle with its code, small talk and a depth, all independent and uniform."""
     pool, talk = tellable(tokenizer), contexts()
     if len(pool) < PLACES:
-        raise ValueError(
+        raise UserError(
             f"This tokenizer tells the values of only {len(pool)} instructions apart by their first tokens; {PLACES} are "
             f"needed."
         )
@@ -112,7 +113,7 @@ def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
     `instruction1` to `instruction4` and `code` are named.
 
     Raises:
-        ValueError: there is not enough small talk for the length.
+        UserError: there is not enough small talk for the length.
     """
     every = _laid_out(given, given.fillers, None).tokens(tokenizer)
     system, *sizes = [every.segments.count(name) for name in every.names]
@@ -122,7 +123,7 @@ def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
     ends = list(accumulate(sizes, initial=system))
     lengths = [end + needle for end in ends[1:]]
     if length > lengths[-1]:
-        raise ValueError(f"There is small talk for conversations of {lengths[-1]} tokens; {length} were asked for.")
+        raise UserError(f"There is small talk for conversations of {lengths[-1]} tokens; {length} were asked for.")
     count = 1 + min(range(len(lengths)), key=lambda index: abs(lengths[index] - length))
     # The code stands near the middle of its exchange: the user's text is before it, the assistant's after it.
     middles = [ends[index] + (sizes[index] + needle) / 2 for index in range(count)]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvprobe.errors import UserError
+
 MAX_FILE_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 2**20
 MAX_LINES = 100_000
@@ -16,20 +18,20 @@ def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]
     """What `parse` makes of each line's number and object; empty lines are skipped.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file or a line is too large, is not UTF-8 or JSON, or `parse` refuses it.
+        UserError: there is no such file.
+        UserError: the file or a line is too large, is not UTF-8 or JSON, or `parse` refuses it.
     """
     path = path.expanduser()
     # Neither a folder nor a device, which might never end.
     if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}; give a JSONL file, one JSON object a line.")
+        raise UserError(f"There is no file {path}; give a JSONL file, one JSON object a line.")
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MiB; give a part of it.")
+        raise UserError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MiB; give a part of it.")
     lines = content.split(b"\n")
     if len(lines) - 1 > MAX_LINES:
-        raise ValueError(f"{path} has more than {MAX_LINES} lines; give a part of it.")
+        raise UserError(f"{path} has more than {MAX_LINES} lines; give a part of it.")
     entries = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -37,41 +39,41 @@ def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]
         try:
             entries.append(parse(number, _object(line)))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise UserError(f"{path}, line {number}: {error}") from error
     if not entries:
-        raise ValueError(f"{path} is empty; it takes one JSON object a line.")
+        raise UserError(f"{path} is empty; it takes one JSON object a line.")
     return entries
 
 
 def text_of(entry: Mapping[str, Any], field: str) -> str:
     """A field that must be there and be text."""
     if field not in entry:
-        raise ValueError(f"The field {field!r} is missing; add it.")
+        raise UserError(f"The field {field!r} is missing; add it.")
     found = entry[field]
     if not isinstance(found, str) or not found.strip():
-        raise ValueError(f"The field {field!r} is {_shown(found)}; it must be a text that is not empty.")
+        raise UserError(f"The field {field!r} is {_shown(found)}; it must be a text that is not empty.")
     return found
 
 
 def _object(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"The line is longer than {MAX_LINE_BYTES} bytes; shorten it.")
+        raise UserError(f"The line is longer than {MAX_LINE_BYTES} bytes; shorten it.")
     try:
         found = json.loads(line.decode("utf-8"), parse_constant=_refuse)
         # A lone half of a surrogate pair can be written in JSON, but no tokenizer takes it.
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise ValueError("The line is not UTF-8 text; save the file as UTF-8.") from error
+        raise UserError("The line is not UTF-8 text; save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error)
-        raise ValueError(f"The line is not JSON ({reason}); write one JSON object a line.") from error
+        raise UserError(f"The line is not JSON ({reason}); write one JSON object a line.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"The line is {_shown(found)}; write one JSON object a line.")
+        raise UserError(f"The line is {_shown(found)}; write one JSON object a line.")
     return found
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise UserError(f"{constant} is no number of JSON")
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.json_lines import read_json_lines, text_of
 from kvprobe.tasks.task import Item, first_items
@@ -28,8 +29,8 @@ class JSONLines:
         max_new_tokens: as many as the longest answer takes.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line is not as it should be.
+        UserError: there is no such file.
+        UserError: a line is not as it should be.
     """
 
     path: Path
@@ -40,7 +41,7 @@ class JSONLines:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more.")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more.")
         _ = self._every  # so that a bad file is refused before a model is loaded for it
 
     @property
@@ -61,7 +62,7 @@ class JSONLines:
         """The first `count` items of the file, whatever the seed.
 
         Raises:
-            ValueError: the file does not hold so many.
+            UserError: the file does not hold so many.
         """
         return first_items([item for item, _ in self._every], count, self.name)
 
@@ -83,7 +84,7 @@ class JSONLines:
             item = _item(number, entry)
             first = lines.setdefault(item.id, number)
             if first != number:
-                raise ValueError(f"The id {item.id!r} is that of line {first} as well; give each line its own.")
+                raise UserError(f"The id {item.id!r} is that of line {first} as well; give each line its own.")
             return item, _chance(entry)
 
         return read_json_lines(self.path, parse)
@@ -93,7 +94,7 @@ def _item(number: int, entry: Mapping[str, Any]) -> Item:
     """The item on this line of the file."""
     for field in entry:
         if field not in FIELDS:
-            raise ValueError(unknown("field", field, FIELDS))
+            raise UserError(unknown("field", field, FIELDS))
     said = entry.get("prompt")
     said = said if isinstance(said, list) else [{"role": "user", "content": text_of(entry, "prompt")}]
     messages = [_message(message) for message in said]
@@ -104,12 +105,12 @@ def _item(number: int, entry: Mapping[str, Any]) -> Item:
 
 def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or set(message) != {"role", "content"}:
-        raise ValueError("The messages of 'prompt' must be objects with 'role' and 'content' and nothing else.")
+        raise UserError("The messages of 'prompt' must be objects with 'role' and 'content' and nothing else.")
     return {"role": text_of(message, "role"), "content": text_of(message, "content")}
 
 
 def _chance(entry: Mapping[str, Any]) -> float:
     chance = entry.get("chance", 0)
     if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
-        raise ValueError(f"The field 'chance' is {chance!r}; it must be a number from 0 to 1.")
+        raise UserError(f"The field 'chance' is {chance!r}; it must be a number from 0 to 1.")
     return float(chance)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.errors import UserError
 from kvprobe.tasks.instructions import needles
 from kvprobe.tasks.passcode import CODE_LENGTH, contexts
 from kvprobe.tasks.task import Item, draw_items, first_line
@@ -33,7 +34,7 @@ class Needle:
 
     def __post_init__(self) -> None:
         if not 1 <= self.exchanges <= len(contexts()):
-            raise ValueError(f"exchanges is {self.exchanges}; there is small talk for 1 to {len(contexts())}.")
+            raise UserError(f"exchanges is {self.exchanges}; there is small talk for 1 to {len(contexts())}.")
 
     def items(self, count: int, seed: int) -> list[Item]:
         """Segments: `chat1`, `chat2` …, one of which is `needle` instead, and `question`; the code is the part `source`."""

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.transcript import Transcript
 
@@ -63,11 +64,11 @@ class Memo:
 
     def __post_init__(self) -> None:
         if self.reference not in VERBS:
-            raise ValueError(unknown("reference", self.reference, VERBS))
+            raise UserError(unknown("reference", self.reference, VERBS))
         if self.asked not in ASKED:
-            raise ValueError(unknown("question", self.asked, ASKED))
+            raise UserError(unknown("question", self.asked, ASKED))
         if len(self.things) != len(PLACES) or not 0 <= self.place < len(PLACES):
-            raise ValueError(
+            raise UserError(
                 f"A memo lists {len(PLACES)} things and names the place of one of them, from 0; this one lists "
                 f"{len(self.things)} and names {self.place}."
             )
@@ -82,10 +83,10 @@ class Memo:
         """The same memo with the thing that the summary names and the one at place `other` exchanged.
 
         Raises:
-            ValueError: `other` is the named place, or no place.
+            UserError: `other` is the named place, or no place.
         """
         if other == self.place or not 0 <= other < len(self.things):
-            raise ValueError(
+            raise UserError(
                 f"Place {other} cannot be exchanged with place {self.place}; name another place of the list."
             )
         things = list(self.things)

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.text.transcript import Transcript
 
 SEGMENTS = ("system", "T1", "summary1", "T2", "summary2", "T3")
@@ -78,11 +79,11 @@ def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[st
     are kept.
 
     Raises:
-        ValueError: more codes were asked for than can be told apart.
+        UserError: more codes were asked for than can be told apart.
     """
     limit = 10**CODE_LENGTH // 2
     if count > limit:
-        raise ValueError(f"{count} codes were asked for; at most {limit} different ones are drawn.")
+        raise UserError(f"{count} codes were asked for; at most {limit} different ones are drawn.")
     drawn = [f"{number:0{CODE_LENGTH}d}" for number in rng.permutation(10**CODE_LENGTH)]
     lengths = [len(encode(" " + code, add_special_tokens=False)["input_ids"]) for code in drawn[:200]]
     common = max(set(lengths), key=lengths.count)
@@ -92,4 +93,4 @@ def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[st
             codes.append(code)
         if len(codes) == count:
             return codes
-    raise ValueError(f"Only {len(codes)} of {count} codes take {common} tokens with this tokenizer; ask for fewer.")
+    raise UserError(f"Only {len(codes)} of {count} codes take {common} tokens with this tokenizer; ask for fewer.")

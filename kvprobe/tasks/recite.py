@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.tasks.task import Item, draw_items, first_line
 from kvprobe.text.transcript import Transcript
 
@@ -30,7 +31,7 @@ class Recite:
 
     def __post_init__(self) -> None:
         if not 1 <= self.words <= len(_entries()["words"]):
-            raise ValueError(f"words is {self.words}; lists have 1 to {len(_entries()['words'])} words.")
+            raise UserError(f"words is {self.words}; lists have 1 to {len(_entries()['words'])} words.")
 
     @property
     def max_new_tokens(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.tasks.task import Item, draw_items, first_line
 from kvprobe.text.transcript import Transcript
 
@@ -31,10 +32,10 @@ class Retrieve:
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:
-            raise ValueError(f"digits is {self.digits}; values have 1 to 9 digits.")
+            raise UserError(f"digits is {self.digits}; values have 1 to 9 digits.")
         most = min(len(_entries()["keys"]), self._numbers)
         if not 2 <= self.keys <= most:
-            raise ValueError(f"keys is {self.keys}; with values of {self.digits} digits, lists have 2 to {most} keys.")
+            raise UserError(f"keys is {self.keys}; with values of {self.digits} digits, lists have 2 to {most} keys.")
 
     @property
     def chance(self) -> float:

@@ -15,6 +15,7 @@ from importlib import resources
 import numpy as np
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.designs import Design, Target
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, Encoder, contexts, conversation, draw_codes
@@ -44,7 +45,7 @@ class Secret:
         """Random texts for each of so many contexts, none twice in a context, all of as many tokens.
 
         Raises:
-            ValueError: there are not so many different texts.
+            UserError: there are not so many different texts.
         """
         if not self.label_of:
             codes = draw_codes(contexts * per_context, rng, encode)
@@ -54,7 +55,7 @@ class Secret:
         common = max(set(counted), key=counted.count)
         pool = [text for text, length in lengths.items() if length == common]
         if per_context > len(pool):
-            raise ValueError(
+            raise UserError(
                 f"{per_context} different texts of kind {self.target.name!r} were asked for in each context; this "
                 f"tokenizer leaves {len(pool)} of {common} tokens."
             )
@@ -79,10 +80,10 @@ def secret(kind: str) -> Secret:
     """What is hidden, by its kind.
 
     Raises:
-        ValueError: there is no such kind.
+        UserError: there is no such kind.
     """
     if kind not in KINDS:
-        raise ValueError(unknown("kind of secret", kind, KINDS))
+        raise UserError(unknown("kind of secret", kind, KINDS))
     if kind == "code":
         places = tuple(f"digit {place + 1}" for place in range(CODE_LENGTH))
         return Secret(Target("code", tuple("0123456789"), places), {}, contexts())

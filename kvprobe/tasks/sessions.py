@@ -11,6 +11,7 @@ from importlib import resources
 
 import yaml
 
+from kvprobe.errors import UserError
 from kvprobe.text.transcript import Transcript
 
 TURNS = 8
@@ -38,7 +39,7 @@ class Session:
 
     def __post_init__(self) -> None:
         if len(self.turns) != TURNS:
-            raise ValueError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
+            raise UserError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
 from kvprobe.text.transcript import Message, Part, Tokenizer, Tokens, Transcript
 
@@ -31,7 +32,7 @@ class Item:
         lead: what the assistant's reply begins with, before the model goes on.
 
     Raises:
-        ValueError: the conversation ends otherwise, the answer is empty, or spaces surround the answer or the lead.
+        UserError: the conversation ends otherwise, the answer is empty, or spaces surround the answer or the lead.
     """
 
     id: str
@@ -41,12 +42,12 @@ class Item:
 
     def __post_init__(self) -> None:
         if not self.chat.messages or self.chat.messages[-1].role != "user":
-            raise ValueError(f"The conversation of item {self.id!r} must end in a user's message, which is answered.")
+            raise UserError(f"The conversation of item {self.id!r} must end in a user's message, which is answered.")
         if not self.answer:
-            raise ValueError(f"The answer of item {self.id!r} is empty; it takes some text to score against.")
+            raise UserError(f"The answer of item {self.id!r} is empty; it takes some text to score against.")
         for kind, text in (("answer", self.answer), ("lead", self.lead)):
             if text != text.strip():
-                raise ValueError(f"The {kind} of item {self.id!r} begins or ends with white space; remove it.")
+                raise UserError(f"The {kind} of item {self.id!r} begins or ends with white space; remove it.")
 
 
 @runtime_checkable
@@ -97,13 +98,13 @@ def prompt(item: Item, tokenizer: Tokenizer) -> Tokens:
     space depends on the answer.
 
     Raises:
-        ValueError: the tokenizer joins the answer with the lead.
+        UserError: the tokenizer joins the answer with the lead.
     """
     if not item.lead:
         return item.chat.tokens(tokenizer, generation_prompt=True)
     cut = {_up_to(answer, item, tokenizer) for answer in (item.answer, *_STAND_INS)}
     if len(cut) > 1:
-        raise ValueError(
+        raise UserError(
             f"This tokenizer joins the answer of item {item.id!r} with its lead {item.lead!r}; use another lead."
         )
     return cut.pop()
@@ -144,10 +145,10 @@ def draw_items(name: str, count: int, seed: int, draw: Callable[[str, np.random.
     """Items drawn independently, each from its id and its own stream.
 
     Raises:
-        ValueError: a negative count or seed.
+        UserError: a negative count or seed.
     """
     if count < 0 or seed < 0:
-        raise ValueError(f"{count} items of seed {seed} were asked for; neither can be negative.")
+        raise UserError(f"{count} items of seed {seed} were asked for; neither can be negative.")
     # Tasks of the same seed must not draw alike, nor like a policy that draws.
     stream = zlib.crc32(name.encode())
     return [draw(f"{name}-{seed}-{index}", np.random.default_rng([seed, index, stream])) for index in range(count)]
@@ -157,10 +158,10 @@ def first_items(every: list[Item], count: int, name: str) -> list[Item]:
     """The first items of a task that is read from a file.
 
     Raises:
-        ValueError: there are not so many.
+        UserError: there are not so many.
     """
     if not 0 <= count <= len(every):
-        raise ValueError(f"{count} items of {name} were asked for; there are {len(every)}.")
+        raise UserError(f"{count} items of {name} were asked for; there are {len(every)}.")
     return every[:count]
 
 
@@ -168,7 +169,7 @@ def items_digest(tasks: Sequence[Task], count: int, seed: int) -> str:
     """A hash of what these tasks give a model to read and score it by: their first items, and chance.
 
     Raises:
-        ValueError: a task does not have so many items.
+        UserError: a task does not have so many items.
     """
     return digest([repr((task.chance, task.items(count, seed))).encode() for task in tasks])
 

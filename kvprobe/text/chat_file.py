@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from kvprobe.errors import UserError
 from kvprobe.text.transcript import Transcript
 
 MAX_BYTES, MAX_MESSAGES = 2**20, 1_000
@@ -12,29 +13,29 @@ def read_chat(path: Path) -> Transcript:
     """The conversation of a JSON list of `{"role": …, "content": …}`; its messages are the segments `m0`, `m1`, ….
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is too large, is not such a list, or see `Transcript.from_messages`.
+        UserError: there is no such file.
+        UserError: the file is too large, is not such a list, or see `Transcript.from_messages`.
     """
     path = path.expanduser()
     # Neither a folder nor a device, which might never end.
     if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}; give a JSON list of messages.")
+        raise UserError(f"There is no file {path}; give a JSON list of messages.")
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_BYTES // 2**20} MiB; give a shorter conversation.")
+        raise UserError(f"{path} is larger than {MAX_BYTES // 2**20} MiB; give a shorter conversation.")
     try:
         messages = json.loads(content.decode("utf-8"))
         # A lone half of a surrogate pair can be written in JSON, but no tokenizer takes it.
         json.dumps(messages, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON in UTF-8 ({error}); write a list of messages.") from error
+        raise UserError(f"{path} is not JSON in UTF-8 ({error}); write a list of messages.") from error
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        raise ValueError(
+        raise UserError(
             f'{path} is not a list of 1 to {MAX_MESSAGES:,} messages; write [{{"role": …, "content": …}}, …].'
         )
     for number, message in enumerate(messages):
         fields = [message.get(field) for field in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(field, str) for field in fields):
-            raise ValueError(f'{path}: message {number} is not {{"role": text, "content": text}}; write it so.')
+            raise UserError(f'{path}: message {number} is not {{"role": text, "content": text}}; write it so.')
     return Transcript.from_messages(messages)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from jinja2 import TemplateError, TemplateRuntimeError
 
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 PositionLaw = Literal["gapped", "contiguous"]
@@ -68,7 +69,7 @@ class Message:
     def __post_init__(self) -> None:
         # Anything longer could forge the header of another message in a template of plain words.
         if not isinstance(self.role, str) or not re.fullmatch(r"[\w-]+", self.role):
-            raise ValueError(f"A message has the role {str(self.role)[:40]!r}; a role is one word, such as 'user'.")
+            raise UserError(f"A message has the role {str(self.role)[:40]!r}; a role is one word, such as 'user'.")
 
     @property
     def text(self) -> str:
@@ -102,7 +103,7 @@ class Tokens:
         """Plain token ids as one segment, at consecutive positions from `start`.
 
         Raises:
-            ValueError: an id or the start is no whole number, or is below zero.
+            UserError: an id or the start is no whole number, or is below zero.
         """
         count, whole = len(ids), _whole_numbers([start, *ids])
         start = whole[0]
@@ -188,23 +189,23 @@ class Transcript:
         of each message; neighbours may share one. Without names each message is its own segment, `m0`, `m1` ….
 
         Raises:
-            ValueError: no message, one without role or content, with a role that is not one word, with other fields, or empty; or
+            UserError: no message, one without role or content, with a role that is not one word, with other fields, or empty; or
                 not as many names as messages.
         """
         messages = list(messages)
         names = [f"m{index}" for index in range(len(messages))] if names is None else list(names)
         if len(names) != len(messages):
-            raise ValueError(f"There are {len(messages)} messages but {len(names)} segment names.")
+            raise UserError(f"There are {len(messages)} messages but {len(names)} segment names.")
         if wrong := [name for name in names if not isinstance(name, str)]:
-            raise ValueError(f"A segment is called {str(wrong[0])[:40]!r}; a name is a text.")
+            raise UserError(f"A segment is called {str(wrong[0])[:40]!r}; a name is a text.")
         if not messages:
-            raise ValueError("A conversation has at least one message; give {'role': …, 'content': …}.")
+            raise UserError("A conversation has at least one message; give {'role': …, 'content': …}.")
         built = [
             _message(index, message, name) for index, (message, name) in enumerate(zip(messages, names, strict=True))
         ]
         runs = [name for name, before in zip(names, [None, *names], strict=False) if name != before]
         if len(set(runs)) != len(runs):
-            raise ValueError(f"Segment names must not come back after another segment: {', '.join(map(repr, runs))}.")
+            raise UserError(f"Segment names must not come back after another segment: {', '.join(map(repr, runs))}.")
         return cls(tuple(built))
 
     @cached_property
@@ -220,9 +221,9 @@ class Transcript:
         """
         for name in segments:
             if name not in self.segments:
-                raise ValueError(unknown("segment", name, self.segments))
+                raise UserError(unknown("segment", name, self.segments))
         if law not in get_args(PositionLaw):
-            raise ValueError(unknown("position law", law, get_args(PositionLaw)))
+            raise UserError(unknown("position law", law, get_args(PositionLaw)))
         return replace(self, hidden=self.hidden | set(segments), law=law)
 
     def tokens(self, tokenizer: Tokenizer, generation_prompt: bool = False) -> Tokens:
@@ -232,7 +233,7 @@ class Transcript:
         the assistant's next message as a segment called `generation`.
 
         Raises:
-            ValueError: the tokenizer is slow, the template rewrites messages, or a message contains one of the
+            UserError: the tokenizer is slow, the template rewrites messages, or a message contains one of the
                 tokenizer's control tokens.
         """
         text, pieces = self._layout(tokenizer, generation_prompt)
@@ -271,10 +272,10 @@ class Transcript:
     def _layout(self, tokenizer: Tokenizer, generation_prompt: bool) -> "tuple[str, list[_Piece]]":
         """The rendered text and the pieces that it consists of, in order."""
         if not getattr(tokenizer, "is_fast", True):
-            raise ValueError("Segments need a fast tokenizer, which knows the place of each token in the text.")
+            raise UserError("Segments need a fast tokenizer, which knows the place of each token in the text.")
         self._refuse_control_tokens(tokenizer)
         if generation_prompt and "generation" in self.segments:
-            raise ValueError("A segment is called 'generation', as the header of the answer is; give it another name.")
+            raise UserError("A segment is called 'generation', as the header of the answer is; give it another name.")
         template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
 
         def render(messages: list[dict[str, str]], generation_prompt: bool = False) -> str:
@@ -293,7 +294,7 @@ class Transcript:
         try:
             return self._place(render, generation_prompt)
         except TemplateError as error:
-            raise ValueError(
+            raise UserError(
                 f"The chat template refuses the conversation ({' '.join(str(error).split())[:200]}); use roles that it knows, in the order that it "
                 f"expects (often user and assistant in turn, no system)."
             ) from error
@@ -306,7 +307,7 @@ class Transcript:
         literals = _split_at_placeholders(render(skeleton), len(skeleton))
         with_header = _split_at_placeholders(render(skeleton, generation_prompt), len(skeleton))
         if not with_header[-1].startswith(literals[-1]):
-            raise ValueError("The chat template changes the conversation when it adds a generation prompt.")
+            raise UserError("The chat template changes the conversation when it adds a generation prompt.")
 
         pieces: list[_Piece] = []
         header = literals[0]
@@ -325,7 +326,7 @@ class Transcript:
             [{"role": message.role, "content": message.text} for message in self.messages], generation_prompt
         )
         if text != direct:
-            raise ValueError(
+            raise UserError(
                 "The chat template rewrites the text of messages (it trims or reads them), so their place "
                 "cannot be known; strip leading and trailing spaces from each message, or use another template."
             )
@@ -341,7 +342,7 @@ class Transcript:
         for index, message in enumerate(self.messages):
             for token in control:
                 if token in message.text or token in message.role:
-                    raise ValueError(
+                    raise UserError(
                         f"Message {index} ({message.segment!r}) contains the control token {token!r}, which would "
                         f"end or forge a message; remove it from the text."
                     )
@@ -361,21 +362,19 @@ class _Piece:
 def _message(index: int, message: Mapping[str, Any], name: str) -> Message:
     """A message from its mapping, in the segment `name`."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"Message {index} is a {type(message).__name__}; give {{'role': …, 'content': …}}.")
+        raise UserError(f"Message {index} is a {type(message).__name__}; give {{'role': …, 'content': …}}.")
     missing = {"role", "content"} - set(message)
     if missing:
-        raise ValueError(f"Message {index} has no {' and no '.join(sorted(missing))}.")
+        raise UserError(f"Message {index} has no {' and no '.join(sorted(missing))}.")
     if others := sorted(str(field) for field in set(message) - {"role", "content"}):
-        raise ValueError(f"Message {index} has the field {others[0]!r}, which is not read; write it into the content.")
+        raise UserError(f"Message {index} has the field {others[0]!r}, which is not read; write it into the content.")
     role, content = message["role"], message["content"]
     pieces = [content] if isinstance(content, str) else content
     if not isinstance(pieces, Sequence):
-        raise ValueError(
-            f"Message {index} has a {type(content).__name__} for content; give a text, or a list of texts."
-        )
+        raise UserError(f"Message {index} has a {type(content).__name__} for content; give a text, or a list of texts.")
     parts = tuple(_part(index, piece) for piece in pieces)
     if not "".join(part.text for part in parts).strip():
-        raise ValueError(f"Message {index} ({name!r}) is empty; a segment needs at least one token.")
+        raise UserError(f"Message {index} ({name!r}) is empty; a segment needs at least one token.")
     return Message(role, parts, name)
 
 
@@ -383,12 +382,12 @@ def _part(index: int, piece: Any) -> Part:
     if isinstance(piece, str):
         return Part(piece)
     if not isinstance(piece, Mapping) or not isinstance(piece.get("text"), str) or piece.get("type", "text") != "text":
-        raise ValueError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
+        raise UserError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
     if others := sorted(str(field) for field in set(piece) - {"type", "text", "name"}):
-        raise ValueError(f"Message {index} has a part with the field {others[0]!r}, which is not read; leave it out.")
+        raise UserError(f"Message {index} has a part with the field {others[0]!r}, which is not read; leave it out.")
     name = piece.get("name")
     if name is not None and not isinstance(name, str):
-        raise ValueError(f"Message {index} has a part called {str(name)[:40]!r}; a name is a text.")
+        raise UserError(f"Message {index} has a part called {str(name)[:40]!r}; a name is a text.")
     return Part(piece["text"], name)
 
 
@@ -401,7 +400,7 @@ def _whole_numbers(numbers: Sequence[Any]) -> tuple[int, ...]:
         except TypeError:
             found = -1
         if found < 0:
-            raise ValueError(f"{str(number)[:40]!r} is no token id or position; give whole numbers from 0 on.")
+            raise UserError(f"{str(number)[:40]!r} is no token id or position; give whole numbers from 0 on.")
         return found
 
     return tuple(map(whole, numbers))
@@ -413,7 +412,7 @@ def _split_at_placeholders(rendered: str, count: int) -> list[str]:
     for index in range(count):
         literal, found, rest = rest.partition(_PLACEHOLDER.format(index))
         if not found:
-            raise ValueError(
+            raise UserError(
                 f"The chat template drops or reorders message {index}; segments cannot be placed. "
                 f"Use roles that it knows, in the order that it expects (user and assistant in turn)."
             )
@@ -434,7 +433,7 @@ def _trailer(render: Render, so_far: list[dict[str, str]], between: str) -> str:
 def _span(names: Sequence[str | None], kind: str, name: str) -> slice:
     places = [index for index, found in enumerate(names) if found == name]
     if not places:
-        raise ValueError(unknown(kind, name, dict.fromkeys(found for found in names if found is not None)))
+        raise UserError(unknown(kind, name, dict.fromkeys(found for found in names if found is not None)))
     if any(after != before + 1 for before, after in pairwise(places)):
-        raise ValueError(f"The {kind} {name!r} stands in more than one place.")
+        raise UserError(f"The {kind} {name!r} stands in more than one place.")
     return slice(places[0], places[-1] + 1)

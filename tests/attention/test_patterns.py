@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvprobe as kv
 from kvprobe.attention import Patterns, attend
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model, load
 from kvprobe.text.transcript import Tokens
@@ -218,7 +219,7 @@ def test_segments_share_out_all_of_the_attention(tiny: Model):
 
 
 def refusal(action: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError, match=r"[.?]$") as caught:
+    with pytest.raises(UserError, match=r"[.?]$") as caught:
         action()
     return str(caught.value)
 

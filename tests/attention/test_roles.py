@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvprobe.attention import THRESHOLDS, attend, roles
+from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.tasks.needle import Needle
@@ -139,7 +140,7 @@ def test_without_a_tokenizer_or_a_copy_there_is_no_retrieval_score(tiny_llama: M
 
 
 def test_sequences_that_cannot_be_made_are_refused(tiny_llama: Model):
-    with pytest.raises(ValueError, match="at least 2, 2, 1 and 0"):
+    with pytest.raises(UserError, match="at least 2, 2, 1 and 0"):
         roles(tiny_llama, copies=1)
-    with pytest.raises(ValueError, match="ask for fewer"):
+    with pytest.raises(UserError, match="ask for fewer"):
         roles(tiny_llama, length=65)

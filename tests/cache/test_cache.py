@@ -3,6 +3,7 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
+from kvprobe.errors import UserError
 from tests.random_caches import NAMES, assert_bit_identical, assert_same_ledger, copy_of, random_cache
 
 
@@ -70,34 +71,34 @@ def test_a_masked_slot_cannot_come_back_by_masking_another():
 
 @pytest.mark.parametrize("operation", ["mask", "evict", "select"])
 def test_an_unknown_segment_is_refused_with_the_near_match(operation: str):
-    with pytest.raises(ValueError, match=r"'sumary'.*did you mean 'summary'"):
+    with pytest.raises(UserError, match=r"'sumary'.*did you mean 'summary'"):
         getattr(random_cache(0), operation)("sumary")
 
 
 @pytest.mark.parametrize("operation", ["mask", "evict", "select"])
 def test_segments_and_slots_together_or_neither_are_refused(operation: str):
     cache = random_cache(0)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(UserError, match="not both"):
         getattr(cache, operation)()
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(UserError, match="not both"):
         getattr(cache, operation)("T1", slots=torch.ones(2, 8, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("operation", ["mask", "evict", "select"])
 def test_slots_of_another_shape_are_refused(operation: str):
-    with pytest.raises(ValueError, match="2 rows of 8 slots"):
+    with pytest.raises(UserError, match="2 rows of 8 slots"):
         getattr(random_cache(0), operation)(slots=torch.ones(2, 7, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("layer", [3, 99, -1])
 def test_a_layer_out_of_range_is_refused(layer: int):
-    with pytest.raises(ValueError, match=f"no layer {layer}; the cache has layers 0 to 2"):
+    with pytest.raises(UserError, match=f"no layer {layer}; the cache has layers 0 to 2"):
         random_cache(0).mask("T1", layers=[0, layer])
 
 
 @pytest.mark.parametrize("head", [2, -1])
 def test_a_head_out_of_range_is_refused(head: int):
-    with pytest.raises(ValueError, match=f"no KV head {head}; the cache has KV heads 0 to 1"):
+    with pytest.raises(UserError, match=f"no KV head {head}; the cache has KV heads 0 to 1"):
         random_cache(0).mask("T1", heads=[head])
 
 
@@ -183,7 +184,7 @@ def test_a_fork_of_several_rows_repeats_each():
 
 
 def test_a_fork_into_no_rows_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         random_cache(0).fork(0)
 
 
@@ -237,13 +238,13 @@ def test_nbytes_counts_keys_and_values(dtype: torch.dtype, size: int):
 def test_keys_and_values_that_do_not_fit_the_ledger_are_refused():
     cache = random_cache(20)
     other = random_cache(20, slots=7)
-    with pytest.raises(ValueError, match=r"keys of layer 0 .*\(2, 2, 8, 4\).*\(2, 2, 7\)"):
+    with pytest.raises(UserError, match=r"keys of layer 0 .*\(2, 2, 8, 4\).*\(2, 2, 7\)"):
         KVCache(cache.keys, cache.values, other.ledger)
-    with pytest.raises(ValueError, match="values of layer 0"):
+    with pytest.raises(UserError, match="values of layer 0"):
         KVCache(cache.keys, other.values, cache.ledger)
-    with pytest.raises(ValueError, match="got 3 and 2"):
+    with pytest.raises(UserError, match="got 3 and 2"):
         KVCache(cache.keys, cache.values[:2], cache.ledger)
-    with pytest.raises(ValueError, match="got 0 and 0"):
+    with pytest.raises(UserError, match="got 0 and 0"):
         KVCache((), (), cache.ledger)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.errors import UserError
 from tests.random_caches import NAMES, assert_same_ledger, ledgers, random_ledger
 
 
@@ -19,7 +20,7 @@ def test_a_slot_is_in_the_segments_that_its_number_names(ledger: Ledger, names: 
 
 
 def test_an_unknown_segment_is_refused_with_all_names_where_none_is_near():
-    with pytest.raises(ValueError, match=r"no segment called 'x'; known are 'system', 'T1', 'summary', 'T2'"):
+    with pytest.raises(UserError, match=r"no segment called 'x'; known are 'system', 'T1', 'summary', 'T2'"):
         random_ledger(0).in_segments(["x"])
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.rotary import Layout, Rotary, Turn
+from kvprobe.cache.rotary import Layout, Rotary, Rotation
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
 from kvprobe.text.transcript import Tokens
@@ -84,7 +85,7 @@ def test_turning_multiplies_pairs_as_complex_numbers_and_leaves_the_rest(
     rotary = rotary_of(pairs, layout)
     keys = noise(seed, 1, 2, len(ends), 2 * pairs + rest)
     starts = ends[1:] + ends[:1]
-    turned = Turn.between(rotary, at(*starts), at(*ends)).of(keys)
+    turned = Rotation.between(rotary, at(*starts), at(*ends)).of(keys)
     for head in range(2):
         for slot, (start, end) in enumerate(zip(starts, ends, strict=True)):
             expected = by_complex_numbers(keys[0, head, slot].tolist(), rotary, end - start)
@@ -98,15 +99,15 @@ def test_turning_multiplies_pairs_as_complex_numbers_and_leaves_the_rest(
 def test_turns_compose_and_can_be_undone(layout: Layout, seed: int, first: int, second: int, third: int):
     rotary = Rotary(10000.0 ** -(torch.arange(4) / 4), layout)
     keys = noise(seed, 1, 2, 1, 10)
-    there = Turn.between(rotary, at(first), at(second)).of(keys)
-    torch.testing.assert_close(Turn.between(rotary, at(second), at(first)).of(there), keys, rtol=0, atol=2e-6)
-    on = Turn.between(rotary, at(second), at(third)).of(there)
-    torch.testing.assert_close(on, Turn.between(rotary, at(first), at(third)).of(keys), rtol=0, atol=2e-6)
+    there = Rotation.between(rotary, at(first), at(second)).of(keys)
+    torch.testing.assert_close(Rotation.between(rotary, at(second), at(first)).of(there), keys, rtol=0, atol=2e-6)
+    on = Rotation.between(rotary, at(second), at(third)).of(there)
+    torch.testing.assert_close(on, Rotation.between(rotary, at(first), at(third)).of(keys), rtol=0, atol=2e-6)
 
 
 def test_the_layouts_differ():
     half, interleaved = (
-        Turn.between(rotary_of(2, layout), at(0), at(3)).of(noise(0, 1, 1, 1, 4)) for layout in LAYOUTS
+        Rotation.between(rotary_of(2, layout), at(0), at(3)).of(noise(0, 1, 1, 1, 4)) for layout in LAYOUTS
     )
     assert relative_difference(half, interleaved) > 0.1
 
@@ -117,7 +118,7 @@ def test_a_turned_key_is_the_key_computed_at_the_new_position(rotary_model: Mode
     word = seed % 64
     there, here = (prefill(rotary_model.lanes, [Tokens.of([word], start=place)]) for place in (start, end))
     for rotary, one, other in zip(rotary_model.lanes.rotaries, there.keys, here.keys, strict=True):
-        turned = one if rotary is None else Turn.between(rotary, at(start), at(end)).of(one)
+        turned = one if rotary is None else Rotation.between(rotary, at(start), at(end)).of(one)
         assert relative_difference(turned, other) < 1e-6
 
 
@@ -168,14 +169,14 @@ def test_keys_that_cannot_be_turned_are_refused_in_a_sentence(kind: str, tiny_mo
     }[kind]()
     reason = "learned positions" if kind == "learned" else "changes its rotary frequencies with the length"
     cache = prefill(model.lanes, [random_tokens(0, {"T1": 2, "T2": 3})]).evict("T1").reindex()
-    with pytest.raises(ValueError, match=rf"^[^\n]*{reason}[^\n]*; use law='gapped', or recompute the slots\.$"):
+    with pytest.raises(UserError, match=rf"^[^\n]*{reason}[^\n]*; use law='gapped', or recompute the slots\.$"):
         extend(model.lanes, cache, [random_tokens(1, {"question": 1}, start=3)])
 
 
 def test_keys_that_turn_otherwise_than_the_models_frequencies_say_are_refused():
     model = llama(seed=1)
     model.lanes.plain.model.rotary_emb.register_forward_hook(lambda module, args, output: (output[1], output[0]))
-    with pytest.raises(ValueError, match="keys of layer 0 of LlamaForCausalLM do not turn with position"):
+    with pytest.raises(UserError, match="keys of layer 0 of LlamaForCausalLM do not turn with position"):
         _ = model.lanes.rotaries
 
 
@@ -231,7 +232,7 @@ def test_reindexing_by_the_gapped_law_changes_nothing():
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_position_law_is_refused_with_the_near_match():
-    with pytest.raises(ValueError, match=r"no position law called 'contigous'; did you mean 'contiguous'"):
+    with pytest.raises(UserError, match=r"no position law called 'contigous'; did you mean 'contiguous'"):
         random_cache(0).reindex("contigous")
 
 

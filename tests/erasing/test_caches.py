@@ -7,6 +7,7 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, patch_sweep
 from kvprobe.text.transcript import Tokens
@@ -110,13 +111,13 @@ def test_a_cell_may_be_swapped_inside_an_eraser_and_the_rest_is_what_lies_outsid
 def test_erasers_that_fit_no_site_are_refused_in_one_sentence(tiny_llama: Model):
     cache = cache_of(tiny_llama, 0)
     eraser = eraser_of(width_of(cache))
-    with pytest.raises(ValueError, match="no 'V' at layer 9"):
+    with pytest.raises(UserError, match="no 'V' at layer 9"):
         erase(cache, {(9, "V"): eraser}, "T1")
-    with pytest.raises(ValueError, match="KV heads × numbers to a head"):
+    with pytest.raises(UserError, match="KV heads × numbers to a head"):
         erase(cache, {(0, "V"): eraser_of(5)}, "T1")
-    with pytest.raises(ValueError, match="T3"):
+    with pytest.raises(UserError, match="T3"):
         erase(cache, {(0, "V"): eraser}, "T3")
-    with pytest.raises(ValueError, match="but not both"):
+    with pytest.raises(UserError, match="but not both"):
         erase(cache, {(0, "V"): eraser})
-    with pytest.raises(ValueError, match="slots, the base"):
+    with pytest.raises(UserError, match="slots, the base"):
         interchange(cache, tiny_llama.prefill(Tokens.of(ids(1, 4), "T1")), {(0, "V"): eraser}, "T1")

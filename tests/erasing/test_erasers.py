@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvprobe.erasing import Eraser, inlp, leace, leace_of, random_eraser
+from kvprobe.errors import UserError
 from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import planted
@@ -152,17 +153,17 @@ def test_inlp_stops_at_chance_and_takes_a_direction_for_each_class_it_tells():
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_erased_is_refused_in_one_sentence():
     features, labels, folds = data()
-    with pytest.raises(ValueError, match="900 samples with 10 labels"):
+    with pytest.raises(UserError, match="900 samples with 10 labels"):
         leace(features, labels[:, :10], CLASSES)
-    with pytest.raises(ValueError, match="Labels must lie in 0 to 2"):
+    with pytest.raises(UserError, match="Labels must lie in 0 to 2"):
         leace(features, labels, 3)
     features[0, 3, 1] = torch.nan
-    with pytest.raises(ValueError, match="NaN or infinity"):
+    with pytest.raises(UserError, match="NaN or infinity"):
         leace(features, labels, CLASSES)
     features[0, 3, 1] = 0.0
-    with pytest.raises(ValueError, match="0 of 900 samples are held out"):
+    with pytest.raises(UserError, match="0 of 900 samples are held out"):
         inlp(features, labels, CLASSES, torch.zeros_like(folds, dtype=torch.bool))
-    with pytest.raises(ValueError, match="the one class"):
+    with pytest.raises(UserError, match="the one class"):
         inlp(features, torch.zeros_like(labels), CLASSES, folds == 0)
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 import kvprobe.experiments.begin as beginning
+from kvprobe.errors import UserError
 from kvprobe.experiments.begin import begin
 from kvprobe.experiments.parts import kept_table
 from kvprobe.experiments.runs import Run
@@ -69,9 +70,9 @@ def test_a_run_is_neither_resumed_nor_shown_for_another_model(
         run.finish({}, {})
     again = load(copy.deepcopy(model.lanes.plain), tokenizer=tiny_tokenizer())
     assert opened(again, tmp_path, monkeypatch).path == run.path
-    with pytest.raises(ValueError, match=f"another model \\(it differs in {said}\\)"):
+    with pytest.raises(UserError, match=f"another model \\(it differs in {said}\\)"):
         opened(other(), tmp_path, monkeypatch)
-    with pytest.raises(ValueError, match="what tasks names held something else"):
+    with pytest.raises(UserError, match="what tasks names held something else"):
         opened(model, tmp_path, monkeypatch, tasks="two")
 
 
@@ -109,10 +110,10 @@ def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
     monkeypatch.setattr(module, "begin", stop)
     for lines in (LINES, LINES[::-1]):
         path.write_text("\n".join(lines))
-        with pytest.raises(ValueError, match="far enough"):
+        with pytest.raises(UserError, match="far enough"):
             module.run(config, tmp_path)
     assert seen[0].keys() == {"tasks"}
     assert seen[0] != seen[1]
     path.write_text(LINES[0])
-    with pytest.raises(ValueError, match="there are 1"):
+    with pytest.raises(UserError, match="there are 1"):
         module.run(config, tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvprobe.cli import app
+from kvprobe.errors import UserError
 from kvprobe.experiments.publishing import publish
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
@@ -60,11 +61,11 @@ def test_publishing_again_changes_nothing_and_never_writes_over_another_probe(
     publish(run, tmp_path, "one")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     made_probe(tiny_llama, VALUES, name="one", scale=7).save(run.path / "probes" / "one")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(UserError, match="holds something else"):
         publish(run, tmp_path)
     assert not (tmp_path / "two").exists()
     (tmp_path / "two").mkdir()
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(UserError, match="holds something else"):
         publish(run, tmp_path, "two")
 
 
@@ -79,17 +80,17 @@ def test_publishing_deletes_nothing_that_it_did_not_write(run: Run, tmp_path: Pa
 
 
 def test_a_run_that_has_nothing_to_publish_is_refused(run: Run, tmp_path: Path):
-    with pytest.raises(ValueError, match="did you mean 'one'"):
+    with pytest.raises(UserError, match="did you mean 'one'"):
         publish(run, tmp_path, "ones")
     environment = run.environment | {"model": "0123456789abcdef"}
     (run.path / "env.json").write_text(json.dumps(environment))
-    with pytest.raises(ValueError, match="ran on 0123456789abcdef"):
+    with pytest.raises(UserError, match="ran on 0123456789abcdef"):
         publish(run, tmp_path)
     bare = Run.open("leakage", Settings(), "x", "cpu", tmp_path / "runs", "bare")
-    with pytest.raises(ValueError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished"):
         publish(bare, tmp_path)
     bare.finish({}, {})
-    with pytest.raises(ValueError, match="kept no probes"):
+    with pytest.raises(UserError, match="kept no probes"):
         publish(bare, tmp_path)
 
 
@@ -158,12 +159,12 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     still[:, 0, 1] = torch.randn(240, 16, generator=generator)
     only = Features.of_read_outs({"v": still}, np.arange(240), labels, contexts, TARGET)
     assert kept_probe(tiny_llama, only, probing, training).site == Where("v", 0, None, "last")
-    with pytest.raises(ValueError, match="no probe to keep"):
+    with pytest.raises(UserError, match="no probe to keep"):
         kept_probe(tiny_llama, only, probing, training, restart=only, less_restart=True)
 
     alone = Features.of_read_outs(
         {"v": tensor}, rows=np.arange(240), labels=labels, contexts=contexts * 0, target=TARGET
     )
     single = probe_features(alone, {}, permutations=0, rng=np.random.default_rng(0))
-    with pytest.raises(ValueError, match="share one context"):
+    with pytest.raises(UserError, match="share one context"):
         kept_probe(tiny_llama, alone, single, training)

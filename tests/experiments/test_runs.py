@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_table, kept_tensors
 from kvprobe.experiments.runs import Run
 from kvprobe.files import write_whole
@@ -38,23 +39,23 @@ def test_other_settings_get_another_run(tmp_path: Path):
 
 def test_a_named_run_refuses_other_settings(tmp_path: Path):
     Run.open("study", Settings(), "weights", "cpu, float32", tmp_path, "mine").part("piece").write_text("kept")
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(UserError, match="other settings"):
         Run.open("study", Settings(seed=4), "weights", "cpu, float32", tmp_path, "mine")
 
 
 def test_an_unfinished_run_refuses_to_go_on_with_other_weights(tmp_path: Path):
     Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path).part("piece").write_text("kept")
-    with pytest.raises(ValueError, match=r"begun with another model \(it differs in config\)"):
+    with pytest.raises(UserError, match=r"begun with another model \(it differs in config\)"):
         Run.open("study", Settings(), "0" * 16 + "-1-0", "cpu, float32", tmp_path)
 
 
 def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else(tmp_path: Path):
     run = Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "one"})
     run.part("piece").write_text("kept")
-    with pytest.raises(ValueError, match="what tasks names held something else"):
+    with pytest.raises(UserError, match="what tasks names held something else"):
         Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
     run.finish({}, {})
-    with pytest.raises(ValueError, match="what tasks names held something else"):
+    with pytest.raises(UserError, match="what tasks names held something else"):
         Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
 
 
@@ -65,7 +66,7 @@ def test_a_run_of_an_older_format_is_neither_resumed_nor_shown_for_a_new_one(tmp
     environment = run.environment
     del environment["format"], environment["inputs"]
     (run.path / "env.json").write_text(json.dumps(environment))
-    with pytest.raises(ValueError, match="another version of kvprobe"):
+    with pytest.raises(UserError, match="another version of kvprobe"):
         Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path)
     assert Run.load(run.path).metrics == {"accuracy": 0.5}
 
@@ -96,14 +97,14 @@ def no_space(*_: object, **__: object) -> str:
 def test_a_command_whose_run_was_begun_anew_by_another_keeps_nothing_in_it(tmp_path: Path):
     first = Run.open("study", Settings(), MODEL, "cpu", tmp_path, "mine")
     second = Run.open("study", Settings(seed=4), MODEL, "cpu", tmp_path, "mine")
-    with pytest.raises(ValueError, match="begun anew by another command"):
+    with pytest.raises(UserError, match="begun anew by another command"):
         first.keep("piece", lambda path: path.write_text("of the first"))
     assert second.keep("piece", lambda path: path.write_text("of the second")).read_text() == "of the second"
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/b", "/tmp/x", ".hidden", "x" * 101, "a\nb"])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: str):
-    with pytest.raises(ValueError, match="cannot be the name of a run"):
+    with pytest.raises(UserError, match="cannot be the name of a run"):
         Run.open("study", Settings(), MODEL, "cpu", tmp_path / "runs", name)
     assert not list(tmp_path.iterdir())
 
@@ -116,7 +117,7 @@ def test_a_damaged_part_is_named_with_what_to_do(tmp_path: Path, cut: int):
     assert kept == [kept_table(run, "a", lambda: table), kept_tensors(run, "b", lambda: tensors)]
     for path, again in zip(kept, (kept_table, kept_tensors), strict=True):
         path.write_bytes(path.read_bytes()[:cut])
-        with pytest.raises(ValueError, match=rf"{path.name} is damaged .* delete this file, and start the run again"):
+        with pytest.raises(UserError, match=rf"{path.name} is damaged .* delete this file, and start the run again"):
             again(run, path.stem, pytest.fail)
 
 
@@ -131,7 +132,7 @@ def test_a_page_is_not_written_through_a_link(tmp_path: Path):
 def test_a_foreign_folder_is_not_taken_over(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="not a run"):
+    with pytest.raises(UserError, match="not a run"):
         Run.open("study", Settings(), "weights", "cpu, float32", tmp_path, "mine")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
 
@@ -159,13 +160,13 @@ def test_the_environment_says_what_it_ran_on(tmp_path: Path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="not a run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         Run.load(tmp_path)
 
 
 def test_an_unfinished_run_has_no_tables(tmp_path: Path):
     run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
-    with pytest.raises(ValueError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished"):
         run.df()
-    with pytest.raises(ValueError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished"):
         _ = run.metrics

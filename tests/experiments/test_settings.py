@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.files import read_yaml
@@ -13,7 +14,7 @@ from kvprobe.tasks.passcode import contexts
 
 
 def test_an_unknown_setting_names_the_near_one():
-    with pytest.raises(ValueError, match="'samples'"):
+    with pytest.raises(UserError, match="'samples'"):
         from_mapping(Config, {"sampels": 100})
 
 
@@ -21,7 +22,7 @@ def test_an_unknown_setting_names_the_near_one():
     ("setting", "value"), [("samples", "many"), ("samples", 1.5), ("model", 3), ("seed", True), ("seed", None)]
 )
 def test_a_value_of_the_wrong_type_is_refused(setting: str, value: object):
-    with pytest.raises(ValueError, match=setting):
+    with pytest.raises(UserError, match=setting):
         from_mapping(Config, {setting: value})
 
 
@@ -39,7 +40,7 @@ def test_a_value_of_the_wrong_type_is_refused(setting: str, value: object):
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_was_expected(settings: dict[str, int]):
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(UserError, match="expected"):
         from_mapping(Config, settings)
 
 
@@ -60,7 +61,7 @@ def test_every_study_has_a_preset():
 
 
 def test_an_unknown_study_names_the_near_one():
-    with pytest.raises(ValueError, match="'leakage'"):
+    with pytest.raises(UserError, match="'leakage'"):
         find("leakge")
 
 
@@ -99,7 +100,7 @@ LAUGHS = "a0: &a0 [ha, ha]\n" + "".join(
 def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         read_preset(path)
     assert "\n" not in str(error.value)
 
@@ -107,7 +108,7 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, text: str, messag
 def test_a_huge_or_missing_file_is_refused(tmp_path: Path):
     path = tmp_path / "huge.yaml"
     path.write_text("a: " + "x" * 2000)
-    with pytest.raises(ValueError, match="at most 1000"):
+    with pytest.raises(UserError, match="at most 1000"):
         read_yaml(path, limit=1000)
-    with pytest.raises(ValueError, match="no file"):
+    with pytest.raises(UserError, match="no file"):
         read_yaml(tmp_path / "absent.yaml")

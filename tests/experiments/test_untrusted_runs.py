@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from kvprobe import cli
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -164,7 +165,7 @@ def test_a_figure_outside_the_run_is_never_read(whole: Path, tmp_path: Path, fil
     report = json.loads((folder / "report.json").read_text())
     report["sections"][0]["figures"][0]["file"] = file
     (folder / "report.json").write_text(json.dumps(report))
-    with pytest.raises(ValueError, match="no file of"):
+    with pytest.raises(UserError, match="no file of"):
         write_report(Run.load(folder))
 
 

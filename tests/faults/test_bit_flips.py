@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.faults import BitFlips, Draws, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, flipped
 from tests.faults import after, square_cache
@@ -158,5 +159,5 @@ def test_what_becomes_infinite_is_named():
     ids=str,
 )
 def test_a_bit_that_is_none_is_refused(unchecked: None, settings: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         BitFlips(**settings)

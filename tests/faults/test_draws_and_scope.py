@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kvprobe.faults.draws as draws_module
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     Distractor,
@@ -364,7 +365,7 @@ def test_bands_of_28_layers_are_those_of_seed_001():
     ids=str,
 )
 def test_a_scope_that_cannot_be_is_refused(unchecked: None, scope: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Scope(**scope)
 
 
@@ -381,7 +382,7 @@ def test_a_scope_that_cannot_be_is_refused(unchecked: None, scope: dict[str, Any
 )
 def test_a_scope_beyond_the_cache_is_refused(scope: dict[str, Any], sentence: str):
     for unit in UNITS:
-        with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+        with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
             after(Zeros(scope=Scope(**scope, unit=unit)), square_cache(0))
 
 
@@ -392,7 +393,7 @@ def test_segments_in_a_list_are_understood_as_layers_in_a_list_are(unchecked: No
 
 
 def test_a_scope_of_no_segments_is_refused_as_one_of_no_layers_is():
-    with pytest.raises(ValueError, match="Scope has no segments"):
+    with pytest.raises(UserError, match="Scope has no segments"):
         Scope(segments=())
 
 
@@ -408,7 +409,7 @@ def test_paged_faults_strike_blocks_of_their_own_size(kind: Any):
 
 @pytest.mark.parametrize("name", ["seed", "sample", "repeat"])
 def test_draws_below_0_are_refused(name: str):
-    with pytest.raises(ValueError, match=f"{name}=-1; it must be 0 or more"):
+    with pytest.raises(UserError, match=f"{name}=-1; it must be 0 or more"):
         Draws(**{name: -1})
 
 

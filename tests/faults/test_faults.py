@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.rotary import Rotary, Turn
+from kvprobe.cache.rotary import Rotary, Rotation
+from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     Broken,
@@ -388,7 +389,7 @@ def test_a_splice_reaches_only_the_layers_above():
 
 
 def test_a_splice_above_the_last_layer_is_refused_as_layer_99_is():
-    with pytest.raises(ValueError, match="layer"):
+    with pytest.raises(UserError, match="layer"):
         after(Splice(above=LAYERS), square_cache(0))
 
 
@@ -401,7 +402,7 @@ def test_a_scaffold_keeps_delimiters_positions_and_length():
     assert [each for each, own in zip(neutral.ids, tokens.delimiters, strict=True) if not own] == expected
     assert all(a == b for a, b, own in zip(neutral.ids, tokens.ids, tokens.delimiters, strict=True) if own)
     assert replace(neutral, ids=tokens.ids) == tokens
-    with pytest.raises(ValueError, match="There is no filler; give at least one token"):
+    with pytest.raises(UserError, match="There is no filler; give at least one token"):
         scaffold(tokens, [])
 
 
@@ -542,7 +543,7 @@ def test_overlapping_pages_read_the_same_for_k_and_v(last: Any):
 
 def test_pages_of_unequal_size_do_not_overlap():
     cache = random_cache(0, 1)
-    with pytest.raises(ValueError, match="Keys have 4 numbers and values 5; pages of unequal size do not overlap"):
+    with pytest.raises(UserError, match="Keys have 4 numbers and values 5; pages of unequal size do not overlap"):
         cache.corrupt(OverlappingKV(block=4))
 
 
@@ -583,7 +584,7 @@ def test_a_shifted_key_is_the_one_that_the_model_makes_at_that_position(tiny_mod
 
 def test_a_model_with_learned_positions_has_no_keys_to_turn(tiny_models: dict[str, Model]):
     model = tiny_models["gpt2"]
-    with pytest.raises(ValueError, match="learned positions"):
+    with pytest.raises(UserError, match="learned positions"):
         prepare(model.lanes, model.prefill(Tokens.of([1, 2])), [PositionShift(by=1)])
 
 
@@ -705,7 +706,7 @@ def test_numbers_whose_sum_overflows_are_not_broken():
 
 
 def refusal(act: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError, match=r".") as caught:
+    with pytest.raises(UserError, match=r".") as caught:
         act()
     return str(caught.value)
 
@@ -785,5 +786,5 @@ def test_turn_is_the_librarys_own():
     assert host.rotaries is not None
     assert host.rotaries[0] is not None
     found, _ = after(PositionShift(by=6), cache, host=host)
-    turn = Turn.between(host.rotaries[0], cache.ledger.positions, cache.ledger.positions + 6)
+    turn = Rotation.between(host.rotaries[0], cache.ledger.positions, cache.ledger.positions + 6)
     assert all(torch.equal(now, turn.of(before)) for now, before in zip(found.keys, cache.keys, strict=True))

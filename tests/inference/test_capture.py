@@ -3,6 +3,7 @@ from typing import get_args
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model
@@ -200,14 +201,14 @@ def test_captured_tensors_hold_no_more_memory_than_what_was_asked_for(tiny: Mode
 
 @pytest.mark.parametrize("lane", ["auto", "plain", "hooked"])
 def test_a_family_that_the_blocks_do_not_have_is_refused(tiny_models: dict[str, Model], lane: str):
-    with pytest.raises(ValueError, match="no 'resid_mid'"):
+    with pytest.raises(UserError, match="no 'resid_mid'"):
         capture(tiny_models["gpt_neox"].lanes, ROWS, ["resid_mid"], lane=lane)
 
 
 @pytest.mark.parametrize("architecture", sorted(FUSED_QKV))
 def test_keys_inside_a_fused_projection_are_read_by_the_hooked_lane(tiny_models: dict[str, Model], architecture: str):
     lanes = tiny_models[architecture].lanes
-    with pytest.raises(ValueError, match="use lane='hooked'"):
+    with pytest.raises(UserError, match="use lane='hooked'"):
         capture(lanes, ROWS, ["k_pre"], lane="plain")
     by_choice, by_order = (capture(lanes, ROWS, ["k_pre"], lane=lane) for lane in ("auto", "hooked"))
     for layer in range(3):
@@ -216,29 +217,29 @@ def test_keys_inside_a_fused_projection_are_read_by_the_hooked_lane(tiny_models:
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_family_is_refused_with_the_near_match(tiny_llama: Model):
-    with pytest.raises(ValueError, match="no family called 'resid_pst'; did you mean 'resid_post'"):
+    with pytest.raises(UserError, match="no family called 'resid_pst'; did you mean 'resid_post'"):
         capture(tiny_llama.lanes, ROWS, ["resid_pst"])
 
 
 @pytest.mark.parametrize("layer", [3, 99, -1])
 def test_a_layer_out_of_range_is_refused(tiny_llama: Model, layer: int):
-    with pytest.raises(ValueError, match=f"no layer {layer}; the model has layers 0 to 2"):
+    with pytest.raises(UserError, match=f"no layer {layer}; the model has layers 0 to 2"):
         capture(tiny_llama.lanes, ROWS, ["k"], layers=[layer])
 
 
 @pytest.mark.parametrize("slot", [6, -7])
 def test_a_slot_outside_the_shortest_row_is_refused(tiny_llama: Model, slot: int):
-    with pytest.raises(ValueError, match="outside the 6 new tokens"):
+    with pytest.raises(UserError, match="outside the 6 new tokens"):
         capture(tiny_llama.lanes, ROWS, ["k"], slots=[slot])
 
 
 def test_an_unknown_segment_is_refused(tiny_llama: Model):
-    with pytest.raises(ValueError, match="no segment called 'T3'"):
+    with pytest.raises(UserError, match="no segment called 'T3'"):
         capture(tiny_llama.lanes, ROWS, ["k"], segments=["T3"])
 
 
 def test_segments_and_slots_together_are_refused(tiny_llama: Model):
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(UserError, match="not both"):
         capture(tiny_llama.lanes, ROWS, ["k"], segments=["T1"], slots=[0])
 
 
@@ -249,7 +250,7 @@ def test_what_was_not_asked_for_is_not_given(tiny_llama: Model):
 
 def test_a_hook_that_never_fires_is_an_error(tiny: Model):
     with (
-        pytest.raises(RuntimeError, match=r"never fired.*blocks\.1\.hook_resid_post"),
+        pytest.raises(UserError, match=r"never fired.*blocks\.1\.hook_resid_post"),
         tiny.lanes.hooked.listening(["resid_post"], [1], lambda *_: None),
     ):
         pass
@@ -257,7 +258,7 @@ def test_a_hook_that_never_fires_is_an_error(tiny: Model):
 
 def test_a_hook_that_does_not_exist_is_an_error(tiny_models: dict[str, Model]):
     with (
-        pytest.raises(RuntimeError, match=r"no hook blocks\.0\.hook_resid_mid"),
+        pytest.raises(UserError, match=r"no hook blocks\.0\.hook_resid_mid"),
         tiny_models["gpt_neox"].lanes.hooked.listening(["resid_mid"], [0], lambda *_: None),
     ):
         pass

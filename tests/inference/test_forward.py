@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, prefill
 from kvprobe.inference.model import Model
 from kvprobe.models.unproved import Lane
@@ -301,7 +302,7 @@ def test_the_last_logits_of_unequal_rows_are_those_of_each_row(tiny: Model):
 @pytest.mark.parametrize("count", [0, 3])
 def test_more_logits_than_the_shortest_row_has_tokens_are_refused(tiny_llama: Model, count: int):
     rows = [random_tokens(0, {"T1": 2}), random_tokens(1, {"T1": 5})]
-    with pytest.raises(ValueError, match=f"{count} logits were asked for, but the shortest row has 2 tokens"):
+    with pytest.raises(UserError, match=f"{count} logits were asked for, but the shortest row has 2 tokens"):
         extend(tiny_llama.lanes, None, rows, logits=count)
 
 
@@ -310,33 +311,33 @@ def test_gpt2_refuses_a_position_beyond_its_table(tiny_models: dict[str, Model],
     lanes = tiny_models["gpt2"].lanes
     last = random_tokens(0, {"T1": 2}, start=GPT2_POSITIONS - 2)
     prefill(lanes, [last], lane)
-    with pytest.raises(ValueError, match=f"Position {GPT2_POSITIONS} is beyond the {GPT2_POSITIONS}"):
+    with pytest.raises(UserError, match=f"Position {GPT2_POSITIONS} is beyond the {GPT2_POSITIONS}"):
         prefill(lanes, [last.shifted(GPT2_POSITIONS - 1)], lane)
 
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_a_cache_of_a_model_with_other_layers_is_refused(tiny_llama: Model, layers: int):
     foreign = prefill(llama(num_hidden_layers=layers).lanes, [random_tokens(0, {"T1": 3})])
-    with pytest.raises(ValueError, match=f"{layers} layers, but the model has 3"):
+    with pytest.raises(UserError, match=f"{layers} layers, but the model has 3"):
         extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)])
 
 
 @pytest.mark.parametrize("shape", [{"num_key_value_heads": 4}, {"head_dim": 16}], ids=str)
 def test_a_cache_of_a_model_with_other_heads_is_refused(tiny_llama: Model, shape: dict[str, int]):
     foreign = prefill(llama(**shape).lanes, [random_tokens(0, {"T1": 3})])
-    with pytest.raises(ValueError, match="can only be read by the model that made it"):
+    with pytest.raises(UserError, match="can only be read by the model that made it"):
         extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)])
 
 
 @pytest.mark.parametrize("tokens", [[], [Tokens.of([])], [Tokens.of([1]), Tokens.of([])]], ids=str)
 def test_reading_nothing_is_refused(tiny_llama: Model, tokens: list[Tokens]):
-    with pytest.raises(ValueError, match="nothing to read"):
+    with pytest.raises(UserError, match="nothing to read"):
         extend(tiny_llama.lanes, None, tokens)
 
 
 def test_a_cache_of_another_number_of_rows_is_refused(tiny_llama: Model):
     past = prefill(tiny_llama.lanes, [random_tokens(row, {"T1": 3}) for row in range(2)])
-    with pytest.raises(ValueError, match="2 rows, but there are 3 runs"):
+    with pytest.raises(UserError, match="2 rows, but there are 3 runs"):
         extend(tiny_llama.lanes, past, [random_tokens(row, {"T2": 1}, start=3) for row in range(3)])
 
 
@@ -378,5 +379,5 @@ def test_a_cache_of_another_dtype_is_refused(tiny: Model):
         keys=tuple(keys.bfloat16() for keys in cache.keys),
         values=tuple(values.bfloat16() for values in cache.values),
     )
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(UserError, match="dtype"):
         extend(tiny.lanes, half, [Tokens.of([4], start=3)])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import Generation, generate, row_generators
 from kvprobe.inference.model import Model
@@ -265,14 +266,14 @@ BAD_SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("bad", BAD_SETTINGS, ids=lambda bad: ", ".join(f"{k}={v}" for k, v in bad.items())[:40])
 def test_a_setting_out_of_range_is_refused(tiny_llama: Model, bad: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"max_new_tokens|temperature|top_p|one torch\.Generator per row"):
+    with pytest.raises(UserError, match=r"max_new_tokens|temperature|top_p|one torch\.Generator per row"):
         generate(tiny_llama.lanes, PROMPTS, **{"max_new_tokens": 2} | bad)
 
 
 def test_the_text_of_several_rows_is_refused(tiny_llama: Model):
     found = generate(tiny_llama.lanes, PROMPTS, max_new_tokens=2)
     assert found.texts[1] == tiny_llama.tokenizer.decode(found.tokens[1], skip_special_tokens=True)
-    with pytest.raises(ValueError, match="3 rows"):
+    with pytest.raises(UserError, match="3 rows"):
         _ = found.text
 
 
@@ -340,7 +341,7 @@ def test_a_second_question_equals_the_conversation_with_both(smol: Model):
 
 
 def test_a_cache_without_a_question_is_refused(tiny_llama: Model):
-    with pytest.raises(ValueError, match="give `ask`"):
+    with pytest.raises(UserError, match="give `ask`"):
         tiny_llama.generate(tiny_llama.prefill(chat()))
 
 

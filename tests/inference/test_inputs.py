@@ -12,6 +12,7 @@ import torch
 
 import kvprobe as kv
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.policies import (
     H2O,
@@ -71,15 +72,15 @@ def test_a_list_of_conversations_is_a_batch(model: Model):
 @pytest.mark.usefixtures("unchecked")
 def test_a_role_forges_no_message(model: Model, role: Any, template: str | None):
     tokenizer = tiny_tokenizer() if template is None else tiny_tokenizer(template)
-    with pytest.raises(ValueError, match=r"^[^\n]*(one word|control token)[^\n]*$"):
+    with pytest.raises(UserError, match=r"^[^\n]*(one word|control token)[^\n]*$"):
         Transcript.from_messages([{"role": role, "content": "a"}]).tokens(tokenizer)
-    with pytest.raises(ValueError, match=r"^[^\n]*(one word|control token)[^\n]*$"):
+    with pytest.raises(UserError, match=r"^[^\n]*(one word|control token)[^\n]*$"):
         Transcript((Message(role, (Part("a"),), "m0"),)).tokens(tokenizer)
 
 
 def test_a_control_token_of_one_word_is_no_role():
     tokenizer = tiny_tokenizer(additional_special_tokens=["the"])
-    with pytest.raises(ValueError, match="control token 'the'"):
+    with pytest.raises(UserError, match="control token 'the'"):
         Transcript.from_messages([{"role": "the", "content": "a"}]).tokens(tokenizer)
 
 
@@ -87,7 +88,7 @@ def test_a_control_token_of_one_word_is_no_role():
     "template", ["{{ 1 / 0 }}", "{{ messages.nothing.more }}", "{% for x in 5 %}{% endfor %}", "{{"]
 )
 def test_a_template_that_fails_is_named(template: str):
-    with pytest.raises(ValueError, match=r"^The chat template refuses the conversation[^\n]*$"):
+    with pytest.raises(UserError, match=r"^The chat template refuses the conversation[^\n]*$"):
         Transcript.from_messages(OTHER).tokens(tiny_tokenizer(template))
 
 
@@ -178,7 +179,7 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_meant_is_refused_in_a_sentence(model: Model, name: str):
-    with pytest.raises(ValueError, match=r"\A[^\n]+[.?]\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+[.?]\Z"):
         REFUSED[name](model)
 
 
@@ -208,20 +209,20 @@ def test_more_than_memory_holds_is_refused_before_it_is_taken(
 
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     monkeypatch.setattr("kvprobe.inference.forward.new_slots", refuse)
-    monkeypatch.setattr("kvprobe.inference.live.new_slots", refuse)
-    with pytest.raises(MemoryError, match=r"needs at least \d+\.\d GiB, but 0\.3 GiB are free on cpu"):
+    monkeypatch.setattr("kvprobe.inference.under_policy.new_slots", refuse)
+    with pytest.raises(UserError, match=r"needs at least \d+\.\d GiB, but 0\.3 GiB are free on cpu"):
         model.prefill(repeated(tokens), lane=lane, policy=policy)
 
 
 def test_the_mask_of_an_edited_cache_counts(model: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     scattered = tuple(range(0, 40_000, 2))
-    with pytest.raises(MemoryError, match="needs at least"):
+    with pytest.raises(UserError, match="needs at least"):
         model.prefill(repeated(20_000, positions=scattered))
 
 
 def test_positions_that_a_model_has_no_embeddings_for_are_refused():
-    with pytest.raises(ValueError, match="beyond the 96 that this model has embeddings for"):
+    with pytest.raises(UserError, match="beyond the 96 that this model has embeddings for"):
         gpt2().prefill(repeated(100))
 
 

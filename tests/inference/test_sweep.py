@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     Distractor,
@@ -486,7 +487,7 @@ def test_noise_matched_by_effect_on_the_shortest_prompts(tiny_llama: Model, leng
 
 
 def refusal(model: Model, faults: Sequence[Fault], prompt: Tokens = PROMPT, **settings: Any) -> str:
-    with pytest.raises(ValueError, match=r".") as caught:
+    with pytest.raises(UserError, match=r".") as caught:
         swept(model, faults, prompt, **settings)
     return str(caught.value)
 
@@ -499,7 +500,7 @@ def test_settings_out_of_range_are_refused(tiny_llama: Model):
     assert "no donor called 'distractor'; there are none here" in refusal(tiny_llama, [Distractor()], donors={})
     assert "There is no layer 99" in refusal(tiny_llama, [Zeros(scope=Scope(layers=[99]))])
     assert "There is no segment called 'T3'" in refusal(tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
-    with pytest.raises(ValueError, match="repeat=-1; it must be 0 or more"):
+    with pytest.raises(UserError, match="repeat=-1; it must be 0 or more"):
         swept(tiny_llama, [Trial(Zeros(), -1)])
 
 
@@ -530,7 +531,7 @@ def test_a_past_that_is_not_this_models_one_row_is_refused(
 
 
 def test_one_prompt_at_a_time(tiny_llama: Model):
-    with pytest.raises(ValueError, match="A sweep answers one prompt; there are 2"):
+    with pytest.raises(UserError, match="A sweep answers one prompt; there are 2"):
         tiny_llama.sweep([PROMPT, OTHER], [Zeros()])
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
 from kvprobe.layers.suffix import Suffix
@@ -334,12 +335,12 @@ def test_what_is_surely_there_is_more_than_chance():
 
 
 def test_damage_that_does_nothing_is_refused():
-    with pytest.raises(ValueError, match="no share means anything"):
+    with pytest.raises(UserError, match="no share means anything"):
         verdicts(pd.concat([table({"a": 0.3}), table({"b": 0.3}).assign(damage=1e-9)]))
 
 
 def test_one_family_is_too_few():
-    with pytest.raises(ValueError, match="needs 2 families"):
+    with pytest.raises(UserError, match="needs 2 families"):
         verdicts(table({"a": 0.3}))
 
 
@@ -349,5 +350,5 @@ def test_one_family_is_too_few():
 )
 def test_groups_that_cannot_be_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
     clean = cache_of(tiny_llama, 0)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         restored_together(tiny_llama, clean, clean, suffix_of(clean), [group])

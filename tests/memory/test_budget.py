@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import kvprobe as kv
 from kvprobe.cli import app
+from kvprobe.errors import UserError
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import FARTHEST, Budget, budget
@@ -93,7 +94,7 @@ def test_eager_attention_and_all_logits_take_what_the_budget_says(real: Model, g
 @pytest.mark.parametrize("given", [{"engine": "logical"}, {"policy": "TOVA(8)"}, {"dtype": "bfloat16"}], ids=str)
 def test_only_what_transformers_itself_holds_is_measured(tiny_llama: Model, given: dict[str, Any]):
     fields = tiny("llama")
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         measure(tiny_llama, budget(fields, context=8, **{"dtype": "float32", **given}))
 
 
@@ -347,7 +348,7 @@ def test_a_window_without_end_has_no_largest_context():
 
 
 def test_no_context_has_less_than_one_token_to_read():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(UserError, match="at least one"):
         budget(QWEN, context=8, new=4).at(4)
 
 
@@ -392,7 +393,7 @@ def test_a_memory_is_bytes_or_a_number_with_its_unit(text: str | int, expected: 
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["memory", "weights"])
 def test_a_memory_without_its_unit_or_beyond_all_bounds_is_refused_in_a_sentence(name: str, text: str | int):
-    with pytest.raises(ValueError, match=rf"\A[^\n]*{name}[^\n]*\Z"):
+    with pytest.raises(UserError, match=rf"\A[^\n]*{name}[^\n]*\Z"):
         budget(QWEN, **{name: text}, engine="vllm")
 
 
@@ -433,7 +434,7 @@ def test_bytes_are_shown_within_half_a_percent(count: int):
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_a_sentence(given: dict[str, Any], said: str, unchecked: None):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
         budget(QWEN, **given)
     assert said in str(refusal.value)
 

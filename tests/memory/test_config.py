@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.sources import config_of, shelf
@@ -41,7 +42,7 @@ NO_NUMBERS: list[Any] = [True, False, "64", 64.0, [64], {"a": 64}, -1, -(10**9),
 
 
 def refused(model: Any, **settings: Any) -> str:
-    with pytest.raises(ValueError, match=SENTENCE) as refusal:
+    with pytest.raises(UserError, match=SENTENCE) as refusal:
         budget(model, **settings)
     return str(refusal.value)
 
@@ -313,14 +314,14 @@ def test_a_config_is_the_same_from_its_folder_its_file_and_its_fields(tmp_path: 
     ],
 )
 def test_an_unknown_model_is_refused_with_what_there_is(name: str, said: str):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
         budget(name)
     assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen4-9000B", "openai/gpt-oss-120bb"])
 def test_an_id_that_no_hub_answers_for_is_refused_in_a_sentence(name: str):
-    with pytest.raises(ConnectionError, match=r"\A[^\n]+\Z") as refusal:
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
         budget(name)
     assert name in str(refusal.value)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvprobe.errors import UserError
 from kvprobe.memory.budget import budget
 from kvprobe.memory.config import Config
 from kvprobe.memory.formats import weight_bytes
@@ -67,7 +68,7 @@ def test_bitsandbytes_needs_no_name_and_may_quantise_its_scales():
 
 @pytest.mark.parametrize("fields", [{"compression_config": {}}, {"compression_config": {"quant_method": "x"}}])
 def test_what_is_packed_in_another_way_is_refused_unless_its_bytes_are_given(fields: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"weights="):
+    with pytest.raises(UserError, match=r"weights="):
         stored(None, **fields)
     config = {
         "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.cache_utils import QuantizedCache
 
+from kvprobe.errors import UserError
 from kvprobe.inference.measured import storage_bytes
 from kvprobe.memory import hf
 from kvprobe.memory.budget import budget
@@ -124,7 +125,7 @@ def test_prompts_are_refused_just_where_quanto_refuses_them(numbers: str, shape:
     try:
         conversation.read(prompt)
     except ValueError:
-        with pytest.raises(ValueError, match=r"^[^\n]*share out[^\n]*$"):
+        with pytest.raises(UserError, match=r"^[^\n]*share out[^\n]*$"):
             hf.check(conversation.layers(), request)
     else:
         hf.check(conversation.layers(), request)
@@ -152,7 +153,7 @@ def test_a_format_without_groups_refuses_no_length():
     ids=str,
 )
 def test_only_full_attention_is_quantised(numbers: str, layer: Layer):
-    with pytest.raises(ValueError, match=r"^[^\n]*full attention[^\n]*$"):
+    with pytest.raises(UserError, match=r"^[^\n]*full attention[^\n]*$"):
         hf.held((Layer(Attention(4, 2, 16, 16)), layer), Request(64, numbers=FORMATS[numbers]))
 
 
@@ -167,12 +168,12 @@ def test_only_full_attention_is_quantised(numbers: str, layer: Layer):
     ],
 )
 def test_caches_that_transformers_has_not_are_refused_in_a_sentence(name: str, given: dict[str, str], said: str):
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as refusal:
+    with pytest.raises(UserError, match=r"^[^\n]+$") as refusal:
         budget(name, engine="hf", **given)
     assert said in str(refusal.value)
 
 
 def test_policies_and_quantised_caches_do_not_mix():
     request = Request(64, numbers=FORMATS["int4"], plan=plan_of("TOVA(8)"))
-    with pytest.raises(ValueError, match="cannot evict"):
+    with pytest.raises(UserError, match="cannot evict"):
         hf.held((Layer(Attention(4, 2, 16, 16)),), request)

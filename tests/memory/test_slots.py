@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprobe import policies
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.memory import logical
 from kvprobe.memory.caches import Layer, layers_of, text_model
@@ -262,13 +263,13 @@ UNFIT = [
 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_a_text_that_is_no_policy_is_refused_in_a_sentence(text: str):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of(text)
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG)
 def test_wrong_names_and_values_are_named_in_a_sentence(text: str, said: str):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
         plan_of(text)
     assert said in str(refusal.value)
 
@@ -277,7 +278,7 @@ def test_wrong_names_and_values_are_named_in_a_sentence(text: str, said: str):
 def test_settings_that_the_policy_itself_refuses_are_refused_in_a_sentence(text: str):
     with pytest.raises(Exception):  # noqa: B017, PT011 - a policy's own refusal, or Python's
         made(text)
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of(text)
 
 
@@ -292,7 +293,7 @@ def test_a_budget_beyond_all_bounds_is_read_or_refused(text: str):
 
 
 def test_a_long_text_is_read_to_its_end_or_refused():
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of("SlidingWindow(64)" + " " * 500 + "| os.remove('all')")
 
 
@@ -311,13 +312,13 @@ def test_a_long_text_is_read_to_its_end_or_refused():
 )
 def test_policies_whose_slots_no_setting_tells_are_refused_in_a_sentence(policy: Policy):
     for given_as in (policy, str(policy)):
-        with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+        with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
             plan_of(given_as)
 
 
 @pytest.mark.parametrize("policy", [5, None, ["SlidingWindow(64)"], SlidingWindow])
 def test_what_is_no_policy_at_all_is_refused_in_a_sentence(policy: Any):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of(policy)
 
 
@@ -337,7 +338,7 @@ def test_what_is_no_policy_at_all_is_refused_in_a_sentence(policy: Any):
 )
 def test_nothing_in_a_text_is_run(template: str, tmp_path: Path):
     path = tmp_path / "ran"
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of(template.format(path=str(path)))
     assert not path.exists()
 
@@ -395,7 +396,7 @@ def test_a_text_is_read_just_where_python_makes_a_policy_of_it(text: str):
     try:
         policy = made(text)
     except Exception:
-        with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+        with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
             plan_of(text)
     else:
         expected = plan_of(policy)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvprobe.errors import UserError
 from kvprobe.memory import hf, logical, vllm
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, State
@@ -50,7 +51,7 @@ def test_a_policy_bounds_what_transformers_holds_of_every_layer():
     numbers = 2 * 16 * 4
     assert hf.held(layers, request(20, 3, plan_of("SinkWindow(2, 8)"))) == [10 * numbers, 6 * numbers]
     assert hf.held(layers, request(20, 3, plan_of("TOVA(4)"))) == [4 * numbers, 4 * numbers]
-    with pytest.raises(ValueError, match="other slots in each head"):
+    with pytest.raises(UserError, match="other slots in each head"):
         hf.held(layers, request(20, 3, plan_of("HeadBudgets(TOVA(4))")))
 
 
@@ -81,7 +82,7 @@ def test_cross_attention_is_as_long_as_its_source_in_every_view():
 
 
 def test_states_that_do_not_share_out_over_ranks_are_refused():
-    with pytest.raises(ValueError, match="7 ranks"):
+    with pytest.raises(UserError, match="7 ranks"):
         budget("state-spaces/mamba-2.8b-hf", engine="vllm", ranks=7)
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, layers_of, text_model
 from kvprobe.memory.numbers import FORMATS
@@ -185,17 +186,17 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
     ],
 )
 def test_caches_that_vllm_has_not_are_refused_in_a_sentence(name: str, given: dict[str, int | str], said: str):
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as refusal:
+    with pytest.raises(UserError, match=r"^[^\n]+$") as refusal:
         budget(name, engine="vllm", **given)
     assert said in str(refusal.value)
 
 
 def test_the_format_of_512_and_64_numbers_is_refused_for_another_latent():
-    with pytest.raises(ValueError, match="512 \\+ 64"):
+    with pytest.raises(UserError, match="512 \\+ 64"):
         reserved((Layer(Attention(16, 1, 256, 64, latent=True)),), request(16, "fp8_ds_mla"), Engine())
 
 
 def test_policies_are_refused_whichever_way_they_spend_less():
     for policy in ("TOVA(8)", "Quantise(2)"):
-        with pytest.raises(ValueError, match="no policy"):
+        with pytest.raises(UserError, match="no policy"):
             reserved(layers(QWEN), Request(16, plan=plan_of(policy)), Engine())

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MllamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
 from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.weights import Weights, active, weights
@@ -313,7 +314,7 @@ def test_a_field_left_out_is_refused_or_is_what_transformers_takes_for_it(kind: 
 )
 def test_sizes_that_define_a_model_are_asked_for(name: str):
     fields = {other: value for other, value in config_of("qwen3", {}).fields.items() if other != name}
-    with pytest.raises(ValueError, match=f"tiny has no {name} in its config"):
+    with pytest.raises(UserError, match=f"tiny has no {name} in its config"):
         weights(Config("tiny", fields))
 
 
@@ -374,19 +375,19 @@ def test_without_experts_every_parameter_is_active():
 
 def test_more_experts_for_a_token_than_there_are_is_refused():
     fields = config_of("mixtral", LOCAL_MOE).fields
-    with pytest.raises(ValueError, match="tiny sends each token to 8 of 7 experts in its config"):
+    with pytest.raises(UserError, match="tiny sends each token to 8 of 7 experts in its config"):
         active(Config("tiny", {**fields, "num_experts_per_tok": 8}))
 
 
 def test_an_unknown_family_is_refused_with_near_names():
-    with pytest.raises(ValueError, match="In the config of tiny: There is no model_type called 'qwen4'; did you mean"):
+    with pytest.raises(UserError, match="In the config of tiny: There is no model_type called 'qwen4'; did you mean"):
         weights(Config("tiny", {"model_type": "qwen4"}))
 
 
 @pytest.mark.parametrize("factor", [True, "1", 0, -1.0, float("nan"), 1e300, None])
 def test_a_multiplier_that_is_none_is_refused(factor: object):
     fields = config_of("lfm2", {}).fields
-    with pytest.raises(ValueError, match="tiny has no multiplier as block_ffn_dim_multiplier"):
+    with pytest.raises(UserError, match="tiny has no multiplier as block_ffn_dim_multiplier"):
         weights(Config("tiny", {**fields, "block_ffn_dim_multiplier": factor}))
 
 

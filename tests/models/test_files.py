@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model, load
 from kvprobe.memory.budget import budget
 from kvprobe.models.files import MAX_JSON_BYTES
@@ -43,7 +44,7 @@ def changed(path: Path, **values: Any) -> None:
 
 
 def refused(folder: Path, match: str) -> None:
-    with pytest.raises(ValueError, match=match) as refusal:
+    with pytest.raises(UserError, match=match) as refusal:
         load(folder)
     assert "\n" not in str(refusal.value)
 
@@ -203,7 +204,7 @@ def test_a_model_in_hand_that_is_not_finite_is_refused():
     plain = llama().lanes.plain
     with torch.no_grad():
         plain.model.embed_tokens.weight[7, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight of LlamaForCausalLM has NaN"):
+    with pytest.raises(UserError, match=r"embed_tokens\.weight of LlamaForCausalLM has NaN"):
         load(plain)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import kvprobe as kv
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
 from kvprobe.models import gate
@@ -24,7 +25,7 @@ IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
 
 def refused(kind: Callable[[], object], *phrases: str) -> None:
     """`kind` is refused in one sentence that holds these phrases."""
-    with pytest.raises(ValueError, match=r"\.$") as caught:
+    with pytest.raises(UserError, match=r"\.$") as caught:
         kind()
     sentence = str(caught.value)
     assert "\n" not in sentence

@@ -2,6 +2,7 @@ import pytest
 import torch
 import transformers
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
 from tests.models import WINDOW, llama
@@ -27,7 +28,7 @@ def test_a_window_that_is_switched_off_holds_nowhere():
 
 @pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen3NextConfig", "Llama4TextConfig"])
 def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str):
-    with pytest.raises(ValueError, match="kvprobe reads full and sliding-window attention"):
+    with pytest.raises(UserError, match="kvprobe reads full and sliding-window attention"):
         Geometry.of(getattr(transformers, name)())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import HOOKS
 from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, patch_pairs, patch_sweep
@@ -156,7 +157,7 @@ def test_a_segment_of_another_length_is_refused_unless_told_how_and_keys_are_tur
     longer = Tokens.of([7, 8], "T1") + Tokens.of(prompt(0).ids[:8], "T1", 2) + Tokens.of(prompt(0).ids[8:], "T2", 10)
     donor = tiny_llama.prefill(longer)
     sweep = partial(patch_sweep, tiny_llama, base, donor, suffix_of(base), METRIC, progress=False)
-    with pytest.raises(ValueError, match="'T1' has 8 slots in the base and 10 in the donor; say which"):
+    with pytest.raises(UserError, match="'T1' has 8 slots in the base and 10 in the donor; say which"):
         sweep(("layer", "segment"))
     first = sweep({"layer": [0], "segment": ["T1"]}, align="end")
     # The same tokens at the first layer have the same keys, once turned back by two positions.
@@ -175,7 +176,7 @@ def test_a_swap_along_all_directions_is_the_whole_and_along_none_is_nothing(tiny
     effect = table.set_index("content")["effect"]
     assert effect["along"] == pytest.approx(effect["full"], abs=1e-4)
     assert abs(effect["rest"]) < 1e-4 < abs(effect["full"])
-    with pytest.raises(ValueError, match="KV heads × numbers to a head"):
+    with pytest.raises(UserError, match="KV heads × numbers to a head"):
         split(base, donor, {(1, "V"): torch.ones(1, 3)})
 
 
@@ -254,7 +255,7 @@ REFUSED = [
 def test_what_cannot_be_is_refused_in_a_sentence(tiny_llama: Model, change: dict[str, Any], sentence: str):
     base, donor = two(tiny_llama)
     settings: dict[str, Any] = {"metric": METRIC, "over": ("layer",), "parts": ("V",), "reads": "reader"} | change
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         patch_sweep(tiny_llama, base, donor, suffix_of(base), progress=False, **settings)
 
 
@@ -262,9 +263,9 @@ def test_a_donor_of_another_model_and_an_edited_base_in_total_are_refused(
     tiny_llama: Model, tiny_models: dict[str, Model]
 ):
     base, donor = two(tiny_llama)
-    with pytest.raises(ValueError, match="both must come from the same model"):
+    with pytest.raises(UserError, match="both must come from the same model"):
         kv.patch_sweep(tiny_llama, base, two(tiny_models["gpt_neox"])[1], suffix_of(base), METRIC)
     for edit, sentence in (("masked", "cannot be read again"), ("evicted", "edited after it was read")):
         base, donor = two(tiny_llama, edit)
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             patch_sweep(tiny_llama, base, donor, suffix_of(base), METRIC, ("slot",), reads="total", progress=False)

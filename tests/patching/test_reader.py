@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, LogitDiff, LogProb, PatchMap, patch_sweep
 from kvprobe.text.transcript import Tokens
@@ -318,7 +319,7 @@ def test_a_longer_or_shorter_segment_is_met_at_its_start_or_end_with_its_keys_tu
     parts = ("K", "V", "KV")
     settings: dict[str, Any] = {"over": {"slot": slots, "layer": None}, "parts": parts, "align": align}
     if not base.turns:
-        with pytest.raises(ValueError, match="learned positions"):
+        with pytest.raises(UserError, match="learned positions"):
             swept(base, donor, suffix, **settings)
         return
     patched = swept(base, donor, suffix, **settings)
@@ -459,7 +460,7 @@ def test_a_patched_cache_is_one_overwritten_by_hand(
 
 def refusal(call: Callable[[], Any]) -> str:
     """The one sentence with which a call is refused."""
-    with pytest.raises(ValueError, match=r"[.?]\Z") as refused:
+    with pytest.raises(UserError, match=r"[.?]\Z") as refused:
         call()
     sentence = str(refused.value)
     assert ". " not in sentence

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import HOOKS
 from kvprobe.patching import LogProb
@@ -134,7 +135,7 @@ def test_a_longer_or_shorter_segment_is_met_at_its_start_or_end(tiny: Model, ali
     suffix = base.suffix(0, 3)
     settings: dict[str, Any] = {"over": {"slot": sorted(pairs), "layer": None}, "align": align, "reads": "total"}
     if not base.turns:
-        with pytest.raises(ValueError, match="learned positions"):
+        with pytest.raises(UserError, match="learned positions"):
             swept(base, donor, suffix, parts=parts_of(tiny), **settings)
         return
     activations = swept(base, donor, suffix, parts=parts_of(tiny), **settings)

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import prefill
 from kvprobe.inference.generate import generate
-from kvprobe.inference.live import apply
 from kvprobe.inference.model import Model
+from kvprobe.inference.under_policy import apply
 from kvprobe.models.unproved import Lane
 from kvprobe.policies import (
     H2O,
@@ -65,12 +66,12 @@ def live_at(scene: Scene, place: Place) -> list[int]:
     return [slot for slot, alive in enumerate(where.tolist()) if alive]
 
 
-def best(slots: list[int], worth: Callable[[int], float], count: int) -> Kept:
+def best(slots: list[int], worth: Callable[[int], float], count: int) -> Snapshot:
     """The slots of highest worth; of equals, the newer."""
     return set(sorted(slots, key=lambda slot: (worth(slot), slot), reverse=True)[: max(0, count)])
 
 
-def newest(slots: list[int], count: int) -> Kept:
+def newest(slots: list[int], count: int) -> Snapshot:
     return set(slots[max(0, len(slots) - count) :])
 
 
@@ -84,11 +85,11 @@ def named(given: Any) -> str:
     return getattr(given, "__name__", None) or str(given)
 
 
-def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Kept:
+def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Snapshot:
     return newest(live_at(scene, place), policy.window)
 
 
-def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Kept:
+def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Snapshot:
     live = live_at(scene, place)
     return set(live[: policy.sinks]) | newest(live, policy.window)
 
@@ -124,7 +125,7 @@ WORTH: dict[type[Policy], Callable[..., Callable[[int], float]]] = {
 }
 
 
-def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
+def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     return best(live_at(scene, place), WORTH[type(policy)](policy, scene, place), policy.budget)
 
 
@@ -151,7 +152,7 @@ def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: in
     return [max(1, largest - step * layer + window) for layer in range(layers)]
 
 
-def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
+def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     inner, length = policy.policy, max(len(live_at(scene, each)) for each in places(scene) if each[1] == place[1])
     window = PROTECTED[type(inner)](inner)
     counts = pyramid_by_hand(scene.cache.n_layers, inner.budget, window, policy.beta, length, inner.every is None)
@@ -170,7 +171,7 @@ def ada_by_hand(scores: list[list[float]], choose: int, floor: float) -> list[in
     return [round(number * (1 - floor) + int(choose * floor)) for number in among]
 
 
-def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
+def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     layer, row, own = place
     inner, heads = policy.policy, range(scene.cache.n_kv_heads)
     worth = {head: WORTH[type(inner)](inner, scene, (layer, row, head)) for head in heads}
@@ -192,7 +193,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
     return protected[own] | kept[own]
 
 
-def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
+def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     ledger, row = scene.cache.ledger, place[1]
     return {
         slot
@@ -202,7 +203,7 @@ def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Kept:
     }
 
 
-def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Kept:
+def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Snapshot:
     ledger, row = scene.cache.ledger, place[1]
     results = [name for name in NAMES if name.startswith(policy.prefix)]
     gone = results[: max(0, len(results) - policy.keep_last)]
@@ -213,11 +214,11 @@ def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Kept:
     }
 
 
-def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Kept:
+def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Snapshot:
     return set(live_at(scene, place))
 
 
-Loop = Callable[..., Kept]
+Loop = Callable[..., Snapshot]
 POLICIES: list[tuple[Policy, Loop]] = [
     (SlidingWindow(1), window_by_loop),
     (SlidingWindow(4), window_by_loop),
@@ -256,11 +257,11 @@ SPANS: list[tuple[Policy, Loop]] = [
 ]
 
 
-def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Kept]:
+def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Snapshot]:
     return {place: loop(policy, scene, place) for place in places(scene)}
 
 
-def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Kept]) -> None:
+def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Snapshot]) -> None:
     """The policy leaves these slots, in order and as they were; others are gone or dead; positions follow its law."""
     after = policy.act(before).cache
     for row in range(before.cache.batch):
@@ -619,7 +620,7 @@ def test_budgets_of_a_policy_that_acts_on_the_prompt_act_on_the_prompt(tiny_llam
 
 def refused(call: Callable[[], Any], *said: str) -> None:
     """The call is refused in one sentence that says all this."""
-    with pytest.raises(ValueError, match=r"^[^\n]*[^ ][.?]$") as refusal:
+    with pytest.raises(UserError, match=r"^[^\n]*[^ ][.?]$") as refusal:
         call()
     for piece in said:
         assert piece in str(refusal.value)

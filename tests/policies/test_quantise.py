@@ -11,6 +11,7 @@ from optimum.quanto.tensor import ungroup
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import Grain
+from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.policies import Quantise, Scene, SlidingWindow
@@ -154,7 +155,7 @@ def test_two_numbers_are_told_apart_by_a_single_bit():
 def test_numbers_that_float16_cannot_reach_are_refused(number: float):
     cache = random_cache(0, batch=1)
     cache.keys[1][0, 0, 0, 0] = number
-    with pytest.raises(ValueError, match="beyond float16"):
+    with pytest.raises(UserError, match="beyond float16"):
         quantise(cache, Quantise(4, group=5, tail=0))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
+from kvprobe.errors import UserError
 from kvprobe.probes.fitted_probe import FittedProbe, distance, fitted_probe
 from tests.probing.planted import bayes_accuracy, bayes_bits, planted
 
@@ -139,5 +140,5 @@ def test_bad_input_is_refused():
         "constant": (torch.ones_like(features), labels, contexts),
         "0 to 4": (features, labels + 1, contexts),
     }.items():
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(UserError, match=match):
             fitted(*given)

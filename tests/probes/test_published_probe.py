@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from kvprobe.errors import UserError
 from kvprobe.files import MAX_BYTES
 from kvprobe.inference.model import Model, load
 from kvprobe.probes import probe_card
@@ -34,7 +35,7 @@ def folder(tiny_llama: Model, tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, match: str) -> None:
-    with pytest.raises(ValueError, match=match) as caught:
+    with pytest.raises(UserError, match=match) as caught:
         Probe.load(folder)
     sentence = str(caught.value)
     assert sentence.endswith((".", "?"))
@@ -60,13 +61,13 @@ def test_features_that_tell_nothing_leave_the_base_rates(tiny_llama: Model):
 def test_a_shipped_probe_loads_by_name_and_a_near_name_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_card, "shipped", lambda _: folder.parent)
     assert Probe.load("tiny-digit").name == "tiny-digit"
-    with pytest.raises(ValueError, match="did you mean 'tiny-digit'"):
+    with pytest.raises(UserError, match="did you mean 'tiny-digit'"):
         Probe.load("tiny-digits")
 
 
 def test_an_empty_shelf_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_card, "shipped", lambda _: tmp_path)
-    with pytest.raises(ValueError, match="there are none here"):
+    with pytest.raises(UserError, match="there are none here"):
         Probe.load("tiny-digit")
 
 
@@ -103,7 +104,7 @@ def test_rows_of_unequal_length_are_read_as_if_alone(tiny_llama: Model, read: An
 def test_other_weights_are_refused_and_another_dtype_of_the_same_is_not(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
     cache = tiny_llama.prefill(CHAT)
-    with pytest.raises(ValueError, match="differs from it in weights"):
+    with pytest.raises(UserError, match="differs from it in weights"):
         probe.read(llama(seed=1, tokenizer=tiny_tokenizer()), cache, "T2")
     half = load(llama(tokenizer=tiny_tokenizer()).lanes.plain.to(torch.bfloat16), tokenizer=tiny_tokenizer())
     assert half.fingerprint != tiny_llama.fingerprint
@@ -124,7 +125,7 @@ def test_another_config_or_tokenizer_over_the_same_weights_is_refused(tiny_llama
         load(turned.to(torch.bfloat16), tokenizer=tiny_tokenizer()): "config",
         load(tiny_llama.lanes.plain, tokenizer=other): "tokenizer or chat template",
     }.items():
-        with pytest.raises(ValueError, match=f"differs from it in {part},"):
+        with pytest.raises(UserError, match=f"differs from it in {part},"):
             probe.check(model)
 
 
@@ -143,7 +144,7 @@ def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
         "does not have": lambda: made_probe(tiny_llama, Where("v", 9, None, "mean")).check(tiny_llama),
         "layer 1, head 2": lambda: made_probe(tiny_llama, Where("v", 1, 2, "mean")).check(tiny_llama),
     }.items():
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(UserError, match=match):
             read()
 
 

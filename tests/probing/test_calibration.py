@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.probing.calibration import Solver, calibrated_probes, fit_temperature
 from kvprobe.probing.linear import log_frequency
 from kvprobe.probing.ridge import ridge_probes
@@ -75,7 +76,7 @@ def test_a_class_that_training_never_saw_costs_bits_but_no_nan(solver: Solver):
 def test_features_that_do_not_vary_are_refused_unless_they_are_a_control_and_then_tell_nothing(solver: Solver):
     features, labels, folds = planted(150, CLASSES, 2.0, probes=2)
     features[1] = features[1, 0]
-    with pytest.raises(ValueError, match="probe 1 are constant"):
+    with pytest.raises(UserError, match="probe 1 are constant"):
         calibrated_probes(features, labels, folds, CLASSES, solver)
     found = calibrated_probes(features, labels, folds, CLASSES, solver, may_be_constant=True)
     assert abs(float(found.information[1].mean())) < 0.02
@@ -121,7 +122,7 @@ def test_bad_input_is_refused():
 
     def refused(match: str, **changed: object) -> None:
         given = {"features": features, "labels": labels, "folds": folds, "classes": CLASSES, **changed}
-        with pytest.raises(ValueError, match=match) as caught:
+        with pytest.raises(UserError, match=match) as caught:
             calibrated_probes(**given)
         assert str(caught.value).count(". ") == 0
         assert str(caught.value).endswith(".")

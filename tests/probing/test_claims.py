@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
 from kvprobe.probing.features import Features
 from kvprobe.tasks.designs import Target
@@ -215,13 +216,13 @@ def test_what_cannot_be_claimed_is_refused_in_a_sentence():
     features, answers = planted("shared", 1.0)
     rng = np.random.default_rng(0)
     still = features_of(torch.ones(len(HOMES), 2, DIM), answers)
-    with pytest.raises(ValueError, match="constant over the samples"):
+    with pytest.raises(UserError, match="constant over the samples"):
         probe_features(still, {}, rng=rng)
     uncrossed = features_of(features.tensors["v"][:, ::2], torch.from_numpy(HOMES % CLASSES)[None])
-    with pytest.raises(ValueError, match="cross contexts with labels"):
+    with pytest.raises(UserError, match="cross contexts with labels"):
         probe_features(uncrossed, {}, rng=rng)
     alike = features_of(features.tensors["v"][:, ::2], torch.zeros_like(answers))
-    with pytest.raises(ValueError, match="one class"):
+    with pytest.raises(UserError, match="one class"):
         probe_features(alike, {}, permutations=0, rng=rng)
-    with pytest.raises(ValueError, match="needs at least 30 contexts"):
+    with pytest.raises(UserError, match="needs at least 30 contexts"):
         probe_features(features, {}, folds=30, rng=rng)

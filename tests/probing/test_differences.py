@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.probes.probe_card import CARD_SPLITS, Measure, Training, Where
 from kvprobe.probes.published_probe import Probe
@@ -42,7 +43,7 @@ def test_round_off_is_no_difference_and_the_restart_has_none():
     )
     assert not any(bool(tensor.any()) for tensor in less_restart(restart, restart).tensors.values())
     other = dataclasses.replace(restart, labels=restart.labels.flip(0))
-    with pytest.raises(ValueError, match="other sites or samples"):
+    with pytest.raises(UserError, match="other sites or samples"):
         less_restart(told, other)
 
 
@@ -64,7 +65,7 @@ def test_in_conversations_never_seen_a_probe_of_differences_reads_what_one_of_sl
     assert probe.name == "llamaforcausallm-digit-t3-less-restart"
     nothing = probe.features(fresh, fresh)
     torch.testing.assert_close(probe.probabilities(nothing), probe.base_rates.expand(240, -1, -1))
-    with pytest.raises(ValueError, match="needs the restart's features"):
+    with pytest.raises(UserError, match="needs the restart's features"):
         Probe.fit(tiny_llama, *given)
 
 
@@ -77,5 +78,5 @@ def test_a_cache_is_read_less_its_restart(tiny_llama: Model):
     changed = probe.site_shows(kept, "T2") - probe.site_shows(fresh, "T2")
     expected = probe.probabilities(changed)
     torch.testing.assert_close(probe.read(tiny_llama, kept, "T2", restart=fresh), expected)
-    with pytest.raises(ValueError, match="give the restart's slots"):
+    with pytest.raises(UserError, match="give the restart's slots"):
         probe.read(tiny_llama, kept, "T2")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.probing.fixed import PENALTY, fixed_ridge
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import planted
@@ -32,5 +33,5 @@ def test_each_labeling_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch):
 def test_features_that_are_not_finite_are_refused():
     features, labels, folds = planted(30, 3, signal=1.0)
     features[0, 3, 1] = torch.nan
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(UserError, match="NaN"):
         fixed_ridge(features, labels, folds, 3)

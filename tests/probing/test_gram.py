@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.probing.gram import FoldMoments, Moments
 from kvprobe.probing.ridge import ridge_probes, streamed_ridge
 from tests.probing.planted import planted
@@ -117,17 +118,17 @@ def test_a_stream_is_let_go_of_batch_by_batch():
 
 def test_bad_streams_are_refused():
     features, labels, folds = planted(100, CLASSES, 1.0)
-    with pytest.raises(ValueError, match="gave 90 samples for 100 labels"):
+    with pytest.raises(UserError, match="gave 90 samples for 100 labels"):
         streamed_ridge(lambda: iter([features[:, :90]]), labels, folds, CLASSES)
-    with pytest.raises(ValueError, match="gave 100 samples for 90 labels"):
+    with pytest.raises(UserError, match="gave 100 samples for 90 labels"):
         streamed_ridge(lambda: iter([features[:, :50], features[:, 50:]]), labels[:, :90], folds[:90], CLASSES)
     gathered = FoldMoments(5, CLASSES)
-    with pytest.raises(ValueError, match="No sample is in folds"):
+    with pytest.raises(UserError, match="No sample is in folds"):
         gathered.of([1])
-    with pytest.raises(ValueError, match="Labels must lie in 0 to 3"):
+    with pytest.raises(UserError, match="Labels must lie in 0 to 3"):
         gathered.update(features, labels + 1, folds)
-    with pytest.raises(ValueError, match="Folds must lie in 0 to 4"):
+    with pytest.raises(UserError, match="Folds must lie in 0 to 4"):
         gathered.update(features, labels, folds + 1)
     features[0, 3, 3] = torch.inf
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(UserError, match="finite"):
         gathered.update(features, labels, folds)

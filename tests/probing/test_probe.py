@@ -8,6 +8,7 @@ import torch
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.probing.claims import probe_features
@@ -137,7 +138,7 @@ def test_single_slots_are_read_where_they_stand(tiny_llama: Model):
     probing = probe(tiny_llama, design, "T1", families=["v"], folds=3, permutations=0)
     assert best(probing, "leave-context-out", "v") > 0.9
     moved = Design((Sample(sample.transcript, (0,), "shed", 10_000),), Target("token", ("a", "b")))
-    with pytest.raises(ValueError, match="Sample 0 reads slot 10000"):
+    with pytest.raises(UserError, match="Sample 0 reads slot 10000"):
         read_features(tiny_llama, moved, "T1")
 
 
@@ -161,7 +162,7 @@ def test_whether_a_slot_is_damaged_is_read_from_the_layers_that_were_struck(tiny
     # Zeros lie close to the mean, where a line tells them apart with some errors.
     assert table["v", 1] > 0.2
     assert table["k", 1] < 0.1
-    with pytest.raises(ValueError, match="struck every slot"):
+    with pytest.raises(UserError, match="struck every slot"):
         damaged_slots(tiny_llama, transcripts, Zeros(), "T1")
 
 
@@ -195,7 +196,7 @@ def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, des
     # Without knowledge of the answer, no answer is preferred on average.
     assert use[use["condition"] == "restart"].groupby("context")["margin"].mean().abs().max() < 1e-4
     alone = Design((design.samples[0],), DIGITS)
-    with pytest.raises(ValueError, match="has 1 samples"):
+    with pytest.raises(UserError, match="has 1 samples"):
         measure_use(tiny_llama, alone, "T2", ["T1"])
 
 
@@ -229,9 +230,9 @@ def test_conversations_of_a_context_may_be_of_any_length_before_what_is_read(tin
 
 
 def test_unknown_segments_and_wrong_orders_are_refused(tiny_llama: Model, design: Design):
-    with pytest.raises(ValueError, match="'T2'"):
+    with pytest.raises(UserError, match="'T2'"):
         probe(tiny_llama, design, "T22", folds=3)
-    with pytest.raises(ValueError, match="cannot be hidden"):
+    with pytest.raises(UserError, match="cannot be hidden"):
         probe(tiny_llama, design, "T1", hide=["T2"], folds=3)
 
 

@@ -6,6 +6,7 @@ import torch
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
+from kvprobe.errors import UserError
 from kvprobe.probing.ridge import PENALTIES, ridge_probes
 
 SAMPLES, CLASSES = 150, 4
@@ -111,12 +112,12 @@ def test_round_off_is_not_information():
 
 def test_bad_input_is_refused():
     features, labels, folds = problem()
-    with pytest.raises(ValueError, match="0 to 2"):
+    with pytest.raises(UserError, match="0 to 2"):
         ridge_probes(features, labels, folds, 3)
-    with pytest.raises(ValueError, match="at least 3 folds"):
+    with pytest.raises(UserError, match="at least 3 folds"):
         ridge_probes(features, labels, folds % 2, CLASSES)
     features[0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(UserError, match="finite"):
         ridge_probes(features, labels, folds, CLASSES)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.feature_selection import f_classif
 
+from kvprobe.errors import UserError
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.sparse import eta_squared, sparse_curves
 from kvprobe.probing.splits import fold_numbers
@@ -124,5 +125,5 @@ def test_labels_of_a_fold_change_nothing_of_what_it_chose():
 def test_a_k_beyond_the_dimensions_is_refused():
     features, labels, homes, folds = planted(1.0)
     for ks in ([0, 1], [33], []):
-        with pytest.raises(ValueError, match="k must lie in 1 to 32"):
+        with pytest.raises(UserError, match="k must lie in 1 to 32"):
             sparse_curves(features, labels, homes, folds, CLASSES, ks=ks)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 
 CONTEXTS = np.repeat(np.arange(11), 7)
@@ -30,7 +31,7 @@ def test_the_random_split_spreads_each_context_over_folds():
 
 
 def test_too_few_contexts_are_refused():
-    with pytest.raises(ValueError, match="at least 12 contexts"):
+    with pytest.raises(UserError, match="at least 12 contexts"):
         fold_numbers("leave-context-out", CONTEXTS, 12, np.random.default_rng(0))
 
 

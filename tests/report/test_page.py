@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
 from kvprobe.report.page import write_report, write_views
@@ -169,7 +170,7 @@ def test_the_views_of_a_run_make_a_page_of_their_own(viewed: Path, page: Path):
     assert (path.parent, path.name) == (viewed.parent, "views.html")
     shown = re.findall(r"data-component=\"(.*?)\"", path.read_text())
     assert shown == ["HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "HeatMap", "AttentionView"]
-    with pytest.raises(ValueError, match="has no views"):
+    with pytest.raises(UserError, match="has no views"):
         write_views(Run.load(page.parent))
 
 
@@ -180,7 +181,7 @@ def test_rendering_again_gives_the_same_page(page: Path):
 
 def test_an_unfinished_run_has_no_report(tmp_path: Path):
     run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
-    with pytest.raises(ValueError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished"):
         write_report(run)
 
 

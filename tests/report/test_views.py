@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.report import views
 from kvprobe.report.document import HeatMap, TokenView
 from tests.browser import browse, needs_browser
@@ -158,7 +159,7 @@ def test_a_map_of_layers_by_a_long_prompts_slots_stays_under_a_quarter_of_a_mega
     ],
 )
 def test_views_that_cannot_be_drawn_are_refused_in_one_sentence(render: Callable[[], Any], message: str):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         render()
     assert not re.search(r"[.!?]\s", str(refused.value))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention import attend
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.report import views
 from kvprobe.report.document import AttentionView, Report, Section
@@ -129,7 +130,7 @@ def test_a_page_of_several_views_has_one_copy_of_each_script():
     ],
 )
 def test_attention_that_cannot_be_shown_is_refused_in_one_sentence(make: Callable[[], Any], message: str):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         make()
     assert not re.search(r"[.!?]\s", str(refused.value))
 
@@ -148,7 +149,7 @@ def test_attention_that_cannot_be_shown_is_refused_in_one_sentence(make: Callabl
 def test_packed_weights_of_a_strange_file_are_refused_before_they_fill_the_memory(packed: str):
     view = dataclasses.replace(views.heads_view(causal(1, 1, 3), ["a"] * 3), weights=[packed])
     tracemalloc.start()
-    with pytest.raises(ValueError, match="packed weights"):
+    with pytest.raises(UserError, match="packed weights"):
         views.attention_view(view)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -207,20 +208,20 @@ def test_only_the_last_tokens_attend_where_so_many_are_asked_for(tiny_llama: Mod
 def test_what_cannot_be_masked_or_asked_for_is_refused(
     tiny_llama: Model, mask: list[str], last: int | None, message: str
 ):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         attend_page(tiny_llama, Transcript.from_messages(CHAT), mask, last)
 
 
 def test_an_empty_text_and_a_mask_of_a_text_are_refused(tiny_llama: Model):
-    with pytest.raises(ValueError, match="nothing to mask"):
+    with pytest.raises(UserError, match="nothing to mask"):
         attend_page(tiny_llama, "Hello", ["m0"])
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(UserError, match="no tokens"):
         attend_page(tiny_llama, "")
 
 
 def test_a_text_too_long_for_a_page_is_refused_before_it_is_read(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvprobe.report.views.attend.attend", None)
-    with pytest.raises(ValueError, match="give fewer layers or queries"):
+    with pytest.raises(UserError, match="give fewer layers or queries"):
         attend_page(tiny_llama, "a " * 5_000)
 
 

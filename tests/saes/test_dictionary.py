@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, shipped_dictionaries, train
 from kvprobe.saes.training import Kind
@@ -130,7 +131,7 @@ def saved_as(features: SparseFeatures, folder: Path, **changes: Any) -> Path:
 def test_a_dictionary_that_belongs_elsewhere_is_refused(
     trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path, changes: dict[str, Any], said: str
 ):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         SparseFeatures.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting)
 
 
@@ -139,22 +140,22 @@ def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
 ):
     folder = trained["topk"].save(tmp_path / "saved")
     expected = "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; give one that was trained there."
-    with pytest.raises(ValueError, match="The SAE reads") as refused:
+    with pytest.raises(UserError, match="The SAE reads") as refused:
         SparseFeatures.load(folder, tiny_llama)
     assert str(refused.value) == expected
-    with pytest.raises(ValueError, match="reads 16 numbers a token, but activations have 15"):
+    with pytest.raises(UserError, match="reads 16 numbers a token, but activations have 15"):
         trained["topk"].encode(torch.zeros(2, 15))
 
 
 def test_files_that_are_no_dictionary_are_refused(trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path):
-    with pytest.raises(ValueError, match="no SAE"):
+    with pytest.raises(UserError, match="no SAE"):
         SparseFeatures.load(tmp_path, fitting)
-    with pytest.raises(ValueError, match="no dictionary called 'resid'"):
+    with pytest.raises(UserError, match="no dictionary called 'resid'"):
         SparseFeatures.load("resid", fitting)
     folder = trained["topk"].save(tmp_path / "cut")
     weights = folder / "sae_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         SparseFeatures.load(folder, fitting)
 
 
@@ -165,7 +166,7 @@ def test_a_dictionary_that_is_not_finite_is_refused_by_name(
     weights = load_file(folder / "sae_weights.safetensors")
     weights["W_dec"][2, 3] = torch.nan
     save_file(weights, folder / "sae_weights.safetensors")
-    with pytest.raises(ValueError, match="tensor W_dec of the SAE has NaN or infinity"):
+    with pytest.raises(UserError, match="tensor W_dec of the SAE has NaN or infinity"):
         SparseFeatures.load(folder, fitting)
 
 
@@ -173,7 +174,7 @@ def test_a_dictionary_that_is_not_finite_is_refused_by_name(
     "settings", [{"kind": "topp"}, {"active": 0}, {"active": 2000}, {"tokens": 100}, {"learning_rate": 0.0}]
 )
 def test_recipes_that_train_nothing_are_refused(unchecked: None, settings: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"topk|latents|train nothing"):
+    with pytest.raises(UserError, match=r"topk|latents|train nothing"):
         Recipe(**settings)
 
 
@@ -183,7 +184,7 @@ def test_activations_that_do_not_vary_are_refused(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards", shards=1)
     tensors = load_file(shards.files[0])
     save_file({**tensors, str(PLACE): torch.full_like(tensors[str(PLACE)], 3.0)}, shards.files[0])
-    with pytest.raises(ValueError, match="do not vary"):
+    with pytest.raises(UserError, match="do not vary"):
         train(shards, PLACE, Recipe(tokens=1000, batch=100), "planted")
 
 

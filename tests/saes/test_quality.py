@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.report.views.features import feature_page, feature_view, peak_words
 from kvprobe.saes import Place, Shards, SparseFeatures, activating, reconstruction, record, recovered, splice
@@ -66,7 +67,7 @@ def test_splicing_leaves_the_first_slot_alone(tiny_llama: Model):
 
 def test_texts_that_are_too_short_to_predict_anything_are_refused(tiny_llama: Model):
     features = SparseFeatures(identity(32), PLACES[0])
-    with pytest.raises(ValueError, match="3 tokens or more"):
+    with pytest.raises(UserError, match="3 tokens or more"):
         splice(tiny_llama, features, [Tokens.of([1, 2])])
 
 
@@ -97,9 +98,9 @@ def test_a_latent_that_is_active_nowhere_has_no_examples_and_no_view(tmp_path: P
     (found,) = activating(features, shards, [16 + 5])
     assert (found.density, found.examples) == (0.0, ())
     assert peak_words(found, tiny_llama.tokenizer) == "none"
-    with pytest.raises(ValueError, match="active nowhere"):
+    with pytest.raises(UserError, match="active nowhere"):
         feature_view(found, tiny_llama.tokenizer)
-    with pytest.raises(ValueError, match="no latent 32"):
+    with pytest.raises(UserError, match="no latent 32"):
         activating(features, shards, [32])
 
 

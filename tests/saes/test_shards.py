@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvprobe.saes.shards as recording
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.saes import Place, Shards, record
 from kvprobe.saes.places import FAMILIES, joined
@@ -68,7 +69,7 @@ def test_an_interrupted_recording_resumed_is_the_uninterrupted_one(
     monkeypatch.setattr(recording, "_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "resumed")
-    with pytest.raises(ValueError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished"):
         Shards.open(tmp_path / "resumed")
     monkeypatch.setattr(recording, "_shard", own)
     resumed = record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "resumed")
@@ -110,20 +111,20 @@ def test_moments_are_those_of_all_tokens(tmp_path: Path):
 
 def test_another_recording_is_not_gone_on_with(tiny_llama: Model, tmp_path: Path):
     record(tiny_llama, TEXTS[:2], PLACES[:1], tmp_path)
-    with pytest.raises(ValueError, match="holds a recording of other texts"):
+    with pytest.raises(UserError, match="holds a recording of other texts"):
         record(tiny_llama, TEXTS[1:3], PLACES[:1], tmp_path)
-    with pytest.raises(ValueError, match="no recording"):
+    with pytest.raises(UserError, match="no recording"):
         Shards.open(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"resid_mid\.1 was not recorded"):
+    with pytest.raises(UserError, match=r"resid_mid\.1 was not recorded"):
         next(Shards.open(tmp_path).activations(Place("resid_mid", 1)))
 
 
 def test_places_that_a_model_has_not_are_refused(tiny_llama: Model, tiny_models: dict[str, Model], tmp_path: Path):
-    with pytest.raises(ValueError, match="no layer 9; the model has layers 0 to 2"):
+    with pytest.raises(UserError, match="no layer 9; the model has layers 0 to 2"):
         record(tiny_llama, TEXTS, [Place("v", 9)], tmp_path)
-    with pytest.raises(ValueError, match="together with other things"):
+    with pytest.raises(UserError, match="together with other things"):
         record(tiny_models["gpt_neox"], TEXTS, [Place("k_pre", 0)], tmp_path)
-    with pytest.raises(ValueError, match="nothing to record"):
+    with pytest.raises(UserError, match="nothing to record"):
         record(tiny_llama, [], [Place("v", 0)], tmp_path)
 
 
@@ -135,5 +136,5 @@ def test_a_place_is_found_again_by_its_name_and_by_its_hook(place: Place):
 
 @pytest.mark.parametrize("text", ["k.3", "resid_pos.3", "v", "v.x", ""])
 def test_what_is_no_place_is_refused(text: str):
-    with pytest.raises(ValueError, match="family"):
+    with pytest.raises(UserError, match="family"):
         Place.parse(text)

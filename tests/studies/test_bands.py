@@ -15,6 +15,7 @@ import transformers
 import kvprobe.experiments.begin as beginning
 import kvprobe.experiments.trials as trials
 import kvprobe.studies.bands.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -197,7 +198,7 @@ def test_a_finished_run_is_found_again_and_not_run(
 
 
 def test_a_model_with_fewer_layers_than_bands_is_refused(tiny_llama: Model, config: Config, tmp_path: Path):
-    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 bands"):
+    with pytest.raises(UserError, match="3 layers cannot be cut into 4 bands"):
         run_tiny(tiny_llama, config, tmp_path)
 
 
@@ -597,7 +598,7 @@ def test_the_difference_of_two_shares_is_newcombes():
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Config(**settings)
 
 

@@ -13,6 +13,7 @@ import torch
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.bitflips.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import Sample
@@ -420,11 +421,11 @@ def test_every_bit_of_every_dtype_is_struck():
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Config(**settings)
 
 
 def test_an_unknown_task_is_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beginning, "load", None)
-    with pytest.raises(ValueError, match="retrieve"):
+    with pytest.raises(UserError, match="retrieve"):
         study.run(Config(tasks="retreive"), tmp_path)

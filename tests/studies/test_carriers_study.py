@@ -12,6 +12,7 @@ import torch
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.carriers.study as study
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate
@@ -371,5 +372,5 @@ def test_codes_that_the_model_cannot_tell_apart_in_view_give_no_verdict():
     ("settings", "named"), [({"contexts": 1}, "'contexts' is 1; expected 2 to 48"), ({"bands": 0}, "'bands' is 0")]
 )
 def test_settings_out_of_range_are_refused_in_one_sentence(settings: dict[str, int], named: str):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         Config(**settings)

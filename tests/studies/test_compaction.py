@@ -11,6 +11,7 @@ import torch
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.compaction.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.sweep import read_outs
@@ -346,5 +347,5 @@ def test_the_sentence_on_the_code_follows_the_intervals(paired: float, margin: f
     ],
 )
 def test_settings_out_of_range_are_refused_in_one_sentence(settings: dict[str, int], named: str):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         Config(**settings)

@@ -11,6 +11,7 @@ import torch
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.dangling.collect as collecting
 import kvprobe.studies.dangling.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -249,7 +250,7 @@ def test_the_softmax_alone_shares_attention_out_in_proportion(deep: Model):
 
 
 def test_more_heads_than_there_are_is_refused(deep: Model, tmp_path: Path):
-    with pytest.raises(ValueError, match="has 8"):
+    with pytest.raises(UserError, match="has 8"):
         run_tiny(deep, tmp_path, Config(kinds="code", rescued="1,8", memos=0))
 
 
@@ -289,7 +290,7 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
     "wrong", [{"rescued": "0"}, {"rescued": "a"}, {"prompts": 13}, {"kinds": "codes"}, {"random": 1}, {"memos": -1}]
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(UserError, match=next(iter(wrong))):
         Config(**wrong)
 
 

@@ -15,6 +15,7 @@ import kvprobe.studies.features.analyse as analysing
 import kvprobe.studies.features.collect as collecting
 import kvprobe.studies.features.prepare as preparing
 import kvprobe.studies.features.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -102,7 +103,7 @@ def test_dictionaries_of_a_run_can_be_studied_again_but_only_one_of_a_place(
     config = dataclasses.replace(SMALL, dictionaries=str(folder))
     (loaded,), shards = preparing.prepare(tiny_with_words, config, Run(tmp_path))
     assert loaded.place in shards.places
-    with pytest.raises(ValueError, match=r"Two dictionaries read v\.1"):
+    with pytest.raises(UserError, match=r"Two dictionaries read v\.1"):
         preparing.prepare(
             tiny_with_words, dataclasses.replace(config, dictionaries=f"{folder},{folder}/"), Run(tmp_path)
         )
@@ -254,7 +255,7 @@ def test_a_difference_where_there_can_be_none_is_a_control_that_fails():
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         Config(**settings)
 
 

@@ -10,6 +10,7 @@ import pytest
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.filter_poison.collect as collecting
 import kvprobe.studies.filter_poison.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -291,14 +292,14 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(UserError, match=next(iter(wrong))):
         Config(**wrong)
 
 
 def test_one_conversation_is_refused_before_anything_is_run(deep: Model, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beginning, "load", lambda *_, **__: deep)
-        with pytest.raises(ValueError, match="no other half"):
+        with pytest.raises(UserError, match="no other half"):
             study.run(Config(kinds="code", prompts=1, families=FAMILIES), tmp_path)
 
 
@@ -313,5 +314,5 @@ def test_a_few_verdicts_that_chance_may_give_are_called_so():
 
 
 def test_a_fault_that_does_not_exist_is_refused(deep: Model, tmp_path: Path):
-    with pytest.raises(ValueError, match="fault"):
+    with pytest.raises(UserError, match="fault"):
         run_tiny(deep, tmp_path, Config(kinds="code", families="zeroes:30,false"))

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.idle_rebuild.study as study
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
@@ -206,7 +207,7 @@ def test_the_light_cone_of_a_rebuild_in_place(smol: Model, read: tuple[dict, ...
     # Keys are compared at equal rotation or not at all.
     tokens = conversation(SHORT[0]).tokens(smol.tokenizer)
     kept = smol.prefill(tokens)
-    with pytest.raises(ValueError, match="same positions"):
+    with pytest.raises(UserError, match="same positions"):
         relative_distance(smol.apply(RestartRebuilt(SUMMARISED), kept), smol.apply(MaskSpans(SUMMARISED), kept))
 
 
@@ -304,7 +305,7 @@ def test_every_session_is_eight_turns_with_its_summary_after_the_third():
     for session in sessions():
         segments = conversation(session).segments
         assert segments == ("system", *SUMMARISED, "summary", *(f"T{turn}" for turn in range(4, TURNS + 1)))
-    with pytest.raises(ValueError, match="has 7 turns; expected 8"):
+    with pytest.raises(UserError, match="has 7 turns; expected 8"):
         dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7])
 
 
@@ -318,7 +319,7 @@ def test_every_session_is_eight_turns_with_its_summary_after_the_third():
     ],
 )
 def test_settings_out_of_range_are_refused(setting: dict[str, int], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Config(**setting)
 
 

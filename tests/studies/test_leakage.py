@@ -12,6 +12,7 @@ import kvprobe.experiments.begin as beginning
 import kvprobe.studies.leakage.analyse as analysing
 import kvprobe.studies.leakage.figures as drawing
 import kvprobe.studies.leakage.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
@@ -326,5 +327,5 @@ def test_a_preference_for_some_digits_is_no_knowledge_of_the_code():
 
 
 def test_codes_that_shift_the_tokens_around_them_are_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match="digits"):
+    with pytest.raises(UserError, match="digits"):
         read_context(smol, contexts()[0], ["48213", "482135"], batch=2)

@@ -10,6 +10,7 @@ import pytest
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.memory.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
@@ -128,5 +129,5 @@ def test_the_worst_error_keeps_its_sign_and_context():
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, str | int], said: str):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         Config(**settings)  # type: ignore[arg-type]

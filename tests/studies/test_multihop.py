@@ -16,6 +16,7 @@ import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.narrative as telling
 import kvprobe.studies.multihop.study as study
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -329,7 +330,7 @@ def test_runs_of_distances_are_joined():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], match: str):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         Config(**settings)
 
 

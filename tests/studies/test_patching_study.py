@@ -13,6 +13,7 @@ import pytest
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.patching.collect as collecting
 import kvprobe.studies.patching.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -337,5 +338,5 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
 
 @pytest.mark.parametrize("wrong", [{"kinds": "codes"}, {"facts": 13}, {"ways": 3}, {"step": -1}, {"check": 0}])
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(UserError, match=next(iter(wrong))):
         Config(**wrong)

@@ -16,6 +16,7 @@ import kvprobe.experiments.begin as beginning
 import kvprobe.studies.policies.study as study
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Scene
@@ -109,7 +110,7 @@ def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(smol: Model):
 
 def test_a_conversation_longer_than_its_small_talk_is_refused(smol: Model):
     given, _ = sample_conversation(smol, SMALL, 0)
-    with pytest.raises(ValueError, match="small talk"):
+    with pytest.raises(UserError, match="small talk"):
         collecting.conversation(given, 50_000, smol.tokenizer)
 
 
@@ -383,7 +384,7 @@ def test_policies_are_judged_at_the_measured_budgets_nearest_to_those_wanted():
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Config(**settings)
 
 

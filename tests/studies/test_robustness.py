@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.robustness.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
@@ -430,13 +431,13 @@ def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
     settings: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(beginning, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         study.run(Config(**settings), tmp_path)
 
 
 def test_a_published_table_without_any_of_the_faults_is_refused(tmp_path: Path):
     config = Config(tasks=f"gsm8k:{_questions(tmp_path, 2)}", published="seed001-bands-7b")
-    with pytest.raises(ValueError, match="name one of those"):
+    with pytest.raises(UserError, match="name one of those"):
         beside(config, [find_task(config.tasks)])
 
 

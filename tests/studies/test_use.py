@@ -13,6 +13,7 @@ import torch
 
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.use.study as study
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
@@ -288,12 +289,12 @@ def test_the_sentence_on_doses_follows_the_line(bend: float, said: str):
     ("settings", "named"), [({"contexts": 5}, "'contexts' is 5; expected 6 to 48"), ({"codes": 3}, "'codes' is 3")]
 )
 def test_settings_out_of_range_are_refused_in_one_sentence(settings: dict[str, int], named: str):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         Config(**settings)
 
 
 def test_digits_that_share_a_token_are_refused(model: Model):
-    with pytest.raises(ValueError, match="tokenises digits apart"):
+    with pytest.raises(UserError, match="tokenises digits apart"):
         read_turn(model, CONTEXTS[0], ["48213", "482135"], batch=2)
 
 

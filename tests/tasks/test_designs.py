@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.studies.leakage.config import KINDS as CONFIGURED
 from kvprobe.tasks.designs import Design, Sample, Target
@@ -31,7 +32,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     design = Design.labelled([CHAT] * 3, ["b", "a", "b"], ["x", "y", "z"], "mood")
     assert design.target == Target("mood", ("a", "b"))
     assert [sample.labels for sample in design.samples] == [(1,), (0,), (1,)]
-    with pytest.raises(ValueError, match="one label and one context"):
+    with pytest.raises(UserError, match="one label and one context"):
         Design.labelled([CHAT], ["a", "b"], ["x"])
 
 
@@ -48,7 +49,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     ],
 )
 def test_what_is_no_design_is_refused(make, words: str):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         make()
 
 
@@ -80,7 +81,7 @@ def test_each_label_is_told_by_many_texts(smol: Model, kind: str):
     drawn = hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
     assert drawn == hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
     assert all(len(set(own)) == 12 for own in drawn)
-    with pytest.raises(ValueError, match="were asked for in each context"):
+    with pytest.raises(UserError, match="were asked for in each context"):
         hidden.draw(1, 1000, np.random.default_rng(1), smol.tokenizer)
 
 
@@ -88,7 +89,7 @@ def test_a_code_s_labels_are_its_digits_and_the_study_knows_all_kinds():
     assert secret("code").labels("40213") == (4, 0, 2, 1, 3)
     assert secret("topic").target.classes[secret("topic").labels("jazz")[0]] == "music"
     assert CONFIGURED == KINDS
-    with pytest.raises(ValueError, match="did you mean 'topic'"):
+    with pytest.raises(UserError, match="did you mean 'topic'"):
         secret("topc")
     context = secret("name").contexts[3]
     assert "{code}" not in conversation(context, "Anna Bell").messages[5].text

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND
+from kvprobe.errors import UserError
+from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.inference.model import Model
 from kvprobe.models.loading import resolve_folder
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
@@ -39,7 +40,7 @@ def test_there_are_as_many_facts_of_each_kind_and_no_text_stands_twice():
 
 def test_kinds_are_given_in_the_order_asked_for_and_unknown_ones_refused():
     assert [fact.kind for fact in facts(("name", "code"))] == ["name"] * PER_KIND + ["code"] * PER_KIND
-    with pytest.raises(ValueError, match="no kind of fact called 'codes'; did you mean 'code'"):
+    with pytest.raises(UserError, match="no kind of fact called 'codes'; did you mean 'code'"):
         facts(("name", "codes"))
 
 
@@ -108,7 +109,7 @@ def test_a_model_answers_with_the_value_that_it_was_told(kind: str, smol: Model)
 
 def test_values_of_different_length_are_refused(smol: Model):
     fact = replace(facts(("code",))[0], values=("4817", "73065"))
-    with pytest.raises(ValueError, match=r"'cellar-door' have \d+ and \d+ tokens .* equally many"):
+    with pytest.raises(UserError, match=r"'cellar-door' have \d+ and \d+ tokens .* equally many"):
         pair(fact, smol.tokenizer)
 
 

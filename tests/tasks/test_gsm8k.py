@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.tasks.gsm8k import GSM8K
 from kvprobe.tasks.task import Item, prompt
@@ -118,7 +119,7 @@ def test_items_are_the_first_of_a_local_file(tmp_path: Path, smol: Model):
 
 
 def test_more_items_than_there_are_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"6 items of gsm8k:.* were asked for; there are 5"):
+    with pytest.raises(UserError, match=r"6 items of gsm8k:.* were asked for; there are 5"):
         GSM8K(write(tmp_path / "own.jsonl", ROWS)).items(6, 0)
 
 
@@ -133,7 +134,7 @@ def test_more_items_than_there_are_are_refused(tmp_path: Path):
     ],
 )
 def test_what_is_not_gsm8k_is_refused_with_its_line(tmp_path: Path, row: dict[str, str]):
-    with pytest.raises(ValueError, match=r"own\.jsonl, line 6: "):
+    with pytest.raises(UserError, match=r"own\.jsonl, line 6: "):
         GSM8K(write(tmp_path / "own.jsonl", [*ROWS, row])).items(1, 0)
 
 
@@ -153,5 +154,5 @@ def test_the_published_split_is_read_from_the_hubs_parquet_file(tmp_path: Path, 
 
 def test_without_a_network_the_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConnectionError, match=r"openai/gsm8k.*gsm8k:/path/to/file\.jsonl"):
+    with pytest.raises(UserError, match=r"openai/gsm8k.*gsm8k:/path/to/file\.jsonl"):
         GSM8K().items(1, 0)

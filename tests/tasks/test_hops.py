@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from kvprobe.errors import UserError
 from kvprobe.models.loading import resolve_folder
 from kvprobe.studies.multihop.config import AVAILABLE_SESSIONS
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, agreeing, conversation, sessions
@@ -75,11 +76,11 @@ def test_codes_move_nothing(tokenizer: Any):
 
 
 def test_codes_that_shift_the_tokens_after_them_are_refused(tokenizer: Any):
-    with pytest.raises(ValueError, match="use a model that tokenises digits apart"):
+    with pytest.raises(UserError, match="use a model that tokenises digits apart"):
         agreeing(sessions()[0], ["48213", "482135"], tokenizer)
 
 
 def test_a_session_of_seven_turns_is_refused():
     session = sessions()[0]
-    with pytest.raises(ValueError, match="has 7 turns; expected 8"):
+    with pytest.raises(UserError, match="has 7 turns; expected 8"):
         replace(session, turns=session.turns[:7])

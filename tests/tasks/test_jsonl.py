@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.tasks import json_lines
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.json_lines import read_json_lines
@@ -112,7 +113,7 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
 )
 def test_a_bad_line_is_refused_in_one_sentence_with_its_number(tmp_path: Path, line: Any, sentence: str):
     path = write(tmp_path, GOOD, b"", line, GOOD)
-    with pytest.raises(ValueError, match=sentence) as refused:
+    with pytest.raises(UserError, match=sentence) as refused:
         JSONLines(path).items(1, 0)
     assert str(refused.value).startswith(f"{path}, line 3: ")
     assert "\n" not in str(refused.value)
@@ -124,24 +125,24 @@ def test_files_beyond_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(json_lines, "MAX_LINES", 3)
     assert JSONLines(path).available == 3
     monkeypatch.setattr(json_lines, "MAX_LINES", 2)
-    with pytest.raises(ValueError, match="more than 2 lines"):
+    with pytest.raises(UserError, match="more than 2 lines"):
         JSONLines(path).items(1, 0)
     monkeypatch.setattr(json_lines, "MAX_FILE_BYTES", path.stat().st_size - 1)
-    with pytest.raises(ValueError, match="is larger than"):
+    with pytest.raises(UserError, match="is larger than"):
         JSONLines(path).items(1, 0)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path):
     for path in (tmp_path / "none.jsonl", tmp_path, Path("/dev/zero")):
-        with pytest.raises(FileNotFoundError, match="There is no file"):
+        with pytest.raises(UserError, match="There is no file"):
             read_json_lines(path, lambda number, entry: number)
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(UserError, match="is empty"):
         JSONLines(write(tmp_path, b"", b"  ")).items(1, 0)
 
 
 def test_more_items_than_lines_and_no_new_tokens_are_refused(tmp_path: Path):
     path = write(tmp_path, GOOD)
-    with pytest.raises(ValueError, match=r"2 items of .* were asked for; there are 1"):
+    with pytest.raises(UserError, match=r"2 items of .* were asked for; there are 1"):
         JSONLines(path).items(2, 0)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+    with pytest.raises(UserError, match="max_new_tokens is 0"):
         JSONLines(path, max_new_tokens=0)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.tasks.ordinal import (
     ASKED,
     COLOURS,
@@ -103,17 +104,17 @@ def test_no_word_has_two_numbers():
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_memo_is_refused():
-    with pytest.raises(ValueError, match="reference called 'value'"):
+    with pytest.raises(UserError, match="reference called 'value'"):
         Memo(THINGS, 0, "value")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="question called 'price'"):
+    with pytest.raises(UserError, match="question called 'price'"):
         Memo(THINGS, 0, asked="price")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="names 6"):
+    with pytest.raises(UserError, match="names 6"):
         Memo(THINGS, 6)
-    with pytest.raises(ValueError, match="lists 2"):
+    with pytest.raises(UserError, match="lists 2"):
         Memo(THINGS[:2], 0)
 
 
 @pytest.mark.parametrize("other", [1, -1, 6])
 def test_a_swap_with_itself_or_with_no_place_is_refused(other: int):
-    with pytest.raises(ValueError, match=f"Place {other} cannot"):
+    with pytest.raises(UserError, match=f"Place {other} cannot"):
         Memo(THINGS, 1).swapped(other)

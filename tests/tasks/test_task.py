@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.gsm8k import GSM8K
@@ -70,7 +71,7 @@ def test_the_answer_stands_once_in_the_prompt_and_is_the_only_right_one(name: st
 @drawn
 def test_negative_counts_and_seeds_are_refused(name: str):
     for count, seed in ((-1, 0), (1, -1)):
-        with pytest.raises(ValueError, match="negative"):
+        with pytest.raises(UserError, match="negative"):
             find_task(name).items(count, seed)
 
 
@@ -127,7 +128,7 @@ class Joining:
 
 def test_a_tokenizer_that_joins_answer_and_lead_is_refused():
     assert isinstance(Joining(), Tokenizer)
-    with pytest.raises(ValueError, match="joins the answer of item 'one' with its lead 'it is'"):
+    with pytest.raises(UserError, match="joins the answer of item 'one' with its lead 'it is'"):
         prompt(text_item("x y", lead="it is"), Joining())
 
 
@@ -142,7 +143,7 @@ def test_a_tokenizer_that_joins_answer_and_lead_is_refused():
     ],
 )
 def test_items_that_cannot_be_asked_are_refused(change: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         replace(text_item(), **change)
 
 
@@ -160,14 +161,14 @@ def test_tasks_are_found_by_the_name_that_they_give(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["gsm8k:", "gsm8k:nowhere.jsonl", "nowhere.jsonl"])
 def test_a_file_that_is_not_there_is_refused_when_it_is_named(name: str):
-    with pytest.raises(FileNotFoundError, match="There is no file"):
+    with pytest.raises(UserError, match="There is no file"):
         find_task(name)
 
 
 def test_an_unknown_task_is_answered_with_the_near_one():
-    with pytest.raises(ValueError, match="no task called 'retreive'; did you mean 'retrieve'"):
+    with pytest.raises(UserError, match="no task called 'retreive'; did you mean 'retrieve'"):
         find_task("retreive")
-    with pytest.raises(ValueError, match="known are 'recite', 'retrieve', 'needle', 'gsm8k'"):
+    with pytest.raises(UserError, match="known are 'recite', 'retrieve', 'needle', 'gsm8k'"):
         find_task("")
 
 
@@ -185,7 +186,7 @@ def test_an_unknown_task_is_answered_with_the_near_one():
     ],
 )
 def test_a_difficulty_that_cannot_be_is_refused(build: Callable[[], Task]):
-    with pytest.raises(ValueError, match=r"^\w+ is \d+; .*\d+ to \d+"):
+    with pytest.raises(UserError, match=r"^\w+ is \d+; .*\d+ to \d+"):
         build()
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.errors import UserError
 from kvprobe.text.chat_file import MAX_BYTES, read_chat
 
 
@@ -35,10 +36,10 @@ def test_messages_become_numbered_segments(tmp_path: Path):
 def test_a_file_that_is_no_chat_is_refused(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "chat.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         read_chat(path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(UserError, match="no file"):
         read_chat(tmp_path)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.text.transcript import Tokens, Transcript
 from tests.models import CHATML, tiny_tokenizer
@@ -129,9 +130,9 @@ def test_unknown_and_repeated_parts_are_refused(tokenizer: Any):
     part = {"text": "12", "name": "code"}
     chat = Transcript.from_messages([{"role": "user", "content": ["the ", part, " is ", part, "."]}])
     tokens = chat.tokens(tokenizer)
-    with pytest.raises(ValueError, match="part 'code' stands in more than one place"):
+    with pytest.raises(UserError, match="part 'code' stands in more than one place"):
         tokens.part("code")
-    with pytest.raises(ValueError, match="no part called 'cod'; did you mean 'code'"):
+    with pytest.raises(UserError, match="no part called 'cod'; did you mean 'code'"):
         tokens.part("cod")
 
 
@@ -168,24 +169,24 @@ def test_leaving_a_segment_out_leaves_the_transcript_as_it_was(chat: Transcript,
 
 
 def test_an_unknown_segment_is_refused(chat: Transcript, tokenizer: Any):
-    with pytest.raises(ValueError, match="no segment called 'sumary'; did you mean 'summary'"):
+    with pytest.raises(UserError, match="no segment called 'sumary'; did you mean 'summary'"):
         chat.without("sumary")
-    with pytest.raises(ValueError, match="no segment called 'T3'"):
+    with pytest.raises(UserError, match="no segment called 'T3'"):
         chat.tokens(tokenizer).span("T3")
-    with pytest.raises(ValueError, match="no segment called 'T1'"):
+    with pytest.raises(UserError, match="no segment called 'T1'"):
         chat.without("T1").tokens(tokenizer).span("T1")
 
 
 @pytest.mark.parametrize("control", ["<|im_start|>", "<|im_end|>"])
 def test_a_message_with_a_control_token_is_refused(tokenizer: Any, control: str):
     chat = Transcript.from_messages([{"role": "user", "content": f"hi{control}\n"}], names=["T1"])
-    with pytest.raises(ValueError, match=r"Message 0 \('T1'\) contains the control token"):
+    with pytest.raises(UserError, match=r"Message 0 \('T1'\) contains the control token"):
         chat.tokens(tokenizer)
 
 
 def test_a_control_token_split_over_two_parts_is_refused(tokenizer: Any):
     chat = Transcript.from_messages([{"role": "user", "content": ["hi <|im_", "end|> there"]}])
-    with pytest.raises(ValueError, match="control token"):
+    with pytest.raises(UserError, match="control token"):
         chat.tokens(tokenizer)
 
 
@@ -193,13 +194,13 @@ def test_no_text_of_a_message_becomes_a_control_token(smol: Model):
     control = [token for token in smol.tokenizer.added_tokens_decoder.values() if token.special]
     for token in control:
         chat = Transcript.from_messages([{"role": "user", "content": f"print {token.content} here"}])
-        with pytest.raises(ValueError, match="control token"):
+        with pytest.raises(UserError, match="control token"):
             chat.tokens(smol.tokenizer)
 
 
 @pytest.mark.parametrize("content", ["", "  ", "\n", [], ["", {"text": " ", "name": "code"}]])
 def test_an_empty_message_is_refused(content: Any):
-    with pytest.raises(ValueError, match=r"Message 0 \('m0'\) is empty"):
+    with pytest.raises(UserError, match=r"Message 0 \('m0'\) is empty"):
         Transcript.from_messages([{"role": "user", "content": content}])
 
 
@@ -208,18 +209,18 @@ def test_an_empty_message_is_refused(content: Any):
     [({"role": "user"}, "no content"), ({"content": "hi"}, "no role"), ({}, "no content and no role")],
 )
 def test_a_message_without_role_or_content_is_refused(message: dict[str, str], lacks: str):
-    with pytest.raises(ValueError, match=f"Message 0 has {lacks}"):
+    with pytest.raises(UserError, match=f"Message 0 has {lacks}"):
         Transcript.from_messages([message])
 
 
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c", "d", "e"]])
 def test_another_number_of_names_than_messages_is_refused(names: list[str]):
-    with pytest.raises(ValueError, match=f"4 messages but {len(names)} segment names"):
+    with pytest.raises(UserError, match=f"4 messages but {len(names)} segment names"):
         Transcript.from_messages(MESSAGES, names=names)
 
 
 def test_a_segment_that_comes_back_is_refused():
-    with pytest.raises(ValueError, match="must not come back"):
+    with pytest.raises(UserError, match="must not come back"):
         Transcript.from_messages(MESSAGES, names=["system", "T1", "T2", "T1"])
 
 
@@ -232,7 +233,7 @@ def test_neighbouring_messages_may_share_a_segment(tokenizer: Any):
 
 def test_a_segment_that_the_generation_prompt_would_take_over_is_refused(tokenizer: Any):
     chat = Transcript.from_messages(MESSAGES, names=["generation", "T1", "summary", "T2"])
-    with pytest.raises(ValueError, match="generation"):
+    with pytest.raises(UserError, match="generation"):
         chat.tokens(tokenizer, generation_prompt=True)
 
 
@@ -271,14 +272,14 @@ def test_a_template_that_cannot_end_in_system_still_gives_every_segment_its_text
 def test_a_template_that_trims_is_refused_when_a_message_has_outer_spaces(text: str):
     tokenizer = tiny_tokenizer(GEMMA_LIKE, bos_token="<|im_start|>")
     chat = Transcript.from_messages([{"role": "user", "content": text}])
-    with pytest.raises(ValueError, match="strip leading and trailing spaces"):
+    with pytest.raises(UserError, match="strip leading and trailing spaces"):
         chat.tokens(tokenizer)
 
 
 def test_a_template_that_drops_a_message_is_refused():
     without_system = CHATML.replace("<|im_start|>", "{% if message['role'] != 'system' %}<|im_start|>", 1)
     tokenizer = tiny_tokenizer(without_system.replace("{% endfor %}", "{% endif %}{% endfor %}"))
-    with pytest.raises(ValueError, match="drops or reorders message 0"):
+    with pytest.raises(UserError, match="drops or reorders message 0"):
         Transcript.from_messages(MESSAGES, names=NAMES).tokens(tokenizer)
 
 
@@ -306,7 +307,7 @@ def test_a_slow_tokenizer_is_refused(chat: Transcript):
     slow = type("Slow", (), {"is_fast": False, "chat_template": CHATML, "all_special_tokens": []})
     slow.__call__ = tokenizer.__call__
     slow.apply_chat_template = tokenizer.apply_chat_template
-    with pytest.raises(ValueError, match="fast tokenizer"):
+    with pytest.raises(UserError, match="fast tokenizer"):
         chat.tokens(slow())
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Float, UInt8
 from markupsafe import Markup, escape
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.report.document import AttentionView
 from kvprobe.report.views.component import component, figure
 from kvprobe.report.views.grids import MOST_IN_A_LINE
@@ -50,7 +51,7 @@ def heads_view(
         index_name: what that number is.
 
     Raises:
-        ValueError: a weight that is no share of attention or lies on a later slot, a slot that there is not, sizes that do not
+        UserError: a weight that is no share of attention or lies on a later slot, a slot that there is not, sizes that do not
             agree, or more than a page holds.
     """
     n_layers, n_heads, n_queries, n_slots = weights.shape
@@ -90,20 +91,18 @@ def pack(weights: Float[Tensor, "layers heads queries slots"], queries: Sequence
     """Attention weights as `AttentionView` holds them.
 
     Raises:
-        ValueError: a row is not of a slot that there is, or a weight is not from 0 to 1 or lies after its query.
+        UserError: a row is not of a slot that there is, or a weight is not from 0 to 1 or lies after its query.
     """
     n_layers, n_heads, n_queries, n_slots = weights.shape
     refuse_sizes(n_layers, n_heads, queries, n_slots)
     if len(queries) != n_queries:
-        raise ValueError(
-            f"There are {n_queries} rows of weights but {len(queries)} queries; name the slot of each row."
-        )
+        raise UserError(f"There are {n_queries} rows of weights but {len(queries)} queries; name the slot of each row.")
     values = weights.detach().float().cpu().numpy()
     if not ((values >= 0) & (values <= 1 + 1e-4)).all():
-        raise ValueError("A weight is not from 0 to 1; give attention after its softmax.")
+        raise UserError("A weight is not from 0 to 1; give attention after its softmax.")
     seen = np.arange(n_slots) <= np.array(queries)[:, None]
     if (values * ~seen).any():
-        raise ValueError("A weight lies on a slot after its query; give `queries` as the slots that the rows are of.")
+        raise UserError("A weight lies on a slot after its query; give `queries` as the slots that the rows are of.")
     return [base64.b64encode(zlib.compress(_levels(layer[:, seen]).tobytes())).decode() for layer in values]
 
 
@@ -112,21 +111,21 @@ def attention_view(data: AttentionView) -> str:
     the text coloured by what the token under the mouse or the arrow keys attends to.
 
     Raises:
-        ValueError: sizes that do not agree, weights that were not packed for them, a slot that there is not, or too much.
+        UserError: sizes that do not agree, weights that were not packed for them, a slot that there is not, or too much.
     """
     slots = len(data.tokens)
     refuse_sizes(len(data.layers), len(data.heads), data.queries, slots)
     for name, marked in (("masked", data.masked), ("damaged", data.damaged)):
         if not all(0 <= slot < slots for slot in marked):
-            raise ValueError(f"A {name} slot is not among the {slots} tokens; count them from 0.")
+            raise UserError(f"A {name} slot is not among the {slots} tokens; count them from 0.")
     shape = (len(data.layers), len(data.heads))
     if data.index is not None:
         if len(data.index) != shape[0] or any(len(layer) != shape[1] for layer in data.index):
-            raise ValueError(f"There are {shape[0]} layers of {shape[1]} heads; give the index as [layers][heads].")
+            raise UserError(f"There are {shape[0]} layers of {shape[1]} heads; give the index as [layers][heads].")
         if not all(value is None or math.isfinite(value) for layer in data.index for value in layer):
-            raise ValueError("The index of a head is not finite; give None where there is none.")
+            raise UserError("The index of a head is not finite; give None where there is none.")
     if len(data.weights) != shape[0]:
-        raise ValueError(
+        raise UserError(
             f"There are {shape[0]} layers, but packed weights of {len(data.weights)}; pack those of each layer."
         )
     layers = [_unpacked(layer, shape[1] * sum(query + 1 for query in data.queries)) for layer in data.weights]
@@ -147,19 +146,19 @@ def refuse_sizes(layers: int, heads: int, queries: Sequence[int], slots: int) ->
     """Refuse sizes that no page can show, before anything of them is computed.
 
     Raises:
-        ValueError: none of something, queries that are not slots in order, or more than a page holds.
+        UserError: none of something, queries that are not slots in order, or more than a page holds.
     """
     if not layers * heads * len(queries) * slots:
-        raise ValueError(
+        raise UserError(
             f"There are {layers} layers, {heads} heads, {len(queries)} queries and {slots} tokens; give at least one of each."
         )
     if list(queries) != sorted(set(queries)) or not 0 <= queries[0] <= queries[-1] < slots:
-        raise ValueError(
+        raise UserError(
             f"The queries are not slots of the {slots} tokens in order; give each slot once, counted from 0."
         )
     count = layers * heads * sum(query + 1 for query in queries)
     if slots > MOST_IN_A_LINE or count > MOST_WEIGHTS:
-        raise ValueError(
+        raise UserError(
             f"There are {slots:,} tokens and {count:,} weights; a page holds at most {MOST_IN_A_LINE:,} tokens and "
             f"{MOST_WEIGHTS:,} weights, so give fewer layers or queries."
         )
@@ -175,11 +174,11 @@ def _unpacked(packed: str, expected: int) -> UInt8[np.ndarray, "weights"]:
     try:
         levels = unpack.decompress(base64.b64decode(packed, validate=True), expected + 1)
     except (zlib.error, binascii.Error, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             "The weights of a layer are not packed weights; pack them with `views.attention.pack`."
         ) from error
     if len(levels) != expected or not unpack.eof:
-        raise ValueError(
+        raise UserError(
             f"The packed weights of a layer are not {expected:,}; pack them for the view's heads and queries."
         )
     return np.frombuffer(levels, np.uint8)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvprobe.errors import UserError
 from kvprobe.report.document import TokenView
 from kvprobe.report.views.page import Page
 from kvprobe.saes.activating import Activating, Example
@@ -18,10 +19,10 @@ def feature_view(found: Activating, tokenizer: Any, said: str = "") -> TokenView
         said: what else there is to know of the latent.
 
     Raises:
-        ValueError: the latent is active nowhere.
+        UserError: the latent is active nowhere.
     """
     if not found.examples:
-        raise ValueError(f"Latent {found.latent} is active nowhere in what was recorded, so there is nothing to show.")
+        raise UserError(f"Latent {found.latent} is active nowhere in what was recorded, so there is nothing to show.")
     tokens, values = [], []
     for number, example in enumerate(found.examples):
         if number:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from kvprobe.errors import UserError
 from kvprobe.report.document import HeatMap, TokenView
 from kvprobe.report.views.component import component, figure
 
@@ -15,7 +16,7 @@ def heat_map(data: HeatMap) -> str:
     """A map that tells the cell under the mouse or the arrow keys; blue above zero, red below, grey where there is none.
 
     Raises:
-        ValueError: the map is empty, too large, or not a full grid of finite values.
+        UserError: the map is empty, too large, or not a full grid of finite values.
     """
     _check_grid("map", data.values, {"rows": len(data.rows), "columns": len(data.columns)})
     props = {
@@ -33,7 +34,7 @@ def token_view(data: TokenView) -> str:
     """CircuitsVis' `ColoredTokensMulti`: blue above zero, red below, every label on one scale.
 
     Raises:
-        ValueError: the view is empty, too large, or has not one finite value for each token.
+        UserError: the view is empty, too large, or has not one finite value for each token.
     """
     _check_grid("token view", data.values, {"labels": len(data.labels), "tokens": len(data.tokens)})
     layers = [[_rounded(value) for value in layer] for layer in data.values]
@@ -71,16 +72,16 @@ def _largest(data: HeatMap) -> str:
 def _check_grid(kind: str, values: Sequence[Sequence[int | float | None]], sides: Mapping[str, int]) -> None:
     (down, height), (across, width) = sides.items()
     if len(values) != height or any(len(line) != width for line in values):
-        raise ValueError(f"The {kind} has {height} {down} and {width} {across}; give values as [{down}][{across}].")
+        raise UserError(f"The {kind} has {height} {down} and {width} {across}; give values as [{down}][{across}].")
     if not height * width:
-        raise ValueError(f"The {kind} has {height} {down} and {width} {across}; give it at least one of each.")
+        raise UserError(f"The {kind} has {height} {down} and {width} {across}; give it at least one of each.")
     if max(height, width) > MOST_IN_A_LINE or height * width > MOST_CELLS:
-        raise ValueError(
+        raise UserError(
             f"The {kind} has {height} {down} × {width} {across}; a browser draws at most {MOST_IN_A_LINE:,} of either "
             f"and {MOST_CELLS:,} values, so give a part or means."
         )
     if any(value is not None and not math.isfinite(value) for line in values for value in line):
-        raise ValueError(f"The {kind} has a value that is not finite; leave its token out, or give None in a map.")
+        raise UserError(f"The {kind} has a value that is not finite; leave its token out, or give None in a map.")
 
 
 def _rounded(value: int | float) -> float:

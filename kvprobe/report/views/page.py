@@ -50,7 +50,7 @@ def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], 
     """A text coloured by values of its tokens, one for each token under every label of `values`.
 
     Raises:
-        ValueError: there are no tokens or labels, too many, or not one finite value for each token.
+        UserError: there are no tokens or labels, too many, or not one finite value for each token.
     """
     layers = [[float(value) for value in layer] for layer in values.values()]
     view = TokenView("", list(texts), list(values), layers)
@@ -69,7 +69,7 @@ def page(parts: Sequence[Part], title: str) -> str:
     """A whole HTML page with these views, which needs no network.
 
     Raises:
-        ValueError: a view is empty, too large, or not a full grid of finite values.
+        UserError: a view is empty, too large, or not a full grid of finite values.
     """
     return render("page.html.j2", parts, title=title)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.probes.card_page import ARMS, where
-from kvprobe.probes.live_scan import LEAK, VERDICTS, LiveScan
 from kvprobe.probes.probe_card import CARD_SPLITS, Card
+from kvprobe.probes.scan import LEAK, VERDICTS, Scan
 from kvprobe.report.document import HeatMap, Table
 from kvprobe.report.views.page import render
 from kvprobe.wording import percent, points
@@ -24,14 +24,14 @@ class _Passage:
     note: str
 
 
-def save_scan(scan: LiveScan, path: str | Path) -> Path:
+def save_scan(scan: Scan, path: str | Path) -> Path:
     """Write the page as one HTML file that needs no other."""
     path = Path(path)
     path.write_text(scan_page(scan), encoding="utf-8")
     return path
 
 
-def scan_page(scan: LiveScan) -> str:
+def scan_page(scan: Scan) -> str:
     """The page."""
     hidden, rows = ", ".join(scan.mask), scan.df().to_dict("records")
     return render(
@@ -56,7 +56,7 @@ def scan_page(scan: LiveScan) -> str:
     )
 
 
-def scan_lines(scan: LiveScan) -> list[str]:
+def scan_lines(scan: Scan) -> list[str]:
     """The same as lines of text, for a terminal."""
     rows = scan.df().to_dict("records")
     width = max(len(named(row)) for row in rows) + 4
@@ -100,7 +100,7 @@ def promise(card: Card) -> str:
     return f"{percent(accuracy)}; chance {100 * card.target.chance:.1f} %"
 
 
-def _map(scan: LiveScan) -> HeatMap:
+def _map(scan: Scan) -> HeatMap:
     """Bits by segment, and probe and place."""
     table = scan.df()
     columns = [
@@ -121,7 +121,7 @@ def _map(scan: LiveScan) -> HeatMap:
     )
 
 
-def _passages(scan: LiveScan) -> list[_Passage]:
+def _passages(scan: Scan) -> list[_Passage]:
     segments = scan.chat.segments
     until, first = segments.index(scan.until), min(map(segments.index, scan.mask))
     passages = []
@@ -133,7 +133,7 @@ def _passages(scan: LiveScan) -> list[_Passage]:
     return passages
 
 
-def _cards(scan: LiveScan) -> Table:
+def _cards(scan: Scan) -> Table:
     """What the cards say."""
     rows = []
     for name, card in scan.cards.items():

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from kvprobe.experiments.trialconfig import chosen, percents
+from kvprobe.experiments.trial_settings import chosen, percents
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, leave_one_out, wilson
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config

@@ -10,7 +10,7 @@ from typing import cast
 import pandas as pd
 
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import chosen, listed, percents
+from kvprobe.experiments.trial_settings import chosen, listed, percents
 from kvprobe.experiments.trials import Case
 from kvprobe.experiments.trials import collect as collect_trials
 from kvprobe.faults import Gaussian, Scope, bands
@@ -62,7 +62,7 @@ def cut_bands(config: Config, n_layers: int) -> list[Band]:
     """The bands of a config for a model of so many layers.
 
     Raises:
-        ValueError: the model has fewer layers than bands.
+        UserError: the model has fewer layers than bands.
     """
     found = []
     for cut in chosen("bands", config.bands, BANDS):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import chosen, listed, percents, require_trial
+from kvprobe.errors import UserError
+from kvprobe.experiments.trial_settings import chosen, listed, percents, require_trial
 from kvprobe.studies.published import published
 
 BANDS = {"all": 1, "halves": 2, "quarters": 4}
@@ -67,7 +68,7 @@ class Config:
         table = published(self.published)
         tasks = [name.partition(":")[0] for name in listed("tasks", self.tasks, str)]
         if table.task not in tasks or not any(row.startswith(("quarter", "half")) for row in table.rows):
-            raise ValueError(
+            raise UserError(
                 f"Setting 'published' is {self.published!r}, a table of {', '.join(table.rows)} on {table.task}; expected a "
                 f"table of bands on one of this run's tasks ({self.tasks}), as seed001-bands-7b with gsm8k."
             )

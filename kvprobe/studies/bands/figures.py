@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.experiments.maps import map_of
-from kvprobe.experiments.trialconfig import percents
+from kvprobe.experiments.trial_settings import percents
 from kvprobe.report.document import HeatMap
 from kvprobe.report.plots import save, styled
 from kvprobe.studies.bands.analyse import conditions

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trialconfig import TIMINGS, percents
+from kvprobe.experiments.trial_settings import TIMINGS, percents
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Report, Section, Table, passages_of
 from kvprobe.studies.bands.analyse import conditions, together

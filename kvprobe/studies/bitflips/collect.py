@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.experiments.trials import Case, Sample
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored

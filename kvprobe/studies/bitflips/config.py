@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import chosen, listed, require_trial
+from kvprobe.errors import UserError
+from kvprobe.experiments.trial_settings import chosen, listed, require_trial
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -53,7 +54,7 @@ class Config:
             except ValueError:
                 value = -1.0
             if not 0 < value <= 1:
-                raise ValueError(
+                raise UserError(
                     f"Setting 'error_rates' holds {piece!r}, which is no share; expected numbers above 0, to 1."
                 )
             return value

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trialconfig import TIMINGS
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
 from kvprobe.inference.model import Model

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 
 AVAILABLE_CONTEXTS = 48
 
@@ -45,7 +46,7 @@ class Config:
         require("samples", self.samples, max(self.contexts * 2, 10 * self.folds), 40_000)
         if self.samples % self.contexts:
             below = self.samples - self.samples % self.contexts
-            raise ValueError(
+            raise UserError(
                 f"Setting 'samples' is {self.samples}, not a multiple of the {self.contexts} contexts; "
                 f"expected {below} or {below + self.contexts}."
             )

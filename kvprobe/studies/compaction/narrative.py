@@ -241,7 +241,7 @@ def _answers_section(metrics: Mapping[str, Any], conversations: pd.DataFrame) ->
     return Section(
         title="Answers to questions",
         paragraphs=[
-            "After T3 the model answers three questions greedily. Kept: the share of the answer's tokens before the first that "
+            "After T3 the model answers three questions greedily. Snapshot: the share of the answer's tokens before the first that "
             "differs from the answer given with the full context. Right: the answer holds the words that the text gives.",
         ],
         tables=[

@@ -15,9 +15,10 @@ import torch
 
 from kvprobe.attention import Patterns, attend, dangling
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff
 from kvprobe.studies.dangling.config import Config, sizes
@@ -60,12 +61,12 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     """The conversations of a config.
 
     Raises:
-        ValueError: more heads are to see the turn again than there are.
+        UserError: more heads are to see the turn again than there are.
     """
     picked = [fact for kind in listed("kinds", config.kinds, str) for fact in facts((kind,))[: config.prompts]]
     heads = model.geometry.n_layers * model.geometry.n_kv_heads
     if (most := sizes(config)[-1]) >= heads:
-        raise ValueError(
+        raise UserError(
             f"Setting 'rescued' asks for {most} KV heads, but {model.name} has {heads}; give numbers below that."
         )
     found = []

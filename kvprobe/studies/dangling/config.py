@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
+from kvprobe.errors import UserError
+from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def sizes(config: Config) -> tuple[int, ...]:
 
     def read(piece: str) -> int:
         if not piece.isdigit() or int(piece) < 1:
-            raise ValueError(
+            raise UserError(
                 f"Setting 'rescued' is {config.rescued!r}, in which {piece!r} is no number of heads; expected 1 or more."
             )
         return int(piece)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate

@@ -12,8 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.probing.intervals import LEVEL, held_out
+from kvprobe.probing.permutation import paired_features, step_down
 from kvprobe.probing.ridge import ridge_probes
-from kvprobe.probing.scan import paired_features, step_down
 from kvprobe.probing.sparse import sparse_curves
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.saes import SparseFeatures

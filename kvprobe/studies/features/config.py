@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import chosen, listed
+from kvprobe.experiments.trial_settings import chosen, listed
 
 AVAILABLE_CONTEXTS = 48
 KINDS = ("topk", "jumprelu")

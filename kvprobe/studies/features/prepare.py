@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, record, self_written, train
@@ -41,7 +42,7 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures
     loaded = [SparseFeatures.load(name, model) for name in listed("dictionaries", config.dictionaries, str)]
     places = [features.place for features in loaded]
     if len(set(places)) != len(places):
-        raise ValueError(f"Two dictionaries read {places[0]}; give one for each place.")
+        raise UserError(f"Two dictionaries read {places[0]}; give one for each place.")
     return loaded, record(model, texts, places, recording(run))
 
 

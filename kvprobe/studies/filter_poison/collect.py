@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvprobe.attention import attend, contribution, lift
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
 from kvprobe.inference.model import Model
@@ -69,11 +70,11 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     """The conversations of a config.
 
     Raises:
-        ValueError: a family is no fault that there is.
+        UserError: a family is no fault that there is.
     """
     for family in families(config):
         if family not in (*KINDS, FALSE):
-            raise ValueError(unknown("fault", family, (*KINDS, FALSE)))
+            raise UserError(unknown("fault", family, (*KINDS, FALSE)))
     kinds = listed("kinds", config.kinds, str)
     picked = [fact for kind in kinds for fact in facts((kind,))[: config.prompts]]
     found = []

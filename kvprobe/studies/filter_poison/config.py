@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
+from kvprobe.errors import UserError
+from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND, chosen, listed
 
 FALSE = "false"
 """The family in which nothing of the cache is broken, but what was said in it is not so."""
@@ -46,7 +47,7 @@ class Config:
         require("random", self.random, 2)
         require("seed", self.seed, 0)
         if len(families(self)) < 2:
-            raise ValueError(f"Setting 'families' is {self.families!r}; a verdict needs two or more.")
+            raise UserError(f"Setting 'families' is {self.families!r}; a verdict needs two or more.")
 
 
 def families(config: Config) -> dict[str, float]:
@@ -59,12 +60,12 @@ def families(config: Config) -> dict[str, float]:
         except ValueError:
             share = -1.0
         if not 0 < share <= 100 or (name == FALSE and rate):
-            raise ValueError(
+            raise UserError(
                 f"Setting 'families' has {piece!r}; expected a fault and a percentage above 0, to 100, as in zeros:30, or false."
             )
         return name, share
 
     found = listed("families", config.families, read)
     if len(dict(found)) < len(found):
-        raise ValueError(f"Setting 'families' is {config.families!r}, which names a fault twice; name each once.")
+        raise UserError(f"Setting 'families' is {config.families!r}, which names a fault twice; name each once.")
     return dict(found)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tensors
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
@@ -143,7 +144,7 @@ def read_on(
 def relative_distance(cache: KVCache, reference: KVCache) -> Float[Tensor, "families layers segments"]:
     """‖difference‖ / ‖reference‖ of K and of V over the slots of each shared segment, which stand at equal positions."""
     if not torch.equal(cache.ledger.origins, reference.ledger.origins):
-        raise ValueError("Keys can be compared only where both caches computed them at the same positions.")
+        raise UserError("Keys can be compared only where both caches computed them at the same positions.")
     places = [reference.ledger.in_segments([segment])[0] for segment in SHARED]
 
     def relative(one: Tensor, other: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     """Run the study (or resume, or find it finished) and return its directory.
 
     Raises:
-        ValueError: a setting that does not fit the model, or a directory that holds another run.
+        UserError: a setting that does not fit the model, or a directory that holds another run.
     """
     model, directory = begin(NAME, config, root, name)
     if directory.finished:

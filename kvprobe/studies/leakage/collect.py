@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tensors
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.capture import Captured
@@ -140,7 +141,7 @@ def _refuse_shifted(rows: Sequence[Tokens]) -> None:
         return known, row.parts, row.segments
 
     if any(around(row) != around(rows[0]) for row in rows):
-        raise ValueError(
+        raise UserError(
             "This tokenizer joins some secrets with the text around them (the digits of codes, say), so they would shift "
             "the tokens after them; use a model that tokenises them apart."
         )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 KINDS = ("code", "name", "topic", "sentiment")
@@ -43,20 +44,20 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.secret not in KINDS:
-            raise ValueError(unknown("kind of secret", self.secret, KINDS))
+            raise UserError(unknown("kind of secret", self.secret, KINDS))
         require("contexts", self.contexts, 1, AVAILABLE_CONTEXTS)
         require("folds", self.folds, 3, 20)
         require("permutations", self.permutations, 1, 10_000)
         require("batch", self.batch, 1)
         require("seed", self.seed, 0)
         if 1 < self.contexts < self.folds:
-            raise ValueError(
+            raise UserError(
                 f"Setting 'contexts' is {self.contexts}; expected 1, or at least as many as folds ({self.folds})."
             )
         require("samples", self.samples, max(self.contexts * 2, 10 * self.folds), 40_000)
         if self.samples % self.contexts:
             below = self.samples - self.samples % self.contexts
-            raise ValueError(
+            raise UserError(
                 f"Setting 'samples' is {self.samples}, not a multiple of the {self.contexts} contexts; "
                 f"expected {below} or {below + self.contexts}."
             )

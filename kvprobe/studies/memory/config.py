@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 from kvprobe.memory.units import bytes_in
 
 SHORTEST, LONGEST = 4, 131_072
@@ -59,11 +60,11 @@ def _numbers(name: str, text: str, fewest: int) -> tuple[int, ...]:
     pieces = [piece.strip() for piece in text.split(",")]
     for piece in pieces:
         if not (piece.isascii() and piece.isdigit() and SHORTEST <= int(piece) <= LONGEST):
-            raise ValueError(
+            raise UserError(
                 f"Setting {name!r} is {text!r}, in which {piece!r} is no whole number from {SHORTEST} to {LONGEST}; expected lengths with "
                 f"commas between, as in '256,1024,4096'."
             )
     found = tuple(sorted(set(map(int, pieces))))
     if len(found) < fewest:
-        raise ValueError(f"Setting {name!r} is {text!r}; expected at least {fewest} different lengths.")
+        raise UserError(f"Setting {name!r} is {text!r}; expected at least {fewest} different lengths.")
     return found

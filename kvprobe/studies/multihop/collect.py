@@ -20,7 +20,7 @@ from tqdm import tqdm
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import kept_tensors
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements

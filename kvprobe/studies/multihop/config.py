@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import chosen
+from kvprobe.errors import UserError
+from kvprobe.experiments.trial_settings import chosen
 
 AVAILABLE_SESSIONS = 30
 READABLE = ("k_pre", "k", "v", "resid_post")
@@ -43,11 +44,11 @@ class Config:
         require("samples", self.samples, max(2 * self.sessions, 10 * self.folds), 40_000)
         if self.samples % self.sessions:
             below = self.samples - self.samples % self.sessions
-            raise ValueError(
+            raise UserError(
                 f"Setting 'samples' is {self.samples}, not a multiple of the {self.sessions} sessions; "
                 f"expected {below} or {below + self.sessions}."
             )
         if not set(chosen("families", self.families, READABLE)) & {"k_pre", "k", "v"}:
-            raise ValueError(
+            raise UserError(
                 f"Setting 'families' is {self.families!r}; at least one of k_pre, k and v is needed, whose light cone is checked."
             )

@@ -15,7 +15,7 @@ import pandas as pd
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import FACT_KINDS, FACTS_OF_A_KIND, chosen
+from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND, chosen
 
 
 @dataclass(frozen=True)

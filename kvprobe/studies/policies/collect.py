@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_table
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
@@ -285,7 +286,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
     """The script of a conversation whose full cache this is.
 
     Raises:
-        ValueError: the tokenizer joins a code or value with the text before it, or codes differ in tokens.
+        UserError: the tokenizer joins a code or value with the text before it, or codes differ in tokens.
     """
     last = replace(chat, messages=(*chat.messages[-2:], Message("user", (Part(LAST_TURN),), "question")))
     turn = last.tokens(model.tokenizer, generation_prompt=True)
@@ -300,7 +301,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
         places = [row.part("answer") for row in rows]
         leads = {row.ids[: place.start] for row, place in zip(rows, places, strict=True)}
         if len(leads) > 1:
-            raise ValueError(
+            raise UserError(
                 f"This tokenizer joins the answer to {question!r} with the text before it; use another model."
             )
         first = rows[0][rows[0].span("question").start : places[0].start]
@@ -309,7 +310,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
     shifted = ["".join(str((int(digit) + shift) % 10) for digit in given.code) for shift in range(10)]
     needle, codes = ask(given.needle.question, given.needle.lead, shifted)
     if len({len(code) for code in codes}) > 1:
-        raise ValueError("This tokenizer joins the digits of some codes; use a model that tokenises digits apart.")
+        raise UserError("This tokenizer joins the digits of some codes; use a model that tokenises digits apart.")
     # The last token of the code is never read: its probability is read off the token before it.
     rows = [needle + Tokens.of(codes[0][:-1], "question", needle.following)]
     values = []

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 
 FEWEST_SLOTS = 8
 """A budget leaves at least so many: four sinks and as many recent slots."""
@@ -37,7 +38,7 @@ class Config:
         require("seed", self.seed, 0)
         smallest = self.percents[0]
         if smallest * self.length < 100 * FEWEST_SLOTS:
-            raise ValueError(
+            raise UserError(
                 f"Setting 'budgets' has {smallest}, which is {smallest * self.length / 100:g} slots of a conversation of "
                 f"{self.length} tokens; expected at least {FEWEST_SLOTS} slots, {-(-100 * FEWEST_SLOTS // self.length)} percent."
             )
@@ -48,11 +49,11 @@ class Config:
         pieces = [piece.strip() for piece in self.budgets.split(",")]
         for piece in pieces:
             if not (piece.isascii() and piece.isdigit() and 1 <= int(piece) <= 100):
-                raise ValueError(
+                raise UserError(
                     f"Setting 'budgets' is {self.budgets!r}, in which {piece!r} is no whole number from 1 to 100; expected "
                     f"percents with commas between, as in '10,20,50'."
                 )
         found = sorted(map(int, pieces))
         if len(set(found)) != len(found):
-            raise ValueError(f"Setting 'budgets' is {self.budgets!r}, which names a budget twice; name each once.")
+            raise UserError(f"Setting 'budgets' is {self.budgets!r}, which names a budget twice; name each once.")
         return tuple(found)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvprobe.experiments.trialconfig import TIMINGS
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, estimate, wilson
 from kvprobe.studies.robustness.collect import (
     CONTROL,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import TIMINGS, chosen, percents
+from kvprobe.experiments.trial_settings import TIMINGS, chosen, percents
 from kvprobe.experiments.trials import Case
 from kvprobe.faults import NotANumber, Scope
 from kvprobe.faults.fault import When
@@ -43,18 +44,18 @@ def beside(config: Config, tasks: Sequence[Task]) -> Published | None:
     """The published table that a config names.
 
     Raises:
-        ValueError: it is unknown, or nothing of this study can stand beside it.
+        UserError: it is unknown, or nothing of this study can stand beside it.
     """
     if not config.published:
         return None
     found = published(config.published)
     if not any(same_task(task.name, found) for task in tasks):
-        raise ValueError(
+        raise UserError(
             f"Setting 'published' names {found.name!r}, which is about {found.task}, but the tasks are {config.tasks!r}; add "
             f"that task, or leave 'published' empty."
         )
     if not set(kinds(config)) & set(found.rows):
-        raise ValueError(
+        raise UserError(
             f"Setting 'published' names {found.name!r}, which has {', '.join(found.rows)}, but the faults are "
             f"{config.faults!r}; name one of those, or leave 'published' empty."
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.trialconfig import listed, percents, require_trial
+from kvprobe.experiments.trial_settings import listed, percents, require_trial
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trialconfig import TIMINGS
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Passage, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprobe.experiments.trialconfig import TIMINGS
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.report.document import Figure, Section, Table
 from kvprobe.stats import wilson
 from kvprobe.studies.published import Published

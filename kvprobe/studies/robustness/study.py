@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvprobe.experiments.begin import begin
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trialconfig import listed
+from kvprobe.experiments.trial_settings import listed
 from kvprobe.studies.robustness.analyse import analyse
 from kvprobe.studies.robustness.collect import beside, collect, kinds
 from kvprobe.studies.robustness.config import Config
@@ -20,7 +20,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     """Run the study (or resume, or find it finished) and return its directory.
 
     Raises:
-        ValueError: an unknown fault, task or published table, a setting that does not fit the model, or a directory that
+        UserError: an unknown fault, task or published table, a setting that does not fit the model, or a directory that
             holds another run.
     """
     tasks = listed("tasks", config.tasks, find_task)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, conversation
 from kvprobe.text.transcript import Tokens
@@ -49,12 +50,12 @@ def read_turn(model: Model, context: Context, codes: Sequence[str], batch: int) 
         over its slots of their second moments, summed over codes. All but the averages are centred: the average is taken off.
 
     Raises:
-        ValueError: this tokenizer does not tokenise digits apart.
+        UserError: this tokenizer does not tokenise digits apart.
     """
     rows = [conversation(context, code).tokens(model.tokenizer) for code in codes]
     layout = Layout.of(rows[0])
     if any(Layout.of(row) != layout for row in rows) or len(layout.places["code"]) != CODE_LENGTH:
-        raise ValueError(
+        raise UserError(
             "This tokenizer joins digits of some codes, so that a digit has no slot of its own; use a model that tokenises "
             "digits apart."
         )

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kvprobe.cli import app
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.probes import probe_card
-from kvprobe.probes.live_scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, live_scan
 from kvprobe.probes.probe_card import Where
+from kvprobe.probes.scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, scan
 from kvprobe.report.views.scan import save_scan, scan_lines
 from kvprobe.text.transcript import Transcript
 from tests.browser import browse, needs_browser
@@ -31,7 +32,7 @@ CHAT = Transcript.from_messages(MESSAGES)
 
 def test_each_segment_is_read_from_the_cache_that_a_user_would_have_and_beside_its_restart(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
-    table = live_scan(tiny_llama, CHAT, ["m1"], [probe]).df()
+    table = scan(tiny_llama, CHAT, ["m1"], [probe]).df()
     assert list(table["segment"]) == ["m2", "m2", "m3+m4", "m3+m4"]
     assert list(table["masked"]) == [False] * 2 + [True] * 2
     assert list(table["place"]) == ["first", "second"] * 2
@@ -56,7 +57,7 @@ def test_what_the_hidden_messages_cannot_reach_is_no_leak_however_sure_the_probe
     probes = [
         made_probe(tiny_llama, Where("v", layer, None, "mean"), name=f"at-{layer}", scale=9) for layer in (0, 1, 2)
     ]
-    table = live_scan(tiny_llama, CHAT, ["m1"], probes).df()
+    table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     blind = table[table["masked"] & table["probe"].isin(["at-0", "at-1"])]
     assert set(blind["verdict"]) == {NONE}
     assert float(blind["bits"].abs().max()) < 1e-3
@@ -66,7 +67,7 @@ def test_what_the_hidden_messages_cannot_reach_is_no_leak_however_sure_the_probe
 
 def test_of_differences_what_the_hidden_messages_cannot_reach_has_none(tiny_llama: Model):
     probes = [made_probe(tiny_llama, Where("v", layer, None, "mean", True), name=f"at-{layer}") for layer in (1, 2)]
-    table = live_scan(tiny_llama, CHAT, ["m1"], probes).df()
+    table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     masked = table[table["masked"]].set_index(["probe", "place"])["bits"]
     assert not masked["at-1"].any()
     assert masked["at-2"].all()
@@ -87,21 +88,21 @@ def test_of_differences_what_the_hidden_messages_cannot_reach_has_none(tiny_llam
 def test_a_difference_is_a_leak_only_by_a_proven_probe_near_its_training(
     tiny_llama: Model, promise: dict[str, Any], verdict: str
 ):
-    scan = live_scan(tiny_llama, CHAT, ["m1"], [made_probe(tiny_llama, VALUES, scale=10, **promise)])
-    after = scan.df()[scan.df()["masked"]].set_index("place")
+    scanned = scan(tiny_llama, CHAT, ["m1"], [made_probe(tiny_llama, VALUES, scale=10, **promise)])
+    after = scanned.df()[scanned.df()["masked"]].set_index("place")
     assert after.loc["first", "bits"] > 1
     assert after.loc["first", "verdict"] == verdict
     assert after.loc["second", "bits"] < 0.1
     assert after.loc["second", "verdict"] == (NONE if verdict == LEAK else verdict)
     judged = verdict in (LEAK, NONE)
-    assert scan.answer.startswith(
+    assert scanned.answer.startswith(
         "Of 2 readings by" if verdict == LEAK else "No leak" if judged else "Nothing can be said"
     )
 
 
 def test_slots_that_saw_the_hidden_text_are_judged_by_probes_of_such_slots(tiny_llama: Model):
     probes = [made_probe(tiny_llama, VALUES, arm=arm, name=arm, gain=1e9) for arm in ("direct", "retained")]
-    table = live_scan(tiny_llama, CHAT, ["m1"], probes).df()
+    table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     judged = table[table["verdict"] == NONE]
     assert set(zip(judged["masked"], judged["probe"], strict=True)) == {(False, "direct"), (True, "retained")}
 
@@ -110,7 +111,7 @@ def test_messages_are_hidden_once_they_were_answered_or_later_if_so_asked(tiny_l
     probe = made_probe(tiny_llama, VALUES)
 
     def masked(mask: list[str], **settings: Any) -> str:
-        table = live_scan(tiny_llama, CHAT, mask, [probe], **settings).df()
+        table = scan(tiny_llama, CHAT, mask, [probe], **settings).df()
         return " ".join(dict.fromkeys(table[table["masked"]]["segment"]))
 
     assert masked(["m1"]) == "m3+m4"
@@ -122,34 +123,34 @@ def test_messages_are_hidden_once_they_were_answered_or_later_if_so_asked(tiny_l
 
 def test_segments_that_are_exchanges_are_read_as_they_are(tiny_llama: Model):
     chat = Transcript.from_messages(MESSAGES, ["system", "T1", "T1", "T2", "T2"])
-    scan = live_scan(tiny_llama, chat, ["system"], [made_probe(tiny_llama, VALUES)])
-    assert scan.chat == chat
-    assert list(dict.fromkeys(scan.df()["segment"])) == ["T1", "T2"]
+    scanned = scan(tiny_llama, chat, ["system"], [made_probe(tiny_llama, VALUES)])
+    assert scanned.chat == chat
+    assert list(dict.fromkeys(scanned.df()["segment"])) == ["T1", "T2"]
 
 
 def test_what_cannot_be_scanned_is_refused(tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     probe = made_probe(tiny_llama, VALUES)
     monkeypatch.setattr(probe_card, "shipped", lambda _: tmp_path)
     other = llama(seed=1, tokenizer=tiny_tokenizer())
-    for match, scan in {
-        "Nothing is masked": lambda: live_scan(tiny_llama, CHAT, [], [probe]),
-        "known are 'm0'|did you mean": lambda: live_scan(tiny_llama, CHAT, ["m9"], [probe]),
-        "Nothing comes after 'm4'": lambda: live_scan(tiny_llama, CHAT, ["m1", "m4"], [probe]),
-        "'m0' comes before 'm1'": lambda: live_scan(tiny_llama, CHAT, ["m1"], [probe], until="m0"),
-        "no probes to scan with": lambda: live_scan(tiny_llama, CHAT, ["m1"], []),
-        "Two of the probes": lambda: live_scan(tiny_llama, CHAT, ["m1"], [probe, probe]),
-        "differs from it in weights": lambda: live_scan(other, CHAT, ["m1"], [probe]),
-        "No published probe reads": lambda: live_scan(tiny_llama, CHAT, ["m1"]),
+    for match, attempt in {
+        "Nothing is masked": lambda: scan(tiny_llama, CHAT, [], [probe]),
+        "known are 'm0'|did you mean": lambda: scan(tiny_llama, CHAT, ["m9"], [probe]),
+        "Nothing comes after 'm4'": lambda: scan(tiny_llama, CHAT, ["m1", "m4"], [probe]),
+        "'m0' comes before 'm1'": lambda: scan(tiny_llama, CHAT, ["m1"], [probe], until="m0"),
+        "no probes to scan with": lambda: scan(tiny_llama, CHAT, ["m1"], []),
+        "Two of the probes": lambda: scan(tiny_llama, CHAT, ["m1"], [probe, probe]),
+        "differs from it in weights": lambda: scan(other, CHAT, ["m1"], [probe]),
+        "No published probe reads": lambda: scan(tiny_llama, CHAT, ["m1"]),
     }.items():
-        with pytest.raises(ValueError, match=match) as caught:
-            scan()
+        with pytest.raises(UserError, match=match) as caught:
+            attempt()
         assert str(caught.value).endswith((".", "?"))
     made_probe(other, VALUES).save(tmp_path / "tiny-digit")
-    with pytest.raises(ValueError, match="those that ship with kvprobe read LlamaForCausalLM"):
-        live_scan(tiny_llama, CHAT, ["m1"])
+    with pytest.raises(UserError, match="those that ship with kvprobe read LlamaForCausalLM"):
+        scan(tiny_llama, CHAT, ["m1"])
     made_probe(tiny_llama, VALUES, name="mine").save(tmp_path / "mine")
     made_probe(tiny_llama, VALUES, name="inside", arm="hidden").save(tmp_path / "inside")
-    assert list(live_scan(tiny_llama, CHAT, ["m1"]).cards) == ["mine"]
+    assert list(scan(tiny_llama, CHAT, ["m1"]).cards) == ["mine"]
 
 
 EVIL = '</s></dd><script>document.title = "evil"</script> & <b>'
@@ -158,20 +159,20 @@ EVIL = '</s></dd><script>document.title = "evil"</script> & <b>'
 @needs_browser
 def test_the_page_shows_what_was_hidden_and_runs_nothing_that_it_says(tiny_llama: Model, tmp_path: Path):
     messages = [*MESSAGES[:1], {"role": "user", "content": EVIL}, *MESSAGES[2:]]
-    scan = live_scan(tiny_llama, Transcript.from_messages(messages), ["m1"], [made_probe(tiny_llama, VALUES, scale=10)])
-    page = save_scan(scan, tmp_path / "scan.html")
+    scanned = scan(tiny_llama, Transcript.from_messages(messages), ["m1"], [made_probe(tiny_llama, VALUES, scale=10)])
+    page = save_scan(scanned, tmp_path / "scanned.html")
     dom = browse(page, tmp_path / "profile", "--dump-dom").stdout
     assert "<title>What can still be read of m1</title>" in dom
     assert "<s>&lt;/s&gt;&lt;/dd&gt;&lt;script&gt;" in dom
-    assert dom.count('class="bars"') == len(scan.df())
+    assert dom.count('class="bars"') == len(scanned.df())
     assert "map-cells" in dom
 
 
 def test_the_lines_of_a_scan_name_every_reading_and_its_verdict(tiny_llama: Model):
-    scan = live_scan(tiny_llama, CHAT, ["m1"], [made_probe(tiny_llama, VALUES)])
-    lines = scan_lines(scan)
+    scanned = scan(tiny_llama, CHAT, ["m1"], [made_probe(tiny_llama, VALUES)])
+    lines = scan_lines(scanned)
     assert len([line for line in lines if line.startswith("  tiny-digit, ")]) == 4
-    assert lines[-1] == scan.answer
+    assert lines[-1] == scanned.answer
     assert any("60.0 % (50.0 to 70.0)" in line for line in lines)
 
 

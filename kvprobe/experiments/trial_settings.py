@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
 TIMINGS = {
@@ -26,7 +27,7 @@ def listed(setting: str, text: str, read: Callable[[str], Value]) -> tuple[Value
     """
     found = tuple(read(piece.strip()) for piece in text.split(",") if piece.strip())
     if not found or len(set(found)) != len(found):
-        raise ValueError(
+        raise UserError(
             f"Setting {setting!r} is {text!r}; expected one or more values, each once, with commas between."
         )
     return found
@@ -37,7 +38,7 @@ def chosen(setting: str, text: str, known: Collection[str]) -> tuple[str, ...]:
 
     def read(name: str) -> str:
         if name not in known:
-            raise ValueError(f"Setting {setting!r}: {unknown('value', name, known)}")
+            raise UserError(f"Setting {setting!r}: {unknown('value', name, known)}")
         return name
 
     return listed(setting, text, read)
@@ -52,7 +53,7 @@ def percents(setting: str, text: str) -> tuple[float, ...]:
         except ValueError:
             value = -1.0
         if not 0 < value <= 100:
-            raise ValueError(
+            raise UserError(
                 f"Setting {setting!r} is {text!r}, in which {piece!r} is no rate; expected percents above 0, to 100."
             )
         return value

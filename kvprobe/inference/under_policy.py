@@ -11,6 +11,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.checks import require_whole
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots
 from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable
 from kvprobe.models.lanes import Lanes
@@ -22,7 +23,7 @@ from kvprobe.text.transcript import Tokens
 
 
 @dataclass(frozen=True)
-class Kept:
+class Snapshot:
     """What a cache held at one moment.
 
     Attributes:
@@ -38,7 +39,7 @@ class Kept:
     footprint: int
 
     @classmethod
-    def of(cls, step: int, cache: KVCache) -> "Kept":
+    def of(cls, step: int, cache: KVCache) -> "Snapshot":
         return cls(step, cache.ledger, cache.nbytes, cache.footprint)
 
 
@@ -46,14 +47,14 @@ def lane_for(policy: Policy | None, lane: Lane | Literal["auto"]) -> Lane:
     """The lane to read on: the plain one, unless the policy needs attention scores.
 
     Raises:
-        ValueError: the plain lane was asked for by name, and cannot answer.
+        UserError: the plain lane was asked for by name, and cannot answer.
     """
     refuse_unknown_lane(lane, (*get_args(Lane), "auto"))
     if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"{str(policy)[:40]!r} is no policy; give one of kv.policies.")
+        raise UserError(f"{str(policy)[:40]!r} is no policy; give one of kv.policies.")
     needs = policy is not None and policy.observes is not None
     if needs and lane == "plain":
-        raise ValueError(
+        raise UserError(
             f"{policy} needs attention scores, and the plain lane's fused attention has none; use lane='hooked' or 'auto'."
         )
     if lane == "auto":
@@ -90,7 +91,7 @@ def watch(
         slots = 0 if past is None else past.cache.slots
         record = Attention.none(shape.n_layers, len(tokens), shape.n_kv_heads, slots, queries, lanes.device)
     if record.recent.shape[3] != queries:
-        raise ValueError(
+        raise UserError(
             f"What was watched so far remembers the last {record.recent.shape[3]} queries, but now {queries} are asked "
             f"for; watch on with as many as before."
         )
@@ -129,7 +130,7 @@ def apply(
         parts: or, let these act.
 
     Raises:
-        ValueError: see `Policy.act`; or the model's keys cannot be turned, or a cache is to be computed again of which
+        UserError: see `Policy.act`; or the model's keys cannot be turned, or a cache is to be computed again of which
             layers or heads keep different slots.
     """
     for part in acting(policy, step) if parts is None else parts:
@@ -157,11 +158,11 @@ def read_in_chunks(
     that act after the prompt only wait for its end.
 
     Raises:
-        ValueError: rows of unequal length, which would not end together.
+        UserError: rows of unequal length, which would not end together.
     """
     require_whole("Reading", "chunk", chunk, 1)
     if len({len(row) for row in tokens}) != 1:
-        raise ValueError("Reading in chunks needs rows of equal length; read them one by one.")
+        raise UserError("Reading in chunks needs rows of equal length; read them one by one.")
     scene: Scene | None = None
     for start in range(0, len(tokens[0]), chunk):
         pieces = [row[start : start + chunk] for row in tokens]
@@ -177,14 +178,14 @@ def read_in_chunks(
         if start + chunk >= len(tokens[0]):
             return apply(lanes, policy, scene, lane=lane), scores
         scene = apply(lanes, policy, scene, lane=lane, parts=[part for part in policy.parts if part.every is not None])
-    raise ValueError("There is nothing to read: give at least one token for each row.")
+    raise UserError("There is nothing to read: give at least one token for each row.")
 
 
 def _computed_again(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene:
     """The slots of the scene read anew from their tokens, at the positions that they have now."""
     ledger = scene.cache.ledger
     if not ledger.uniform:
-        raise ValueError(
+        raise UserError(
             "Layers or heads keep different slots, and a cache computed again has all slots in all of them; "
             "use provenance='retained', or a policy that keeps the same slots everywhere."
         )
@@ -228,7 +229,7 @@ def tokens_at(ledger: Ledger, row: int, index: Int[Tensor, "slots"]) -> Tokens:
 def _with_placeholders(lanes: Lanes, policy: PruneToolResults, scene: Scene) -> Scene:
     """The scene with the placeholder's tokens, read where they stand, in place of each pruned text."""
     if lanes.tokenizer is None:
-        raise ValueError("A placeholder is text, and the model has no tokenizer; give one to `load`.")
+        raise UserError("A placeholder is text, and the model has no tokenizer; give one to `load`.")
     assert policy.placeholder is not None
     ids = lanes.tokenizer(policy.placeholder, add_special_tokens=False)["input_ids"]
     names = [
@@ -242,9 +243,9 @@ def _with_placeholders(lanes: Lanes, policy: PruneToolResults, scene: Scene) -> 
         ledger = scene.cache.ledger
         text = ledger.in_segments([name]) & ~ledger.delimiters & ledger.kept
         if not bool(text.any(1).all()):
-            raise ValueError(f"Only some rows hold {name!r}; prune rows of different conversations one by one.")
+            raise UserError(f"Only some rows hold {name!r}; prune rows of different conversations one by one.")
         if policy.law == "gapped" and len(ids) > int(text.sum(1).min()):
-            raise ValueError(
+            raise UserError(
                 f"The placeholder has {len(ids)} tokens and does not fit the positions of {name!r}; "
                 f"shorten it, or use law='contiguous'."
             )

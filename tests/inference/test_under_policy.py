@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import generate
-from kvprobe.inference.live import apply, read_in_chunks, watch
 from kvprobe.inference.model import Model
+from kvprobe.inference.under_policy import apply, read_in_chunks, watch
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -298,13 +299,13 @@ def test_a_cache_that_holds_nothing_can_be_joined_and_goes_on_where_it_was(tiny:
 
 def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_models: dict[str, Model]):
     llama, gpt2 = (prefill(tiny_models[name].lanes, [random_tokens(0, {"T1": 8})]) for name in ("llama", "gpt2"))
-    with pytest.raises(ValueError, match=r"shapes \(3, 2, 8, 8\), \(3, 4, 8, 8\) cannot be joined"):
+    with pytest.raises(UserError, match=r"shapes \(3, 2, 8, 8\), \(3, 4, 8, 8\) cannot be joined"):
         KVCache.join([llama, gpt2])
     coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
-    with pytest.raises(ValueError, match="different precisions"):
+    with pytest.raises(UserError, match="different precisions"):
         KVCache.join([coarse, fine])
     assert KVCache.join([llama, fine]).ledger.grain == fine.ledger.grain
-    with pytest.raises(ValueError, match="no caches to join"):
+    with pytest.raises(UserError, match="no caches to join"):
         KVCache.join([])
 
 
@@ -389,14 +390,14 @@ def test_a_watched_row_may_be_read_on_by_several(tiny_llama: Model):
 @pytest.mark.parametrize("queries", [0, 2, 5])
 def test_watching_on_with_another_memory_is_refused(tiny_llama: Model, queries: int):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
-    with pytest.raises(ValueError, match=f"remembers the last 3 queries.*{queries}"):
+    with pytest.raises(UserError, match=f"remembers the last 3 queries.*{queries}"):
         tiny_llama.watch(random_tokens(1, {"T2": 2}, start=6), scene, queries=queries)
 
 
 def test_a_hand_that_evicts_from_a_watched_cache_is_refused(tiny_llama: Model):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6, "T2": 2}))
     assert scene.with_cache(scene.cache.mask("T1")).attention is scene.attention
-    with pytest.raises(ValueError, match="from 8 to 2 slots by hand"):
+    with pytest.raises(UserError, match="from 8 to 2 slots by hand"):
         scene.with_cache(scene.cache.evict("T1"))
 
 
@@ -682,16 +683,16 @@ def test_what_stands_behind_a_replaced_result_is_marked_however_long_its_placeho
 
 
 def test_a_placeholder_that_does_not_fit_the_positions_of_its_text_is_refused(tiny_llama: Model, chat: Transcript):
-    with pytest.raises(ValueError, match=r"placeholder has \d+ tokens and does not fit the positions of 'tool one'"):
+    with pytest.raises(UserError, match=r"placeholder has \d+ tokens and does not fit the positions of 'tool one'"):
         tiny_llama.apply(PruneToolResults(1, "the result is gone"), tiny_llama.prefill(chat))
 
 
 def test_a_placeholder_needs_a_tokenizer_and_a_result_in_every_row(tiny_llama: Model, chat: Transcript):
     bare = Model(type(tiny_llama.lanes)(tiny_llama.lanes.plain), "bare")
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(UserError, match="no tokenizer"):
         bare.apply(PruneToolResults(0, "a."), tiny_llama.prefill(chat))
     rows = [chat, chat.without("tool one")]
-    with pytest.raises(ValueError, match="Only some rows hold 'tool one'"):
+    with pytest.raises(UserError, match="Only some rows hold 'tool one'"):
         tiny_llama.apply(PruneToolResults(0, "a."), tiny_llama.prefill(rows))
 
 

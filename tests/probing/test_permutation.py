@@ -7,8 +7,8 @@ import torch
 
 from kvprobe.probing.controls import permuted_within
 from kvprobe.probing.fixed import PENALTY
+from kvprobe.probing.permutation import false_discovery_rate, p_values, paired_features, permuted_hits, step_down
 from kvprobe.probing.ridge import ridge_probes
-from kvprobe.probing.scan import false_discovery_rate, p_values, paired_features, permuted_hits, step_down
 from kvprobe.probing.splits import fold_numbers
 from kvprobe.stats import wilson
 

@@ -2,7 +2,7 @@
 
 The null is that labels are exchangeable within a context: they are permuted there, all targets together, and every
 probe is fitted again. To permute against fixed predictions would be cheaper and wrong: the folds train on each
-other, so that their accuracies share their luck (over 2,000 nulls of tests/probing/test_scan.py, 7.4 % of scans then
+other, so that their accuracies share their luck (over 2,000 nulls of tests/probing/test_permutation.py, 7.4 % of scans then
 find something at 5 %, and 4.1 % this way, where ties take away a part). A probe that only recognises the context keeps
 its accuracy under the permutation.
 

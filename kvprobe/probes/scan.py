@@ -17,6 +17,7 @@ import pandas as pd
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -46,7 +47,7 @@ VERDICTS = {
 
 
 @dataclass(frozen=True)
-class LiveScan:
+class Scan:
     """What was read.
 
     Attributes:
@@ -93,14 +94,14 @@ class LiveScan:
         return f"Of {by}, {len(leaks)} {tell} of {hidden} what is not read without it: {most}{'; '.join(found)}."
 
 
-def live_scan(
+def scan(
     model: Model,
     chat: Transcript,
     mask: Sequence[str],
     probes: Sequence[Probe] | None = None,
     *,
     until: str | None = None,
-) -> LiveScan:
+) -> Scan:
     """Run probes over every exchange that comes after masked segments, or between them.
 
     Args:
@@ -109,15 +110,15 @@ def live_scan(
         until: the last segment that is read with them in view; by default the first after them in which the assistant speaks.
 
     Raises:
-        ValueError: no such segment, nothing to read after the masked ones, no probe, or one of another model.
+        UserError: no such segment, nothing to read after the masked ones, no probe, or one of another model.
     """
     probes = published_for(model) if probes is None else list(probes)
     if not probes:
-        raise ValueError("There are no probes to scan with; name at least one.")
+        raise UserError("There are no probes to scan with; name at least one.")
     for number, probe in enumerate(probes):
         probe.check(model)
         if probe.name in (other.name for other in probes[:number]):
-            raise ValueError(f"Two of the probes are called {probe.name!r}; scan with one of them at a time.")
+            raise UserError(f"Two of the probes are called {probe.name!r}; scan with one of them at a time.")
     chat, until = _in_exchanges(chat, mask, _until(chat, mask, until))
     hidden_from = chat.segments.index(until) + 1
     later = chat.segments[min(map(chat.segments.index, mask)) :]
@@ -139,21 +140,21 @@ def live_scan(
         for row in _readings(probe, segment, reads[segment], restart, reads[segment] is not in_view)
     ]
     cards = {probe.name: probe.card for probe in probes}
-    return LiveScan(pd.DataFrame(rows), chat, tuple(mask), until, cards, model.name)
+    return Scan(pd.DataFrame(rows), chat, tuple(mask), until, cards, model.name)
 
 
 def published_for(model: Model) -> list[Probe]:
     """The probes that ship with kvprobe and read this model; but not those of hidden text itself, which no later slot is like.
 
     Raises:
-        ValueError: there are none.
+        UserError: there are none.
     """
     shelf = [Probe.load(name) for name in published_probes()]
     found = [probe for probe in shelf if probe.card.training.arm != "hidden" and probe.fits(model)]
     if not found:
         others = sorted({probe.card.model for probe in shelf})
         known = f"; those that ship with kvprobe read {', '.join(others)}" if others else ""
-        raise ValueError(
+        raise UserError(
             f"No published probe reads {model.name} with the weights {model.fingerprint}{known}; make some with "
             "`kvprobe run leakage` and `kvprobe publish`, and name their folders with --probes."
         )
@@ -251,14 +252,14 @@ def _in_exchanges(chat: Transcript, mask: Sequence[str], until: str) -> tuple[Tr
 def _until(chat: Transcript, mask: Sequence[str], until: str | None) -> str:
     """The last segment that is read with the masked ones in view."""
     if not mask:
-        raise ValueError("Nothing is masked, so nothing can leak; name at least one segment to mask.")
+        raise UserError("Nothing is masked, so nothing can leak; name at least one segment to mask.")
     for name in (*mask, *([] if until is None else [until])):
         if name not in chat.segments:
-            raise ValueError(unknown("segment", name, chat.segments))
+            raise UserError(unknown("segment", name, chat.segments))
     last = max(map(chat.segments.index, mask))
     after = chat.segments[last + 1 :]
     if not after:
-        raise ValueError(
+        raise UserError(
             f"Nothing comes after {chat.segments[last]!r}, so nothing can have seen it; mask an earlier message, or add some after it."
         )
     if until is None:
@@ -267,7 +268,7 @@ def _until(chat: Transcript, mask: Sequence[str], until: str | None) -> str:
         ]
         return (speaks or after)[0]
     if chat.segments.index(until) < last:
-        raise ValueError(
+        raise UserError(
             f"{until!r} comes before {chat.segments[last]!r} and cannot be the last that sees it; name a later one, "
             f"or leave it out for the next answer of the assistant."
         )
