@@ -8,7 +8,7 @@ position since (`reindex`) is turned to it when it is read.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,7 @@ PositionLaw = Literal["gapped", "contiguous", "naive"]
 """Where slots stand after others went: where they stood, closed up, or closed up in name only."""
 
 
+@runtime_checkable
 class Damages(Protocol):
     """A fault, as far as a cache knows: see `kvprobe.faults`."""
 

@@ -1,7 +1,7 @@
 """The struck slots of one layer, and what strikes them."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -62,6 +62,7 @@ class Struck:
         return every.reshape(-1, every.shape[2]).index_select(0, self.heads * every.shape[1] + self.slots)
 
 
+@runtime_checkable
 class Strikes(Protocol):
     """What `kvprobe.faults.strike` needs of a fault; see `kvprobe.faults.fault.Fault` for what each of these is."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.errors import UserError
 from kvprobe.files import write_whole
@@ -16,6 +16,7 @@ MOST_BYTES = 2**25
 """Of a figure."""
 
 
+@runtime_checkable
 class Finished(Protocol):
     """A folder with figures, and the report on them as data; see `kvprobe.experiments.runs.Run`."""
 
