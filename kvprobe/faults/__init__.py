@@ -1,12 +1,12 @@
 """Faults: operators that damage a cache, one family a file; see `kvprobe.faults.fault` for what a fault is."""
 
 from kvprobe.faults.bit_flips import BitFlips
+from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.donors import Distractor, ForeignBlock, Splice, StaleBlock, scaffold
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.garbage import NotANumber
 from kvprobe.faults.gaussian import Gaussian
-from kvprobe.faults.host import Host, Queries
 from kvprobe.faults.overlap import OverlappingKV
 from kvprobe.faults.paged import WrongPointers
 from kvprobe.faults.permuted import Permuted
@@ -24,11 +24,11 @@ __all__ = [
     "Distractor",
     "Draws",
     "Fault",
+    "FaultContext",
     "ForeignBlock",
     "Fp8Saturation",
     "Fp8Scale",
     "Gaussian",
-    "Host",
     "NotANumber",
     "OverlappingKV",
     "Permuted",

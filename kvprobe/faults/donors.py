@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.host import Host
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.struck import Struck
@@ -23,7 +23,7 @@ _OFFSET = 31
 
 
 def _donated(struck: Struck, name: str, part: Part) -> Float[Tensor, "struck d"]:
-    donor = struck.host.donor(name)
+    donor = struck.context.donor(name)
     held = (~donor.ledger.padding[0]).nonzero()[:, 0]
     vectors = (donor.keys if part == "k" else donor.values)[struck.layer][0]
     return vectors[struck.heads, held[struck.slots % len(held)]]
@@ -45,8 +45,8 @@ class Distractor(Fault):
         found = _donated(struck, self.donor, part)
         if not self.matched:
             return found
-        theirs = struck.host.donor_moments(self.donor, struck.layer, part)
-        own = struck.host.moments(struck.layer, part)
+        theirs = struck.context.donor_moments(self.donor, struck.layer, part)
+        own = struck.context.moments(struck.layer, part)
         # A channel that never varies in the donor says nothing that could be scaled but the rounding of its mean.
         varies = theirs.deviation > 1e-6 + 1e-5 * theirs.mean.abs()
         scale = torch.where(varies, own.deviation / theirs.deviation.clamp(min=1e-12), 0.0)
@@ -101,15 +101,15 @@ class Splice(Fault):
     def reaches(self, layer: int) -> bool:
         return layer >= self.above
 
-    def refuse_unfit(self, host: Host) -> None:
-        if self.above >= host.cache.n_layers:
+    def refuse_unfit(self, context: FaultContext) -> None:
+        if self.above >= context.cache.n_layers:
             raise UserError(
-                f"There is no layer {self.above} to splice above; the cache has layers 0 to {host.cache.n_layers - 1}."
+                f"There is no layer {self.above} to splice above; the cache has layers 0 to {context.cache.n_layers - 1}."
             )
-        donor = host.donor(self.donor)
-        if donor.slots < host.cache.slots:
+        donor = context.donor(self.donor)
+        if donor.slots < context.cache.slots:
             raise UserError(
-                f"The scaffold has {donor.slots} slots and the cache {host.cache.slots}; make it of the same prompt, with "
+                f"The scaffold has {donor.slots} slots and the cache {context.cache.slots}; make it of the same prompt, with "
                 f"`scaffold`."
             )
 

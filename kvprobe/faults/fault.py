@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.strike import corrupt
 from kvprobe.faults.struck import Struck
@@ -46,7 +46,7 @@ class Fault(ABC):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """What the host must have beside the cache."""
+        """What the context must have beside the cache."""
         return ()
 
     @property
@@ -67,8 +67,8 @@ class Fault(ABC):
         """Whether it does anything at this layer."""
         return True
 
-    def refuse_unfit(self, host: Host) -> None:  # noqa: B027 - most faults fit every host
-        """Refuse a host that this fault cannot strike.
+    def refuse_unfit(self, context: FaultContext) -> None:  # noqa: B027 - most faults fit every context
+        """Refuse a context that this fault cannot strike.
 
         Raises:
             UserError: it cannot.
@@ -79,16 +79,18 @@ class Fault(ABC):
         """What the slots hold afterwards, K or V.
 
         Raises:
-            UserError: the host lacks what this fault needs (a donor, rotary frequencies, queries).
+            UserError: the context lacks what this fault needs (a donor, rotary frequencies, queries).
         """
 
     def corrupt(
-        self, cache: KVCache, draws: Sequence[Draws] | None = None, hosts: Sequence[Host] | None = None
+        self, cache: KVCache, draws: Sequence[Draws] | None = None, contexts: Sequence[FaultContext] | None = None
     ) -> KVCache:
         """The cache with this fault written into it; see `KVCache.corrupt`."""
         rows = range(cache.batch)
         given = [Draws(sample=row) for row in rows] if draws is None else draws
-        return corrupt(cache, self, [Host(cache.rows([row])) for row in rows] if hosts is None else hosts, given)[0]
+        return corrupt(
+            cache, self, [FaultContext(cache.rows([row])) for row in rows] if contexts is None else contexts, given
+        )[0]
 
     def __str__(self) -> str:
         return described(self)

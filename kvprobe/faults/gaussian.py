@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault, Need
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
@@ -56,12 +56,12 @@ class Gaussian(Fault):
         if self.matched == "raw":
             return noise * self.scale
         if self.matched == "effect":
-            share = self.scale * shares(struck.host, part)[struck.layer]
-            replacement = _like_layer(struck.host, struck.layer, part, noise)
+            share = self.scale * shares(struck.context, part)[struck.layer]
+            replacement = _like_layer(struck.context, struck.layer, part, noise)
             return torch.lerp(struck.of(part).float(), replacement, share)
         if self.matched == "layer":
-            return _like_layer(struck.host, struck.layer, part, noise, self.scale)
-        moments = struck.host.moments(struck.layer, part)
+            return _like_layer(struck.context, struck.layer, part, noise, self.scale)
+        moments = struck.context.moments(struck.layer, part)
         if self.matched == "head":
             mean, deviation = _pooled(moments.mean, moments.deviation, dim=1)
             return mean[struck.heads] + noise * deviation[struck.heads] * self.scale
@@ -69,44 +69,44 @@ class Gaussian(Fault):
         return moments.mean[struck.heads] + coloured * self.scale
 
 
-def shares(host: Host, part: Part) -> tuple[float, ...]:
+def shares(context: FaultContext, part: Part) -> tuple[float, ...]:
     """For each layer, how much layer-matched noise is mixed into a slot's K (or V), so that striking one slot moves the
     attention output, in proportion to its norm, as far as everywhere.
 
     That target is the geometric mean over layers of what a share of 1 does: on average nothing becomes louder. Effects are
-    means over slots, the first excluded (a sink, whose loss is another question), and over the host's last queries, which
+    means over slots, the first excluded (a sink, whose loss is another question), and over the context's last queries, which
     look at all slots here: masks and windows are not counted in.
 
     Raises:
-        UserError: the host has no queries.
+        UserError: the context has no queries.
     """
-    known = host.found.get(("shares", part))
+    known = context.found.get(("shares", part))
     if isinstance(known, tuple):
         return known
-    if host.vectors(0, part).shape[1] < 2:
+    if context.vectors(0, part).shape[1] < 2:
         raise UserError(
             "Noise matched by its effect needs two slots or more, the first being left out; give a longer prompt."
         )
-    layers = range(host.cache.n_layers)
-    whole = torch.stack([effect(host, layer, part, 1.0) for layer in layers])
+    layers = range(context.cache.n_layers)
+    whole = torch.stack([effect(context, layer, part, 1.0) for layer in layers])
     target = float(whole.clamp(min=1e-12).log().mean().exp())
-    found = tuple(_share_for(host, layer, part, target) for layer in layers)
-    host.found["shares", part] = found
+    found = tuple(_share_for(context, layer, part, target) for layer in layers)
+    context.found["shares", part] = found
     return found
 
 
-def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
+def effect(context: FaultContext, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
     """How far striking one slot with this share of noise moves the layer's attention output, relative to its norm."""
-    if host.queries is None:
-        raise UserError("Noise matched by its effect needs the host's queries; let Model.sweep read them.")
-    keys, values = host.vectors(layer, "k").float(), host.vectors(layer, "v").float()
-    queries, scale = host.queries.rows[layer].float(), host.queries.scale[layer]
+    if context.queries is None:
+        raise UserError("Noise matched by its effect needs the fault context's queries; let Model.sweep read them.")
+    keys, values = context.vectors(layer, "k").float(), context.vectors(layer, "v").float()
+    queries, scale = context.queries.rows[layer].float(), context.queries.scale[layer]
     scores = queries @ keys.transpose(1, 2) * scale
     weights = scores.softmax(-1)
     output = weights @ values
     vectors = keys if part == "k" else values
     drawn = Draws().normal((*vectors.shape,), _TRIAL, layer, int(part == "v")).to(vectors.device)
-    mixed = torch.lerp(vectors, _like_layer(host, layer, part, drawn), share)
+    mixed = torch.lerp(vectors, _like_layer(context, layer, part, drawn), share)
     if part == "v":
         # Only one slot's value changes: by how much, times its weight.
         moved = weights.square() * (mixed - values).square().sum(-1)[:, None]
@@ -121,18 +121,18 @@ def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""
         ]
         moved = factor.square() * distance.clamp(min=0)
     # A query head's group shares its KV head; all heads of a token are struck together.
-    group = host.queries.group
+    group = context.queries.group
     norm = _by_token(output.square().sum(-1), group)
     relative = (_by_token(moved, group) / norm[..., None].clamp(min=1e-24)).sqrt()
     return relative[:, 1:].mean()
 
 
-def _share_for(host: Host, layer: int, part: Part, target: float) -> float:
+def _share_for(context: FaultContext, layer: int, part: Part, target: float) -> float:
     """The share at which this layer's effect meets the target, or the nearest that any share comes to it."""
     low, high = 1 / _WIDEST, _WIDEST
     for _ in range(24):
         middle = (low * high) ** 0.5
-        if float(effect(host, layer, part, middle)) < target:
+        if float(effect(context, layer, part, middle)) < target:
             low = middle
         else:
             high = middle
@@ -145,10 +145,10 @@ def _by_token(values: Float[Tensor, "kv_heads queries *rest"], group: int) -> Fl
 
 
 def _like_layer(
-    host: Host, layer: int, part: Part, noise: Float[Tensor, "*axes d"], scale: float = 1.0
+    context: FaultContext, layer: int, part: Part, noise: Float[Tensor, "*axes d"], scale: float = 1.0
 ) -> Float[Tensor, "*axes d"]:
     """Noise with the mean and deviation of all numbers of a layer's K or V."""
-    moments = host.moments(layer, part)
+    moments = context.moments(layer, part)
     mean, deviation = _pooled(moments.mean.flatten(), moments.deviation.flatten(), dim=0)
     return mean + noise * deviation * scale
 

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
@@ -60,7 +60,7 @@ class WrongPointers(Paged):
         blocks = -(-struck.slots_in_row // self.block)
         lots = struck.draws.uniform((blocks,), _BLOCK_LOTS, struck.step).to(before.device)
         block, offset = struck.slots // self.block, struck.slots % self.block
-        heads = struck.host.cache.n_kv_heads
+        heads = struck.context.cache.n_kv_heads
         stream = struck.rows * heads + struck.heads
         whole = torch.bincount(stream * blocks + block, minlength=1)[stream * blocks + block] == self.block
         if self.pointing == "swapped":
@@ -69,17 +69,19 @@ class WrongPointers(Paged):
             group = stream * self.block + offset
             after[among] = before[among][following(group[among], lots[block[among]])]
             return after
-        others = self._others(struck.host, blocks, lots)
+        others = self._others(struck.context, blocks, lots)
         if others is None:
             return before
-        clean = struck.host.cache
+        clean = struck.context.cache
         vectors = (clean.keys if part == "k" else clean.values)[struck.layer][0]
         found = vectors[struck.heads, others[block] * self.block + offset]
         return torch.where(whole[:, None], found, before)
 
-    def _others(self, host: Host, blocks: int, lots: Float[Tensor, "blocks"]) -> Int[Tensor, "blocks"] | None:
+    def _others(
+        self, context: FaultContext, blocks: int, lots: Float[Tensor, "blocks"]
+    ) -> Int[Tensor, "blocks"] | None:
         """For each block another one, of those that the prompt fills; None if there is none."""
-        held = ~host.cache.ledger.padding[0]
+        held = ~context.cache.ledger.padding[0]
         full = held[: len(held) // self.block * self.block].view(-1, self.block).all(1)
         candidates = full.nonzero()[:, 0]
         if len(candidates) < 2:

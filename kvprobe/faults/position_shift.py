@@ -28,11 +28,11 @@ class PositionShift(Fault):
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if part == "v":
             return struck.values
-        if struck.host.rotaries is None:
+        if struck.context.rotaries is None:
             raise UserError(
-                "PositionShift turns keys, and this host has no rotary frequencies; let Model.sweep find them."
+                "PositionShift turns keys, and this fault context has no rotary frequencies; let Model.sweep find them."
             )
-        rotary = struck.host.rotaries[struck.layer]
+        rotary = struck.context.rotaries[struck.layer]
         if rotary is None:
             return struck.keys
         at = struck.positions[None]

@@ -21,7 +21,7 @@ _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 def _largest(struck: Struck, part: Part) -> float:
     """The largest absolute number of the layer's clean K or V, by which engines calibrate one scale for all."""
-    return float(struck.host.vectors(struck.layer, part).float().abs().max().clamp(min=1e-30))
+    return float(struck.context.vectors(struck.layer, part).float().abs().max().clamp(min=1e-30))
 
 
 def _in_fp8(vectors: Float[Tensor, "struck d"], scale: float, kind: Format) -> Float[Tensor, "struck d"]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Order, Part, Scope
 from kvprobe.faults.struck import Strikes, Struck
 
@@ -59,7 +59,7 @@ def strike(
     rows: Sequence[int],
     tensors: Sequence[tuple[Float[Tensor, "rows heads slots d_head"], Float[Tensor, "rows heads slots d_value"]]],
     ledger: Ledger,
-    host: Host,
+    context: FaultContext,
     step: int = 0,
     remember: bool = False,
 ) -> Damage:
@@ -78,10 +78,10 @@ def strike(
     groups: dict[tuple[Strikes, Draws], list[tuple[int, Strikes]]] = {}
     for fault, lots, row in zip(faults, draws, rows, strict=True):
         groups.setdefault((fault.operator, lots), []).append((row, fault))
-    shape = (len(tensors), host.cache.n_kv_heads)
+    shape = (len(tensors), context.cache.n_kv_heads)
     orders: dict[tuple[Scope, Draws], Order] = {}
     for (operator, lots), members in groups.items():
-        operator.refuse_unfit(host)
+        operator.refuse_unfit(context)
         masks = []
         for row, fault in members:
             pool = (fault.scope.pool, lots)
@@ -92,7 +92,7 @@ def strike(
         together = torch.stack([mask.expand(-1, heads, -1) for mask in masks]).expand(-1, -1, shape[1], -1)
         for layer, pair in enumerate(tensors):
             if operator.reaches(layer) and bool(together[:, layer].any()):
-                _strike_layer(members, together[:, layer], layer, pair, ledger, (lots, host, step), done, remember)
+                _strike_layer(members, together[:, layer], layer, pair, ledger, (lots, context, step), done, remember)
     return done
 
 
@@ -102,19 +102,19 @@ def _strike_layer(
     layer: int,
     pair: tuple[Tensor, Tensor],
     ledger: Ledger,
-    circumstances: tuple[Draws, Host, int],
+    circumstances: tuple[Draws, FaultContext, int],
     done: Damage,
     remember: bool,
 ) -> None:
     """One layer's struck slots, of all rows that share an operator."""
-    draws, host, step = circumstances
+    draws, context, step = circumstances
     member, heads, slots = mask.nonzero(as_tuple=True)
     rows = torch.tensor([row for row, _ in members], device=member.device)[member]
     # Vectors lie one after the other: a flat index is several times faster than three.
     flat = (rows * mask.shape[1] + heads) * pair[0].shape[2] + slots
     keys, values = (tensor.view(-1, tensor.shape[3]).index_select(0, flat) for tensor in pair)
     struck = Struck(
-        layer, rows, heads, slots, ledger.positions[rows, slots], keys, values, ledger.slots, step, draws, host
+        layer, rows, heads, slots, ledger.positions[rows, slots], keys, values, ledger.slots, step, draws, context
     )
     written: list[tuple[Part, Tensor, Tensor, Tensor]] = []
     found: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", pair[0], keys), ("v", pair[1], values))
@@ -150,7 +150,7 @@ def _numbers(
     found = torch.ones(len(member), width, dtype=torch.bool, device=member.device)
     for number, (row, fault) in enumerate(members):
         if fault.scope.unit == "number":
-            size = (struck.host.cache.n_kv_heads, width)
+            size = (struck.context.cache.n_kv_heads, width)
             eligible = fault.scope.eligible(ledger, row)
             drawn = fault.scope.numbers(eligible, size, struck.draws, struck.step, struck.layer, part)
             mine = member == number
@@ -168,15 +168,19 @@ def _note_broken(
         done.broken.setdefault(row, Broken(part, layer, head, slot, step))
 
 
-def corrupt(cache: KVCache, fault: Strikes, hosts: Sequence[Host], draws: Sequence[Draws]) -> tuple[KVCache, Damage]:
-    """The cache with a fault written into each row at once, each row its own host with its own draws; the cache given
+def corrupt(
+    cache: KVCache, fault: Strikes, contexts: Sequence[FaultContext], draws: Sequence[Draws]
+) -> tuple[KVCache, Damage]:
+    """The cache with a fault written into each row at once, each row its own context with its own draws; the cache given
     stays as it was.
 
     Raises:
-        UserError: not as many hosts and draws as rows; or see `Fault.damaged`.
+        UserError: not as many contexts and draws as rows; or see `Fault.damaged`.
     """
-    if not len(hosts) == len(draws) == cache.batch:
-        raise UserError(f"The cache has {cache.batch} rows, but there are {len(hosts)} hosts and {len(draws)} draws.")
+    if not len(contexts) == len(draws) == cache.batch:
+        raise UserError(
+            f"The cache has {cache.batch} rows, but there are {len(contexts)} contexts and {len(draws)} draws."
+        )
     if cache.ledger.turned:
         raise UserError(
             "The cache was re-indexed, and its keys are not stored as they are seen; carry that out first, with Model.as_seen."
@@ -185,7 +189,7 @@ def corrupt(cache: KVCache, fault: Strikes, hosts: Sequence[Host], draws: Sequen
     keys = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.keys)
     values = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.values)
     done = Damage(torch.zeros(cache.batch, dtype=torch.long))
-    for row, (host, lots) in enumerate(zip(hosts, draws, strict=True)):
+    for row, (context, lots) in enumerate(zip(contexts, draws, strict=True)):
         # Without the padding that other rows have brought with them: a row draws as it would alone.
         held = int((~cache.ledger.padding[row]).nonzero()[-1]) + 1 if not bool(cache.ledger.padding[row].all()) else 0
         slots = torch.arange(held, device=cache.ledger.tokens.device)[None]
@@ -196,7 +200,7 @@ def corrupt(cache: KVCache, fault: Strikes, hosts: Sequence[Host], draws: Sequen
             tuple(each[row : row + 1, :, :held].contiguous() for each in pair)
             for pair in zip(keys, values, strict=True)
         ]
-        mine = strike([fault], [lots], [0], [(pair[0], pair[1]) for pair in own], ledger, host)
+        mine = strike([fault], [lots], [0], [(pair[0], pair[1]) for pair in own], ledger, context)
         for pair, (damaged_keys, damaged_values) in zip(zip(keys, values, strict=True), own, strict=True):
             pair[0][row, :, :held], pair[1][row, :, :held] = damaged_keys[0], damaged_values[0]
         done.count[row] = mine.count[0]

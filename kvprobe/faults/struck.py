@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part, Scope
 
 
@@ -36,7 +36,7 @@ class Struck:
     slots_in_row: int
     step: int
     draws: Draws
-    host: Host
+    context: FaultContext
 
     def of(self, part: Part) -> Float[Tensor, "struck d"]:
         """What the slots hold, K or V."""
@@ -48,12 +48,12 @@ class Struck:
 
     def drawn(self, part: Part, purpose: int) -> Float[Tensor, "kv_heads slots d"]:
         """That noise for all slots, struck or not: what is computed from it does not depend on how many are struck."""
-        shape = (self.host.cache.n_kv_heads, self.slots_in_row, self.of(part).shape[1])
+        shape = (self.context.cache.n_kv_heads, self.slots_in_row, self.of(part).shape[1])
         return self.draws.normal(shape, purpose, self.step, self.layer, int(part == "v")).to(self.keys.device)
 
     def lots(self, purpose: int, width: int = 1, part: Part | None = None) -> Float[Tensor, "struck width"]:
         """Lots from 0 to 1, so many for each slot; the same for K and V unless a part is named."""
-        shape = (self.host.cache.n_kv_heads, self.slots_in_row, width)
+        shape = (self.context.cache.n_kv_heads, self.slots_in_row, width)
         drawn = self.draws.uniform(shape, purpose, self.step, self.layer, *([] if part is None else [int(part == "v")]))
         return self.chosen(drawn.to(self.keys.device))
 
@@ -74,6 +74,6 @@ class Strikes(Protocol):
 
     def reaches(self, layer: int) -> bool: ...
 
-    def refuse_unfit(self, host: Host) -> None: ...
+    def refuse_unfit(self, context: FaultContext) -> None: ...
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]: ...

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.host import Host
 from kvprobe.faults.strike import Damage, strike
 from kvprobe.inference.forward import new_slots
 from kvprobe.models.hf_cache import past_key_values
@@ -42,13 +42,13 @@ class Batch:
         faults: Sequence[Fault],
         draws: Sequence[Draws],
         places: Sequence[int],
-        host: Host,
+        context: FaultContext,
         step: int,
         transient: bool,
     ) -> Damage:
         """Write faults into these rows; what is transient until `undo`."""
         tensors = [layer.wide for layer in self.layers]
-        damage = strike(faults, draws, places, tensors, self.ledger, host, step, remember=transient)
+        damage = strike(faults, draws, places, tensors, self.ledger, context, step, remember=transient)
         self._damage.append(damage)
         return damage
 

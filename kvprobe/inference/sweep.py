@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.host import Host, Queries
 from kvprobe.faults.scope import GENERATED
 from kvprobe.inference.batch import Batch, fitting_rows
 from kvprobe.inference.forward import as_seen, extend, one_row_each, read, taps
@@ -132,15 +132,15 @@ def sweep(
     start = past if len(prompt) == 1 else extend(lanes, past, [prompt[:-1]], lane)[0]
     if start is None:
         raise UserError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
-    host = prepare(lanes, start, [trial.fault for trial in trials], donors)
+    context = prepare(lanes, start, [trial.fault for trial in trials], donors)
     ends = frozenset(stop_tokens(lanes) if stop is None else stop)
-    rows = fitting_rows(rows, host.cache, max_new_tokens)
+    rows = fitting_rows(rows, context.cache, max_new_tokens)
     clean: Outcome | None = None
     outcomes: list[Outcome] = []
     for first in range(0, max(1, len(trials)), rows - 1):
         chunk = trials[first : first + rows - 1]
         draws = [Draws(seed, sample, trial.repeat) for trial in chunk]
-        passing = _Pass(lanes, host, prompt[-1:], [trial.fault for trial in chunk], draws, lane, max_new_tokens)
+        passing = _Pass(lanes, context, prompt[-1:], [trial.fault for trial in chunk], draws, lane, max_new_tokens)
         own = passing.answer(ends)
         clean = own[0] if clean is None else clean
         followed = passing.follow(clean.tokens) if follow else [Outcome((), "", False)] * len(own)
@@ -156,15 +156,19 @@ def sweep(
     return Sweep(clean, tuple(trials), tuple(outcomes))
 
 
-def prepare(lanes: Lanes, cache: KVCache, faults: Sequence[Fault], donors: Mapping[str, KVCache] | None = None) -> Host:
+def prepare(
+    lanes: Lanes, cache: KVCache, faults: Sequence[Fault], donors: Mapping[str, KVCache] | None = None
+) -> FaultContext:
     """What these faults need to know of a cache of one row: its numbers as they are seen, donors, frequencies, queries."""
     needs = {need for fault in faults for need in fault.needs}
-    host = Host(as_seen(lanes, cache), {name: as_seen(lanes, donor) for name, donor in (donors or {}).items()})
+    context = FaultContext(
+        as_seen(lanes, cache), {name: as_seen(lanes, donor) for name, donor in (donors or {}).items()}
+    )
     if "rotaries" in needs:
-        host = replace(host, rotaries=lanes.rotaries)
+        context = replace(context, rotaries=lanes.rotaries)
     if "queries" in needs:
-        host = replace(host, queries=last_queries(lanes, cache, QUERIES))
-    return host
+        context = replace(context, queries=last_queries(lanes, cache, QUERIES))
+    return context
 
 
 def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
@@ -211,7 +215,7 @@ class _Pass:
     """The clean row and one row for each fault, to be read from the prompt's last token on."""
 
     lanes: Lanes
-    host: Host
+    context: FaultContext
     last: Tokens
     faults: Sequence[Fault]
     draws: Sequence[Draws]
@@ -228,7 +232,7 @@ class _Pass:
 
     def _read(self, given: Sequence[int] | None, ends: frozenset[int]) -> list[Outcome]:
         said = [_Row() for _ in range(len(self.faults) + 1)]
-        batch = Batch(self.lanes, self.host.cache, len(said), self.max_new_tokens)
+        batch = Batch(self.lanes, self.context.cache, len(said), self.max_new_tokens)
         here = list(range(len(said)))
         """The number of each of the batch's rows among all; the clean one is 0."""
         tokens = [self.last] * len(said)
@@ -282,7 +286,7 @@ class _Pass:
                 [self.faults[number - 1] for _, number in due],
                 [self.draws[number - 1] for _, number in due],
             )
-            damage = batch.strike(faults, draws, [place for place, _ in due], self.host, step, transient)
+            damage = batch.strike(faults, draws, [place for place, _ in due], self.context, step, transient)
             for place, number in due:
                 said[number].struck += int(damage.count[place])
                 if place in damage.broken:

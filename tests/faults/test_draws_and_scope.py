@@ -32,7 +32,7 @@ from tests.faults import (
     SLOTS,
     WIDTH,
     after,
-    host_of,
+    context_of,
     same_bits,
     square_cache,
     struck_by,
@@ -256,7 +256,7 @@ def test_generated_slots_are_none_before_there_are_any():
 @given(seed=SEEDS, order=st.permutations(range(2 * len(EVERY))))
 def test_rows_struck_together_are_rows_struck_alone(seed: int, order: list[int]):
     cache = square_cache(seed)
-    host = host_of(cache)
+    context = context_of(cache)
     rng = torch.Generator().manual_seed(seed)
     conditions = []
     for number, fault in enumerate(EVERY + EVERY):
@@ -264,9 +264,9 @@ def test_rows_struck_together_are_rows_struck_alone(seed: int, order: list[int])
         scope = [{}, {"layers": [1, 2]}, {"parts": "k"}, {"heads": [1]}][number % 4]
         conditions.append((with_rate(fault, rate, **scope), Draws(5, sample, repeat)))
     mixed = [conditions[place] for place in order]
-    together, damage = after([fault for fault, _ in mixed], cache, [lots for _, lots in mixed], host, step=2)
+    together, damage = after([fault for fault, _ in mixed], cache, [lots for _, lots in mixed], context, step=2)
     for row, (fault, lots) in enumerate(mixed):
-        alone, own = after(fault, cache, lots, host_of(cache), step=2)
+        alone, own = after(fault, cache, lots, context_of(cache), step=2)
         assert same_bits(together.rows([row]), alone), (fault, lots)
         assert int(damage.count[row]) == int(own.count[0])
         assert damage.broken.get(row) == own.broken.get(0)
@@ -275,11 +275,11 @@ def test_rows_struck_together_are_rows_struck_alone(seed: int, order: list[int])
 @pytest.mark.parametrize("how", ["layer", "head", "channel", "effect"])
 def test_rows_of_one_operator_struck_together_are_rows_struck_alone_at_real_widths(how: Any):
     cache = square_cache(1, slots=90, d_head=64)
-    host = host_of(cache)
+    context = context_of(cache)
     faults = [Gaussian(how, scope=Scope(rate=rate, unit=unit)) for rate in (0.02, 0.3, 1.0) for unit in UNITS]
-    together, _ = after(faults, cache, host=host)
+    together, _ = after(faults, cache, context=context)
     for row, fault in enumerate(faults):
-        assert same_bits(together.rows([row]), after(fault, cache, host=host)[0]), fault
+        assert same_bits(together.rows([row]), after(fault, cache, context=context)[0]), fault
 
 
 def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():
@@ -316,14 +316,14 @@ def test_nobody_writes_into_lots_that_are_shared(monkeypatch: pytest.MonkeyPatch
 def test_corrupt_leaves_the_cache_and_those_that_share_its_storage(fault: Fault):
     cache = square_cache(3)
     kept, fork = copy_of(cache), cache.fork(2)
-    host = host_of(cache)
-    donors = {name: copy_of(donor) for name, donor in host.donors.items()}
-    fork.corrupt(fault, hosts=[host, host])
-    cache.corrupt(fault, hosts=[host])
+    context = context_of(cache)
+    donors = {name: copy_of(donor) for name, donor in context.donors.items()}
+    fork.corrupt(fault, contexts=[context, context])
+    cache.corrupt(fault, contexts=[context])
     assert_bit_identical(cache, kept)
     assert_bit_identical(fork.rows([1]), kept)
     for name, before in donors.items():
-        assert_bit_identical(host.donors[name], before)
+        assert_bit_identical(context.donors[name], before)
 
 
 def test_corrupt_strikes_each_row_with_its_own_lots_whatever_the_fault_says_of_when():

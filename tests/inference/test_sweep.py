@@ -30,7 +30,7 @@ from kvprobe.faults import (
     WrongPointers,
     Zeros,
 )
-from kvprobe.faults.host import Host
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.strike import strike
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
@@ -108,14 +108,14 @@ def by_hand(
     """
     held = past if len(prompt) == 1 else extend(model.lanes, past, [prompt[:-1]])[0]
     assert held is not None
-    host = prepare(model.lanes, held, [fault], donors(model))
-    held, token, said, seen = host.cache, prompt[-1:], [], []
+    context = prepare(model.lanes, held, [fault], donors(model))
+    held, token, said, seen = context.cache, prompt[-1:], [], []
     for step in range(NEW if given is None else len(given)):
         read = held
         if fault.at == "every" or fault.at == step:
             read = copy_of(held)
             pairs = list(zip(read.keys, read.values, strict=True))
-            strike([fault], [Draws()], [0], pairs, read.ledger, host, step)
+            strike([fault], [Draws()], [0], pairs, read.ledger, context, step)
         grown, logits = extend(model.lanes, read, [token])
         if fault.transient:
             keys = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.keys, grown.keys, strict=True))
@@ -208,7 +208,7 @@ def test_a_persistent_fault_at_once_is_corrupt_and_generate(tiny_llama: Model):
     start = tiny_llama.prefill(PROMPT[:-1])
     found = swept(tiny_llama, FAULTS)
     for fault, outcome in zip(FAULTS, found.outcomes, strict=True):
-        damaged = start.corrupt(fault, hosts=[prepare(tiny_llama.lanes, start, [fault], donors(tiny_llama))])
+        damaged = start.corrupt(fault, contexts=[prepare(tiny_llama.lanes, start, [fault], donors(tiny_llama))])
         said = generate(tiny_llama.lanes, [PROMPT[-1:]], damaged, max_new_tokens=NEW, stop=[])
         assert outcome.tokens == said.tokens[0], fault
 
@@ -433,7 +433,7 @@ def test_a_model_in_bfloat16_is_swept(tiny_llama: Model):
     assert max(found.outcomes[-2].kl) < 0.02
     start = model.prefill(PROMPT[:-1])
     for trial, fault in enumerate(FAULTS):
-        damaged = start.corrupt(fault, hosts=[prepare(model.lanes, start, [fault], donors(model))])
+        damaged = start.corrupt(fault, contexts=[prepare(model.lanes, start, [fault], donors(model))])
         logits = extend(model.lanes, damaged, [PROMPT[-1:]])[1][0, -1]
         clean = extend(model.lanes, start, [PROMPT[-1:]])[1][0, -1]
         assert found.outcomes[2 * trial].kl[0] == pytest.approx(float(divergence(clean, logits)[0]), abs=5e-3, rel=0.1)
@@ -565,12 +565,12 @@ def test_first_divergence(clean: tuple[int, ...], other: tuple[int, ...], expect
 
 def test_a_host_is_of_the_cache_as_it_is_seen(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT).evict("T1").reindex("contiguous")
-    host = prepare(tiny_llama.lanes, past, [Gaussian("effect"), PositionShift(by=1)])
-    assert isinstance(host, Host)
-    assert not host.cache.ledger.turned
-    assert host.rotaries is not None
-    assert host.queries is not None
-    assert len(host.queries.rows) == 3
+    context = prepare(tiny_llama.lanes, past, [Gaussian("effect"), PositionShift(by=1)])
+    assert isinstance(context, FaultContext)
+    assert not context.cache.ledger.turned
+    assert context.rotaries is not None
+    assert context.queries is not None
+    assert len(context.queries.rows) == 3
 
 
 def test_a_fault_that_would_never_strike_is_refused(tiny_llama: Model):

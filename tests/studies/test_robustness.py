@@ -94,8 +94,8 @@ def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
     cache = tiny_llama.prefill(sample.tokens)
     case = next(case for case in cases(replace(SMALL, timing="once")) if case.labels["fault"] == name)
     struck = replace(case.trial.fault, scope=replace(case.trial.fault.scope, rate=0.5))
-    host = prepare(tiny_llama.lanes, cache, [struck], trials.donors(tiny_llama, sample, {struck.lender}))
-    damaged, _ = corrupt(cache, struck, [host], [Draws()])
+    context = prepare(tiny_llama.lanes, cache, [struck], trials.donors(tiny_llama, sample, {struck.lender}))
+    damaged, _ = corrupt(cache, struck, [context], [Draws()])
     changed = {
         "k": any(not torch.equal(a, b) for a, b in zip(cache.keys, damaged.keys, strict=True)),
         "v": any(not torch.equal(a, b) for a, b in zip(cache.values, damaged.values, strict=True)),

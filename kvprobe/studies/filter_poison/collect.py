@@ -164,9 +164,9 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
             if fault.lender == "distractor"
             else {}
         )
-        host = prepare(model.lanes, clean, [fault], donors)
+        context = prepare(model.lanes, clean, [fault], donors)
         draws = [Draws(seed=config.seed, sample=case.number)]
-        found.append((family, clean, clean.corrupt(fault, draws=draws, hosts=[host])))
+        found.append((family, clean, clean.corrupt(fault, draws=draws, contexts=[context])))
     return found
 
 

@@ -62,7 +62,7 @@ class Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class Host:
+class FaultContext:
     """One row's clean cache and what else a fault may draw on.
 
     Attributes:
@@ -80,7 +80,7 @@ class Host:
     def __post_init__(self) -> None:
         if self.cache.batch != 1:
             raise UserError(
-                f"A fault's host is one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
+                f"A fault context has one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
             )
         for name, donor in self.donors.items():
             if donor.batch != 1 or donor.shape != self.cache.shape:
@@ -109,7 +109,7 @@ class Host:
 
     @cached_property
     def found(self) -> dict[tuple[object, ...], object]:
-        """What faults have worked out about this host, and will need again."""
+        """What faults have worked out about this context, and will need again."""
         return {}
 
     def _remember(self, donor: str | None, cache: KVCache, layer: int, part: Part) -> Moments:
