@@ -5,21 +5,20 @@ from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.donors import Distractor, ForeignBlock, Splice, StaleBlock, scaffold
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.garbage import NotANumber
 from kvprobe.faults.gaussian import Gaussian
+from kvprobe.faults.not_a_number import NotANumber
 from kvprobe.faults.overlap import OverlappingKV
 from kvprobe.faults.paged import WrongPointers
 from kvprobe.faults.permuted import Permuted
 from kvprobe.faults.position_shift import PositionShift
 from kvprobe.faults.precision import Fp8Saturation, Fp8Scale, QuantisationNoise
 from kvprobe.faults.scope import Scope, bands
-from kvprobe.faults.strike import Broken, Damage
+from kvprobe.faults.strike import Damage, NonFinite
 from kvprobe.faults.struck import Struck
 from kvprobe.faults.zeros import Zeros
 
 __all__ = [
     "BitFlips",
-    "Broken",
     "Damage",
     "Distractor",
     "Draws",
@@ -29,6 +28,7 @@ __all__ = [
     "Fp8Saturation",
     "Fp8Scale",
     "Gaussian",
+    "NonFinite",
     "NotANumber",
     "OverlappingKV",
     "Permuted",

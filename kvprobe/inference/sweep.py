@@ -38,7 +38,7 @@ QUERIES = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """One row of a sweep: a fault, and which repetition of its lots. Trials of one repeat share their lots, whatever the
+    """One row of a sweep: a fault, and which repetition of its draws. Trials of one repeat share their draws, whatever the
     fault; see `kvprobe.faults.draws`."""
 
     fault: Fault
@@ -110,7 +110,7 @@ def sweep(
     Args:
         past: a cache of one row to read the prompt after.
         donors: caches of one row that faults take slots from, by name.
-        sample: number of the prompt, which keeps its lots apart from those of others.
+        sample: number of the prompt, which keeps its draws apart from those of others.
         stop: ids that end a row; the model's own end tokens by default.
         follow: also have each row read the clean answer, for `Outcome.kl`; otherwise that stays empty.
         rows: to a batch, the clean one included; fewer where memory is short.
@@ -289,5 +289,5 @@ class _Pass:
             damage = batch.strike(faults, draws, [place for place, _ in due], self.context, step, transient)
             for place, number in due:
                 said[number].struck += int(damage.count[place])
-                if place in damage.broken:
-                    said[number].broken = str(damage.broken[place])
+                if place in damage.nonfinite:
+                    said[number].broken = str(damage.nonfinite[place])

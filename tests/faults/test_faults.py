@@ -15,7 +15,6 @@ from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
-    Broken,
     Distractor,
     Draws,
     Fault,
@@ -24,6 +23,7 @@ from kvprobe.faults import (
     Fp8Saturation,
     Fp8Scale,
     Gaussian,
+    NonFinite,
     NotANumber,
     OverlappingKV,
     Permuted,
@@ -90,8 +90,8 @@ def test_undo_puts_back_every_bit(fault: Fault, dtype: torch.dtype):
     pairs = [(keys.contiguous(), values.contiguous()) for keys, values in pairs]
     context = context_of(square_cache(0, dtype=dtype))
     faults = [with_rate(fault, rate) for rate in (1.0, 0.5, 0.2)]
-    lots = [Draws(repeat=repeat) for repeat in (0, 0, 1)]
-    damage = strike(faults, lots, [2, 0, 1], pairs, cache.ledger, context, remember=True)
+    draws = [Draws(repeat=repeat) for repeat in (0, 0, 1)]
+    damage = strike(faults, draws, [2, 0, 1], pairs, cache.ledger, context, remember=True)
     struck = KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), cache.ledger)
     assert not same_bits(struck, cache)
     damage.undo()
@@ -122,7 +122,7 @@ def test_slots_that_are_not_struck_keep_their_bits_in_bfloat16(fault: Fault):
         assert untouched.any()
         assert not untouched.all()
         assert torch.equal(now[untouched], before[untouched])
-    assert bool(damage.broken) == isinstance(fault, NotANumber)
+    assert bool(damage.nonfinite) == isinstance(fault, NotANumber)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_scaffold_keeps_delimiters_positions_and_length():
     assert [each for each, own in zip(neutral.ids, tokens.delimiters, strict=True) if not own] == expected
     assert all(a == b for a, b, own in zip(neutral.ids, tokens.ids, tokens.delimiters, strict=True) if own)
     assert replace(neutral, ids=tokens.ids) == tokens
-    with pytest.raises(UserError, match="There is no filler; give at least one token"):
+    with pytest.raises(UserError, match="The scaffold has no filler; give at least one token"):
         scaffold(tokens, [])
 
 
@@ -417,9 +417,9 @@ def order_of(now: Tensor, before: Tensor) -> list[int | None]:
 
 @given(seed=st.integers(0, 2**31), rate=st.floats(0, 1), unit=st.sampled_from(["slot", "layer", "head"]))
 def test_a_permutation_moves_every_struck_slot_among_the_struck(seed: int, rate: float, unit: Any):
-    cache, scope, lots = square_cache(seed), Scope(rate=rate, unit=unit), Draws(seed)
-    found, _ = after(Permuted(scope=scope), cache, lots)
-    zeroed, _ = after(Zeros(scope=scope), cache, lots)
+    cache, scope, draws = square_cache(seed), Scope(rate=rate, unit=unit), Draws(seed)
+    found, _ = after(Permuted(scope=scope), cache, draws)
+    zeroed, _ = after(Zeros(scope=scope), cache, draws)
     orders: dict[tuple[int, int], list[Any]] = {}
     for (_, layer, now), (_, _, hit), (_, _, before) in zip(both(found), both(zeroed), both(cache), strict=True):
         for head in range(HEADS):
@@ -448,10 +448,10 @@ def test_layers_and_heads_are_permuted_apart():
 def test_swapped_pointers_exchange_whole_struck_blocks_in_all_layers_heads_and_parts(
     seed: int, rate: float, slots: int
 ):
-    block, cache, lots = 4, square_cache(seed, slots), Draws(seed)
+    block, cache, draws = 4, square_cache(seed, slots), Draws(seed)
     scope = Scope(rate=rate)
-    found, _ = after(WrongPointers(block=block, scope=scope), cache, lots)
-    hit, _ = after(Zeros(scope=replace(scope, block=block)), cache, lots)
+    found, _ = after(WrongPointers(block=block, scope=scope), cache, draws)
+    hit, _ = after(Zeros(scope=replace(scope, block=block)), cache, draws)
     first = hit.keys[0][0, 0].eq(0).all(-1)
     whole = [number for number in range(slots // block) if first[number * block]]
     orders = [
@@ -543,7 +543,7 @@ def test_overlapping_pages_read_the_same_for_k_and_v(last: Any):
 
 def test_pages_of_unequal_size_do_not_overlap():
     cache = random_cache(0, 1)
-    with pytest.raises(UserError, match="Keys have 4 numbers and values 5; pages of unequal size do not overlap"):
+    with pytest.raises(UserError, match="Keys have 4 numbers and values 5; OverlappingKV needs equal widths"):
         cache.corrupt(OverlappingKV(block=4))
 
 
@@ -681,8 +681,8 @@ def test_one_bit_leaves_two_numbers_to_a_group():
 def test_what_is_no_number_is_found_where_it_stands(value: float, part: Any):
     scope = Scope(layers=[1], heads=[1], slots=[7, 9], parts=part)
     found, damage = after(NotANumber(value, scope=scope), square_cache(0), step=3)
-    assert damage.broken == {0: Broken(part, 1, 1, 7, 3)}
-    assert str(damage.broken[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
+    assert damage.nonfinite == {0: NonFinite(part, 1, 1, 7, 3)}
+    assert str(damage.nonfinite[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
     bad = (found.keys if part == "k" else found.values)[1][0, 1]
     assert not bad[[7, 9]].isfinite().any()
     assert sum(int((~each.isfinite()).sum()) for _, _, each in both(found)) == 2 * WIDTH
@@ -690,8 +690,8 @@ def test_what_is_no_number_is_found_where_it_stands(value: float, part: Any):
 
 def test_a_single_nan_number_is_found():
     _, damage = after(NotANumber(scope=Scope(count=1, unit="number", layers=[2], parts="v")), square_cache(0))
-    assert damage.broken[0].layer == 2
-    assert damage.broken[0].part == "v"
+    assert damage.nonfinite[0].layer == 2
+    assert damage.nonfinite[0].part == "v"
     assert damage.count.tolist() == [1]
 
 
@@ -700,7 +700,7 @@ def test_numbers_whose_sum_overflows_are_not_broken():
     for each in cache.keys + cache.values:
         each.fill_(6e4)
     found, damage = after(Permuted(), cache)
-    assert not damage.broken
+    assert not damage.nonfinite
     assert same_bits(found, cache)
 
 
@@ -716,7 +716,7 @@ def refusal(act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Zeros(at=-1), "Zeros has at=-1; it must be 'every', or a step from 0 on."),
+        (lambda: Zeros(at=-1), "Zeros has at=-1; it must be 'every', or a step, 0 or more."),
         (lambda: Zeros(at="always"), "at='always'; it must be 'every'"),
         (lambda: Gaussian("leyer"), "did you mean 'layer'"),
         (lambda: Gaussian(scale=-1.0), "scale=-1.0; it must be 0 or more"),
@@ -773,10 +773,10 @@ def test_hosts_and_donors_of_several_rows_or_another_shape_are_refused():
 def test_as_many_hosts_and_draws_as_rows():
     cache = square_cache(0).fork(2)
     contexts = [FaultContext(cache.rows([0]))] * 2
-    assert "2 rows, but there are 1 contexts and 2 draws" in refusal(
+    assert "2 rows, but there are 1 fault contexts and 2 draws" in refusal(
         lambda: cache.corrupt(Zeros(), contexts=contexts[:1])
     )
-    assert "2 rows, but there are 2 contexts and 3 draws" in refusal(
+    assert "2 rows, but there are 2 fault contexts and 3 draws" in refusal(
         lambda: cache.corrupt(Zeros(), draws=[Draws()] * 3)
     )
 

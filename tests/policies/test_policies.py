@@ -481,10 +481,10 @@ def test_random_eviction_per_head_draws_every_head_for_itself():
 @few
 def test_random_eviction_spares_the_sinks_and_draws_the_rest_as_without_them(scene: Scene, sinks: int, per_head: bool):
     kept = RandomEviction(4, 7, per_head=per_head, sinks=sinks).keep(scene)
-    lots = RandomEviction(1, 7, per_head=per_head).scores(scene)
+    drawn = RandomEviction(1, 7, per_head=per_head).scores(scene)
     for place in places(scene):
         live = live_at(scene, place)
-        expected = set(live[:sinks]) | best(live[sinks:], lambda slot, p=place: float(lots[p][slot]), 4 - sinks)
+        expected = set(live[:sinks]) | best(live[sinks:], lambda slot, p=place: float(drawn[p][slot]), 4 - sinks)
         assert set(torch.nonzero(kept[place])[:, 0].tolist()) == expected
 
 

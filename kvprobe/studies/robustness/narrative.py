@@ -212,7 +212,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
         title="What was done",
         paragraphs=[
             "Each prompt is read once. From its last token on the answer is decoded greedily, in one batch: a row with the sound "
-            "cache, and a row for each fault at each rate. All rows of an item draw from the same lots, so a higher rate strikes "
+            "cache, and a row for each fault at each rate. All rows of an item share random draws, so a higher rate strikes "
             "what a lower one struck and more, and two faults of one rate strike the same places.",
             f"What is drawn: {UNITS[config.unit]}; the drawn share is the rate, of all slots that hold a token by then, those of the "
             f"answer included. Damage is {TIMINGS[config.timing]}. Faults of pages strike whole blocks of 16 slots, in all "

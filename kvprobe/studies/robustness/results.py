@@ -66,7 +66,7 @@ def ranking_section(metrics: Mapping[str, Any], config: Config) -> Section:
             Table(
                 columns=["task", "contrast", "the first costs more accuracy by", "and more KL by (nats)", "verdict"],
                 rows=contrasts,
-                caption="The same items, rates and lots; averaged over rates. The verdict is on accuracy, or on KL where faults "
+                caption="The same items, rates and draws; averaged over rates. The verdict is on accuracy, or on KL where faults "
                 "are not ranked by accuracy.",
             )
         )
@@ -110,7 +110,7 @@ def distance_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 ],
                 rows=rows,
                 caption=f"{shown_task(name)} at {rate:g} %. First token that differs: median and quartiles, counted from 0. Broken: rows "
-                "with a number that was not finite. Untouched: rows in which the lots struck nothing.",
+                "with a number that was not finite. Untouched: rows in which the draws struck nothing.",
             )
         )
     return Section(
