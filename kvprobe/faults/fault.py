@@ -19,7 +19,7 @@ from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.strike import corrupt
 from kvprobe.faults.struck import Struck
-from kvprobe.names import described
+from kvprobe.names import short_repr
 
 When = int | Literal["every"]
 Need = Literal["rotaries", "queries"]
@@ -91,4 +91,4 @@ class Fault(ABC):
         return corrupt(cache, self, [Host(cache.rows([row])) for row in rows] if hosts is None else hosts, given)[0]
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
-from kvprobe.names import described, unknown
+from kvprobe.names import short_repr, unknown
 
 Unit = Literal["slot", "layer", "head", "number"]
 """What is drawn at once: a slot in all layers and heads; in each layer, or each layer and head, slots of its own; or in each
@@ -79,7 +79,7 @@ class Scope:
             raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)
 
     def eligible(self, ledger: Ledger, row: int = 0) -> Bool[Tensor, "slots"]:
         """The slots of a row from which are drawn.
