@@ -17,7 +17,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known))}."
 
 
-def described(operator: Any) -> str:
+def short_repr(operator: Any) -> str:
     """A dataclass as one would write it."""
     given = [(field, getattr(operator, field.name)) for field in fields(operator) if field.init]
     shown = ", ".join(

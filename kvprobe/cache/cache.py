@@ -21,7 +21,7 @@ from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
 
-PositionLaw = Literal["gapped", "contiguous", "naive"]
+PositionMode = Literal["gapped", "contiguous", "naive"]
 """Where slots stand after others went: where they stood, closed up, or closed up in name only."""
 
 
@@ -133,7 +133,7 @@ class KVCache:
         """Keep only these slots; the opposite of `evict`."""
         return self._keep(self._chosen(segments, slots))
 
-    def reindex(self, law: PositionLaw = "contiguous") -> "KVCache":
+    def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.
 
         `contiguous` counts them from 0 and turns each key, once, from where it was computed. `naive` counts them but
@@ -142,12 +142,12 @@ class KVCache:
 
         Values and deeper layers keep what they learnt of the old positions: that is provenance, not position.
         """
-        if law not in get_args(PositionLaw):
-            raise UserError(unknown("position law", law, get_args(PositionLaw)))
-        if law == "gapped":
+        if mode not in get_args(PositionMode):
+            raise UserError(unknown("position mode", mode, get_args(PositionMode)))
+        if mode == "gapped":
             return self
         closed = self.ledger.closed()
-        return replace(self, ledger=closed if law == "contiguous" else replace(closed, origins=closed.positions))
+        return replace(self, ledger=closed if mode == "contiguous" else replace(closed, origins=closed.positions))
 
     def fork(self, rows: int = 1) -> "KVCache":
         """A cache with `rows` copies of each row; a single row is shared by all its copies, not copied."""

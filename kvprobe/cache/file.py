@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvprobe.cache.ledger import COLUMNS, PADDING, Grain, Ledger
+from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, digest
 
@@ -34,7 +34,7 @@ def save_cache(
         "format": FORMAT,
         "layers": str(len(keys)),
         "names": json.dumps(ledger.names),
-        "grain": json.dumps(ledger.grain and [ledger.grain.bits, ledger.grain.group]),
+        "grain": json.dumps(ledger.quantisation and [ledger.quantisation.bits, ledger.quantisation.group]),
         "made_by": "" if made_by is None else made_by.fingerprint,
     }
     metadata["digest"] = _digest(tensors, metadata)
@@ -63,12 +63,12 @@ def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledg
     try:
         layers = int(metadata["layers"])
         names = json.loads(metadata["names"])
-        grain = json.loads(metadata["grain"])
+        quantisation = json.loads(metadata["grain"])
         made_by = metadata["made_by"]
         ledger = Ledger(
             **{name: tensors.pop(name) for name in _LEDGER_FIELDS},
             names=tuple(map(str, names)),
-            grain=None if grain is None else Grain(*map(int, grain)),
+            quantisation=None if quantisation is None else QuantisationFormat(*map(int, quantisation)),
         )
         keys = tuple(tensors.pop(f"keys.{layer}") for layer in range(layers))
         values = tuple(tensors.pop(f"values.{layer}") for layer in range(layers))
@@ -103,6 +103,6 @@ def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) 
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
     live_fits = live_fits and live.shape[0] in (1, cache_layers) and live.shape[2] in (1, kv_heads)
     named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
-    quantised = ledger.grain is not None or bool((ledger.quantised == -1).all())
+    quantised = ledger.quantisation is not None or bool((ledger.quantised == -1).all())
     if not (len(shape) == 2 and same and live_fits and bool(named.all()) and quantised):
         raise UserError(f"The ledger in {path} does not fit its slots; the file was altered, save it again.")

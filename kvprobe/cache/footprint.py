@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.cache.ledger import Grain, Ledger
+from kvprobe.cache.ledger import Ledger, QuantisationFormat
 from kvprobe.memory.slots import Rounds
 
 
@@ -27,19 +27,19 @@ def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: in
     coarse = ledger.quantised >= 0
     fine_slots = int((live & ~coarse[None, :, None, :]).sum())
     total = fine_slots * (d_key + d_value) * number_bytes
-    if ledger.grain is not None:
-        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.grain, d_key, d_value)
+    if ledger.quantisation is not None:
+        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.quantisation, d_key, d_value)
     return total
 
 
 def _quantised(
     live: Bool[Tensor, "layers batch kv_heads slots"],
     groups: Int[Tensor, "batch slots"],
-    grain: Grain,
+    quantisation: QuantisationFormat,
     d_key: int,
     d_value: int,
 ) -> int:
-    price = Rounds(grain.bits, grain.group)
+    price = Rounds(quantisation.bits, quantisation.group)
     return int(live.sum()) * price.slot_bytes(d_key, d_value) + _groups_held(live, groups) * price.group_bytes(d_key)
 
 

@@ -22,7 +22,7 @@ COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimite
 
 
 @dataclass(frozen=True)
-class Grain:
+class QuantisationFormat:
     """How finely quantised slots are stored.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ledger:
             1 where all layers or heads agree.
         following: the position after the last token that was read, which an eviction of that token does not change.
         names: segment names, in order of first appearance.
-        grain: of the quantised slots; None where there are none.
+        quantisation: of the quantised slots; None where there are none.
     """
 
     tokens: Int[Tensor, "batch slots"]
@@ -64,7 +64,7 @@ class Ledger:
     live: Bool[Tensor, "layers batch kv_heads slots"]
     following: Int[Tensor, "batch"]
     names: tuple[str, ...]
-    grain: Grain | None = None
+    quantisation: QuantisationFormat | None = None
 
     @property
     def batch(self) -> int:
@@ -163,8 +163,8 @@ class Ledger:
     def join(ledgers: "Sequence[Ledger]") -> "Ledger":
         """The rows of several ledgers of as many slots, segment names merged."""
         names = tuple(dict.fromkeys(name for ledger in ledgers for name in ledger.names))
-        grains = {ledger.grain for ledger in ledgers if ledger.grain is not None}
-        if len(grains) > 1:
+        formats = {ledger.quantisation for ledger in ledgers if ledger.quantisation is not None}
+        if len(formats) > 1:
             raise UserError("Caches that were quantised at different precisions cannot be joined.")
         layers = max(ledger.live.shape[0] for ledger in ledgers)
         heads = max(ledger.live.shape[2] for ledger in ledgers)
@@ -175,7 +175,7 @@ class Ledger:
             live=torch.cat([ledger.live.expand(layers, -1, heads, -1) for ledger in ledgers], 1),
             following=torch.cat([ledger.following for ledger in ledgers]),
             names=names,
-            grain=next(iter(grains), None),
+            quantisation=next(iter(formats), None),
         )
 
     def numbered(self, names: tuple[str, ...]) -> Int[Tensor, "batch slots"]:

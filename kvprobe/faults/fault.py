@@ -19,7 +19,7 @@ from kvprobe.faults.draws import Draws
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.strike import corrupt
 from kvprobe.faults.struck import Struck
-from kvprobe.names import described
+from kvprobe.names import short_repr
 
 When = int | Literal["every"]
 Need = Literal["rotaries", "queries"]
@@ -94,4 +94,4 @@ class Fault(ABC):
         )[0]
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)

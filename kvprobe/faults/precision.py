@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache.ledger import Grain
+from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
@@ -90,7 +90,7 @@ class QuantisationNoise(Fault):
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         vectors = struck.of(part)
-        return codes_of_values(vectors[None, :, None], Grain(self.bits, self.group)).numbers()[0, :, 0]
+        return codes_of_values(vectors[None, :, None], QuantisationFormat(self.bits, self.group)).numbers()[0, :, 0]
 
 
 def _check(fault: Fault, value: float, name: str, kind: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
-from kvprobe.names import described, unknown
+from kvprobe.names import short_repr, unknown
 
 Unit = Literal["slot", "layer", "head", "number"]
 """What is drawn at once: a slot in all layers and heads, a slot of one layer, a slot of one layer and head, or a single
@@ -80,7 +80,7 @@ class Scope:
             raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)
 
     def eligible(self, ledger: Ledger, row: int = 0) -> Bool[Tensor, "slots"]:
         """The slots of a row that may be drawn.

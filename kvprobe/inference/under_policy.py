@@ -134,7 +134,7 @@ def apply(
             layers or heads keep different slots.
     """
     for part in acting(policy, step) if parts is None else parts:
-        if part.law == "contiguous" and part.provenance == "retained":
+        if part.mode == "contiguous" and part.provenance == "retained":
             _ = lanes.rotaries  # refuses learned positions before anything is done
         if isinstance(part, PruneToolResults) and part.placeholder is not None:
             acted = _with_placeholders(lanes, part, scene)
@@ -244,13 +244,13 @@ def _with_placeholders(lanes: Lanes, policy: PruneToolResults, scene: Scene) -> 
         text = ledger.in_segments([name]) & ~ledger.delimiters & ledger.kept
         if not bool(text.any(1).all()):
             raise UserError(f"Only some rows hold {name!r}; prune rows of different conversations one by one.")
-        if policy.law == "gapped" and len(ids) > int(text.sum(1).min()):
+        if policy.mode == "gapped" and len(ids) > int(text.sum(1).min()):
             raise UserError(
                 f"The placeholder has {len(ids)} tokens and does not fit the positions of {name!r}; "
-                f"shorten it, or use law='contiguous'."
+                f"shorten it, or use mode='contiguous'."
             )
         scene = _replaced(lanes, scene, text, ids, name)
-    return settle(scene, scene.live, policy.law)
+    return settle(scene, scene.live, policy.mode)
 
 
 def _replaced(lanes: Lanes, scene: Scene, text: Bool[Tensor, "batch slots"], ids: Sequence[int], name: str) -> Scene:

@@ -80,13 +80,13 @@ def _snapkv(budget: Any, window: Any = 16, kernel: Any = 7, *, every: Any = None
 
 
 def _random_eviction(
-    budget: Any, seed: Any, per_head: Any = False, sinks: Any = 0, *, every: Any = 1, law: str = "gapped"
+    budget: Any, seed: Any, per_head: Any = False, sinks: Any = 0, *, every: Any = 1, mode: str = "gapped"
 ) -> Evicts:
     slots = _whole("RandomEviction", "budget", budget, 1)
     _whole("RandomEviction", "seed", seed, 0)
     protected = _whole("RandomEviction", "sinks", sinks, 0, slots)
-    if law != "gapped" and every is not None:
-        raise UserError(f"RandomEviction with law={law!r} acts once; give every=None.")
+    if mode != "gapped" and every is not None:
+        raise UserError(f"RandomEviction with mode={mode!r} acts once; give every=None.")
     return Evicts(slots, every, protected=protected)
 
 
@@ -100,10 +100,10 @@ def _head_budgets(policy: Any, floor: Any = 0.2) -> Evicts:
 
 
 def _quantise(
-    bits: Any, group: Any = 32, tail: Any = 128, *, every: Any = 1, law: str = "gapped", provenance: str = "retained"
+    bits: Any, group: Any = 32, tail: Any = 128, *, every: Any = 1, mode: str = "gapped", provenance: str = "retained"
 ) -> Rounds:
-    if law != "gapped" or provenance != "retained":
-        raise UserError("Quantise moves and recomputes nothing; leave law and provenance out.")
+    if mode != "gapped" or provenance != "retained":
+        raise UserError("Quantise moves and recomputes nothing; leave mode and provenance out.")
     return Rounds(
         _whole("Quantise", "bits", bits, 1, 8),
         _whole("Quantise", "group", group, 1),
@@ -135,7 +135,7 @@ PARAMETERS = {
 _SCORED = ("H2O", "TOVA", "SnapKV", "RandomEviction")
 """Policies whose budget can be shared out otherwise."""
 
-_COMMON = {"law": ("gapped", "contiguous", "naive"), "provenance": ("retained", "recomputed")}
+_COMMON = {"mode": ("gapped", "contiguous", "naive"), "provenance": ("retained", "recomputed")}
 
 
 def _made(name: str, settings: Mapping[str, Any]) -> Evicts | Rounds:

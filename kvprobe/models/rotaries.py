@@ -49,10 +49,10 @@ def rotaries_of(plain: Any, geometry: Geometry) -> tuple[Rotary | None, ...]:
             raise UserError(
                 f"The keys of layer {layer} of {type(plain).__name__} do not turn with position by any of the "
                 f"model's frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
-                f"use law='gapped', or recompute the slots."
+                f"use mode='gapped', or recompute the slots."
                 if candidates
                 else f"{type(plain).__name__} has learned positions (or sinusoidal ones, added as those are), which sit in K and V "
-                f"of every layer and cannot be re-indexed; use law='gapped', or recompute the slots."
+                f"of every layer and cannot be re-indexed; use mode='gapped', or recompute the slots."
             )
         found.append(None if best is None else candidates[best])
     return tuple(found)
@@ -72,7 +72,7 @@ def _candidates(plain: Any) -> list[Rotary]:
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             raise UserError(
                 f"{type(plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
-                f"cannot be turned to another position; use law='gapped', or recompute the slots."
+                f"cannot be turned to another position; use mode='gapped', or recompute the slots."
             )
         for name, frequencies in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.cache.cache import PositionLaw
+from kvprobe.cache.cache import PositionMode
 from kvprobe.checks import require_share
 from kvprobe.errors import UserError
 from kvprobe.memory.slots import layer_counts
@@ -15,11 +15,11 @@ from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
 
 @dataclass(frozen=True)
 class Rebudgeted(Scored):
-    """Another policy's scores, total, law, provenance and pace; the total is to be shared out otherwise."""
+    """Another policy's scores, total, mode, provenance and pace; the total is to be shared out otherwise."""
 
     budget: int = field(init=False, repr=False)
     policy: Scored
-    law: PositionLaw = field(init=False, repr=False, default="gapped")
+    mode: PositionMode = field(init=False, repr=False, default="gapped")
     provenance: Provenance = field(init=False, repr=False, default="retained")
     every: int | None = field(init=False, repr=False, default=1)
 
@@ -32,7 +32,7 @@ class Rebudgeted(Scored):
             raise UserError(
                 f"{type(self).__name__} shares out the budget of a policy that scores slots; {self.policy} has none."
             )
-        for name in ("budget", "law", "provenance", "every"):
+        for name in ("budget", "mode", "provenance", "every"):
             object.__setattr__(self, name, getattr(self.policy, name))
         super().__post_init__()
 

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache.cache import KVCache, PositionLaw
+from kvprobe.cache.cache import KVCache, PositionMode
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
-from kvprobe.names import described, unknown
+from kvprobe.names import short_repr, unknown
 from kvprobe.policies.attention import Attention
 
 Provenance = Literal["retained", "recomputed"]
@@ -67,18 +67,18 @@ class Policy(ABC):
     """A rule for spending less cache.
 
     Attributes:
-        law: where the slots that stay stand afterwards.
+        mode: where the slots that stay stand afterwards.
         provenance: whether they are retained as they are, or computed again from their tokens alone.
         every: generated tokens between two acts; None to act after the prompt only.
     """
 
-    law: PositionLaw = "gapped"
+    mode: PositionMode = "gapped"
     provenance: Provenance = "retained"
     every: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.law not in get_args(PositionLaw):
-            raise UserError(unknown("position law", self.law, get_args(PositionLaw)))
+        if self.mode not in get_args(PositionMode):
+            raise UserError(unknown("position mode", self.mode, get_args(PositionMode)))
         if self.provenance not in get_args(Provenance):
             raise UserError(unknown("provenance", self.provenance, get_args(Provenance)))
         if self.every is not None:
@@ -101,7 +101,7 @@ class Policy(ABC):
 
     def act(self, scene: Scene) -> Scene:
         """The scene with what goes gone. Slots that no layer or head keeps leave memory; the rest stand where the
-        law says. Computing slots again needs a model: see `kvprobe.inference.under_policy.apply`.
+        mode says. Computing slots again needs a model: see `kvprobe.inference.under_policy.apply`.
 
         Raises:
             UserError: the policy needs attention that was not watched, or leaves a layer or head without a slot.
@@ -110,10 +110,10 @@ class Policy(ABC):
             self._refuse_unwatched(scene.attention, self.observes)
         live = scene.live & self.keep(scene)
         self._refuse_empty(live, scene.live)
-        return settle(scene, live, self.law)
+        return settle(scene, live, self.mode)
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)
 
     def __or__(self, other: "Policy") -> "Chain":
         return Chain(self.parts + other.parts)
@@ -192,15 +192,15 @@ class Scored(Policy):
         return highest(self.scores(scene), scene.live, self.budget)
 
 
-def settle(scene: Scene, live: Live, law: PositionLaw) -> Scene:
-    """The scene with this liveness: slots that no layer or head keeps leave memory, the rest follow the law."""
+def settle(scene: Scene, live: Live, mode: PositionMode) -> Scene:
+    """The scene with this liveness: slots that no layer or head keeps leave memory, the rest follow the position mode."""
     narrow = live[:1] if bool((live == live[:1]).all()) else live
     narrow = narrow[:, :, :1] if bool((narrow == narrow[:, :, :1]).all()) else narrow
     cache = replace(scene.cache, ledger=replace(scene.cache.ledger, live=narrow))
     scene = scene.with_cache(cache)
     if not bool(cache.ledger.kept.all()):
         scene = scene.take(*cache.ledger.order(cache.ledger.kept))
-    return scene.with_cache(scene.cache.reindex(law)) if law != "gapped" else scene
+    return scene.with_cache(scene.cache.reindex(mode)) if mode != "gapped" else scene
 
 
 def highest(

@@ -12,7 +12,7 @@ class PruneToolResults(Policy):
 
     Tool results are the segments whose name starts with `prefix`, in order of first appearance. With a `placeholder` its
     tokens are read where the text stood, seeing what stands before (this needs a model: `Model.apply`). Retained, as here
-    by default, is a `cache_edits` pruning (seed 003); `provenance="recomputed", law="contiguous"` is what an API does that
+    by default, is a `cache_edits` pruning (seed 003); `provenance="recomputed", mode="contiguous"` is what an API does that
     edits the message list and reads it anew.
     """
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.ledger import Grain
+from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
@@ -34,16 +34,16 @@ class Quantise(Policy):
         self._whole("bits", 1, 8)
         self._whole("group", 1)
         self._whole("tail", 0)
-        if self.provenance != "retained" or self.law != "gapped":
-            raise UserError("Quantise moves and recomputes nothing; put its law and provenance on another policy.")
+        if self.provenance != "retained" or self.mode != "gapped":
+            raise UserError("Quantise moves and recomputes nothing; put its mode and provenance on another policy.")
 
     def keep(self, scene: Scene) -> Live:
         return torch.ones_like(scene.live)
 
     def act(self, scene: Scene) -> Scene:
-        cache, grain = scene.cache, Grain(self.bits, self.group)
-        if cache.ledger.grain not in (None, grain):
-            raise UserError(f"The cache was quantised at {cache.ledger.grain}; {self} cannot go on from there.")
+        cache, quantisation = scene.cache, QuantisationFormat(self.bits, self.group)
+        if cache.ledger.quantisation not in (None, quantisation):
+            raise UserError(f"The cache was quantised at {cache.ledger.quantisation}; {self} cannot go on from there.")
         leaving = [self._leaving(cache, row) for row in range(cache.batch)]
         quantised = cache.ledger.quantised.clone()
         for row, slots in enumerate(leaving):
@@ -51,19 +51,19 @@ class Quantise(Policy):
                 numbers = int(quantised[row].max()) + 1 + torch.arange(len(slots), device=slots.device)
                 quantised[row, slots.flatten()] = numbers.repeat_interleave(self.group)
 
-        def rounded(tensor: Tensor, codes_of: Callable[[Tensor, Grain], Codes]) -> Tensor:
+        def rounded(tensor: Tensor, codes_of: Callable[[Tensor, QuantisationFormat], Codes]) -> Tensor:
             if not any(slots.numel() for slots in leaving):
                 return tensor
             # A copy of its own: rows of a fork share storage, and so do caches.
             written = tensor.clone(memory_format=torch.contiguous_format)
             for row, slots in enumerate(leaving):
                 if slots.numel():
-                    written[row][:, slots] = codes_of(tensor[row][:, slots], grain).numbers().to(tensor.dtype)
+                    written[row][:, slots] = codes_of(tensor[row][:, slots], quantisation).numbers().to(tensor.dtype)
             return written
 
         keys = tuple(rounded(tensor, codes_of_keys) for tensor in cache.keys)
         values = tuple(rounded(tensor, codes_of_values) for tensor in cache.values)
-        ledger = replace(cache.ledger, quantised=quantised, grain=grain)
+        ledger = replace(cache.ledger, quantised=quantised, quantisation=quantisation)
         return scene.with_cache(replace(cache, keys=keys, values=values, ledger=ledger))
 
     def _leaving(self, cache: KVCache, row: int) -> Int[Tensor, "groups group"]:
@@ -120,19 +120,19 @@ class Codes:
         )
 
 
-def codes_of_keys(keys: Float[Tensor, "kv_heads groups group d_head"], grain: Grain) -> Codes:
+def codes_of_keys(keys: Float[Tensor, "kv_heads groups group d_head"], quantisation: QuantisationFormat) -> Codes:
     """Per channel, over the slots of each group."""
-    return Codes.of(keys, grain.bits, axis=2)
+    return Codes.of(keys, quantisation.bits, axis=2)
 
 
-def codes_of_values(values: Float[Tensor, "kv_heads groups group d_value"], grain: Grain) -> Codes:
+def codes_of_values(values: Float[Tensor, "kv_heads groups group d_value"], quantisation: QuantisationFormat) -> Codes:
     """Per slot, over groups of channels."""
-    width = min(grain.group, values.shape[3])
+    width = min(quantisation.group, values.shape[3])
     if values.shape[3] % width:
         raise UserError(
-            f"Values of {values.shape[3]} numbers cannot be quantised in groups of {grain.group}; give a divisor."
+            f"Values of {values.shape[3]} numbers cannot be quantised in groups of {quantisation.group}; give a divisor."
         )
-    return Codes.of(values.unflatten(3, (-1, width)), grain.bits, axis=4)
+    return Codes.of(values.unflatten(3, (-1, width)), quantisation.bits, axis=4)
 
 
 _SMALLEST_HALF = 2.0**-24

@@ -21,7 +21,7 @@ class RandomEviction(Scored):
     With `sinks`, the first live slots are spared, so that a policy which beats this one knows more than to keep those.
     Each slot draws its lot once, from `seed`, its row's sample and its origin, and the highest lots stay: at every step
     a uniform draw from all slots so far, whatever is beside the row in the batch. Where positions are closed up between
-    acts, new slots would take the origins of old ones, and their lots; so with another law than `gapped` it acts once.
+    acts, new slots would take the origins of old ones, and their lots; so with another mode than `gapped` it acts once.
     """
 
     seed: int
@@ -31,10 +31,10 @@ class RandomEviction(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("seed", 0)
-        if self.law != "gapped" and self.every is not None:
+        if self.mode != "gapped" and self.every is not None:
             raise UserError(
-                f"RandomEviction with law={self.law!r} would draw the same lots again for new slots; give every=None, so that it "
-                f"acts after the prompt only, or law='gapped'."
+                f"RandomEviction with mode={self.mode!r} would draw the same lots again for new slots; give every=None, so that it "
+                f"acts after the prompt only, or mode='gapped'."
             )
         self._whole("sinks", 0, self.budget)
 

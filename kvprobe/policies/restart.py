@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvprobe.cache.cache import PositionLaw
+from kvprobe.cache.cache import PositionMode
 from kvprobe.policies.mask_spans import MaskSpans
 from kvprobe.policies.policy import Provenance
 
@@ -19,5 +19,5 @@ class RestartInPlace(MaskSpans):
 class RestartRebuilt(MaskSpans):
     """Drop the segments and compute the rest again at positions from 0, as an engine does whose cache has expired."""
 
-    law: PositionLaw = field(default="contiguous", kw_only=True)
+    mode: PositionMode = field(default="contiguous", kw_only=True)
     provenance: Provenance = field(default="recomputed", kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvprobe.cache.cache import PositionLaw
+from kvprobe.cache.cache import PositionMode
 from kvprobe.policies.policy import Live, Policy, Scene, age, rank
 
 
@@ -11,13 +11,13 @@ class SinkWindow(Policy):
     """Keep the first `sinks` live slots and the last `window`, and close the positions up.
 
     Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453): positions are those
-    within the cache, so the law is contiguous unless another is named; keys are turned from where they were computed at
+    within the cache, so the position mode is contiguous unless another is named; keys are turned from where they were computed at
     each reading, which is what the paper does by caching them before the rotary embedding.
     """
 
     sinks: int
     window: int
-    law: PositionLaw = field(default="contiguous", kw_only=True)
+    mode: PositionMode = field(default="contiguous", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ from jinja2 import TemplateError, TemplateRuntimeError
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
-PositionLaw = Literal["gapped", "contiguous"]
+PositionMode = Literal["gapped", "contiguous"]
 
 PLAIN_CHAT_TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}"
@@ -173,13 +173,13 @@ class Transcript:
     Attributes:
         messages: in order.
         hidden: segments that are left out of the tokens (see `without`).
-        law: where the tokens after a hidden segment stand: `gapped` keeps the positions that they would have
+        mode: where the tokens after a hidden segment stand: `gapped` keeps the positions that they would have
             had, `contiguous` closes the gap.
     """
 
     messages: tuple[Message, ...]
     hidden: frozenset[str] = frozenset()
-    law: PositionLaw = "gapped"
+    mode: PositionMode = "gapped"
 
     @classmethod
     def from_messages(cls, messages: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None) -> "Transcript":
@@ -213,7 +213,7 @@ class Transcript:
         """Segment names in order, hidden ones included."""
         return tuple(dict.fromkeys(message.segment for message in self.messages))
 
-    def without(self, *segments: str, law: PositionLaw = "gapped") -> "Transcript":
+    def without(self, *segments: str, mode: PositionMode = "gapped") -> "Transcript":
         """The conversation as if these segments had never been said: prefill it to restart.
 
         `gapped` (the default) leaves the other tokens where they were, so that the cache differs from a masked
@@ -222,9 +222,9 @@ class Transcript:
         for name in segments:
             if name not in self.segments:
                 raise UserError(unknown("segment", name, self.segments))
-        if law not in get_args(PositionLaw):
-            raise UserError(unknown("position law", law, get_args(PositionLaw)))
-        return replace(self, hidden=self.hidden | set(segments), law=law)
+        if mode not in get_args(PositionMode):
+            raise UserError(unknown("position mode", mode, get_args(PositionMode)))
+        return replace(self, hidden=self.hidden | set(segments), mode=mode)
 
     def tokens(self, tokenizer: Tokenizer, generation_prompt: bool = False) -> Tokens:
         """The tokens of the conversation by the tokenizer's chat template.
@@ -261,12 +261,12 @@ class Transcript:
         first_hidden = next(index for index, segment in enumerate(every.segments) if segment in self.hidden)
         return Tokens(
             ids=tuple(every.ids[index] for index in kept),
-            positions=tuple(kept) if self.law == "gapped" else tuple(range(len(kept))),
+            positions=tuple(kept) if self.mode == "gapped" else tuple(range(len(kept))),
             segments=tuple(every.segments[index] for index in kept),
             parts=tuple(every.parts[index] for index in kept),
             recomputed=tuple(index > first_hidden for index in kept),
             delimiters=tuple(every.delimiters[index] for index in kept),
-            end=len(every) if self.law == "gapped" else None,
+            end=len(every) if self.mode == "gapped" else None,
         )
 
     def _layout(self, tokenizer: Tokenizer, generation_prompt: bool) -> "tuple[str, list[_Piece]]":

@@ -169,7 +169,7 @@ def test_keys_that_cannot_be_turned_are_refused_in_a_sentence(kind: str, tiny_mo
     }[kind]()
     reason = "learned positions" if kind == "learned" else "changes its rotary frequencies with the length"
     cache = prefill(model.lanes, [random_tokens(0, {"T1": 2, "T2": 3})]).evict("T1").reindex()
-    with pytest.raises(UserError, match=rf"^[^\n]*{reason}[^\n]*; use law='gapped', or recompute the slots\.$"):
+    with pytest.raises(UserError, match=rf"^[^\n]*{reason}[^\n]*; use mode='gapped', or recompute the slots\.$"):
         extend(model.lanes, cache, [random_tokens(1, {"question": 1}, start=3)])
 
 
@@ -232,7 +232,7 @@ def test_reindexing_by_the_gapped_law_changes_nothing():
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_position_law_is_refused_with_the_near_match():
-    with pytest.raises(UserError, match=r"no position law called 'contigous'; did you mean 'contiguous'"):
+    with pytest.raises(UserError, match=r"no position mode called 'contigous'; did you mean 'contiguous'"):
         random_cache(0).reindex("contigous")
 
 
@@ -259,7 +259,7 @@ def test_the_naive_law_feeds_keys_as_they_were_to_queries_counted_by_length(tiny
 def test_the_naive_law_differs_from_the_contiguous_one(tiny_llama: Model):
     cache = shortened(tiny_llama)
     question = [random_tokens(1, {"question": 3}, start=cache.slots)]
-    found = [extend(tiny_llama.lanes, cache.reindex(law), question, logits=3)[1] for law in ("naive", "contiguous")]
+    found = [extend(tiny_llama.lanes, cache.reindex(mode), question, logits=3)[1] for mode in ("naive", "contiguous")]
     assert relative_difference(*found) > 1e-3
 
 
@@ -283,13 +283,13 @@ def test_the_warning_names_the_row_whose_positions_are_taken(tiny_llama: Model):
         extend(tiny_llama.lanes, cache, [random_tokens(row, {"T2": 1}, start=3) for row in range(2)])
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous", "naive"])
-def test_positions_that_follow_the_cache_draw_no_warning_under_any_law(tiny_llama: Model, law: str):
-    cache = shortened(tiny_llama).reindex(law)
+@pytest.mark.parametrize("mode", ["gapped", "contiguous", "naive"])
+def test_positions_that_follow_the_cache_draw_no_warning_under_any_mode(tiny_llama: Model, mode: str):
+    cache = shortened(tiny_llama).reindex(mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         following = int(cache.ledger.following)
-        assert following == (17 if law == "gapped" else 8)
+        assert following == (17 if mode == "gapped" else 8)
         extend(tiny_llama.lanes, cache, [random_tokens(1, {"question": 2}, start=following)])
 
 

@@ -159,7 +159,7 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
     "float seed": lambda model: RandomEviction(4, 1.5),
     "float keep_last": lambda model: PruneToolResults(1.5),
     "bool layer of values": lambda model: model.apply(ZeroValues("m0", layers=[True]), model.prefill(CHAT)),
-    "no such law": lambda model: Transcript.from_messages(CHAT).without("m1", law="foo"),
+    "no such mode": lambda model: Transcript.from_messages(CHAT).without("m1", mode="foo"),
     "no rows of generators": lambda model: kv.row_generators(0, 0),
     "float seed of generators": lambda model: kv.row_generators(1.5, 2),
     "no message": lambda model: Transcript.from_messages([]),

@@ -155,17 +155,17 @@ class Play:
         return self.model.geometry.max_position is None
 
     def policy(self, kind: str, rng: random.Random) -> Policy:
-        law = rng.choice(["gapped", "contiguous"]) if self.turns else "gapped"
+        mode = rng.choice(["gapped", "contiguous"]) if self.turns else "gapped"
         count = rng.randint(2, 6)
         made: dict[str, Callable[[], Policy]] = {
-            "window": lambda: SlidingWindow(count, law=law),
-            "sinks": lambda: SinkWindow(rng.randint(0, 2), count, law=law),
+            "window": lambda: SlidingWindow(count, mode=mode),
+            "sinks": lambda: SinkWindow(rng.randint(0, 2), count, mode=mode),
             "random": lambda: RandomEviction(
-                count, rng.randint(0, 9), per_head=rng.random() < 0.5, law=law, every=None
+                count, rng.randint(0, 9), per_head=rng.random() < 0.5, mode=mode, every=None
             ),
-            "H2O": lambda: H2O(count, law=law),
-            "TOVA": lambda: TOVA(count, law=law),
-            "SnapKV": lambda: SnapKV(max(4, count), window=rng.randint(1, 4), kernel=rng.choice([1, 3]), law=law),
+            "H2O": lambda: H2O(count, mode=mode),
+            "TOVA": lambda: TOVA(count, mode=mode),
+            "SnapKV": lambda: SnapKV(max(4, count), window=rng.randint(1, 4), kernel=rng.choice([1, 3]), mode=mode),
         }
         return made[kind]()
 
@@ -183,7 +183,7 @@ class Play:
                     kept[:, :, held[-1]] = live[:, index, :, slot]
             assert not bool((kept & ~row.alive).any())
             row.alive, row.held = kept, held
-            if policy.law == "contiguous":
+            if policy.mode == "contiguous":
                 row.renumber(naively=False)
 
     def check(self) -> None:

@@ -378,9 +378,9 @@ def test_a_row_that_breaks_only_while_it_follows_is_marked_broken_too(tiny_llama
 # Caches with a history.
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous", "naive"])
-def test_an_edited_cache_is_swept_as_it_is_read(tiny_llama: Model, law: Any):
-    past = tiny_llama.prefill(PROMPT).evict("T1").reindex(law)
+@pytest.mark.parametrize("mode", ["gapped", "contiguous", "naive"])
+def test_an_edited_cache_is_swept_as_it_is_read(tiny_llama: Model, mode: Any):
+    past = tiny_llama.prefill(PROMPT).evict("T1").reindex(mode)
     before = copy_of(past)
     question = random_tokens(6, {"question": 4}, start=int(past.ledger.following[0]))
     faults = [*FAULTS[:1], *FAULTS[3:8], Permuted(), PositionShift(by=2), Zeros(scope=SOME, at="every", transient=True)]

@@ -51,8 +51,8 @@ seeds = st.integers(0, 2**31)
 
 UNIFORM: list[Policy] = [
     SlidingWindow(6),
-    SlidingWindow(6, law="contiguous"),
-    SinkWindow(2, 4, law="gapped"),
+    SlidingWindow(6, mode="contiguous"),
+    SinkWindow(2, 4, mode="gapped"),
     RandomEviction(6, 0),
     SlidingWindow(6, provenance="recomputed"),
 ]
@@ -80,7 +80,7 @@ def close(model: Model, policy: Policy) -> Policy:
         return policy
     if isinstance(policy, Chain):
         return Chain(tuple(close(model, part) for part in policy.members))
-    return replace(policy, law="gapped")
+    return replace(policy, mode="gapped")
 
 
 # What is held.
@@ -149,7 +149,7 @@ PACED: list[Policy] = [
     H2O(5, every=2),
     SnapKV(6, window=2),
     SlidingWindow(9, every=None) | H2O(6, every=2) | TOVA(5, every=3),
-    Quantise(4, group=4, tail=2) | SlidingWindow(7, law="contiguous"),
+    Quantise(4, group=4, tail=2) | SlidingWindow(7, mode="contiguous"),
 ]
 
 
@@ -212,7 +212,7 @@ BATCHED: list[Policy] = [
     HeadBudgets(H2O(4)),
     LayerBudgets(H2O(5)),
     Quantise(4, group=4, tail=2),
-    SlidingWindow(5, law="contiguous", provenance="recomputed"),
+    SlidingWindow(5, mode="contiguous", provenance="recomputed"),
 ]
 
 
@@ -304,7 +304,7 @@ def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_mo
     coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
     with pytest.raises(UserError, match="different precisions"):
         KVCache.join([coarse, fine])
-    assert KVCache.join([llama, fine]).ledger.grain == fine.ledger.grain
+    assert KVCache.join([llama, fine]).ledger.quantisation == fine.ledger.quantisation
     with pytest.raises(UserError, match="no caches to join"):
         KVCache.join([])
 
@@ -421,20 +421,20 @@ def test_lanes_agree_on_a_ragged_cache_read_in_chunks_and_token_by_token(tiny: M
 # Computed again.
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous"])
+@pytest.mark.parametrize("mode", ["gapped", "contiguous"])
 @pytest.mark.parametrize("lane", LANES)
-def test_a_window_computed_again_is_a_restart_on_its_tokens(tiny: Model, law: str, lane: str):
+def test_a_window_computed_again_is_a_restart_on_its_tokens(tiny: Model, mode: str, lane: str):
     tokens = random_tokens(0, {"T1": 9, "T2": 6})
-    policy = SlidingWindow(8, law=law, provenance="recomputed")
+    policy = SlidingWindow(8, mode=mode, provenance="recomputed")
     found = apply(tiny.lanes, policy, Scene(prefill(tiny.lanes, [tokens], lane)), lane=lane).cache
-    last = tokens[7:] if law == "gapped" else tokens[7:].shifted(0)
+    last = tokens[7:] if mode == "gapped" else tokens[7:].shifted(0)
     expected = prefill(tiny.lanes, [replace(last, recomputed=(True,) * 8)], lane)
     assert_close_caches(found, expected)
 
 
 def test_a_generation_under_a_window_computed_again_restarts_at_each_token(tiny_llama: Model):
     prompt = random_tokens(0, {"T1": 12})
-    policy = SlidingWindow(6, law="contiguous", provenance="recomputed")
+    policy = SlidingWindow(6, mode="contiguous", provenance="recomputed")
     found = generate(tiny_llama.lanes, [prompt], max_new_tokens=6, stop=(), policy=policy)
     said = list(prompt.ids)
     # The first token follows the whole prompt; each later one the window and the token before it.
@@ -474,7 +474,7 @@ def test_a_rebuilt_restart_is_a_prefill_of_the_conversation_without_the_segments
     tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
 ):
     found = tiny.apply(RestartRebuilt(segments), tiny.prefill(chat))
-    expected = tiny.prefill(chat.without(*names_of(segments), law="contiguous"))
+    expected = tiny.prefill(chat.without(*names_of(segments), mode="contiguous"))
     assert_restarted(found, expected)
 
 
@@ -483,7 +483,7 @@ def test_a_restart_in_place_is_a_prefill_of_the_conversation_with_gaps(
     tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
 ):
     found = tiny.apply(RestartInPlace(segments), tiny.prefill(chat))
-    expected = tiny.prefill(chat.without(*names_of(segments), law="gapped"))
+    expected = tiny.prefill(chat.without(*names_of(segments), mode="gapped"))
     assert_restarted(found, expected)
     masked = tiny.apply(MaskSpans(segments), tiny.prefill(chat))
     assert torch.equal(masked.ledger.positions, found.ledger.positions)
@@ -551,11 +551,11 @@ def test_a_transcript_tells_delimiters_from_texts(tiny_llama: Model, chat: Trans
     assert tuple(cache.ledger.delimiters[0].tolist()) == tokens.delimiters
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous"])
-def test_masking_a_span_drops_it_with_its_delimiters_or_leaves_these(tiny_llama: Model, chat: Transcript, law: str):
+@pytest.mark.parametrize("mode", ["gapped", "contiguous"])
+def test_masking_a_span_drops_it_with_its_delimiters_or_leaves_these(tiny_llama: Model, chat: Transcript, mode: str):
     cache = tiny_llama.prefill(chat)
-    dropped = tiny_llama.apply(MaskSpans("T1", law=law), cache)
-    kept = tiny_llama.apply(MaskSpans("T1", delimiters="kept", law=law), cache)
+    dropped = tiny_llama.apply(MaskSpans("T1", mode=mode), cache)
+    kept = tiny_llama.apply(MaskSpans("T1", delimiters="kept", mode=mode), cache)
     assert decoded(tiny_llama, dropped, "T1") == ""
     assert decoded(tiny_llama, kept, "T1") == "<|im_start|>user\n<|im_end|>\n"
     for found in (dropped, kept):
@@ -564,7 +564,7 @@ def test_masking_a_span_drops_it_with_its_delimiters_or_leaves_these(tiny_llama:
         for tensor, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
             assert torch.equal(tensor, before[:, :, places])
         closed = found.ledger.positions[0].tolist() == list(range(found.slots))
-        assert closed == (law == "contiguous")
+        assert closed == (mode == "contiguous")
 
 
 def test_zeroed_values_give_nothing_and_their_keys_stay(tiny: Model, chat: Transcript):
@@ -611,13 +611,13 @@ KEPT_LAST = [(0, ["tool one", "tool two", "tool three"]), (1, ["tool one", "tool
 
 @pytest.mark.parametrize(("keep_last", "pruned"), KEPT_LAST)
 @pytest.mark.parametrize("placeholder", [None, "a.", "the 1"])
-@pytest.mark.parametrize("law", ["gapped", "contiguous"])
+@pytest.mark.parametrize("mode", ["gapped", "contiguous"])
 def test_pruned_results_are_replaced_and_the_rest_is_bit_for_bit_what_it_was(
-    tiny_llama: Model, chat: Transcript, keep_last: int, pruned: list[str], placeholder: str | None, law: str
+    tiny_llama: Model, chat: Transcript, keep_last: int, pruned: list[str], placeholder: str | None, mode: str
 ):
     cache = tiny_llama.prefill(chat)
     before = copy_of(cache)
-    found = tiny_llama.apply(PruneToolResults(keep_last, placeholder, law=law), cache)
+    found = tiny_llama.apply(PruneToolResults(keep_last, placeholder, mode=mode), cache)
     assert_bit_identical(cache, before)
     assert found.ledger.tokens[0].tolist() == texts_by_hand(chat, tiny_llama, placeholder, pruned)
     text = cache.ledger.in_segments(pruned)[0] & ~cache.ledger.delimiters[0]
@@ -625,7 +625,7 @@ def test_pruned_results_are_replaced_and_the_rest_is_bit_for_bit_what_it_was(
     for after, tensor in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
         assert torch.equal(after[:, :, ~new], tensor[:, :, ~text])
     assert bool(found.ledger.live.all())
-    if law == "contiguous":
+    if mode == "contiguous":
         assert found.ledger.positions[0].tolist() == list(range(found.slots))
         assert found.ledger.following[0] == found.slots
     else:
@@ -663,7 +663,7 @@ def test_a_placeholder_sees_what_stands_before_it_and_no_text_that_went(tiny: Mo
 def test_results_pruned_and_computed_again_are_the_edited_conversation_read_anew(
     tiny: Model, chat: Transcript, placeholder: str | None
 ):
-    policy = PruneToolResults(1, placeholder, law="contiguous", provenance="recomputed")
+    policy = PruneToolResults(1, placeholder, mode="contiguous", provenance="recomputed")
     found = tiny.apply(policy, tiny.prefill(chat))
     expected = prefill(tiny.lanes, [Tokens.of(texts_by_hand(chat, tiny, placeholder, ["tool one", "tool two"]))])
     assert torch.equal(found.ledger.tokens, expected.ledger.tokens)
@@ -676,7 +676,7 @@ def test_results_pruned_and_computed_again_are_the_edited_conversation_read_anew
 def test_what_stands_behind_a_replaced_result_is_marked_however_long_its_placeholder(
     tiny_llama: Model, chat: Transcript, placeholder: str
 ):
-    policy = PruneToolResults(2, placeholder, law="contiguous", provenance="recomputed")
+    policy = PruneToolResults(2, placeholder, mode="contiguous", provenance="recomputed")
     ledger = tiny_llama.apply(policy, tiny_llama.prefill(chat)).ledger
     assert not bool(ledger.recomputed[ledger.in_segments(["system", "T1"])].any())
     assert bool(ledger.recomputed[ledger.in_segments(["summary", "tool two", "tool three", "T2"])].all())
@@ -701,7 +701,7 @@ def test_rows_of_one_batch_are_pruned_as_each_alone(tiny_llama: Model, chat: Tra
     other = Transcript.from_messages(
         [{**message, "content": message["content"] + " us"} for message in MESSAGES], NAMES
     )
-    policy = PruneToolResults(1, placeholder, law="contiguous")
+    policy = PruneToolResults(1, placeholder, mode="contiguous")
     together = tiny_llama.apply(policy, tiny_llama.prefill([chat, other]))
     for row, conversation in enumerate((chat, other)):
         alone = tiny_llama.apply(policy, tiny_llama.prefill(conversation))

@@ -255,8 +255,8 @@ UNFIT = [
     "Quantise(None)", "Quantise(4, None)", "Quantise(4, 32, None)", "LayerBudgets(Quantise(4))", "HeadBudgets(Quantise(4))",
     "LayerBudgets(SinkWindow(4, 60))", "HeadBudgets(SlidingWindow(64))", "LayerBudgets(HeadBudgets(TOVA(8)))",
     "LayerBudgets(TOVA(8), every=2)", "H2O(8, 9)", "SnapKV(8)", "SnapKV(64, 0)",
-    "SnapKV(64, 16, 4)", "RandomEviction(8, 0, sinks=9)", "RandomEviction(8, 0, law='contiguous')",
-    "SlidingWindow(64, law='sideways')", "SlidingWindow(64, provenance='stolen')", "Quantise(4, law='contiguous')",
+    "SnapKV(64, 16, 4)", "RandomEviction(8, 0, sinks=9)", "RandomEviction(8, 0, mode='contiguous')",
+    "SlidingWindow(64, mode='sideways')", "SlidingWindow(64, provenance='stolen')", "Quantise(4, mode='contiguous')",
     "SlidingWindow(64, window=8)", "SlidingWindow(window=64, window=8)",
 ]  # fmt: skip
 
@@ -346,7 +346,7 @@ def test_nothing_in_a_text_is_run(template: str, tmp_path: Path):
 _NUMBERS = st.sampled_from(["8", "8", "4", "1", "0", "-1", "None", "1.5", "'a'", "[1]", "1j", "1000000000"])
 _VALUES = {
     "every": st.sampled_from(["None", "0", "1", "3"]),
-    "law": st.sampled_from(["'gapped'", "'contiguous'", "'sideways'"]),
+    "mode": st.sampled_from(["'gapped'", "'contiguous'", "'sideways'"]),
     "provenance": st.sampled_from(["'retained'", "'recomputed'", "'stolen'"]),
     "per_head": st.sampled_from(["True", "False"]),
     "slope": st.sampled_from(["0.0", "0.3", "1.0", "-0.1"]),
@@ -367,7 +367,7 @@ def calls(draw: st.DrawFn, depth: int = 0) -> str:
         return draw(_VALUES.get(setting, _NUMBERS))
 
     count = draw(st.integers(0, len(taken)))
-    named = draw(st.lists(st.sampled_from([*taken[count:], "every", "law", "provenance"]), max_size=2, unique=True))
+    named = draw(st.lists(st.sampled_from([*taken[count:], "every", "mode", "provenance"]), max_size=2, unique=True))
     given = [value(setting) for setting in taken[:count]] + [f"{setting}={value(setting)}" for setting in named]
     return f"{name}({', '.join(given)})"
 

@@ -150,7 +150,7 @@ def test_leaving_segments_out_keeps_the_positions_of_the_rest(chat: Transcript, 
 
 def test_the_contiguous_law_closes_the_gap_and_changes_nothing_else(chat: Transcript, tokenizer: Any):
     gapped = chat.without("T1").tokens(tokenizer)
-    contiguous = chat.without("T1", law="contiguous").tokens(tokenizer)
+    contiguous = chat.without("T1", mode="contiguous").tokens(tokenizer)
     assert contiguous.positions == tuple(range(len(contiguous)))
     assert contiguous.ids == gapped.ids
     assert contiguous.recomputed == gapped.recomputed

@@ -97,7 +97,7 @@ KINDS = {
     "sliding": Kind("sliding window", lambda room: SlidingWindow(room.amount), "#56b4e9", "v"),
     "sinks": Kind("sinks + window (StreamingLLM)", _sinks, "#0072b2", "o"),
     "sinks-gapped": Kind(
-        "sinks + window (gapped)", lambda room: replace(_sinks(room), law="gapped"), "#0072b2", "s", "--"
+        "sinks + window (gapped)", lambda room: replace(_sinks(room), mode="gapped"), "#0072b2", "s", "--"
     ),
     RANDOM: Kind("random eviction", lambda room: RandomEviction(room.amount, room.seed), "#7f7f7f", "x", baseline=True),
     "random-heads": Kind(
