@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from kvprobe.cache.slots import Plan
 from kvprobe.errors import UserError
 from kvprobe.memory import forward, hf, logical, vllm
 from kvprobe.memory.caches import Layer, layers_of, text_model
@@ -14,7 +15,6 @@ from kvprobe.memory.formats import dtype_of, weight_bytes
 from kvprobe.memory.forward import Kernel, Logits, Transient, Widths, widths_of
 from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.table import lines
 from kvprobe.memory.units import bytes_in

@@ -1,15 +1,15 @@
 """Unequal budgets: more slots for some layers (PyramidKV), or for some heads (Ada-KV), at the same total."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import PositionMode
+from kvprobe.cache.slots import Evicts
 from kvprobe.checks import require_share
 from kvprobe.errors import UserError
-from kvprobe.memory.slots import layer_counts
 from kvprobe.policies.policy import Live, Provenance, Scene, Scored, highest
 
 
@@ -72,16 +72,16 @@ class LayerBudgets(Rebudgeted):
         super().__post_init__()
         self._whole("beta", 1)
 
+    @property
+    def slot_count(self) -> Evicts:
+        return replace(self.policy.slot_count, beta=self.beta)
+
     def keep(self, scene: Scene) -> Live:
         # Row by row: what a row may keep must not depend on the rows beside it.
-        rows = [self.counts(scene.cache.n_layers, length) for length in scene.live.sum(3).amax((0, 2)).tolist()]
-        counts = torch.stack(rows, 1).to(scene.live.device)
+        lengths = scene.live.sum(3).amax((0, 2)).tolist()
+        counts = torch.tensor([self.slot_count.layer_counts(scene.cache.n_layers, length) for length in lengths]).T
+        counts = counts.to(scene.live.device)
         return highest(self.scores(scene), scene.live, counts[:, :, None].expand(scene.live.shape[:3]))
-
-    def counts(self, layers: int, length: int) -> Int[Tensor, "layers"]:
-        """Slots per layer of what has `length` slots."""
-        once = self.every is None
-        return torch.tensor(layer_counts(layers, self.budget, self.protected, self.beta, length, once))
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,10 @@ class HeadBudgets(Rebudgeted):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_share("HeadBudgets", "floor", self.floor)
+
+    @property
+    def slot_count(self) -> Evicts:
+        return replace(self.policy.slot_count, even=False)
 
     def keep(self, scene: Scene) -> Live:
         scores, live = self.scores(scene), scene.live

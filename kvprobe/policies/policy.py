@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache, PositionMode
+from kvprobe.cache.slots import Evicts, Rounds
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.names import short_repr, unknown
@@ -95,9 +96,21 @@ class Policy(ABC):
         """The policies that act in turn."""
         return (self,)
 
+    @property
+    def slot_count(self) -> Evicts | Rounds:
+        """What the policy does to the number of slots, by its settings alone.
+
+        Raises:
+            UserError: that depends on the text, or the policy saves no memory.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no budget in slots: how many it drops depends on the text; give the length of the "
+            f"shorter text as the context."
+        )
+
     @abstractmethod
     def keep(self, scene: Scene) -> Live:
-        """Which slots stay, of those that are live."""
+        """The slots that stay, of those that are live."""
 
     def act(self, scene: Scene) -> Scene:
         """The scene with what goes gone. Slots that no layer or head keeps leave memory; the rest stand where the
@@ -181,8 +194,12 @@ class Scored(Policy):
 
     @property
     def protected(self) -> int:
-        """How many slots of the budget stay whatever attention they drew: the newest, or the first."""
+        """Slots of the budget that stay whatever their score: the newest, or the first."""
         return 0
+
+    @property
+    def slot_count(self) -> Evicts:
+        return Evicts(self.budget, self.every, protected=self.protected)
 
     @abstractmethod
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:

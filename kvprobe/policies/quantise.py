@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import QuantisationFormat
+from kvprobe.cache.slots import Rounds
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
@@ -36,6 +37,10 @@ class Quantise(Policy):
         self._whole("tail", 0)
         if self.provenance != "retained" or self.mode != "gapped":
             raise UserError("Quantise moves and recomputes nothing; put its mode and provenance on another policy.")
+
+    @property
+    def slot_count(self) -> Rounds:
+        return Rounds(self.bits, self.group, self.tail, self.every)
 
     def keep(self, scene: Scene) -> Live:
         return torch.ones_like(scene.live)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvprobe.cache.cache import PositionMode
+from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Policy, Scene, age, rank
 
 
@@ -23,6 +24,10 @@ class SinkWindow(Policy):
         super().__post_init__()
         self._whole("sinks", 0)
         self._whole("window", 1)
+
+    @property
+    def slot_count(self) -> Evicts:
+        return Evicts(self.sinks + self.window, self.every)
 
     def keep(self, scene: Scene) -> Live:
         return (rank(scene.live) < self.sinks) | (age(scene.live) < self.window)

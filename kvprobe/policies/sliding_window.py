@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Policy, Scene, age
 
 
@@ -19,6 +20,10 @@ class SlidingWindow(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("window", 1)
+
+    @property
+    def slot_count(self) -> Evicts:
+        return Evicts(self.window, self.every)
 
     def keep(self, scene: Scene) -> Live:
         return age(scene.live) < self.window

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvprobe.cache.slots import Evicts
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
@@ -28,6 +29,10 @@ class ZeroValues(Policy):
             raise UserError("ZeroValues names no segment; give at least one.")
         if self.provenance != "retained":
             raise UserError("ZeroValues writes values, which computing again would undo; its provenance is 'retained'.")
+
+    @property
+    def slot_count(self) -> Evicts:
+        raise UserError("ZeroValues saves no memory: its slots stay, with values of zero; leave it out of the budget.")
 
     def keep(self, scene: Scene) -> Live:
         return torch.ones_like(scene.live)

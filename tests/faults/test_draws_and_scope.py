@@ -353,7 +353,7 @@ def test_bands_of_28_layers_are_those_of_seed_001():
         ({"rate": 1.5}, "rate=1.5; it must be 0 to 1"),
         ({"rate": -0.1}, "rate=-0.1; it must be 0 to 1"),
         ({"rate": float("nan")}, "rate=nan; it must be 0 to 1"),
-        ({"rate": 0.5, "count": 2}, "count=2 and rate=0.5; give either"),
+        ({"rate": 0.5, "count": 2}, "count=2 and rate=0.5; give one of the two"),
         ({"count": -1}, "count=-1"),
         ({"layers": []}, "Scope has no layers"),
         ({"heads": []}, "Scope has no heads"),

@@ -358,7 +358,7 @@ def test_a_budget_is_met_exactly_wherever_there_are_slots_enough(policy: Scored,
 def test_layer_budgets_are_those_of_pyramidkv(
     budget: int, window: int, beta: int, length: int, layers: int, expected: list[int]
 ):
-    counts = LayerBudgets(SnapKV(budget, window), beta).counts(layers, length).tolist()
+    counts = LayerBudgets(SnapKV(budget, window), beta).slot_count.layer_counts(layers, length)
     assert counts == expected == pyramid_by_hand(layers, budget, window, beta, length, once=True)
 
 
@@ -369,7 +369,7 @@ def test_layer_budgets_fall_and_add_up_to_the_whole_but_for_their_rounding(
 ):
     budget = data.draw(st.integers(1, 40))
     policy = H2O(budget, data.draw(st.integers(0, budget)), every=data.draw(st.sampled_from([None, 1])))
-    counts = LayerBudgets(policy, beta).counts(layers, length).tolist()
+    counts = LayerBudgets(policy, beta).slot_count.layer_counts(layers, length)
     assert min(counts) >= 1
     assert counts == sorted(counts, reverse=True)
     assert max(counts) <= max(length, budget)
