@@ -31,7 +31,7 @@ class NamedFault:
         family: `WRITTEN` or `ENGINE`.
         parts: K and V, or one of them.
         paged: whether it strikes blocks. A rate is then a share of blocks, the same in all layers, whatever the unit.
-        whole: whether it moves whole vectors, so that drawing single numbers would tear them apart; it then draws slots.
+        whole: whether it moves whole vectors, so that it must draw slots where single numbers are asked for.
         control: whether it must change nothing where every slot is visible.
     """
 

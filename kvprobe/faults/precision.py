@@ -13,7 +13,7 @@ from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
-from kvprobe.policies.quantise import codes_of_values
+from kvprobe.policies.codes import codes_of_values
 
 Format = Literal["e4m3", "e5m2"]
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
