@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.saes.dictionary import SparseFeatures
+from kvprobe.saes.dictionary import Dictionary
 from kvprobe.saes.shards import Shards
 
 BEFORE, AFTER = 14, 4
@@ -36,7 +36,7 @@ class Activating:
     examples: tuple[Example, ...]
 
 
-def activating(features: SparseFeatures, shards: Shards, latents: Sequence[int], examples: int = 6) -> list[Activating]:
+def activating(features: Dictionary, shards: Shards, latents: Sequence[int], examples: int = 6) -> list[Activating]:
     """For each of some latents the recorded tokens that it is most active in, one of each text, and no passage twice.
 
     Raises:

@@ -27,7 +27,7 @@ FINGERPRINT = "kvprobe_model"
 
 
 @dataclass(frozen=True)
-class SparseFeatures:
+class Dictionary:
     """A dictionary at a place.
 
     Attributes:
@@ -81,7 +81,7 @@ class SparseFeatures:
         """What is left of activations that pass through the dictionary, in their own dtype."""
         return self.decode(self.encode(activations)).to(activations.dtype)
 
-    def turned(self, seed: int) -> "SparseFeatures":
+    def rotated(self, seed: int) -> "Dictionary":
         """A control: the same dictionary turned at random, so that it has its shape, thresholds and inner geometry, and is aligned with
         nothing in the model."""
         drawn = torch.randn(self.dim, self.dim, generator=torch.Generator().manual_seed(seed))
@@ -110,7 +110,7 @@ class SparseFeatures:
         return folder
 
     @classmethod
-    def load(cls, source: "str | Path | Any", model: Model, place: Place | None = None) -> "SparseFeatures":
+    def load(cls, source: "str | Path | Any", model: Model, place: Place | None = None) -> "Dictionary":
         """A dictionary for a model: one that ships with kvprobe, by name; a folder that sae-lens wrote; or a sae-lens SAE in hand.
 
         Args:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing
 from kvprobe.inference.model import Model
-from kvprobe.saes.dictionary import SparseFeatures
+from kvprobe.saes.dictionary import Dictionary
 from kvprobe.saes.places import site_of
 from kvprobe.saes.shards import FIRST, at_places
 from kvprobe.text.transcript import Tokens
@@ -57,7 +57,7 @@ class Reconstruction:
         return float(self.texts[column].to_numpy(float).sum())
 
 
-def reconstruction(model: Model, features: SparseFeatures, texts: Sequence[Tokens]) -> Reconstruction:
+def reconstruction(model: Model, features: Dictionary, texts: Sequence[Tokens]) -> Reconstruction:
     """How much of what the model computes at the dictionary's place is in the reconstruction, and by how many latents."""
     read = _read(model, features, texts)
     mean = torch.cat(read).mean(0)
@@ -76,7 +76,7 @@ def reconstruction(model: Model, features: SparseFeatures, texts: Sequence[Token
     return Reconstruction(pd.DataFrame(rows), (fired / sum(map(len, read))).cpu().numpy())
 
 
-def splice(model: Model, features: SparseFeatures, texts: Sequence[Tokens]) -> pd.DataFrame:
+def splice(model: Model, features: Dictionary, texts: Sequence[Tokens]) -> pd.DataFrame:
     """What the model loses when it goes on with the reconstruction.
 
     Returns:
@@ -122,7 +122,7 @@ def constant(value: Float[Tensor, "dim"]) -> Callable[[Tensor], Tensor]:
     return edit
 
 
-def _read(model: Model, features: SparseFeatures, texts: Sequence[Tokens]) -> list[Float[Tensor, "tokens dim"]]:
+def _read(model: Model, features: Dictionary, texts: Sequence[Tokens]) -> list[Float[Tensor, "tokens dim"]]:
     """What stands at the dictionary's place in each text but for the first slots."""
     if not texts or min(map(len, texts)) < FIRST + 2:
         raise UserError(f"A text needs {FIRST + 2} tokens or more to be reconstructed and predicted; give longer ones.")

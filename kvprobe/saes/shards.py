@@ -218,5 +218,5 @@ def _tensor(path: Path, place: Place) -> Tensor:
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / "shards.json"
     if not path.is_file():
-        raise UserError(f"{folder} holds no recording (it has no shards.json); make one with `features.record`.")
+        raise UserError(f"{folder} holds no recording (it has no shards.json); make one with `saes.record`.")
     return read_json(path, MOST_BYTES)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.saes.dictionary import FINGERPRINT, SparseFeatures
+from kvprobe.saes.dictionary import FINGERPRINT, Dictionary
 from kvprobe.saes.places import Place
 from kvprobe.saes.shards import Shards
 
@@ -54,7 +54,7 @@ class Recipe:
             )
 
 
-def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> SparseFeatures:
+def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dictionary:
     """A dictionary of what was recorded at a place.
 
     Args:
@@ -100,7 +100,7 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Spar
     trainer.set_final_sae_metadata()
     sae.fold_activation_norm_scaling_factor(1 / spread)
     sae.b_dec.data += mean
-    return SparseFeatures(sae.eval(), place)
+    return Dictionary(sae.eval(), place)
 
 
 def _new(recipe: Recipe, dim: int, steps: int, metadata: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.report.views.features import feature_page, feature_view, peak_words
-from kvprobe.saes import Place, Shards, SparseFeatures, activating, reconstruction, record, recovered, splice
+from kvprobe.saes import Dictionary, Place, Shards, activating, reconstruction, record, recovered, splice
 from kvprobe.text.transcript import Tokens
 from tests.saes.planted import PLACE, TEXT, planted
 
@@ -33,7 +33,7 @@ def identity(dim: int) -> Any:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_perfect_dictionary_leaves_the_loss_unchanged_and_the_mean_does_not(tiny_llama: Model, place: Place):
-    features = SparseFeatures(identity(place.width(tiny_llama.geometry)), place)
+    features = Dictionary(identity(place.width(tiny_llama.geometry)), place)
     found = splice(tiny_llama, features, TEXTS)
     assert (found["spliced"] - found["clean"]).abs().max() < 1e-3
     assert found["kl_spliced"].abs().max() < 1e-4
@@ -46,7 +46,7 @@ def test_a_perfect_dictionary_leaves_the_loss_unchanged_and_the_mean_does_not(ti
 
 
 def test_the_clean_loss_is_that_of_the_model(tiny_llama: Model):
-    features = SparseFeatures(identity(32), PLACES[0])
+    features = Dictionary(identity(32), PLACES[0])
     found = splice(tiny_llama, features, TEXTS[:1])
     ids = torch.tensor([TEXTS[0].ids])
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_the_clean_loss_is_that_of_the_model(tiny_llama: Model):
 
 
 def test_splicing_leaves_the_first_slot_alone(tiny_llama: Model):
-    features = SparseFeatures(identity(32), PLACES[0])
+    features = Dictionary(identity(32), PLACES[0])
     with torch.no_grad():
         features.sae.W_dec.zero_()
     tensor = torch.randn(2, 5, 32)
@@ -66,14 +66,14 @@ def test_splicing_leaves_the_first_slot_alone(tiny_llama: Model):
 
 
 def test_texts_that_are_too_short_to_predict_anything_are_refused(tiny_llama: Model):
-    features = SparseFeatures(identity(32), PLACES[0])
+    features = Dictionary(identity(32), PLACES[0])
     with pytest.raises(UserError, match="3 tokens or more"):
         splice(tiny_llama, features, [Tokens.of([1, 2])])
 
 
 def test_the_examples_of_a_latent_are_the_peaks_of_different_texts(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards", shards=2, tokens=500)
-    features = SparseFeatures(identity(16), PLACE)
+    features = Dictionary(identity(16), PLACE)
     every = torch.cat(list(shards.activations(PLACE)))
     (found,) = activating(features, shards, [5], examples=4)
     own = features.encode(every)[:, 5]
@@ -86,14 +86,14 @@ def test_the_examples_of_a_latent_are_the_peaks_of_different_texts(tmp_path: Pat
 
 def test_a_passage_that_several_texts_share_is_shown_once(tiny_llama: Model, tmp_path: Path):
     shards = record(tiny_llama, [TEXTS[2], TEXTS[0], TEXTS[2]], PLACES[:1], tmp_path / "shards")
-    features = SparseFeatures(identity(32), PLACES[0])
+    features = Dictionary(identity(32), PLACES[0])
     for found in activating(features, shards, range(64)):
         assert len({example.ids for example in found.examples}) == len(found.examples) <= 2
 
 
 def test_a_latent_that_is_active_nowhere_has_no_examples_and_no_view(tmp_path: Path, tiny_llama: Model):
     shards, _ = planted(tmp_path / "shards", shards=1, tokens=100)
-    features = SparseFeatures(identity(16), PLACE)
+    features = Dictionary(identity(16), PLACE)
     # All that was planted lies far above zero, where the latents of the other sign are silent.
     (found,) = activating(features, shards, [16 + 5])
     assert (found.density, found.examples) == (0.0, ())
@@ -113,7 +113,7 @@ class Hostile:
 
 def test_a_page_of_features_holds_its_texts_and_nothing_that_a_token_says_runs(tiny_llama: Model, tmp_path: Path):
     shards: Shards = record(tiny_llama, TEXTS, PLACES[:1], tmp_path / "shards")
-    features = SparseFeatures(identity(32), PLACES[0])
+    features = Dictionary(identity(32), PLACES[0])
     found = activating(features, shards, [0, 40, 3])
     page = feature_page(found, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
     assert page.count('data-component="ColoredTokensMulti"') == len([each for each in found if each.examples])
