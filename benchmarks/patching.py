@@ -24,7 +24,7 @@ from patched_forward import Part, Patch, Setting, by_bridge, by_extend, by_nnsig
 
 import kvprobe as kv
 from kvprobe.patching import LogitDiff, patch_sweep
-from kvprobe.patching.patch_sweep import ROWS
+from kvprobe.patching.rows import ROWS
 
 SUFFIX = 6
 PARTS: tuple[Part, ...] = ("K", "V")

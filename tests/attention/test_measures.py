@@ -91,15 +91,15 @@ def test_patterns_that_do_not_belong_together_are_refused(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT)
     before = patterns(tiny_llama, past)
     other = tiny_llama.prefill(random_tokens(9, {"system": 4, "T1": 7, "summary": 5, "T2": 6}))
-    assert "less T1" in refusal(lambda: dangling(before, patterns(tiny_llama, other.mask("T1")), ["T1"]))
-    assert "less T1" in refusal(lambda: dangling(before, patterns(tiny_llama, past.evict("T2")), ["T1"]))
+    assert "without T1" in refusal(lambda: dangling(before, patterns(tiny_llama, other.mask("T1")), ["T1"]))
+    assert "without T1" in refusal(lambda: dangling(before, patterns(tiny_llama, past.evict("T2")), ["T1"]))
     masked = past.mask("T1")
     assert "different layers" in refusal(lambda: dangling(before, patterns(tiny_llama, masked, queries="ask"), ["T1"]))
     assert "different layers" in refusal(lambda: dangling(before, patterns(tiny_llama, masked, layers=[0]), ["T1"]))
     assert "'T1'" in refusal(lambda: dangling(before, patterns(tiny_llama, masked), ["T11"]))
     assert "different positions" in refusal(lambda: lift(patterns(tiny_llama, past.evict("T1")), before, [5]))
     assert "are the sink" in refusal(lambda: lift(before, before, [0, 5]))
-    assert "each once" in refusal(lambda: lift(before, before, [99]))
+    assert "once each" in refusal(lambda: lift(before, before, [99]))
 
 
 # ---- lift
@@ -176,4 +176,4 @@ def test_contributions_are_norms_relative_to_the_whole_output(tiny: Model):
 
 def test_contributions_of_layers_that_were_not_read_are_refused(tiny_llama: Model):
     found = attend(tiny_llama, PROMPT, layers=[1])
-    assert "of layers [1] and not of 0" in refusal(lambda: written(tiny_llama, found, [1], 0))
+    assert "of layers [1], not of 0" in refusal(lambda: written(tiny_llama, found, [1], 0))

@@ -335,7 +335,7 @@ def test_what_is_surely_there_is_more_than_chance():
 
 
 def test_damage_that_does_nothing_is_refused():
-    with pytest.raises(UserError, match="no share means anything"):
+    with pytest.raises(UserError, match="too little for its shares to mean anything"):
         verdicts(pd.concat([table({"a": 0.3}), table({"b": 0.3}).assign(damage=1e-9)]))
 
 

@@ -486,7 +486,7 @@ def refusal(call: Callable[[], Any]) -> str:
         ({"over": {"head": [2]}}, "no KV head 2"),
         ({"over": {"slot": [13]}}, "no slot 13"),
         ({"over": {"segment": ["T9"]}}, "no segment called 'T9'"),
-        ({"over": {"query": [3]}}, "no token of the suffix 3"),
+        ({"over": {"query": [3]}}, "no suffix token 3"),
         ({"over": {"query_head": [4]}}, "no query head 4"),
         ({"parts": ("Q",)}, "no part called 'Q'"),
         ({"parts": ()}, "no part"),
