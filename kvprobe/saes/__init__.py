@@ -1,4 +1,4 @@
-"""Sparse features: record activations, train dictionaries on them with sae-lens, load any, and measure what they are worth."""
+"""Sparse autoencoders: record activations, train dictionaries on them with sae-lens, load others, and measure how good they are."""
 
 from kvprobe.saes.activating import Activating, Example, activating
 from kvprobe.saes.corpus import self_written

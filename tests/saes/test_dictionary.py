@@ -150,7 +150,7 @@ def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
 def test_files_that_are_no_dictionary_are_refused(trained: dict[str, Dictionary], fitting: Model, tmp_path: Path):
     with pytest.raises(UserError, match="no SAE"):
         Dictionary.load(tmp_path, fitting)
-    with pytest.raises(UserError, match="no dictionary called 'resid'"):
+    with pytest.raises(UserError, match="no dictionary or sae-lens folder called 'resid'"):
         Dictionary.load("resid", fitting)
     folder = trained["topk"].save(tmp_path / "cut")
     weights = folder / "sae_weights.safetensors"
@@ -174,7 +174,7 @@ def test_a_dictionary_that_is_not_finite_is_refused_by_name(
     "settings", [{"kind": "topp"}, {"active": 0}, {"active": 2000}, {"tokens": 100}, {"learning_rate": 0.0}]
 )
 def test_recipes_that_train_nothing_are_refused(unchecked: None, settings: dict[str, Any]):
-    with pytest.raises(UserError, match=r"topk|latents|train nothing"):
+    with pytest.raises(UserError, match=r"topk|latents|Training needs"):
         Recipe(**settings)
 
 

@@ -101,10 +101,10 @@ def test_a_batch_may_be_larger_than_the_recording(tmp_path: Path):
     assert torch.equal(torch.cat(found).sort(0).values, every.sort(0).values)
 
 
-def test_moments_are_those_of_all_tokens(tmp_path: Path):
+def test_mean_and_spread_are_those_of_all_tokens(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards")
     every = torch.cat(list(shards.activations(PLACE)))
-    mean, spread = shards.moments(PLACE)
+    mean, spread = shards.mean_and_spread(PLACE)
     torch.testing.assert_close(mean, every.mean(0), rtol=1e-5, atol=1e-4)
     assert spread == pytest.approx(float(every.var(0, correction=0).mean().sqrt()), rel=1e-4)
 
@@ -122,7 +122,7 @@ def test_another_recording_is_not_gone_on_with(tiny_llama: Model, tmp_path: Path
 def test_places_that_a_model_has_not_are_refused(tiny_llama: Model, tiny_models: dict[str, Model], tmp_path: Path):
     with pytest.raises(UserError, match="no layer 9; the model has layers 0 to 2"):
         record(tiny_llama, TEXTS, [Place("v", 9)], tmp_path)
-    with pytest.raises(UserError, match="together with other things"):
+    with pytest.raises(UserError, match="no module that computes 'k_pre' alone"):
         record(tiny_models["gpt_neox"], TEXTS, [Place("k_pre", 0)], tmp_path)
     with pytest.raises(UserError, match="nothing to record"):
         record(tiny_llama, [], [Place("v", 0)], tmp_path)
