@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.inference.outcomes import relative_entropy
 
 Metric = Callable[[Tensor], Any]
 
@@ -66,11 +67,7 @@ class KL:
     def to(self, base: Float[Tensor, "kept vocab"]) -> Metric:
         """The metric, once the base's logits are known."""
         clean = base.detach().float().log_softmax(-1)
-
-        def divergence(logits: Tensor) -> Tensor:
-            return (clean.exp() * (clean - logits.float().log_softmax(-1))).sum(-1).mean()
-
-        return divergence
+        return lambda logits: relative_entropy(clean, logits.float().log_softmax(-1)).mean()
 
 
 def kept_by(metric: Metric | KL) -> int:
