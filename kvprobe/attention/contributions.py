@@ -1,7 +1,7 @@
 """Contributions: what heads write into the residual stream for what they read in some slots.
 
-Attention weights show where a head looks; a contribution shows how much it takes from there (Kobayashi et al. 2020, arXiv
-2004.10102).
+Attention weights show where a head looks; a contribution shows how much it takes from there (Kobayashi et al. 2020,
+arXiv 2004.10102).
 """
 
 from collections.abc import Sequence

@@ -31,17 +31,18 @@ def roles(
 ) -> pd.DataFrame:
     """How far each head is a sink, previous-token, duplicate-token, induction or retrieval head.
 
-    One row per layer, head and role: `score`, `threshold`, and whether the head `has` the role. On sequences of random tokens
-    that are repeated, a score is the mean over queries of the attention spent on
+    One row per layer, head and role: `score`, `threshold`, and whether the head `has` the role. On sequences of random
+    tokens that are repeated, a score is the mean over queries of the attention spent on
 
     - sink: the first slot (Gu et al. 2024),
     - previous: the slot before the query's own (Elhage et al. 2021),
     - duplicate: earlier slots of the same token, from the second copy on (Wang et al. 2022, arXiv 2211.00593),
     - induction: slots right after these, the prefix-matching score (Olsson et al. 2022, arXiv 2209.11895).
 
-    The retrieval score is measured while the model answers from a needle in a text. Among the tokens of its answer that are in the
-    needle, it is the share at which the head attends most, of all slots, to that same token in the needle (after Wu et al. 2024,
-    who divide by all of the needle's tokens). NaN where the model has no tokenizer or copies nothing.
+    The retrieval score is measured while the model answers from a needle in a text. Among the tokens of its answer that
+    are in the needle, it is the share at which the head attends most, of all slots, to that same token in the needle
+    (after Wu et al. 2024, who divide by all of the needle's tokens). NaN where the model has no tokenizer or copies
+    nothing.
 
     Args:
         length: random tokens before they repeat.
@@ -54,7 +55,8 @@ def roles(
     """
     if length < 2 or copies < 2 or sequences < 1 or needles < 0:
         raise UserError(
-            f"length, copies, sequences and needles must be at least 2, 2, 1 and 0; got {length}, {copies}, {sequences} and {needles}."
+            f"length, copies, sequences and needles must be at least 2, 2, 1 and 0; got {length}, {copies}, "
+            f"{sequences} and {needles}."
         )
     rng = torch.Generator().manual_seed(seed)
     drawn = [_repeated(model, length, copies, rng) for _ in range(sequences)]

@@ -26,9 +26,9 @@ def dangling(
 ) -> pd.DataFrame:
     """The attention that each head spent on slots that are gone, and where that attention went.
 
-    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this head
-    cannot see after. `sink`, `summary`, `local` and `elsewhere` are mass after minus mass before, and add up to `dangling`; a
-    slot counts in the first of these groups that it belongs to.
+    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this
+    head cannot see after. `sink`, `summary`, `local` and `elsewhere` are mass after minus mass before, and add up to
+    `dangling`; a slot counts in the first of these groups that it belongs to.
 
     Args:
         before: the queries with everything in view.
@@ -71,8 +71,8 @@ def lift(
 ) -> pd.DataFrame:
     """How much more attention damaged slots draw than the same positions with clean content.
 
-    One row per layer and head, means over the queries: `damaged` and `clean` are the slots' share of the attention that does not go
-    to the sink, and `lift` is their ratio (1 is no change; NaN where the clean slots draw nothing).
+    One row per layer and head, means over the queries: `damaged` and `clean` are the slots' share of the attention that
+    does not go to the sink, and `lift` is their ratio (1 is no change; NaN where the clean slots draw nothing).
 
     Args:
         slots: of the cache, none of them a sink.
@@ -108,8 +108,8 @@ def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Ten
         places = places[~old.in_segments(hidden)[0]]
     if len(places) != new.slots or not torch.equal(old.tokens[0, places], new.tokens[0]):
         raise UserError(
-            f"The patterns after are not of the slots before without {', '.join(hidden)}; read the same text after the same "
-            f"cache, before and after masking or evicting those segments."
+            f"The patterns after are not of the slots before without {', '.join(hidden)}; read the same text after "
+            "the same cache, before and after masking or evicting those segments."
         )
     _refuse_others(before, after, places[after.queries])
     return places

@@ -1,8 +1,9 @@
 """Attention patterns: how much each chosen query attends to each slot, in every layer and head.
 
-A pattern is recorded for the chosen queries only, so a T × T matrix never exists. On the plain lane the model runs its fused
-attention unchanged, its queries and keys are recorded, and softmax(q kᵀ) is computed again for the chosen queries. On the hooked
-lane TransformerLens computes whole patterns, and the chosen rows are taken from each layer's. A long text is read in chunks.
+A pattern is recorded for the chosen queries only, so a T × T matrix never exists. On the plain lane the model runs its
+fused attention unchanged, its queries and keys are recorded, and softmax(q kᵀ) is computed again for the chosen
+queries. On the hooked lane TransformerLens computes whole patterns, and the chosen rows are taken from each layer's. A
+long text is read in chunks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -198,7 +199,8 @@ def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
     wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
     if not wanted or not set(wanted) <= set(range(n_layers)):
         raise UserError(
-            f"There are no layers {list(wanted)}; the model has layers 0 to {n_layers - 1}, so give at least one of them."
+            f"There are no layers {list(wanted)}; the model has layers 0 to {n_layers - 1}, so give at least one of "
+            "them."
         )
     return wanted
 

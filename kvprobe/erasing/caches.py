@@ -1,7 +1,8 @@
 """Erasers applied to a cache: a concept is taken out of K and V in chosen slots, or exchanged for another run's.
 
-An eraser belongs to one layer and to K or V, and reads a slot's vectors of all KV heads side by side, or each head's by itself
-(then its tensors begin with an axis of KV heads). Keys are taken as they are stored: fit erasers on stored keys too.
+An eraser belongs to one layer and to K or V, and reads a slot's vectors of all KV heads side by side, or each head's by
+itself (then its tensors begin with an axis of KV heads). Keys are taken as they are stored: fit erasers on stored keys
+too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,24 +55,24 @@ def interchange(
 ) -> KVCache:
     """The base with what the donor holds inside these subspaces, slot by slot (Geiger et al. 2023, arXiv 2303.02536).
 
-    With a donor that holds the average of many runs that differ in a concept, this erases the concept, as erasers do that were
-    fitted on features minus each run's own average.
+    With a donor that holds the average of many runs that differ in a concept, this erases the concept, as erasers do
+    that were fitted on features minus each run's own average.
 
     Args:
         donor: of the same slots; see `kvprobe.patching.aligned` for one of others.
         segments: names of segments to exchange in.
         slots: or, the slots, as a boolean per row and slot.
-        strength: 0 leaves the base as it is, 1 exchanges, values between them mix the two, and beyond 1 the difference is
-            exaggerated.
+        strength: 0 leaves the base as it is, 1 exchanges, values between them mix the two, and beyond 1 the difference
+            is exaggerated.
 
     Raises:
         UserError: as `erase`, or a donor of another shape.
     """
     if donor.shape != base.shape or donor.ledger.tokens.shape != base.ledger.tokens.shape:
         raise UserError(
-            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the base "
-            f"{base.shape} and {base.batch} × {base.slots}; give a donor of the same model on the same slots (see "
-            f"`patching.aligned`)."
+            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} "
+            f"slots, the base {base.shape} and {base.batch} × {base.slots}; give a donor of the same model on the "
+            "same slots (see `patching.aligned`)."
         )
 
     def exchanged(layer_part: LayerPart, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
@@ -94,8 +95,9 @@ def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> No
         shape = tuple(subspace.read.shape[:-1])
         if shape not in ((heads * width,), (heads, width)):
             raise UserError(
-                f"The subspace for {part} of layer {layer} reads vectors of shape {shape}; expected ({heads * width},), which is "
-                f"KV heads × numbers to a head, or ({heads}, {width}) for each head by itself."
+                f"The subspace for {part} of layer {layer} reads vectors of shape {shape}; expected "
+                f"({heads * width},), which is KV heads × numbers to a head, or ({heads}, {width}) for each head by "
+                "itself."
             )
 
 

@@ -1,7 +1,8 @@
-"""INLP: train a probe, project away what it reads, and train the next on the rest, until a probe reads no more than chance.
+"""INLP: train a probe, project away what it reads, and train the next on the rest, until a probe is at chance.
 
-Iterative null-space projection (Ravfogel et al. 2020, arXiv 2004.07667). It needs no closed form and works for any probe, but
-erases more than LEACE: each round takes a direction for each class of each target, even if little was left to take.
+Iterative null-space projection (Ravfogel et al. 2020, arXiv 2004.07667). It needs no closed form and works for any
+probe, but erases more than LEACE: each round takes a direction for each class of each target, even if little was left
+to take.
 """
 
 import torch
@@ -33,12 +34,13 @@ def inlp(
     Projections are orthogonal in features scaled to unit variance, which is what the probes read.
 
     Args:
-        held_out: samples on which each round's probe is judged and not trained; take them from other conversations where there
-            are several.
+        held_out: samples on which each round's probe is judged and not trained; take them from other conversations
+            where there are several.
         rounds: most rounds to run.
 
     Raises:
-        UserError: labels out of range or of one class, no sample held out or none left, or features that are not finite.
+        UserError: labels out of range or of one class, no sample held out or none left, or features that are not
+            finite.
     """
     check_features(features)
     if not 0 < int(held_out.sum()) < len(held_out):

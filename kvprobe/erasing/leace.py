@@ -1,8 +1,8 @@
 """LEACE: of all affine maps after which no linear probe can read a concept, the one that changes the features least.
 
 Least-squares concept erasure (Belrose et al. 2023, arXiv 2306.03819): in whitened coordinates, the directions in which
-features and labels covary are projected away. What is left has no covariance with the labels, so the best linear probe under
-any convex loss is the constant one; and the mean squared change is the smallest that achieves this.
+features and labels covary are projected away. What is left has no covariance with the labels, so the best linear probe
+under any convex loss is the constant one; and the mean squared change is the smallest that achieves this.
 """
 
 import torch
@@ -26,20 +26,22 @@ def leace(
 ) -> Eraser:
     """The eraser of all targets together, for each site of a batch (layer × K or V × head, say).
 
-    Where each slot is a sample, the concept is also erased from the mean over a conversation's slots, which is linear in them.
+    Where each slot is a sample, the concept is also erased from the mean over a conversation's slots, which is linear
+    in them.
 
     Args:
         labels: class number of each sample, for each target.
         classes: of every target.
 
     Raises:
-        UserError: labels out of range or not as many as samples, fewer than two samples, or features that are not finite.
+        UserError: labels out of range or not as many as samples, fewer than two samples, or features that are not
+            finite.
     """
     labels = torch.atleast_2d(labels)
     if labels.shape[1] != features.shape[-2] or labels.shape[1] < 2:
         raise UserError(
-            f"There are {features.shape[-2]} samples with {labels.shape[1]} labels; an eraser needs a label for each of at "
-            f"least two samples."
+            f"There are {features.shape[-2]} samples with {labels.shape[1]} labels; an eraser needs a label for each "
+            "of at least two samples."
         )
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
@@ -55,9 +57,9 @@ def leace_of(moments: Moments, shrinkage: float = 0.0) -> Eraser:
     """The eraser from what features and answers, as one-hot columns or any numbers, have in common; see `FoldMoments`.
 
     Args:
-        shrinkage: share of the covariance that is replaced by a sphere of the same trace. The labels are erased as completely
-            with it as without. With few samples, some directions vary little by chance; shrinkage keeps them from being treated
-            as directions in which features never vary.
+        shrinkage: share of the covariance that is replaced by a sphere of the same trace. The labels are erased as
+            completely with it as without. With few samples, some directions vary little by chance; shrinkage keeps them
+            from being treated as directions in which features never vary.
     """
     covariance = moments.gram.double() / moments.count
     sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)

@@ -8,10 +8,11 @@ from kvprobe.erasing.whitening import Whitening
 
 
 def random_eraser(like: Eraser, rng: np.random.Generator) -> Eraser:
-    """An eraser of as many directions at each site, drawn at random where the features have unit variance in all directions.
+    """An eraser of as many random directions at each site, drawn where features have unit variance in all directions.
 
-    It removes as much whitened variance as `like` does, and has the distribution of what LEACE finds when labels are shuffled.
-    Directions drawn in plain coordinates would mostly be ones along which features hardly vary, and would erase next to nothing.
+    It removes as much whitened variance as `like` does, and has the distribution of what LEACE finds when labels are
+    shuffled. Directions drawn in plain coordinates would mostly be ones along which features hardly vary, and would
+    erase next to nothing.
     """
     sites, dim = like.mean.shape[:-1], like.mean.shape[-1]
     whitening = Whitening.of(like.covariance.reshape(-1, dim, dim), like.mean.reshape(-1, dim))

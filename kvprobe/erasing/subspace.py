@@ -1,4 +1,4 @@
-"""A subspace of features, as a matrix that reads coordinates and one that writes them back; and the erasure of what lies in it."""
+"""A subspace of features, as a matrix that reads coordinates and one that writes them; and its erasure."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class Subspace:
     """A projection of rank r: the part of a change that lies inside is `change @ read @ write`.
 
-    It is orthogonal where `write` is the transpose of `read`, else oblique. Sites of lower rank than others of their batch have
-    columns of zeros.
+    It is orthogonal where `write` is the transpose of `read`, else oblique. Sites of lower rank than others of their
+    batch have columns of zeros.
 
     Attributes:
         read: maps a change to its coordinates.

@@ -1,8 +1,8 @@
 """Which components let damage through: a damaged run, with one output at a time put back as it was.
 
-The causal index of a component is π = 1 − KL(clean ‖ damaged, its output restored) / KL(clean ‖ damaged). Above zero the
-component transmits the damage: without its reaction, less arrives. Below zero its reaction was protective. The index of a single
-prompt proves nothing: see `verdicts`.
+The causal index of a component is π = 1 − KL(clean ‖ damaged, its output restored) / KL(clean ‖ damaged). Above zero
+the component transmits the damage: without its reaction, less arrives. Below zero its reaction was protective. The
+index of a single prompt proves nothing: see `verdicts`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,15 +70,15 @@ def layer_map(
     bands: Iterable[range] | None = None,
     progress: bool = True,
 ) -> LayerMap:
-    """Restore every attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
+    """Restore each attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
 
     The two caches need not hold the same tokens, or as many: only what is computed over the suffix is exchanged.
 
     Args:
         clean: a cache of one row, without the damage.
         damaged: a cache of one row, with it.
-        suffix: what is read after either: a text where each of them ends, tokens at their positions after the clean cache,
-            and as far from the end of the damaged one.
+        suffix: what is read after either: a text where each of them ends, tokens at their positions after the clean
+            cache, and as far from the end of the damaged one.
         kept: last tokens of the suffix over which KL is averaged.
         heads: whether to restore single heads too, which are most of the rows.
         bands: of layers whose attention and MLP are restored together; quarters by default.
@@ -149,10 +149,10 @@ def restored_together(
 def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataFrame:
     """How far the residual stream over the suffix deviates, layer by layer, and what each layer does about it.
 
-    Columns: `rho` = ‖δ‖/‖h‖ before the layer; `gain` = rho after it / rho before; `erasure` = −⟨Δf, δ⟩/‖δ‖² of the layer, and of
-    its attention and its MLP; `angle` = 1 − mean cos(h before, h after) in the clean run, a baseline. An erasure of 1 undoes the
-    deviation, and below 0 adds to it; growth of the stream alone lowers `rho` without erasing anything. NaN where there is no
-    deviation yet: the deviation of a damaged cache enters with the first attention.
+    Columns: `rho` = ‖δ‖/‖h‖ before the layer; `gain` = rho after it / rho before; `erasure` = −⟨Δf, δ⟩/‖δ‖² of the
+    layer, and of its attention and its MLP; `angle` = 1 − mean cos(h before, h after) in the clean run, a baseline. An
+    erasure of 1 undoes the deviation, and below 0 adds to it; growth of the stream alone lowers `rho` without erasing
+    anything. NaN where there is no deviation yet: the deviation of a damaged cache enters with the first attention.
 
     Args:
         parallel: whether attention and MLP read the same stream.

@@ -1,7 +1,7 @@
-"""A suffix read after a cache: what each component adds to the residual stream, and the suffix again with some of it replaced.
+"""A suffix read after a cache: what each component adds to the residual stream, and the same with some replaced.
 
-Every replacement is a row of one pass. Rows share the cache, which is not copied, and join the pass at the first layer at which
-they differ from the run without replacements (see `kvprobe.patching.rows`).
+Every replacement is a row of one pass. Rows share the cache, which is not copied, and join the pass at the first layer
+at which they differ from the run without replacements (see `kvprobe.patching.rows`).
 """
 
 from collections import defaultdict
@@ -83,7 +83,8 @@ class Suffix:
     """A suffix to be read after a cache of one row.
 
     Raises:
-        UserError: the plain model has no module whose output is what its attention or its MLP adds to the residual stream.
+        UserError: the plain model has no module whose output is what its attention or its MLP adds to the residual
+            stream.
     """
 
     def __init__(self, lanes: Lanes, cache: KVCache, suffix: Tokens) -> None:
@@ -93,9 +94,9 @@ class Suffix:
         for (family, layer), site in plain_sites(lanes, families, range(lanes.geometry.n_layers)).items():
             if site is None:
                 raise UserError(
-                    f"{type(lanes.plain).__name__} has no module whose output is {family!r} of layer {layer} as it is added to "
-                    f"the residual stream (Granite scales it on the way), so components cannot be restored one by one; patch K "
-                    f"and V with patch_sweep instead."
+                    f"{type(lanes.plain).__name__} has no module whose output is {family!r} of layer {layer} as it is "
+                    "added to the residual stream (Granite scales it on the way), so components cannot be restored "
+                    "one by one; patch K and V with patch_sweep instead."
                 )
             self.sites[family, layer] = site
 
@@ -134,13 +135,13 @@ class Suffix:
         hidden: Float[Tensor, "layers_and_last queries d_model"],
         added: Float[Tensor, "layers queries d_model"],
     ) -> None:
-        """Refuse a model whose blocks add something else to the residual stream than the outputs of their attention and MLP."""
+        """Refuse a model whose blocks do not add the sum of their attention's and MLP's outputs to the stream."""
         off = float((hidden[1:] - hidden[:-1] - added).float().norm() / hidden.float().norm())
         if not off <= (1e-4 if self.lanes.dtype == torch.float32 else 0.05):
             raise UserError(
-                f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than the outputs of "
-                f"their attention and MLP (off by {off:.1e}), so components cannot be restored one by one; patch K and V with "
-                f"patch_sweep instead."
+                f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than the "
+                f"outputs of their attention and MLP (off by {off:.1e}), so components cannot be restored one by one; "
+                "patch K and V with patch_sweep instead."
             )
 
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:

@@ -23,12 +23,14 @@ def verdicts(
 ) -> pd.DataFrame:
     """One row per component: π in each family with a 95 % interval over clusters, and what the component may be called.
 
-    π of several prompts is 1 − Σ restored / Σ damage, so that a prompt that was hardly damaged hardly counts. `verdict` is
+    π of several prompts is 1 − Σ restored / Σ damage, so that a prompt that was hardly damaged hardly counts. The
+    `verdict` is
 
-    - `poison` (or `filter`) if the interval lies above (below) zero in at least `least` families and on the other side in none,
+    - `poison` (or `filter`) if the interval lies above (below) zero in at least `least` families and on the other side
+      in none,
     - `mixed` if it lies above zero in some family and below zero in another,
-    - `unknown` if fewer than `least` families have an interval, which takes `stats.FEWEST` prompts each (with fewer, `low_…` and
-      `high_…` are NaN, and `smallest_…` and `largest_…` are the range over prompts),
+    - `unknown` if fewer than `least` families have an interval, which takes `stats.FEWEST` prompts each (with fewer,
+      `low_…` and `high_…` are NaN, and `smallest_…` and `largest_…` are the range over prompts),
     - `neutral` otherwise.
 
     Args:
@@ -44,8 +46,8 @@ def verdicts(
         mean = float(maps.loc[maps[family] == name, "damage"].mean())
         if not mean >= LEAST:
             raise UserError(
-                f"Damage {name!r} is {mean:.1e} nats on average, too little for its shares to mean anything; raise its rate, or "
-                f"leave it out."
+                f"Damage {name!r} is {mean:.1e} nats on average, too little for its shares to mean anything; raise "
+                "its rate, or leave it out."
             )
     rows = []
     for names, component in maps.groupby(list(by), sort=False, dropna=False):
@@ -81,11 +83,11 @@ def by_chance(
     flips: int = 400,
     comparisons: int = 1,
 ) -> pd.DataFrame:
-    """How many components of each `by[0]` would be called filter or poison by chance: `mean`, and `high`, which 5 % of the draws
-    exceed (5 % / `comparisons`, where a claim is picked from several counts).
+    """How many components of each `by[0]` would be called filter or poison by chance: `mean`, and `high`, which 5 % of
+    the draws exceed (5 % / `comparisons`, where a claim is picked from several counts).
 
-    The effects of a prompt change sign at random, in all families and components together, so that their correlation stays: families
-    damage the same prompts and components see the same damage, so verdicts by chance come in clusters.
+    The effects of a prompt change sign at random, in all families and components together, so that their correlation
+    stays: families damage the same prompts and components see the same damage, so verdicts by chance come in clusters.
     """
     rng = np.random.default_rng([seed, 1])
     damage = maps.drop_duplicates([family, cluster]).pivot(index=cluster, columns=family, values="damage").fillna(0)

@@ -1,8 +1,8 @@
-"""Patching along a subspace: of what the donor would write, only the part inside the subspace, or only the part outside.
+"""Patching along a subspace: of what the donor would write, only the part inside it, or only the part outside.
 
-A probe reads a layer's K (or V) of a slot along the directions of its weights. Swapping along them alone asks whether the
-model reads there too. The full swap shows how much there was to find, and the rest how much lies elsewhere (Makelov et al.
-2023, arXiv 2311.17030: a subspace patch alone can mislead).
+A probe reads a layer's K (or V) of a slot along the directions of its weights. Swapping along them alone asks whether
+the model reads there too. The full swap shows how much there was to find, and the rest how much lies elsewhere (Makelov
+et al. 2023, arXiv 2311.17030: a subspace patch alone can mislead).
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from kvprobe.erasing.caches import LayerPart, interchange
 from kvprobe.erasing.subspace import Subspace
 
 Along = Mapping[LayerPart, Float[Tensor, "directions width"] | Subspace]
-"""A subspace by layer and part (`K` or `V`), over all KV heads of a slot: width is kv_heads × d. It is given by directions, which
-need not be orthogonal or of length one, or by a `kvprobe.erasing` eraser, whose projection may be oblique. Where a layer or part
-has none, nothing is swapped along it."""
+"""A subspace by layer and part (`K` or `V`), over all KV heads of a slot: width is kv_heads × d. It is given by
+directions, which need not be orthogonal or of length one, or by a `kvprobe.erasing` eraser, whose projection may be
+oblique. Where a layer or part has none, nothing is swapped along it."""
 
 CONTENTS = ("full", "along", "rest")
 

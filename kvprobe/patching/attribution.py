@@ -1,10 +1,10 @@
 """Attribution patching: what every cell would do, to first order, from one pass over the suffix and back.
 
-Two scores for each cell. `linear` is the gradient of the metric at K or V of the slot times what the donor would change there
-(Nanda 2023, "Attribution patching"). It fails for K where the softmax is saturated: a slot without attention has no gradient,
-even where the donor's key would draw all of it. `score` therefore computes the attention of the patched layer exactly, and is
-first order only from that layer's attention output on (AtP*: Kramár et al. 2024, arXiv 2403.00745). For V alone the two are the
-same.
+Two scores for each cell. `linear` is the gradient of the metric at K or V of the slot times what the donor would change
+there (Nanda 2023, "Attribution patching"). It fails for K where the softmax is saturated: a slot without attention has
+no gradient, even where the donor's key would draw all of it. `score` therefore computes the attention of the patched
+layer exactly, and is first order only from that layer's attention output on (AtP*: Kramár et al. 2024, arXiv
+2403.00745). For V alone the two are the same.
 """
 
 from collections import defaultdict
@@ -65,7 +65,8 @@ class Attribution:
 
     @property
     def agreement(self) -> dict[str, float]:
-        """Spearman's rank correlation of each score with the exact effect, on the sample; NaN where either is constant."""
+        """Spearman's rank correlation of each score with the exact effect, on the sample; NaN where either is
+        constant."""
         scores = {"score": self.score, "linear": self.linear}
         truth = pd.Series(self.checked.effect).rank()
         return {name: float(pd.Series(score[list(self.sample)]).rank().corr(truth)) for name, score in scores.items()}
@@ -104,7 +105,8 @@ def attribute(
     """
     if isinstance(metric, KL):
         raise UserError(
-            "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a log-probability."
+            "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "
+            "log-probability."
         )
     plan = Plan.of(model, base, donor, suffix, over, parts, "reader", align, along)
     slopes = _Slopes(Reader(plan.lanes, plan.base, plan.contents, plan.suffix))

@@ -26,8 +26,8 @@ class Aligned:
     Attributes:
         base: one row, with keys at the positions at which they are seen.
         donor: likewise, on its own slots.
-        cache: the donor's K and V on the base's slots, with keys rotated to the base's positions; the base's own where the
-            donor has nothing.
+        cache: the donor's K and V on the base's slots, with keys rotated to the base's positions; the base's own where
+            the donor has nothing.
         source: the donor's slot for each of the base's; −1 where it has none.
         reasons: by segment, why some of its slots have none.
     """
@@ -55,8 +55,8 @@ class Aligned:
             name = ledger.names[int(ledger.segments[0, min(lost)])]
             if align is None:
                 raise UserError(
-                    f"{self.reasons[name]}; say which slots stand for which with align='start' or align='end', or leave the "
-                    f"segment out of the grid."
+                    f"{self.reasons[name]}; say which slots stand for which with align='start' or align='end', or "
+                    "leave the segment out of the grid."
                 )
             rest = tuple(slot for slot in cell.slots if slot not in lost)
             if rest:
@@ -69,8 +69,8 @@ class Aligned:
 def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) -> Aligned:
     """A donor's K and V on the base's slots, segment by segment: the first slot with the first, and so on.
 
-    A key that was seen at another position in the donor is rotated to the position of the base's slot: what is swapped is
-    content, not position.
+    A key that was seen at another position in the donor is rotated to the position of the base's slot: what is swapped
+    is content, not position.
 
     Args:
         align: how segments of unequal length meet: at their start, at their end, or not at all.

@@ -14,8 +14,8 @@ from kvprobe.names import unknown
 
 Part = Literal["K", "V", "KV"]
 AXES = ("layer", "band", "slot", "segment", "head", "query_head", "query")
-"""Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; query heads and tokens of the
-suffix, which read them. An axis that a grid does not name is taken whole."""
+"""Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; query heads and tokens
+of the suffix, which read them. An axis that a grid does not name is taken whole."""
 BANDS = 4
 """Bands into which the layers are cut where the grid does not say."""
 ACTIVATIONS: tuple[Family, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
@@ -35,8 +35,8 @@ class Cell:
         kv_heads: whose K or V is swapped; None for all.
         query_heads: that read what was swapped, while others read the base's; None for all.
         queries: tokens of the suffix that read it; None for all.
-        content: what is written: `full` (the donor's), or with a subspace `along` (only the donor's part in it) or `rest` (only
-            that outside).
+        content: what is written: `full` (the donor's), or with a subspace `along` (only the donor's part in it) or
+            `rest` (only that outside).
         labels: where the cell stands in its grid.
     """
 

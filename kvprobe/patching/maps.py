@@ -39,14 +39,14 @@ class PatchMap:
 
     @property
     def normalised(self) -> Float[np.ndarray, "cells"]:
-        """The effect as a share of the way from base to donor: 0 is no effect, 1 the donor's value; NaN where base and donor
-        do not differ."""
+        """The effect as a share of the way from base to donor: 0 is no effect, 1 the donor's value; NaN where base and
+        donor do not differ."""
         way = self.donor - self.base
         return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
 
     def df(self) -> pd.DataFrame:
-        """One row per cell: the grid's axes, `part`, `content`, `slots` (how many), `value`, `effect`, `normalised`; and for
-        single slots their `token`, `position` and `segment`."""
+        """One row per cell: the grid's axes, `part`, `content`, `slots` (how many), `value`, `effect`, `normalised`;
+        and for single slots their `token`, `position` and `segment`."""
         rows = [
             {**cell.labels, "part": cell.part, "content": cell.content, "slots": len(cell.slots)} for cell in self.cells
         ]

@@ -1,8 +1,8 @@
 """Metrics: what is measured of a patched run, as one number for its logits.
 
 A metric is any function of the logits after a run's last tokens, `[kept, vocab]`, that returns one number. An attribute
-`kept` says how many of them it looks at; without it, the metric gets those after the last token only. The metrics here can
-be differentiated, as attribution patching needs.
+`kept` says how many of them it looks at; without it, the metric gets those after the last token only. The metrics here
+can be differentiated, as attribution patching needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,13 +85,13 @@ def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
     value = returned if isinstance(returned, Tensor) else _number(metric, returned)
     if value.numel() != 1:
         raise UserError(
-            f"The metric {_name(metric)} returned {value.numel()} numbers of shape {tuple(value.shape)}; it must return one "
-            f"number for the logits of one run, so index or sum what it returns."
+            f"The metric {_name(metric)} returned {value.numel()} numbers of shape {tuple(value.shape)}; it must "
+            "return one number for the logits of one run, so index or sum what it returns."
         )
     if not bool(torch.isfinite(value).all()):
         raise UserError(
-            f"The metric {_name(metric)} returned {float(value)}; it must be a finite number for every run, so bound what it "
-            f"divides by or takes the logarithm of."
+            f"The metric {_name(metric)} returned {float(value)}; it must be a finite number for every run, so bound "
+            "what it divides by or takes the logarithm of."
         )
     return value.reshape(())
 
@@ -107,7 +107,8 @@ def _number(metric: Metric, returned: object) -> Tensor:
         return torch.as_tensor(returned, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"The metric {_name(metric)} returned {type(returned).__name__}; it must return one number for the logits of one run."
+            f"The metric {_name(metric)} returned {type(returned).__name__}; it must return one number for the logits "
+            "of one run."
         ) from error
 
 

@@ -24,8 +24,8 @@ class Pair:
     """Two runs that differ in a fact, and what is read after them and measured.
 
     Attributes:
-        cluster: what the pair shares with others; intervals keep pairs of one cluster together. By default each pair is a
-            cluster.
+        cluster: what the pair shares with others; intervals keep pairs of one cluster together. By default each pair is
+            a cluster.
     """
 
     base: KVCache
@@ -49,12 +49,12 @@ class PairMaps:
         return self.table
 
     def summary(self, by: Sequence[str] = ("layer", "segment", "part")) -> pd.DataFrame:
-        """Mean `effect` and pooled `normalised` of each group of cells over pairs, each with its 95 % interval (`…_low`,
-        `…_high`) over clusters of pairs. With fewer clusters than `stats.FEWEST` an interval is NaN, and only the range of the
-        clusters' values is given (`…_smallest`, `…_largest`).
+        """Mean `effect` and pooled `normalised` of each group of cells over pairs, each with its 95 % interval
+        (`…_low`, `…_high`) over clusters of pairs. With fewer clusters than `stats.FEWEST` an interval is NaN, and only
+        the range of the clusters' values is given (`…_smallest`, `…_largest`).
 
-        `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly differ
-        does not dominate.
+        `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly
+        differ does not dominate.
         """
         return summarise(self.table, by)
 

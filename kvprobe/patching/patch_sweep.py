@@ -1,4 +1,4 @@
-"""One call for every cell of a grid: swap K, V or both from a donor into a base, and measure what it does to the answer."""
+"""One call for every cell of a grid: swap K, V or both from a donor into a base, and measure the answer."""
 
 from collections.abc import Sequence
 
@@ -33,26 +33,28 @@ def patch_sweep(
 ) -> PatchMap:
     """The metric of the base's run with each cell of a grid swapped for the donor's.
 
-    With a clean donor this is denoising (which cells restore the answer?). With a clean base it is noising (which cells lose
-    the answer if they are corrupted?). Swap `base` and `donor` to change from one to the other.
+    With a clean donor this is denoising (which cells restore the answer?). With a clean base it is noising (which cells
+    lose the answer if they are corrupted?). Swap `base` and `donor` to change from one to the other.
 
     Args:
         base: a cache of one row, the run that is patched into.
-        donor: a cache of one row, whose K and V are swapped in. See `kvprobe.patching.aligned` for which slots stand for which.
+        donor: a cache of one row, whose K and V are swapped in. See `kvprobe.patching.aligned` for which slots stand
+            for which.
         suffix: what is read after the cut; a text is read where the base ends.
         metric: of the logits after the suffix; see `kvprobe.patching.metrics`.
-        over: axes of the grid, of `layer`, `band`, `slot`, `segment`, `head`, `query_head`, `query`; or for each axis the values
-            to go over, None for all (a band is a range of layers). An axis that is not named is taken whole.
-        parts: what a cell swaps: K, V, or both (KV); with reads="total" also resid_pre, resid_mid, resid_post, attn_out, mlp_out.
+        over: axes of the grid, of `layer`, `band`, `slot`, `segment`, `head`, `query_head`, `query`; or for each axis
+            the values to go over, None for all (a band is a range of layers). An axis that is not named is taken whole.
+        parts: what a cell swaps: K, V, or both (KV); with reads="total" also resid_pre, resid_mid, resid_post,
+            attn_out, mlp_out.
         reads: see `Reads`. `total` reads the prompt again from the first patched slot on.
         align: how segments of unequal length meet: `start`, `end`, or None to refuse them.
         along: a subspace; each cell is then swapped in full, along it, and outside it (see `kvprobe.patching.along`).
         rows: most cells to a pass.
 
     Raises:
-        UserError: caches of several rows or of another model, segments of unequal length, an axis, layer, slot, segment, head
-            or part that does not exist, a metric that is not one number; or for `total`, a base whose slots were not all read
-            in one go (masked, evicted, damaged).
+        UserError: caches of several rows or of another model, segments of unequal length, an axis, layer, slot,
+            segment, head or part that does not exist, a metric that is not one number; or for `total`, a base whose
+            slots were not all read in one go (masked, evicted, damaged).
     """
     if rows < 1:
         raise UserError(f"A pass must hold at least one cell; got rows={rows}.")

@@ -18,8 +18,8 @@ from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
 from kvprobe.text.transcript import Tokens
 
 Reads = Literal["reader", "total"]
-"""Who sees what was swapped. `reader`: only the suffix, as if the cache had been edited after the prompt was read. `total`:
-the prompt's tokens after the patched slot too, as activation patching in `run_with_hooks` does."""
+"""Who sees what was swapped. `reader`: only the suffix, as if the cache had been edited after the prompt was read.
+`total`: the prompt's tokens after the patched slot too, as activation patching in `run_with_hooks` does."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,6 @@ def _refuse_unreadable(base: KVCache, cells: Sequence[Cell], reads: Reads) -> No
     used = ~ledger.padding[0]
     if reads == "total" and not (bool(ledger.live[..., used].all()) and bool((ledger.quantised < 0).all())):
         raise UserError(
-            "The base has slots that were masked or quantised after later ones had been read, so its prompt cannot be read "
-            "again as it was; use reads='reader', or a base that was read in one go."
+            "The base has slots that were masked or quantised after later ones had been read, so its prompt cannot "
+            "be read again as it was; use reads='reader', or a base that was read in one go."
         )

@@ -2,7 +2,8 @@
 
 All cells are rows of one pass over the suffix. Three things make it cheap, and none of them is an approximation:
 
-- The base's K and V are shared by all rows: the attention of all their queries to it is one product, and nothing is copied.
+- The base's K and V are shared by all rows: the attention of all their queries to it is one product, and nothing is
+  copied.
 - What a row swaps is handled apart: its scores replace those of the same slots, its values are added as differences.
 - A row joins the pass only at the first layer at which it differs from the clean run (`kvprobe.patching.rows`).
 """
@@ -184,7 +185,7 @@ def _add_swapped(
     values: Float[Tensor, "kv_heads slots d_value"],
     swapped: Swaps,
 ) -> None:
-    """Add to the output what swapped values differ by from the shared ones, times their weights before they are divided."""
+    """Add to the output what swapped values differ by from the shared ones, times their unnormalised weights."""
     entries = weights[:, swapped.rows, :, :, swapped.slots]
     if swapped.readers is not None:
         entries = entries * swapped.readers

@@ -1,7 +1,7 @@
 """Rows of one pass: many runs that equal a clean run up to the layer at which each first differs from it.
 
-Row 0 is the clean run and goes first, alone. Every other row joins it before the first layer at which it differs, with the
-clean row's residual stream: below that layer the two are the same.
+Row 0 is the clean run and goes first, alone. Every other row joins it before the first layer at which it differs, with
+the clean row's residual stream: below that layer the two are the same.
 """
 
 from collections import Counter, defaultdict
@@ -58,10 +58,11 @@ def cells_by_layer(rows: Rows, cells: Sequence[Cell]) -> defaultdict[int, list[t
 def forward(
     lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], kept: int
 ) -> Float[Tensor, "rows kept vocab"]:
-    """The plain lane over these tokens, with attention and rows of our own making (see `Lanes.attending_by`, `joining`)."""
+    """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attending_by`, `joining`)."""
     if not 1 <= kept <= ids.shape[1]:
         raise UserError(
-            f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens; give a longer suffix."
+            f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens; give a longer "
+            "suffix."
         )
     # A 4-D mask is handed down unchanged, and the attention that replaces the model's ignores it.
     mask = torch.zeros(1, 1, 1, 1, dtype=lanes.dtype, device=lanes.device)

@@ -1,9 +1,9 @@
 """Total patching: what was swapped is seen by every token after it, the prompt's own included.
 
-A cell overwrites K, V or an activation at slots of the prompt as they are computed, which is what `run_with_hooks` does at
-`hook_rot_k`, `hook_v`, `hook_resid_pre` and their like. Tokens before the first of these slots are not affected; they are read
-from the base's cache, and the prompt is computed again from there on. Rows join the pass at the first layer at which they
-differ (`kvprobe.patching.rows`).
+A cell overwrites K, V or an activation at slots of the prompt as they are computed, which is what `run_with_hooks` does
+at `hook_rot_k`, `hook_v`, `hook_resid_pre` and their like. Tokens before the first of these slots are not affected;
+they are read from the base's cache, and the prompt is computed again from there on. Rows join the pass at the first
+layer at which they differ (`kvprobe.patching.rows`).
 """
 
 from collections import defaultdict
@@ -34,8 +34,8 @@ class Total:
     """A prompt and its suffix to be read with cells swapped as the prompt is computed.
 
     Raises:
-        UserError: a cell swaps an activation for which the plain model has no module of its own; or a donor whose activations
-            are wanted was edited after it was read.
+        UserError: a cell swaps an activation for which the plain model has no module of its own; or a donor whose
+            activations are wanted was edited after it was read.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -54,7 +54,7 @@ class Total:
                 )
 
     def row_bytes(self, cells: Sequence[Cell]) -> int:
-        """What a row takes at its widest: hidden states, K and V of all slots, and scores where attention is not fused."""
+        """What a row takes at its widest: hidden states, K and V of all slots, and scores of unfused attention."""
         shape = self.lanes.geometry
         tokens = self.ledger.slots - min((cell.slots[0] for cell in cells), default=0)
         hidden = tokens * (16 * shape.d_model + 8 * shape.n_heads * shape.d_head)
@@ -106,7 +106,7 @@ class _Pass:
         self.seen = {window: visible(total.ledger, queries, window)[0] for window in windows}
 
     def attend(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
-        """Attention of all rows to the base's slots before `start`, and to their own keys and values with cells swapped."""
+        """Attention of all rows to the base before `start`, and to their own keys and values with cells swapped."""
         layer, base = attending.layer, self.total.base
         self._refuse_changed_base(attending)
         keys = self._swapped("K", layer, attending.key)
@@ -156,7 +156,7 @@ class _Pass:
     def _swapped(
         self, part: str, layer: int, tensor: Float[Tensor, "rows kv_heads queries d"]
     ) -> Float[Tensor, "rows kv_heads queries d"]:
-        """K or V of a layer as they were computed, with the donor's in the rows and slots of the cells that swap them."""
+        """K or V of a layer as they were computed, with the donor's in the rows and slots of its cells."""
         donor = (self.total.donor.keys if part == "K" else self.total.donor.values)[layer][0]
         patched = [(row, cell) for row, cell in self.by_layer.get(layer, []) if part in cell.part]
         if patched:
@@ -188,6 +188,7 @@ def _refuse_changed(name: str, layer: int, again_and_held: Sequence[tuple[Tensor
     for again, held in again_and_held:
         if again.numel() and float((again - held).abs().max()) > TOLERANCE * float(held.abs().max()):
             raise UserError(
-                f"Reading the {name}'s tokens again gives other K or V at layer {layer} than it holds: it was edited after it was "
-                f"read (masked, evicted, damaged, patched, read in parts); use reads='reader', or a {name} read in one go."
+                f"Reading the {name}'s tokens again gives other K or V at layer {layer} than it holds: it was edited "
+                "after it was read (masked, evicted, damaged, patched, read in parts); use reads='reader', or a "
+                f"{name} read in one go."
             )

@@ -1,4 +1,4 @@
-"""Sparse autoencoders: record activations, train dictionaries on them with sae-lens, load others, and measure how good they are."""
+"""Sparse autoencoders: record activations, train dictionaries on them with sae-lens, load and evaluate others."""
 
 from kvprobe.saes.activating import Activating, Example, activating
 from kvprobe.saes.corpus import self_written

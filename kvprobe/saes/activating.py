@@ -17,7 +17,7 @@ BEFORE, AFTER = 14, 4
 
 @dataclass(frozen=True)
 class Example:
-    """A passage and how active a latent is in each of its tokens; token number `peak` is the most active of its whole text."""
+    """A passage and how active a latent is in each token; token number `peak` is the most active of its whole text."""
 
     ids: tuple[int, ...]
     values: tuple[float, ...]
@@ -39,7 +39,7 @@ class Activating:
 
 
 def activating(dictionary: Dictionary, shards: Shards, latents: Sequence[int], examples: int = 6) -> list[Activating]:
-    """For each of these latents the recorded tokens that it is most active in, at most one of each text, and no passage twice.
+    """For each latent the recorded tokens that it is most active in, at most one of each text, and no passage twice.
 
     Raises:
         UserError: there is no such latent, or nothing was recorded at the dictionary's place.

@@ -1,5 +1,5 @@
-"""Text to train on where there is no corpus: what an instruct model writes after the header of a user's message (Magpie, Xu et al.
-2024, arXiv 2406.08464). It has the model's own distribution, and is no more varied than that."""
+"""Text to train on where there is no corpus: what an instruct model writes after the header of a user's message
+(Magpie, Xu et al. 2024, arXiv 2406.08464). It has the model's own distribution, and is no more varied than that."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,8 @@ def self_written(model: Model, rows: Sequence[int], length: int, seed: int) -> l
     start = tokens[: tokens.part("message").start]
     if not len(start):
         raise UserError(
-            f"The chat template of {model.name} writes nothing before a message, so the model has nothing to start from; give "
-            f"texts of your own."
+            f"The chat template of {model.name} writes nothing before a message, so the model has nothing to start "
+            "from; give texts of your own."
         )
     generators = row_generators(seed, max(rows) + 1, model.lanes.device)
     generated = generate(

@@ -33,7 +33,7 @@ class Dictionary:
     Attributes:
         sae: the sae-lens object, of any architecture that encodes and decodes at one place.
         place: where it reads and writes.
-        rotation: applied to activations about the decoder's bias before they are read, and undone afterwards; None for none.
+        rotation: applied to activations about the decoder's bias before they are read, and undone afterwards, or None.
     """
 
     sae: Any
@@ -82,14 +82,14 @@ class Dictionary:
         return self.decode(self.encode(activations)).to(activations.dtype)
 
     def rotated(self, seed: int) -> "Dictionary":
-        """A control: the same dictionary rotated at random. It keeps shape, thresholds and inner geometry, and is aligned with nothing
-        in the model."""
+        """A control: the same dictionary rotated at random. It keeps shape, thresholds and inner geometry, and is
+        aligned with nothing in the model."""
         drawn = torch.randn(self.dim, self.dim, generator=torch.Generator().manual_seed(seed))
         return replace(self, rotation=torch.linalg.qr(drawn).Q.to(self.sae.b_dec))
 
     def splicing(self) -> Callable[[Tensor], Tensor]:
-        """For `kvprobe.inference.capture.editing`, while texts are read from their start: the reconstruction in place of every slot but
-        the first, which dictionaries trained here have not seen."""
+        """For `kvprobe.inference.capture.editing`, while texts are read from their start: the reconstruction in place
+        of every slot but the first, which dictionaries trained here have not seen."""
 
         def edit(tensor: Tensor) -> Tensor:
             flat = tensor.flatten(2)
@@ -111,7 +111,7 @@ class Dictionary:
 
     @classmethod
     def load(cls, source: "str | Path | Any", model: Model, place: Place | None = None) -> "Dictionary":
-        """A dictionary for a model: one that ships with kvprobe, by name; a folder that sae-lens wrote; or a sae-lens SAE in hand.
+        """A dictionary for a model: by the name of one that ships, from a folder that sae-lens wrote, or from an SAE.
 
         Args:
             place: where it belongs; by default what its own metadata say.
@@ -144,16 +144,16 @@ class Dictionary:
         shape = model.geometry
         if self.place.layer >= shape.n_layers:
             raise UserError(
-                f"The SAE reads layer {self.place.layer}, but {model.name} has layers 0 to {shape.n_layers - 1}; give one that was "
-                f"trained on this model."
+                f"The SAE reads layer {self.place.layer}, but {model.name} has layers 0 to {shape.n_layers - 1}; give "
+                "one that was trained on this model."
             )
         self._check(self.place.width(shape), f"{self.place} of {model.name}")
 
     def _check(self, width: int, what: str) -> None:
         if width != self.dim:
             raise UserError(
-                f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} {width}; give one "
-                f"that was trained there."
+                f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} "
+                f"{width}; give one that was trained there."
             )
 
 
@@ -165,8 +165,8 @@ def _refuse_unsupported(config: Any) -> None:
         raise UserError("The SAE reads single heads, but kvprobe reads KV heads side by side; give one trained so.")
     if config.normalize_activations in ("layer_norm", "constant_norm_rescale"):
         raise UserError(
-            f"The SAE rescales each activation ({config.normalize_activations}), so its decoding is not linear; give one trained "
-            f"without rescaling."
+            f"The SAE rescales each activation ({config.normalize_activations}), so its decoding is not linear; give "
+            "one trained without rescaling."
         )
     if config.normalize_activations == "expected_average_only_in":
         raise UserError(
@@ -181,7 +181,7 @@ def shipped_dictionaries() -> dict[str, Path]:
 
 
 def content_digest(source: str | Path) -> str:
-    """A hash of the files of a dictionary on disk, by name or folder; the hash of no bytes where there is no dictionary."""
+    """A hash of the files of a dictionary on disk, by name or folder; that of no bytes where there is none."""
     folder = shipped_dictionaries().get(str(source)) or Path(source)
     return digest([path.read_bytes() for path in sorted(folder.glob("*")) if path.name in ("cfg.json", WEIGHTS)], 16)
 
@@ -198,5 +198,6 @@ def _from_disk(source: str | Path) -> Any:
         return SAE.load_from_disk(folder, device="cpu")
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}); give files that sae-lens wrote."
+            f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}); give files that sae-lens "
+            "wrote."
         ) from error

@@ -15,8 +15,8 @@ from kvprobe.models.lens import HOOKS, PER_HEAD, Family
 from kvprobe.names import unknown
 
 FAMILIES: tuple[Family, ...] = tuple(family for family in get_args(Family) if family != "k")
-"""Families that a dictionary may read. Keys are read before they are rotated: a rotated key is its content at one position, and a
-dictionary would need a copy of each latent for each position."""
+"""Families that a dictionary may read. Keys are read before they are rotated: a rotated key is its content at one
+position, and a dictionary would need a copy of each latent for each position."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +54,8 @@ class Place:
                 return cls(family, int(match[1]))
         known = ", ".join(HOOKS[family] for family in FAMILIES)
         raise UserError(
-            f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of {known}."
+            f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of "
+            f"{known}."
         )
 
     @property
@@ -86,7 +87,7 @@ def site_of(lanes: Lanes, place: Place) -> Site:
     site = plain_sites(lanes, [place.family], [place.layer])[place.family, place.layer]
     if site is None:
         raise UserError(
-            f"{type(lanes.plain).__name__} has no module that computes {place.family!r} alone, so it cannot be recorded or replaced; "
-            f"choose the residual stream."
+            f"{type(lanes.plain).__name__} has no module that computes {place.family!r} alone, so it cannot be "
+            "recorded or replaced; choose the residual stream."
         )
     return site

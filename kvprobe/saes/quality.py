@@ -1,8 +1,9 @@
 """How good a dictionary is: what it leaves unexplained, how many latents it takes, and what the model loses by it.
 
-The last is the most important test. The reconstruction replaces what the model computes, at every slot but the first, and the model
-predicts each next token from it; for K and V, later tokens find the reconstruction in the cache. The loss may hardly change with one
-layer's K or V, and then a share of it means little. The share recovered is therefore of the KL that the mean activation causes.
+The last is the most important test. The reconstruction replaces what the model computes, at every slot but the first,
+and the model predicts each next token from it; for K and V, later tokens find the reconstruction in the cache. The loss
+may hardly change with one layer's K or V, and then a share of it means little. The share recovered is therefore of the
+KL that the mean activation causes.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ class Reconstruction:
     """How well a dictionary reconstructs texts.
 
     Attributes:
-        texts: one row per text: `tokens` that were reconstructed, their summed squared `error` and squared distance from the mean
-            activation (`variance`), and the sum of their `active` latents.
+        texts: one row per text: `tokens` that were reconstructed, their summed squared `error` and squared distance
+            from the mean activation (`variance`), and the sum of their `active` latents.
         density: share of all tokens in which each latent is active.
     """
 
@@ -57,7 +58,8 @@ class Reconstruction:
 
 
 def reconstruction(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> Reconstruction:
-    """How much of what the model computes at the dictionary's place is in the reconstruction, and by how many latents."""
+    """How much of what the model computes at the dictionary's place is in the reconstruction, and by how many
+    latents."""
     by_text = _activations(model, dictionary, texts)
     mean = torch.cat(by_text).mean(0)
     rows, fired = [], torch.zeros(dictionary.width, device=model.lanes.device)
@@ -79,9 +81,9 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
     """What the model loses when it goes on from the reconstruction.
 
     Returns:
-        One row per text: the number of tokens `predicted`; in nats, summed over them, the loss of the model itself (`clean`), with the
-        reconstruction in place (`spliced`), with the `mean` activation of these texts and with `zero`; and for the last three the KL
-        from the clean predictions (`kl_spliced` …).
+        One row per text: the number of tokens `predicted`; in nats, summed over them, the loss of the model itself
+        (`clean`), with the reconstruction in place (`spliced`), with the `mean` activation of these texts and with
+        `zero`; and for the last three the KL from the clean predictions (`kl_spliced` …).
     """
     site = site_of(model.lanes, dictionary.place)
     mean = torch.cat(_activations(model, dictionary, texts)).mean(0)
@@ -101,7 +103,8 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
 
 
 def recovered(spliced: pd.DataFrame) -> float:
-    """From the table of `splice`: 1 − (KL with the reconstruction in place) / (KL with the mean activation in place)."""
+    """From the table of `splice`: 1 − (KL with the reconstruction in place) / (KL with the mean activation in
+    place)."""
     return 1 - float(spliced["kl_spliced"].sum() / spliced["kl_mean"].sum())
 
 

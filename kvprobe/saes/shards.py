@@ -1,8 +1,10 @@
-"""Activations on disk: what a model computes at some places while it reads many texts, in shards of a few thousand tokens.
+"""Activations on disk: what a model computes at some places while it reads many texts, in shards of a few thousand
+tokens.
 
-The model is run no further than the deepest place. The first slot of each text is left out: it is the attention sink, whose
-residual stream can be a hundred times the size of any other, and a dictionary would learn it instead of the text. An interrupted
-recording resumes where it stopped. Memory holds one batch of texts, and in training one window of shards.
+The model is run no further than the deepest place. The first slot of each text is left out: it is the attention sink,
+whose residual stream can be a hundred times the size of any other, and a dictionary would learn it instead of the text.
+An interrupted recording resumes where it stopped. Memory holds one batch of texts, and in training one window of
+shards.
 """
 
 import hashlib
@@ -50,7 +52,8 @@ class Shards:
         folder: holds `shards.json` and numbered safetensors files.
         places: what was recorded.
         model: fingerprint of the weights with which texts were read.
-        files: in order; each has `ids`, `text` and `slot` (one for each token) and one tensor `[tokens, dim]` for each place.
+        files: in order; each has `ids`, `text` and `slot` (one for each token) and one tensor `[tokens, dim]` for each
+            place.
     """
 
     folder: Path
@@ -69,7 +72,8 @@ class Shards:
         files = tuple(folder / f"{number:05d}.safetensors" for number in range(about["shards"]))
         if missing := [path.name for path in files if not path.is_file()]:
             raise UserError(
-                f"The recording in {folder} is unfinished ({missing[0]} is missing); call `saes.record` again to resume it."
+                f"The recording in {folder} is unfinished ({missing[0]} is missing); call `saes.record` again to "
+                "resume it."
             )
         return cls(folder, tuple(map(Place.parse, about["places"])), about["model"], files)
 
@@ -106,7 +110,8 @@ class Shards:
         return mean.float(), float(spread.clamp(min=0).sqrt())
 
     def batches(self, place: Place, size: int, rng: np.random.Generator) -> Iterator[Float[Tensor, "batch dim"]]:
-        """Batches without end: each pass takes the shards in a new order and shuffles the tokens of `WINDOW` shards together."""
+        """Batches without end: each pass takes the shards in a new order and shuffles the tokens of `WINDOW` shards
+        together."""
         rest: list[Tensor] = []
         while True:
             order = rng.permutation(len(self.files))

@@ -1,7 +1,8 @@
 """Training a dictionary on recorded activations with sae-lens, without an account, a hub or a remote log.
 
-Activations are centred and scaled to unit variance, so that one learning rate fits K, V and residual streams of any size. At the end
-both are folded into the weights, so that a saved dictionary reads activations as the model computes them.
+Activations are centred and scaled to unit variance, so that one learning rate fits K, V and residual streams of any
+size. At the end both are folded into the weights, so that a saved dictionary reads activations as the model computes
+them.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Recipe:
         active: active latents of a token: the most (`topk`), or the average that the penalty aims at (`jumprelu`).
         tokens: to train on; recorded tokens are repeated as often as needed.
         batch: tokens of a step.
-        learning_rate: its highest value; it rises over the first twentieth of the steps and falls to 0 over the last third.
+        learning_rate: its highest value; it rises over the first twentieth of the steps and falls to 0 over the last
+            third.
         seed: of weights and batches.
     """
 
@@ -49,8 +51,8 @@ class Recipe:
             raise UserError(f"`active` must lie in 1 to {self.width}, the number of latents; got {self.active}.")
         if not 1 <= self.batch <= self.tokens or self.learning_rate <= 0:
             raise UserError(
-                f"Training needs a batch of 1 to {self.tokens} tokens and a learning rate above 0; got a batch of {self.batch} and "
-                f"a rate of {self.learning_rate}."
+                f"Training needs a batch of 1 to {self.tokens} tokens and a learning rate above 0; got a batch of "
+                f"{self.batch} and a rate of {self.learning_rate}."
             )
 
 

@@ -1,4 +1,5 @@
-"""Where attention goes, how much damage draws, and what it brings: against loops and against the model's own modules."""
+"""Where attention goes, how much damage draws, and what it brings: against loops and against the model's own
+modules."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Patterns overheard on the plain lane against TransformerLens's, transformers' own, and a loop's worth of arithmetic."""
+"""Patterns overheard on the plain lane against TransformerLens's, transformers' own, and a loop's worth of
+arithmetic."""
 
 from collections.abc import Callable
 from dataclasses import replace

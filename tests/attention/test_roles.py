@@ -25,8 +25,10 @@ STILL = [*range(16, 32), *range(48, 64)]
 def by_hand() -> Model:
     """Two layers of attention and nothing else.
 
-    The residual stream holds the token (one-hot, 0–31), a constant (32), and the token before (64–95), which head 0 of layer 0
-    writes: a previous-token head, by the fast half of the rotary frequencies. Head 1 of layer 0 looks for the same token, and
+    The residual stream holds the token (one-hot, 0–31), a constant (32), and the token before (64–95), which head 0 of
+    layer 0
+    writes: a previous-token head, by the fast half of the rotary frequencies. Head 1 of layer 0 looks for the same
+        token, and
     head 0 of layer 1 for this token among the tokens before: an induction head. Head 1 of layer 1 looks nowhere.
     """
     config = LlamaConfig(

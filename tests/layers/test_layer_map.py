@@ -167,8 +167,9 @@ CLEAN_TOKEN, FLAGGED_TOKEN = 1, 2
 
 @pytest.fixture(scope="module")
 def by_hand() -> Model:
-    """Two layers of two heads that look everywhere alike. Head 0 of layer 0 adds the flag of the context to `COPY`, head 1 of
-    layer 1 takes three tenths of it back; the others and the MLPs add nothing. The logits of token 3 are `COPY`."""
+    """Two layers of two heads that look everywhere alike. Head 0 of layer 0 adds the flag of the context to `COPY`,
+    head 1 of layer 1 takes three tenths of it back; the others and the MLPs add nothing. The logits of token 3 are
+    `COPY`."""
     size, heads = 16, 2
     config = LlamaConfig(
         vocab_size=8, hidden_size=size, intermediate_size=8, num_hidden_layers=2, num_attention_heads=heads,

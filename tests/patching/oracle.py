@@ -1,9 +1,10 @@
-"""The oracle of patching: a prompt and what is read after it, in one pass without a cache, one row of the batch for each cell.
+"""The oracle of patching: a prompt and what is read after it, in one pass without a cache, one row of the batch for
+each cell.
 
 A `Run` reads and edits a prompt with kvprobe and keeps by hand what that does to each token (`tests.oracle.Row`).
-`patched_pass` then reads all of a base run's tokens at once, with attention written out here, and puts the donor's K and V
-where a `Swap` says: before the eyes of the suffix alone, or of every query. `hooked_pass` says the same of the prompt's
-queries by the hooks of TransformerBridge, and of the residual stream and what is added to it.
+`patched_pass` then reads all of a base run's tokens at once, with attention written out here, and puts the donor's K
+and V where a `Swap` says: before the eyes of the suffix alone, or of every query. `hooked_pass` says the same of the
+prompt's queries by the hooks of TransformerBridge, and of the residual stream and what is added to it.
 """
 
 import random
@@ -143,8 +144,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Swap:
-    """A cell: where the donor's vectors stand instead of the base's, by the tokens of the base; and which query heads and
-    tokens of the suffix see them there (None for all)."""
+    """A cell: where the donor's vectors stand instead of the base's, by the tokens of the base; and which query heads
+    and tokens of the suffix see them there (None for all)."""
 
     layers: Sequence[int]
     tokens: Sequence[int]
@@ -272,10 +273,11 @@ def hooked_pass(
     swaps: Sequence[Swap],
     pairs: Mapping[int, int] | None = None,
 ) -> Tensor:
-    """`[swaps, suffix tokens, vocabulary]` by `TransformerBridge.run_with_hooks` over prompt and suffix, no cache in sight.
+    """`[swaps, suffix tokens, vocabulary]` by `TransformerBridge.run_with_hooks` over prompt and suffix, no cache in
+    sight.
 
-    The prompts were read at one go and never edited, and the donor's keys stand at the base's positions. A swap's part is K,
-    V, both, or a name of `kvprobe.models.lens.HOOKS`.
+    The prompts were read at one go and never edited, and the donor's keys stand at the base's positions. A swap's part
+    is K, V, both, or a name of `kvprobe.models.lens.HOOKS`.
     """
     pairs = twins(base, donor) if pairs is None else pairs
     bridge = model.lanes.hooked.bridge

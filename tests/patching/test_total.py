@@ -1,4 +1,5 @@
-"""Patches that the prompt sees too, against TransformerBridge's hooks and against one pass under attention of the test's own."""
+"""Patches that the prompt sees too, against TransformerBridge's hooks and against one pass under attention of the
+test's own."""
 
 import random
 from typing import Any

@@ -1,4 +1,5 @@
-"""Splicing: a perfect reconstruction changes nothing, and the mean activation does; and the texts that a latent is active in."""
+"""Splicing: a perfect reconstruction changes nothing, and the mean activation does; and the texts that a latent is
+active in."""
 
 from pathlib import Path
 from typing import Any
