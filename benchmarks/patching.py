@@ -5,7 +5,7 @@ on a sample of it. What they compute is in `patched_forward.py`. Each round begi
 the median of the ratios of the rounds.
 
     make benchmark          or          python benchmarks/patching.py --tokens 512 --repeats 3
-    python benchmarks/patching.py --memory --tokens 2048 --slots 2048       only the memory of one sweep over all slots
+    python benchmarks/patching.py --memory --tokens 2048 --slots 2048       only the memory of one sweep
 """
 
 import argparse

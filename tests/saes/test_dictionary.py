@@ -37,8 +37,8 @@ def fitting() -> Model:
     return llama(hidden_size=DIM, num_attention_heads=2, num_key_value_heads=1)
 
 
-def unexplained(features: Dictionary, activations: torch.Tensor) -> float:
-    error = (features.reconstruct(activations) - activations).square().sum()
+def unexplained(dictionary: Dictionary, activations: torch.Tensor) -> float:
+    error = (dictionary.reconstruct(activations) - activations).square().sum()
     return float(error / (activations - activations.mean(0)).square().sum())
 
 
@@ -47,14 +47,14 @@ def test_training_finds_the_planted_directions(
     recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], kind: str
 ):
     shards, directions = recording
-    features = trained[kind]
+    dictionary = trained[kind]
     activations = torch.cat(list(shards.activations(PLACE)))
-    assert unexplained(features, activations) < 0.1
+    assert unexplained(dictionary, activations) < 0.1
     # Turned at random, the same dictionary has all of this but its truth.
-    assert unexplained(features.rotated(0), activations) > 5 * unexplained(features, activations)
-    found = torch.nn.functional.normalize(features.directions, dim=1) @ directions.T
-    assert (found.max(0).values > 0.95).sum() >= 0.9 * PLANTED
-    active = float((features.encode(activations) != 0).sum(1).float().mean())
+    assert unexplained(dictionary.rotated(0), activations) > 5 * unexplained(dictionary, activations)
+    cosines = torch.nn.functional.normalize(dictionary.directions, dim=1) @ directions.T
+    assert (cosines.max(0).values > 0.95).sum() >= 0.9 * PLANTED
+    active = float((dictionary.encode(activations) != 0).sum(1).float().mean())
     assert active == pytest.approx(ACTIVE, rel=0.25)
 
 
@@ -70,7 +70,7 @@ def test_the_same_seed_trains_the_same_dictionary(recording: tuple[Shards, torch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
+def test_a_saved_dictionary_is_read_alike_by_kvprobe_and_sae_lens(
     recording: tuple[Shards, torch.Tensor],
     trained: dict[str, Dictionary],
     kind: str,
@@ -84,9 +84,9 @@ def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
     with pytest.warns(UserWarning, match="trained on another model"):
         loaded = Dictionary.load(folder, fitting)
     assert loaded.place == PLACE
-    for own in (loaded, Dictionary(SAE.load_from_disk(folder), PLACE)):
-        latents, expected = own.encode(activations), trained[kind].encode(activations)
-        assert float((own.decode(latents) - trained[kind].decode(expected)).abs().max()) < 1e-3
+    for read in (loaded, Dictionary(SAE.load_from_disk(folder), PLACE)):
+        latents, expected = read.encode(activations), trained[kind].encode(activations)
+        assert float((read.decode(latents) - trained[kind].decode(expected)).abs().max()) < 1e-3
         assert ((latents != 0) == (expected != 0)).float().mean() > 0.9999
     # What was loaded can be saved again.
     again = loaded.save(tmp_path / "again")
@@ -98,15 +98,17 @@ def test_a_reconstruction_is_the_sum_of_its_latents_directions(
     recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], kind: str
 ):
     activations = next(recording[0].activations(PLACE))
-    for features in (trained[kind], trained[kind].rotated(3)):
-        latents = features.encode(activations)
-        bias = features.decode(torch.zeros(1, features.width))
-        torch.testing.assert_close(features.decode(latents), latents @ features.directions + bias, rtol=1e-4, atol=1e-3)
+    for dictionary in (trained[kind], trained[kind].rotated(3)):
+        latents = dictionary.encode(activations)
+        bias = dictionary.decode(torch.zeros(1, dictionary.width))
+        torch.testing.assert_close(
+            dictionary.decode(latents), latents @ dictionary.directions + bias, rtol=1e-4, atol=1e-3
+        )
 
 
-def saved_as(features: Dictionary, folder: Path, **changes: Any) -> Path:
+def saved_as(dictionary: Dictionary, folder: Path, **changes: Any) -> Path:
     """Its files, with other entries in the config."""
-    features.save(folder)
+    dictionary.save(folder)
     config = json.loads((folder / "cfg.json").read_text())
     metadata = {**config["metadata"], **changes.pop("metadata", {})}
     (folder / "cfg.json").write_text(json.dumps({**config, **changes, "metadata": metadata}))
@@ -147,7 +149,7 @@ def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
         trained["topk"].encode(torch.zeros(2, 15))
 
 
-def test_files_that_are_no_dictionary_are_refused(trained: dict[str, Dictionary], fitting: Model, tmp_path: Path):
+def test_files_that_are_not_a_dictionary_are_refused(trained: dict[str, Dictionary], fitting: Model, tmp_path: Path):
     with pytest.raises(UserError, match="no SAE"):
         Dictionary.load(tmp_path, fitting)
     with pytest.raises(UserError, match="no dictionary or sae-lens folder called 'resid'"):
@@ -188,7 +190,7 @@ def test_activations_that_do_not_vary_are_refused(tmp_path: Path):
         train(shards, PLACE, Recipe(tokens=1000, batch=100), "planted")
 
 
-def test_weights_of_half_the_size_are_read_as_before_but_for_their_rounding(
+def test_half_precision_weights_differ_only_by_rounding(
     recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
 ):
     whole, half = (trained["topk"].save(tmp_path / name, half=name == "half") for name in ("whole", "half"))
@@ -201,15 +203,15 @@ def test_weights_of_half_the_size_are_read_as_before_but_for_their_rounding(
     assert unexplained(read, activations) == pytest.approx(unexplained(trained["topk"], activations), rel=0.02)
 
 
-def test_what_ships_fits_its_model_and_was_trained_on_it(smol: Model, recwarn: pytest.WarningsRecorder):
+def test_shipped_dictionaries_fit_the_model_that_they_were_trained_on(smol: Model, recwarn: pytest.WarningsRecorder):
     assert shipped_dictionaries()
     for name in shipped_dictionaries():
-        features = Dictionary.load(name, smol)
-        assert features.dim == features.place.width(smol.geometry)
-    assert not [each for each in recwarn if "trained on another model" in str(each.message)]
+        dictionary = Dictionary.load(name, smol)
+        assert dictionary.dim == dictionary.place.width(smol.geometry)
+    assert not [warning for warning in recwarn if "trained on another model" in str(warning.message)]
 
 
-def test_a_place_can_be_given_to_a_dictionary_that_does_not_know_its_own(
+def test_a_dictionary_without_a_hook_name_takes_the_place_given(
     trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
 ):
     folder = saved_as(trained["topk"], tmp_path / "saved", metadata={"hook_name": None, "kvprobe_model": None})
