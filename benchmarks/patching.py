@@ -1,8 +1,8 @@
 """A map of patched cells with kvprobe, beside the libraries that a user would pick instead: same cells, same results.
 
 kvprobe sweeps the whole map, layer × slot × {K, V}. The others take seconds for a cell, at any layer, so they are timed
-on a sample of it. What they compute is in `patched_forward.py`. Each round begins with another contender, and a ratio is
-the median of the ratios of the rounds.
+on a sample of it. What they compute is in `patched_forward.py`. Each round begins with another contender, and a ratio
+is the median of the ratios of the rounds.
 
     make benchmark          or          python benchmarks/patching.py --tokens 512 --repeats 3
     python benchmarks/patching.py --memory --tokens 2048 --slots 2048       only the memory of one sweep

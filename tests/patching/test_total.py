@@ -101,7 +101,7 @@ def test_patching_the_residual_stream_of_all_slots_gives_the_donor(tiny: Model):
     settings: dict[str, Any] = {"parts": ("resid_pre", "KV"), "reads": "total"}
     for layer in range(N_LAYERS - 1):
         patched = swept(base, donor, base.suffix(0, 3), over={"band": [range(layer + 1)]}, **settings)
-        # With the donor's residual stream at the bottom, all layers are the donor's; K and V of some layers are not all.
+        # With the donor's residual stream at the bottom, all layers are the donor's; K and V are not all of it.
         assert near(patched.values[0], patched.donor)
         assert not near(patched.values[1], patched.donor)
     whole = swept(base, donor, base.suffix(0, 3), over={"band": [range(N_LAYERS)]}, **settings)

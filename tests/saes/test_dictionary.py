@@ -141,7 +141,10 @@ def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
     trained: dict[str, Dictionary], tiny_llama: Model, tmp_path: Path
 ):
     folder = trained["topk"].save(tmp_path / "saved")
-    expected = "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; give one that was trained there."
+    expected = (
+        "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; "
+        "give one that was trained there."
+    )
     with pytest.raises(UserError, match="The SAE reads") as refused:
         Dictionary.load(folder, tiny_llama)
     assert str(refused.value) == expected
