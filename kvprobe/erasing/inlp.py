@@ -54,19 +54,31 @@ def inlp(
     varies = deviation > VARIANCE_FLOOR * whole.size[:, None]
     scale = torch.where(varies, deviation, 1.0)
     scaled = (features - whole.features[:, None]) / scale[:, None] * varies[:, None]
-    moments = Moments.of(scaled[:, ~held_out], answers[~held_out])
-    seen, truth = scaled[:, held_out], labels[:, held_out]
+    basis = _basis(scaled, answers, labels, classes, held_out, rounds)
+    return Eraser(basis / scale[:, :, None], basis.mT * scale[:, None], whole.features, whole.gram / whole.count)
+
+
+def _basis(
+    features: Float[Tensor, "sites samples dim"],
+    answers: Float[Tensor, "samples answers"],
+    labels: Int[Tensor, "targets samples"],
+    classes: int,
+    held_out: Bool[Tensor, "samples"],
+    rounds: int,
+) -> Float[Tensor, "sites dim rank"]:
+    """Orthonormal directions that the probes of all rounds read, and zeros where a site has fewer than others."""
+    moments = Moments.of(features[:, ~held_out], answers[~held_out])
+    judged, truth = features[:, held_out], labels[:, held_out]
     # The mean over targets is judged, whose chance is the mean share of the commonest training class.
     chance = float((labels[:, ~held_out].mode(1).values[:, None] == truth).double().mean())
     limit = chance + _ERRORS * (chance * (1 - chance) / truth.numel()) ** 0.5
-
     sites, _, dim = features.shape
     basis = features.new_zeros(sites, dim, 0)
     reading = torch.ones(sites, dtype=torch.bool, device=features.device)
     for _ in range(rounds):
         left = torch.eye(dim).to(basis) - basis @ basis.mT
         probes = _probes(moments, left, classes)
-        reading &= probes.scores(seen).argmax(-1).eq(truth).double().mean((1, 2)) > limit
+        reading &= probes.scores(judged).argmax(-1).eq(truth).double().mean((1, 2)) > limit
         if not bool(reading.any()):
             break
         directions, size, _ = torch.linalg.svd(left @ probes.weights, full_matrices=False)
@@ -74,8 +86,7 @@ def inlp(
         basis = torch.cat([basis, directions * informative[:, None]], 2)
     # Sites that stopped early have columns of zeros; these go to the end, and columns beyond `dim` are dropped.
     order = (basis.square().sum(1) < 0.5).to(torch.uint8).argsort(dim=1, stable=True)[:, : min(dim, basis.shape[2])]
-    basis = basis.gather(2, order[:, None].expand(-1, dim, -1))
-    return Eraser(basis / scale[:, :, None], basis.mT * scale[:, None], whole.features, whole.gram / whole.count)
+    return basis.gather(2, order[:, None].expand(-1, dim, -1))
 
 
 def _probes(moments: Moments, left: Float[Tensor, "sites dim dim"], classes: int) -> LinearProbes:

@@ -1,6 +1,6 @@
 """Verdicts: a component is called filter or poison only if its interval excludes zero in several kinds of damage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvprobe.errors import UserError
 from kvprobe.layers.layer_map import LEAST
-from kvprobe.stats import interval, ratio
+from kvprobe.stats import Estimate, interval, ratio
 
 LEAST_FAMILIES = 2
 
@@ -51,24 +51,9 @@ def verdicts(
             )
     rows = []
     for names, component in maps.groupby(list(by), sort=False, dropna=False):
-        row: dict[str, Any] = dict(zip(by, names, strict=True))
-        estimates = []
-        for name in families:
-            sums = component[component[family] == name].groupby(cluster)[["damage", "restored"]].sum()
-            damage, restored = (sums[column].to_numpy(float) for column in ("damage", "restored"))
-            pi = ratio(damage - restored, damage)
-            row |= {f"pi_{name}": pi.mean, f"low_{name}": pi.low, f"high_{name}": pi.high}
-            row |= {f"smallest_{name}": pi.smallest, f"largest_{name}": pi.largest}
-            estimates.append(pi)
-        above, below = sum(pi.above() for pi in estimates), sum(pi.below() for pi in estimates)
-        known = sum(pi.has_interval for pi in estimates)
-        row |= {
-            "above": above,
-            "below": below,
-            "verdict": _verdict(above, below, least) if known >= least else "unknown",
-        }
-        row["pi"] = float(np.mean([pi.mean for pi in estimates]))
-        rows.append(row)
+        by_family = {name: component[component[family] == name].groupby(cluster) for name in families}
+        pis = {name: _pi(clusters[["damage", "restored"]].sum()) for name, clusters in by_family.items()}
+        rows.append(dict(zip(by, names, strict=True)) | _row(pis, least))
     return pd.DataFrame(rows)
 
 
@@ -116,6 +101,29 @@ def _ends(top: np.ndarray, bottom: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     left = bottom.sum(0) - bottom
     without = np.divide(top.sum(0) - top, left, out=np.full(top.shape, np.nan), where=left > 0)
     return interval(top.sum(0) / bottom.sum(0), without.T)
+
+
+def _pi(sums: pd.DataFrame) -> Estimate:
+    """π over clusters, from the sums of damage and of restored damage of each."""
+    damage, restored = (sums[column].to_numpy(float) for column in ("damage", "restored"))
+    return ratio(damage - restored, damage)
+
+
+def _row(pis: Mapping[str, Estimate], least: int) -> dict[str, Any]:
+    """π of each family in columns, and the verdict."""
+    row: dict[str, Any] = {}
+    for name, pi in pis.items():
+        row |= {f"pi_{name}": pi.mean, f"low_{name}": pi.low, f"high_{name}": pi.high}
+        row |= {f"smallest_{name}": pi.smallest, f"largest_{name}": pi.largest}
+    above, below = (sum(sides) for sides in zip(*((pi.above(), pi.below()) for pi in pis.values()), strict=True))
+    known = sum(pi.has_interval for pi in pis.values())
+    verdict = _verdict(above, below, least) if known >= least else "unknown"
+    return row | {
+        "above": above,
+        "below": below,
+        "verdict": verdict,
+        "pi": float(np.mean([pi.mean for pi in pis.values()])),
+    }
 
 
 def _verdict(above: int, below: int, least: int) -> str:

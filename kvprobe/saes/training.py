@@ -66,30 +66,17 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dict
         UserError: the place was not recorded, or its activations do not vary.
     """
     from sae_lens import SAETrainer
-    from sae_lens.config import LoggingConfig, SAETrainerConfig
 
     mean, spread = shards.mean_and_spread(place)
     if spread == 0:
         raise UserError(f"The activations at {place} do not vary, so there is nothing to learn; record other texts.")
     steps = recipe.tokens // recipe.batch
-    config = SAETrainerConfig(
-        total_training_samples=steps * recipe.batch,
-        train_batch_size_samples=recipe.batch,
-        lr=recipe.learning_rate,
-        lr_end=recipe.learning_rate,
-        lr_warm_up_steps=steps // 20,
-        lr_decay_steps=steps // 3,
-        # A latent that was not active for a tenth of the steps gets the auxiliary loss, which makes it active again.
-        dead_feature_window=max(1, steps // 10),
-        feature_sampling_window=max(1, steps // 2),
-        logger=LoggingConfig(log_to_wandb=False),
-    )
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         sae = _new(recipe, len(mean), steps, _metadata(shards, place, recipe, model_name))
     batches = shards.batches(place, recipe.batch, np.random.default_rng(recipe.seed))
-    trainer = SAETrainer(config, sae, ((batch - mean) / spread for batch in batches))
-    with tqdm(total=config.total_training_samples, desc=f"Training a dictionary of {place}", unit="token") as bar:
+    trainer = SAETrainer(_config(recipe, steps), sae, ((batch - mean) / spread for batch in batches))
+    with tqdm(total=steps * recipe.batch, desc=f"Training a dictionary of {place}", unit="token") as bar:
         for step in range(steps):
             # One step of sae-lens' `fit`, with a bar that counts tokens and without its log.
             trainer.maybe_reset_sparsity()
@@ -103,6 +90,24 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dict
     sae.fold_activation_norm_scaling_factor(1 / spread)
     sae.b_dec.data += mean
     return Dictionary(sae.eval(), place)
+
+
+def _config(recipe: Recipe, steps: int) -> Any:
+    """The settings of sae-lens' trainer."""
+    from sae_lens.config import LoggingConfig, SAETrainerConfig
+
+    return SAETrainerConfig(
+        total_training_samples=steps * recipe.batch,
+        train_batch_size_samples=recipe.batch,
+        lr=recipe.learning_rate,
+        lr_end=recipe.learning_rate,
+        lr_warm_up_steps=steps // 20,
+        lr_decay_steps=steps // 3,
+        # A latent that was not active for a tenth of the steps gets the auxiliary loss, which makes it active again.
+        dead_feature_window=max(1, steps // 10),
+        feature_sampling_window=max(1, steps // 2),
+        logger=LoggingConfig(log_to_wandb=False),
+    )
 
 
 def _new(recipe: Recipe, dim: int, steps: int, metadata: Any) -> Any:
