@@ -12,9 +12,15 @@ def divergence(
 ) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
     """KL(reference ‖ other) in nats, and whether both would say the same token next, place by place."""
     scores, others = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
-    kl = (scores.exp() * (scores - others)).sum(-1)
     # Rounding can leave a KL of zero a hair below it.
-    return kl.clamp(min=0), scores.argmax(-1) == others.argmax(-1)
+    return relative_entropy(scores, others).clamp(min=0), scores.argmax(-1) == others.argmax(-1)
+
+
+def relative_entropy(
+    reference: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab"]
+) -> Float[Tensor, "*rows"]:
+    """KL(reference ‖ other) in nats of two log-probabilities; rounding can leave a KL of zero slightly below zero."""
+    return (reference.exp() * (reference - other)).sum(-1)
 
 
 def use_measurements(
