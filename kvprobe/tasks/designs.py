@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvprobe.errors import UserError
-from kvprobe.text.transcript import Tokenizer, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.transcript import Transcript
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 KINDS = ("code", "name", "number", "instruction")
 SEGMENTS = ("system", "T1", "fact", "T2", "question")

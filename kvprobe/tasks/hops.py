@@ -14,7 +14,9 @@ from importlib import resources
 import yaml
 
 from kvprobe.errors import UserError
-from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 TURNS = 8
 TURN_NAMES = tuple(f"T{number}" for number in range(1, TURNS + 1))

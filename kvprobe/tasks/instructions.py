@@ -16,7 +16,9 @@ import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.text.transcript import Message, Part, Tokenizer, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.transcript import Transcript
 
 PLACES, VALUES = 4, 8
 """Instructions in a system prompt, and values that each may be given."""

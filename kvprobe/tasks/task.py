@@ -13,7 +13,10 @@ import numpy as np
 
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
-from kvprobe.text.transcript import Message, Part, Tokenizer, Tokens, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 LEAST_ACCURACY = 0.2
 """A model below this share of right answers cannot do a task, however hopeless guessing is."""

@@ -15,7 +15,7 @@ from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, ARCHITECTURES, _model, gemma3, gpt_neox, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_cache, random_tokens, relative_difference
 

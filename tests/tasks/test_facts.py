@@ -11,7 +11,7 @@ from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.inference.model import Model
 from kvprobe.models.loading import resolve_folder
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
-from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE
+from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 
 TEXTS = (
     "system", "chat_user", "chat_assistant", "fact_user", "fact_assistant", "later_user", "later_assistant", "question",

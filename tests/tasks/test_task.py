@@ -19,7 +19,8 @@ from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.recite import Recite
 from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import Item, Task, prompt, rankable, too_hard
-from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE, Tokenizer, Transcript
+from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE, Tokenizer
+from kvprobe.text.transcript import Transcript
 from tests.models import tiny_tokenizer
 
 DRAWN: dict[str, Callable[..., Task]] = {"recite": Recite, "retrieve": Retrieve, "needle": Needle}

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, tiny_tokenizer
 
 GEMMA_LIKE = (
