@@ -110,7 +110,7 @@ def write_whole(path: Path, text: str) -> Path:
 
 
 class _Settings(yaml.SafeLoader):
-    """YAML without aliases (a few lines of them can expand beyond memory), of limited depth, with numbers of limited length."""
+    """YAML of limited depth, with numbers of limited length, and without aliases, which can expand beyond memory."""
 
     depth = 0
 

@@ -1,8 +1,8 @@
 """The KV cache of a model as plain tensors with a ledger.
 
-Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation has to write.
-Keys are stored as they were computed, after q/k-norm and rotary embedding. A key that was given another position since
-(`reindex`) is rotated to it when it is read.
+Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation has to
+write. Keys are stored as they were computed, after q/k-norm and rotary embedding. A key that was given another
+position since (`reindex`) is rotated to it when it is read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
 
 PositionMode = Literal["gapped", "contiguous", "naive"]
-"""Positions of the other slots after some were removed: as before, counted anew, or counted anew without rotating keys."""
+"""Positions of slots after others were removed: as before, counted anew, or counted anew without rotating keys."""
 
-Slots = Bool[Tensor, "batch slots"] | Sequence[int]
+Slots = Bool[Tensor, "batch slots"] | Int[Tensor, "chosen"] | Sequence[int]
 """Some slots of a cache: a boolean per row and slot, or indices that hold for all rows."""
 
 
@@ -63,8 +63,8 @@ class KVCache:
             for name, tensor in zip(("keys", "values"), pair, strict=True):
                 if tensor.dim() != 4 or tuple(tensor.shape[:3]) != expected or not tensor.is_floating_point():
                     raise UserError(
-                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
-                        f"floats with (batch, KV heads, slots) = {expected}."
+                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache "
+                        f"needs floats with (batch, KV heads, slots) = {expected}."
                     )
 
     @property
@@ -225,9 +225,10 @@ class KVCache:
         """The cache with a fault written into it, here and now, whatever the fault says of when.
 
         Args:
-            draws: a `kvprobe.faults.draws.Draws` per row, where its lots come from; seed 0 and the row's number as its sample by default.
-            hosts: a `kvprobe.faults.host.Host` per row, what the fault may know of it (donors, rotary frequencies, queries); only the row's own clean
-                cache by default.
+            draws: a `kvprobe.faults.draws.Draws` per row, where its lots come from; seed 0 and the row's number as its
+                sample by default.
+            hosts: a `kvprobe.faults.host.Host` per row, what the fault may know of it (donors, rotary frequencies,
+                queries); only the row's own clean cache by default.
 
         Raises:
             UserError: the fault needs more than its host has; or see `Scope`.
@@ -261,13 +262,13 @@ class KVCache:
         if donor.shape != self.shape or donor.ledger.tokens.shape != self.ledger.tokens.shape:
             raise UserError(
                 f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} "
-                f"slots, the base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and see "
-                f"`patching.aligned`."
+                f"slots, the base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and "
+                f"see `patching.aligned`."
             )
         if donor.keys[0].dtype != self.keys[0].dtype:
             raise UserError(
-                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model in one "
-                f"dtype."
+                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model "
+                f"in one dtype."
             )
         chosen = self._chosen(segments, slots)[:, None, :, None]
         chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
@@ -297,8 +298,8 @@ class KVCache:
                 if bool(bad.any()):
                     row, head, slot = bad.nonzero()[0].tolist()
                     raise UserError(
-                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a cache "
-                        f"must be finite to be attended to."
+                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a "
+                        f"cache must be finite to be attended to."
                     )
 
     def to(self, device: torch.device | str) -> "KVCache":
@@ -346,8 +347,8 @@ class KVCache:
             return chosen
         if slots.shape != self.ledger.tokens.shape:
             raise UserError(
-                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots; give a "
-                f"boolean for each, or a list of slot indices for all rows."
+                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots; "
+                f"give a boolean for each, or a list of slot indices for all rows."
             )
         return slots
 
@@ -355,7 +356,7 @@ class KVCache:
         return self.take(*self.ledger.order(keep))
 
     def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "KVCache":
-        """The cache of the slots at these indices, row by row and in this order; `padding` marks those that hold nothing."""
+        """The cache of the slots at these indices, row by row and in this order; `padding` marks empty ones."""
         same_in_all_rows = self.batch == 1 or bool((slots == slots[:1]).all())
 
         def taken(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The ledger: what is known of every slot of a cache.
 
-Positions, segments, provenance and liveness are carried with the slots. Nothing is inferred from a length, so an eviction
-cannot silently move a token (the bug of every home-made eviction script).
+Positions, segments, provenance and liveness are carried with the slots. Nothing is inferred from a length, so an
+eviction cannot silently move a token (the bug of every home-made eviction script).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A conversation as its chat template writes it, in pieces whose segment is known.
 
 The template is rendered once with a placeholder in place of each message, which separates the delimiters from the
-messages' text. The place of every character is therefore known before anything is tokenised, and no text is ever searched.
+messages' text. The place of every character is therefore known before tokenisation, and no text is ever searched.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt
     """The pieces of the rendered conversation, in order.
 
     Raises:
-        UserError: the tokenizer is slow, the template refuses or rewrites messages, or a message contains a control token.
+        UserError: the tokenizer is slow, the template refuses or rewrites messages, or a message has a control token.
     """
     if not getattr(tokenizer, "is_fast", True):
         raise UserError("Segments need a fast tokenizer, which knows the place of each token in the text.")
@@ -83,8 +83,8 @@ def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt
         return _pieces(messages, render, generation_prompt)
     except TemplateError as error:
         raise UserError(
-            f"The chat template refuses the conversation ({' '.join(str(error).split())[:200]}); use roles that it knows, "
-            f"in the order that it expects (often user and assistant in turn, no system)."
+            f"The chat template refuses the conversation ({' '.join(str(error).split())[:200]}); use roles that it "
+            f"knows, in the order that it expects (often user and assistant in turn, no system)."
         ) from error
 
 
@@ -106,7 +106,8 @@ def _pieces(messages: Sequence[Message], render: Render, generation_prompt: bool
     with_header = _split_at_placeholders(render(skeleton, generation_prompt), len(skeleton))
     if not with_header[-1].startswith(literals[-1]):
         raise UserError(
-            "The chat template changes the conversation when it adds a generation prompt; use a template that only appends."
+            "The chat template changes the conversation when it adds a generation prompt; use a template that only "
+            "appends."
         )
 
     pieces: list[Piece] = []

@@ -39,8 +39,8 @@ class Transcript:
         of each message; neighbours may share one. Without names each message is its own segment, `m0`, `m1` ….
 
         Raises:
-            UserError: there is no message; a message has no role or content, a role that is not one word, other fields, or no
-                text; or the names are not as many as the messages, not texts, not contiguous, or reserved.
+            UserError: there is no message; a message lacks role, content or text, has a role that is not one word, or
+                has other fields; or the names are not one text for each message, not contiguous, or reserved.
         """
         messages = list(messages)
         names = [f"m{index}" for index in range(len(messages))] if names is None else list(names)
@@ -92,8 +92,8 @@ class Transcript:
         the assistant's next message as a segment called `generation`.
 
         Raises:
-            UserError: the tokenizer is slow, the template refuses or rewrites messages, or a message contains one of the
-                tokenizer's control tokens.
+            UserError: the tokenizer is slow, the template refuses or rewrites messages, or a message has a control
+                token.
         """
         pieces = lay_out(self.messages, tokenizer, generation_prompt)
         ends = list(accumulate(len(piece.text) for piece in pieces))
