@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprobe.files import Limits, filled
+from kvprobe.plain_data import Limits, filled
 from kvprobe.text.transcript import Transcript
 
 LIMITS = Limits(text=2**25, entries=100_000)
@@ -162,6 +162,6 @@ class Report:
         """The report that `to_dict` gave, now or before sections had maps, views and heads.
 
         Raises:
-            UserError: anything else; see `kvprobe.files.filled`.
+            UserError: anything else; see `kvprobe.plain_data.filled`.
         """
         return filled(cls, data, "the report", LIMITS)

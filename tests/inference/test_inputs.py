@@ -27,7 +27,10 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE, Message, Part, Tokens, Transcript
+from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.models import VOCABULARY, gpt2, llama, tiny_tokenizer
 
 CHAT: list[dict[str, Any]] = [

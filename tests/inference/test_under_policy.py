@@ -302,7 +302,7 @@ def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_mo
     with pytest.raises(UserError, match=r"shapes \(3, 2, 8, 8\), \(3, 4, 8, 8\) cannot be joined"):
         KVCache.join([llama, gpt2])
     coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
-    with pytest.raises(UserError, match="different precisions"):
+    with pytest.raises(UserError, match="different quantisation formats"):
         KVCache.join([coarse, fine])
     assert KVCache.join([llama, fine]).ledger.quantisation == fine.ledger.quantisation
     with pytest.raises(UserError, match="no caches to join"):

@@ -41,7 +41,9 @@ from kvprobe.policies import (
 )
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
-from kvprobe.text.transcript import Message, Part, Tokens, Transcript
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 SINKS, WINDOW, TAIL = 4, 16, 32
 """Slots at the start that sink windows keep, last queries that SnapKV looks at, and slots that stay unquantised."""
