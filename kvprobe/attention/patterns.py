@@ -162,7 +162,7 @@ class _Reading:
     def listening(self, lane: Lane) -> AbstractContextManager[None]:
         if not len(self.here):
             return nullcontext()
-        return self.lanes.overhearing(self._overhear) if lane == "plain" else self.lanes.hooked.attending(self._take)
+        return self.lanes.observing_attention(self._overhear) if lane == "plain" else self.lanes.hooked.observing_patterns(self._take)
 
     def _overhear(self, given: Attending) -> None:
         if given.layer in self.layers:

@@ -91,7 +91,7 @@ def capture(
 
     tensors: dict[tuple[Family, int], Tensor] = {}
 
-    def hear(family: Family, layer: int, tensor: Tensor) -> None:
+    def observe(family: Family, layer: int, tensor: Tensor) -> None:
         if family in PER_HEAD:
             per_head = tensor.reshape(*tensor.shape[:2], lanes.geometry.n_kv_heads, -1).transpose(1, 2)
             tensors[family, layer] = at_slots(per_head, pick)
@@ -103,7 +103,7 @@ def capture(
     if lane == "auto":
         lane = "hooked" if None in sites.values() else "plain"
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
-    listening = lanes.hooked.listening(heard, layers, hear) if lane == "hooked" else _listening(lanes, sites, hear)
+    listening = lanes.hooked.observing(heard, layers, observe) if lane == "hooked" else _listening(lanes, sites, observe)
     with listening:
         ledger, scores = read(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():
@@ -136,14 +136,14 @@ def plain_sites(
 
 @contextmanager
 def _listening(
-    lanes: Lanes, sites: dict[tuple[Family, int], Site | None], hear: Callable[[Family, int, Tensor], None]
+    lanes: Lanes, sites: dict[tuple[Family, int], Site | None], observe: Callable[[Family, int, Tensor], None]
 ) -> Iterator[None]:
-    """Call `hear` with what flows in or out of modules of the plain model; a silent module is an error."""
+    """Call `observe` with what flows in or out of modules of the plain model; a silent module is an error."""
     heard: set[tuple[Family, int]] = set()
 
     def note(key: tuple[Family, int], tensor: Any) -> None:
         heard.add(key)
-        hear(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
+        observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
 
     def before(key: tuple[Family, int]) -> Callable[..., None]:
         return lambda _, args, kwargs: note(key, args[0] if args else kwargs["hidden_states"])

@@ -100,10 +100,10 @@ def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterat
     families: list[Family] = [family for family in ("k", "v") if model.lanes.hooked.fires(family)]
     seen: dict[tuple[Family, int], Tensor] = {}
 
-    def hear(family: Family, layer: int, tensor: Tensor) -> None:
+    def observe(family: Family, layer: int, tensor: Tensor) -> None:
         seen[family, layer] = tensor.transpose(1, 2)
 
-    with model.lanes.hooked.listening(families, layers, hear):
+    with model.lanes.hooked.observing(families, layers, observe):
         cache, _ = extend(model.lanes, None, [tokens], "hooked")
     stored = {"k": cache.keys, "v": cache.values}
     for family in families:

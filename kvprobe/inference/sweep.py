@@ -178,13 +178,13 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
     rows: list[Tensor] = []
     scales: list[float] = []
 
-    def hear(given: Attending) -> None:
+    def observe(given: Attending) -> None:
         rows.append(given.query[0].unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(1, 2))
         scales.append(given.scale)
 
     before = cache.mask(slots=again)
     layers = taps(lanes, before)
-    with lanes.overhearing(hear):
+    with lanes.observing_attention(observe):
         read(lanes, before, [tokens_at(ledger, 0, index)], layers, "plain", logits=1)
     return Queries(tuple(rows), tuple(scales), group)
 

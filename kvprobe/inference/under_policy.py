@@ -81,10 +81,10 @@ def watch(
     padding = new_slots(tokens, lanes.device).padding
     digests: dict[int, Digest] = {}
 
-    def hear(layer: int, pattern: Tensor) -> None:
+    def observe(layer: int, pattern: Tensor) -> None:
         digests[layer] = Digest.of(pattern, shape.n_kv_heads, padding, queries)
 
-    with lanes.hooked.attending(hear):
+    with lanes.hooked.observing_patterns(observe):
         cache, scores = extend(lanes, past and past.cache, tokens, "hooked", logits)
     record = past.attention if past is not None else None
     if record is None:

@@ -112,7 +112,7 @@ class Suffix:
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(lanes.attending_by(attend))
+            stack.enter_context(lanes.attention_replaced_by(attend))
             for site, place in self.sites.items():
 
                 def keep(tensor: Tensor, site: tuple[Family, int] = site) -> Tensor:
@@ -165,7 +165,7 @@ class Suffix:
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self.lanes.attending_by(attend))
+            stack.enter_context(self.lanes.attention_replaced_by(attend))
             stack.enter_context(joining(self.lanes.blocks, joining_at))
             for kind in BLOCKS:
                 for layer in range(self.lanes.geometry.n_layers):

@@ -106,7 +106,7 @@ def prove_attention(lanes: UnprovedLanes) -> None:
     def compare(given: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
         worst.append(_apart(_standard(given, masks[given.layer]).transpose(1, 2), computed))
 
-    with torch.no_grad(), lanes.overhearing_unproved(compare):
+    with torch.no_grad(), lanes.observing_attention_unproved(compare):
         lanes.unproved(ids, ledger, _empty(lanes), masked=True)
     if not max(worst) <= _allowed(lanes):
         raise UserError(

@@ -78,7 +78,7 @@ class Lanes(UnprovedLanes):
         return self.unproved(ids, ledger, past, lane, logits_to_keep)
 
     @contextmanager
-    def attending_by(self, attend: Attend) -> Iterator[None]:
+    def attention_replaced_by(self, attend: Attend) -> Iterator[None]:
         """While this lasts, `attend` is the attention of every layer of the plain lane; masks are its own business, and so is
         what lies in a cache.
 
@@ -99,8 +99,8 @@ class Lanes(UnprovedLanes):
             yield
 
     @contextmanager
-    def overhearing(self, hear: Callable[[Attending], None]) -> Iterator[None]:
-        """While this lasts, `hear` is told what every layer of the plain lane attends with; what it computes stays the same.
+    def observing_attention(self, observe: Callable[[Attending], None]) -> Iterator[None]:
+        """While this lasts, `observe` is told what every layer of the plain lane attends with; what it computes stays the same.
 
         Raises:
             UserError: the model does not take its attention from transformers' registry.
@@ -108,7 +108,7 @@ class Lanes(UnprovedLanes):
 
         self.prove()
         _ = self.attention_proved
-        with self.overhearing_unproved(lambda given, computed: hear(given)):
+        with self.observing_attention_unproved(lambda given, computed: observe(given)):
             yield
 
     def prove(self) -> None:

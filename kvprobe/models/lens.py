@@ -95,10 +95,10 @@ class Hooked:
         return path, "input" if end == "hook_in" else "output"
 
     @contextmanager
-    def listening(
-        self, families: Sequence[Family], layers: Sequence[int], hear: Callable[[Family, int, Tensor], None]
+    def observing(
+        self, families: Sequence[Family], layers: Sequence[int], observe: Callable[[Family, int, Tensor], None]
     ) -> Iterator[None]:
-        """Call `hear(family, layer, tensor)` for each of these hooks as it fires; a hook that stays silent
+        """Call `observe(family, layer, tensor)` for each of these hooks as it fires; a hook that stays silent
         is an error, not an empty result.
 
         Raises:
@@ -106,7 +106,7 @@ class Hooked:
         """
 
         def listener(family: Family, layer: int) -> Callable[[Tensor], None]:
-            return lambda tensor: hear(family, layer, tensor)
+            return lambda tensor: observe(family, layer, tensor)
 
         with self._hooked(
             {f"blocks.{layer}.{HOOKS[family]}": listener(family, layer) for family in families for layer in layers}
@@ -114,15 +114,15 @@ class Hooked:
             yield
 
     @contextmanager
-    def attending(self, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call `hear(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
+    def observing_patterns(self, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Call `observe(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
 
         Raises:
             UserError: a hook does not exist, or did not fire.
         """
 
         def listener(layer: int) -> Callable[[Tensor], None]:
-            return lambda pattern: hear(layer, pattern)
+            return lambda pattern: observe(layer, pattern)
 
         layers = range(len(self.bridge.blocks))
         with self._hooked({f"blocks.{layer}.attn.hook_pattern": listener(layer) for layer in layers}):
@@ -133,7 +133,7 @@ class Hooked:
         """While this lasts, these hook points tell their listeners; one that does not exist or stays silent is an error."""
         heard: set[str] = set()
 
-        def listening(name: str) -> Callable[..., None]:
+        def observing(name: str) -> Callable[..., None]:
             def listen(tensor: Tensor, hook: Any) -> None:
                 heard.add(name)
                 listeners[name](tensor)

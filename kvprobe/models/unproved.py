@@ -129,13 +129,13 @@ class UnprovedLanes:
             return self.plain(input_ids=ids, **arguments).logits
 
     @contextmanager
-    def overhearing_unproved(self, hear: Callable[[Attending, Tensor], None]) -> Iterator[None]:
-        """`overhearing` without the gate, which is for the gate itself: `hear` also gets what the layer's attention gives out,
+    def observing_attention_unproved(self, observe: Callable[[Attending, Tensor], None]) -> Iterator[None]:
+        """`observing_attention` without the gate, which is for the gate itself: `observe` also gets what the layer's attention gives out,
         `[rows, queries, heads, d_value]`."""
 
         def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
             computed = usual()
-            hear(given, computed)
+            observe(given, computed)
             return computed
 
         # Under another name the model would make no masks.
@@ -171,7 +171,7 @@ class UnprovedLanes:
         return rotaries_of(self.plain, self.geometry)
 
     @cached_property
-    def turns(self) -> bool:
+    def can_reindex(self) -> bool:
         """Whether keys can be turned to other positions, so that gaps can be closed."""
         try:
             return bool(self.rotaries)

@@ -78,7 +78,7 @@ class Reader:
         """Logits after the last `kept` tokens of the suffix: of the clean row, then of each cell."""
         order = sorted(range(len(cells)), key=lambda number: cells[number].layers[0])
         run = _Pass(self, [cells[number] for number in order])
-        with torch.no_grad(), self.lanes.attending_by(run.attend), joining(self.lanes.blocks, run.joining):
+        with torch.no_grad(), self.lanes.attention_replaced_by(run.attend), joining(self.lanes.blocks, run.joining):
             found = forward(self.lanes, self.new.tokens, self.new.positions, kept)
         back = torch.empty(len(order) + 1, dtype=torch.long)
         back[0] = 0
@@ -204,7 +204,7 @@ def attention(
 def forward(
     lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], kept: int
 ) -> Float[Tensor, "rows kept vocab"]:
-    """The plain lane over these tokens, with attention and rows of our own making (see `Lanes.attending_by`, `joining`)."""
+    """The plain lane over these tokens, with attention and rows of our own making (see `Lanes.attention_replaced_by`, `joining`)."""
     if not 1 <= kept <= ids.shape[1]:
         raise UserError(f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens.")
     # A 4-D mask is handed down as it is; nobody reads it.

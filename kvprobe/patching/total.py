@@ -90,7 +90,7 @@ class Total:
         tokens, positions = self.ledger.tokens[:, start:], self.ledger.positions[:, start:]
         with (
             torch.no_grad(),
-            self.lanes.attending_by(run.attend),
+            self.lanes.attention_replaced_by(run.attend),
             joining(self.lanes.blocks, run.joining),
             run.swapping(),
         ):

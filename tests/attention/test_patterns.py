@@ -142,11 +142,11 @@ def test_what_is_overheard_is_computed_as_ever_bit_for_bit(tiny: Model):
 
 
 def test_a_model_attends_as_before_after_it_was_overheard(tiny: Model):
-    def hear(given: Any) -> None:
+    def observe(given: Any) -> None:
         raise KeyError("no more")
 
     before = tiny.lanes.plain.config._attn_implementation
-    with pytest.raises(KeyError), tiny.lanes.overhearing(hear):
+    with pytest.raises(KeyError), tiny.lanes.observing_attention(observe):
         tiny.prefill(PROMPT)
     assert tiny.lanes.plain.config._attn_implementation == before == "sdpa"
 

@@ -118,7 +118,7 @@ def test_a_retrieval_score_is_the_share_of_copied_tokens_on_which_a_head_looks_a
         source = asking.part("source")
         whole = asking + Tokens.of(said[:-1], "answer", asking.following)
         patterns: list[Tensor] = []
-        with smol.lanes.hooked.attending(lambda layer, pattern, kept=patterns: kept.append(pattern[0])):
+        with smol.lanes.hooked.observing_patterns(lambda layer, pattern, kept=patterns: kept.append(pattern[0])):
             smol.extend(None, whole, lane="hooked")
         for step, token in enumerate(said):
             if token in asking.ids[source]:

@@ -69,14 +69,14 @@ def test_captured_keys_and_values_are_those_of_the_hook_points(tiny_models: dict
     found = capture(lanes, ROWS[:1], ["k", "v"], lane="plain")
     hooked: dict[tuple[Family, int], torch.Tensor] = {}
 
-    def hear(family: Family, layer: int, tensor: torch.Tensor) -> None:
+    def observe(family: Family, layer: int, tensor: torch.Tensor) -> None:
         per_head = tensor if tensor.dim() == 4 and tensor.shape[1] != len(ROWS[0]) else None
         if per_head is None:
             per_head = tensor.reshape(*tensor.shape[:2], lanes.geometry.n_kv_heads, -1).transpose(1, 2)
         hooked[family, layer] = per_head
 
     shown: list[Family] = ["v"] if architecture in FUSED_QKV else ["k", "v"]
-    with lanes.hooked.listening(shown, range(3), hear):
+    with lanes.hooked.observing(shown, range(3), observe):
         extend(lanes, None, ROWS[:1], "hooked")
     for site, tensor in hooked.items():
         assert_close(tensor, found[site])
@@ -251,7 +251,7 @@ def test_what_was_not_asked_for_is_not_given(tiny_llama: Model):
 def test_a_hook_that_never_fires_is_an_error(tiny: Model):
     with (
         pytest.raises(UserError, match=r"never fired.*blocks\.1\.hook_resid_post"),
-        tiny.lanes.hooked.listening(["resid_post"], [1], lambda *_: None),
+        tiny.lanes.hooked.observing(["resid_post"], [1], lambda *_: None),
     ):
         pass
 
@@ -259,7 +259,7 @@ def test_a_hook_that_never_fires_is_an_error(tiny: Model):
 def test_a_hook_that_does_not_exist_is_an_error(tiny_models: dict[str, Model]):
     with (
         pytest.raises(UserError, match=r"no hook blocks\.0\.hook_resid_mid"),
-        tiny_models["gpt_neox"].lanes.hooked.listening(["resid_mid"], [0], lambda *_: None),
+        tiny_models["gpt_neox"].lanes.hooked.observing(["resid_mid"], [0], lambda *_: None),
     ):
         pass
 
