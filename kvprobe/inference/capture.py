@@ -103,7 +103,9 @@ def capture(
     if lane == "auto":
         lane = "hooked" if None in sites.values() else "plain"
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
-    listening = lanes.hooked.observing(heard, layers, observe) if lane == "hooked" else _listening(lanes, sites, observe)
+    listening = (
+        lanes.hooked.observing(heard, layers, observe) if lane == "hooked" else _listening(lanes, sites, observe)
+    )
     with listening:
         ledger, scores = read(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():

@@ -246,11 +246,12 @@ def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
             )
     if cache.keys[0].device != lanes.device or cache.keys[0].dtype != lanes.dtype:
         raise UserError(
-            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on {lanes.device}; "
-            f"load the model in the dtype that made the cache, and move the cache with KVCache.to."
+            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on "
+            f"{lanes.device}; load the model in the dtype that made the cache, and move the cache with KVCache.to."
         )
     if cache.made_by is not None and not cache.made_by.same(lanes.maker):
         raise UserError(
-            f"The cache was made by another model (it differs in {differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it "
-            f"with its own, or with any of its shape after dataclasses.replace(cache, made_by=None)."
+            "The cache was made by another model (it differs in "
+            f"{differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it with its own, or with any of its "
+            "shape after dataclasses.replace(cache, made_by=None)."
         )

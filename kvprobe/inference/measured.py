@@ -233,13 +233,13 @@ def _refuse(model: Model, budget: Budget) -> None:
     measurable(budget)
     if lanes.dtype != getattr(torch, budget.request.dtype.name):
         raise UserError(
-            f"The budget is of {budget.request.dtype.name} and the model was loaded as {str(lanes.dtype).removeprefix('torch.')}; "
-            f"give both the same dtype."
+            f"The budget is of {budget.request.dtype.name} and the model was loaded as "
+            f"{str(lanes.dtype).removeprefix('torch.')}; give both the same dtype."
         )
     free = free_bytes(lanes.device)
     needed = budget.moments[budget.moment].total
     if needed > free:
         raise UserError(
-            f"{budget.request.batch} × {budget.request.context} tokens need {both(needed)} beside the weights, but {both(free)} are "
-            f"free on {lanes.device}; measure a shorter context."
+            f"{budget.request.batch} × {budget.request.context} tokens need {both(needed)} beside the weights, but "
+            f"{both(free)} are free on {lanes.device}; measure a shorter context."
         )

@@ -258,8 +258,8 @@ class Model:
             return [text.tokens(self._tokenizer(), generation_prompt=answered)]
         if not isinstance(text, Sequence) or any(isinstance(piece, Mapping | int | float | bytes) for piece in text):
             raise UserError(
-                f"A {type(text).__name__} of this kind cannot be read; give a text, messages, a Transcript, Tokens (Tokens.of(ids)), "
-                f"or a list of such rows."
+                f"A {type(text).__name__} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
+                "(Tokens.of(ids)), or a list of such rows."
             )
         return [row for piece in text for row in self._rows(cast(Readable, piece), answered)]
 

@@ -44,8 +44,9 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
     needed = numbers * lanes.dtype.itemsize
     if needed > NOTICED and needed > (free := free_bytes(lanes.device)):
         raise UserError(
-            f"Reading {rows} rows of up to {queries:,} tokens on the {lane} lane needs at least {needed / 2**30:.1f} GiB, but "
-            f"{free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a policy."
+            f"Reading {rows} rows of up to {queries:,} tokens on the {lane} lane needs at least {needed / 2**30:.1f} "
+            f"GiB, but {free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a "
+            "policy."
         )
 
 

@@ -124,7 +124,8 @@ def sweep(
     for trial in trials:
         if trial.fault.at != "every" and trial.fault.at >= max_new_tokens:
             raise UserError(
-                f"{trial.fault} strikes before token {trial.fault.at}, and only {max_new_tokens} are read; it never would."
+                f"{trial.fault} strikes before token {trial.fault.at}, and only {max_new_tokens} are read; it never "
+                "would."
             )
     if not len(prompt):
         raise UserError("There is nothing to answer: the prompt has no token.")
@@ -244,8 +245,8 @@ class _Pass:
                 row = said[number]
                 if not number and not finite[place]:
                     raise UserError(
-                        f"The clean run's logits are not finite after {step} tokens; {self.lanes.dtype} may be too narrow "
-                        f"for this model, load it in another dtype."
+                        f"The clean run's logits are not finite after {step} tokens; {self.lanes.dtype} may be too "
+                        "narrow for this model, load it in another dtype."
                     )
                 if row.broken is None and not finite[place]:
                     row.broken = f"the logits after {step} tokens, though K and V are finite"

@@ -55,7 +55,8 @@ def lane_for(policy: Policy | None, lane: Lane | Literal["auto"]) -> Lane:
     needs = policy is not None and policy.observes is not None
     if needs and lane == "plain":
         raise UserError(
-            f"{policy} needs attention scores, and the plain lane's fused attention has none; use lane='hooked' or 'auto'."
+            f"{policy} needs attention scores, and the plain lane's fused attention has none; use lane='hooked' or "
+            "'auto'."
         )
     if lane == "auto":
         return "hooked" if needs else "plain"
