@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import cache_of, new_slots, one_row_each, read, taps
+from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -122,7 +122,7 @@ def attend(
         reading = _Reading(model.lanes, cache, piece, here, wanted)
         grown = taps(model.lanes, cache)
         with reading.listening(lane):
-            ledger, logits = read(model.lanes, cache, [piece], grown, lane, logits=1)
+            ledger, logits = forward_pass(model.lanes, cache, [piece], grown, lane, logits=1)
         cache = cache_of(model.lanes, grown, ledger)
         if here:
             found.append(reading.weights)

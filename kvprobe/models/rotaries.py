@@ -50,7 +50,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
                 f"use law='gapped', or recompute the slots."
                 if candidates
                 else f"{type(plain).__name__} has learned positions (or sinusoidal ones, added likewise), which are in "
-                f"of K and V of every layer and cannot be re-indexed; use law='gapped', or recompute the slots."
+                f"K and V of every layer and cannot be re-indexed; use law='gapped', or recompute the slots."
             )
         rotaries.append(None if best is None else candidates[best])
     return tuple(rotaries)

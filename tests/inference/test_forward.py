@@ -302,7 +302,7 @@ def test_the_last_logits_of_unequal_rows_are_those_of_each_row(tiny: Model):
 @pytest.mark.parametrize("count", [0, 3])
 def test_more_logits_than_the_shortest_row_has_tokens_are_refused(tiny_llama: Model, count: int):
     rows = [random_tokens(0, {"T1": 2}), random_tokens(1, {"T1": 5})]
-    with pytest.raises(UserError, match=f"{count} logits were asked for, but the shortest row has 2 tokens"):
+    with pytest.raises(UserError, match=f"logits is {count}; the shortest row allows a whole number from 1 to 2"):
         extend(tiny_llama.lanes, None, rows, logits=count)
 
 

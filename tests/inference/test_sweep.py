@@ -493,8 +493,8 @@ def refusal(model: Model, faults: Sequence[Fault], prompt: Tokens = PROMPT, **se
 
 
 def test_settings_out_of_range_are_refused(tiny_llama: Model):
-    assert "needs at least 1 and 2" in refusal(tiny_llama, [], max_new_tokens=0)
-    assert "needs at least 1 and 2" in refusal(tiny_llama, [], rows=1)
+    assert "max_new_tokens=0; it must be a whole number, at least 1" in refusal(tiny_llama, [], max_new_tokens=0)
+    assert "rows=1; it must be a whole number, at least 2" in refusal(tiny_llama, [], rows=1)
     assert "the prompt has no token" in refusal(tiny_llama, [], Tokens.of([]))
     assert "A prompt of one token leaves no cache to damage" in refusal(tiny_llama, [], PROMPT[:1])
     assert "no donor called 'distractor'; there are none here" in refusal(tiny_llama, [Distractor()], donors={})
@@ -574,4 +574,4 @@ def test_a_host_is_of_the_cache_as_it_is_seen(tiny_llama: Model):
 
 
 def test_a_fault_that_would_never_strike_is_refused(tiny_llama: Model):
-    assert "it never would" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)
+    assert "raise max_new_tokens" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)

@@ -390,7 +390,7 @@ def test_a_watched_row_may_be_read_on_by_several(tiny_llama: Model):
 @pytest.mark.parametrize("queries", [0, 2, 5])
 def test_watching_on_with_another_memory_is_refused(tiny_llama: Model, queries: int):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
-    with pytest.raises(UserError, match=f"remembers the last 3 queries.*{queries}"):
+    with pytest.raises(UserError, match=f"holds the last 3 queries.*{queries}"):
         tiny_llama.watch(random_tokens(1, {"T2": 2}, start=6), scene, queries=queries)
 
 
