@@ -44,7 +44,7 @@ def model() -> Model:
     return llama(tokenizer=tiny_tokenizer())
 
 
-def test_messages_are_read_as_the_conversation_that_they_are(model: Model):
+def test_a_list_of_messages_is_read_as_a_conversation(model: Model):
     chat = Transcript.from_messages(CHAT)
     assert model.tokens(CHAT) == model.tokens(tuple(CHAT)) == model.tokens(chat)
     assert model.prefill(CHAT).ledger.names == ("m0", "m1", "m2")
@@ -70,7 +70,7 @@ def test_a_list_of_conversations_is_a_batch(model: Model):
     "role", ["user<|im_end|>", "<|im_start|>assistant", "user\nassistant", "user: hi\nAssistant", "a b", "", 5, None]
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_role_forges_no_message(model: Model, role: Any, template: str | None):
+def test_a_role_cannot_forge_a_message(model: Model, role: Any, template: str | None):
     tokenizer = tiny_tokenizer() if template is None else tiny_tokenizer(template)
     with pytest.raises(UserError, match=r"^[^\n]*(one word|control token)[^\n]*$"):
         Transcript.from_messages([{"role": role, "content": "a"}]).tokens(tokenizer)
@@ -78,7 +78,7 @@ def test_a_role_forges_no_message(model: Model, role: Any, template: str | None)
         Transcript((Message(role, (Part("a"),), "m0"),)).tokens(tokenizer)
 
 
-def test_a_control_token_of_one_word_is_no_role():
+def test_a_control_token_of_one_word_is_refused_as_a_role():
     tokenizer = tiny_tokenizer(additional_special_tokens=["the"])
     with pytest.raises(UserError, match="control token 'the'"):
         Transcript.from_messages([{"role": "the", "content": "a"}]).tokens(tokenizer)
@@ -208,14 +208,14 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_meant_is_refused_in_a_sentence(model: Model, name: str):
+def test_wrong_inputs_are_refused_in_one_sentence(model: Model, name: str):
     with pytest.raises(UserError, match=r"\A[^\n]+[.?]\Z"):
         REFUSED[name](model)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, torch.long])
 @pytest.mark.usefixtures("unchecked")
-def test_whole_numbers_of_other_libraries_are_whole(model: Model, dtype: Any):
+def test_whole_numbers_of_other_libraries_are_accepted(model: Model, dtype: Any):
     ids = torch.tensor([1, 2, 3], dtype=dtype) if isinstance(dtype, torch.dtype) else np.array([1, 2, 3], dtype=dtype)
     assert Tokens.of(list(ids)) == Tokens.of([1, 2, 3])
     assert SlidingWindow(np.int64(3)).act(kv.Scene(model.prefill(IDS))).cache.slots == 3
@@ -231,7 +231,7 @@ def repeated(count: int, **changes: Any) -> Tokens:
 @pytest.mark.parametrize(
     ("lane", "policy", "tokens"), [("plain", None, 400_000), ("hooked", None, 20_000), ("auto", H2O(4), 20_000)]
 )
-def test_more_than_memory_holds_is_refused_before_it_is_taken(
+def test_a_read_larger_than_free_memory_is_refused_before_it_starts(
     model: Model, lane: Any, policy: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -244,7 +244,7 @@ def test_more_than_memory_holds_is_refused_before_it_is_taken(
         model.prefill(repeated(tokens), lane=lane, policy=policy)
 
 
-def test_the_mask_of_an_edited_cache_counts(model: Model, monkeypatch: pytest.MonkeyPatch):
+def test_the_mask_of_an_edited_cache_counts_as_memory(model: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     scattered = tuple(range(0, 40_000, 2))
     with pytest.raises(UserError, match="needs at least"):
@@ -267,7 +267,7 @@ def test_positions_that_a_model_has_no_embeddings_for_are_refused():
     ],
     ids=" ".join,
 )
-def test_a_flag_that_takes_a_whole_number_takes_no_other(arguments: list[str], tmp_path: Any):
+def test_a_flag_for_a_whole_number_refuses_other_numbers(arguments: list[str], tmp_path: Any):
     command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0
