@@ -162,7 +162,11 @@ class _Reading:
     def listening(self, lane: Lane) -> AbstractContextManager[None]:
         if not len(self.here):
             return nullcontext()
-        return self.lanes.observing_attention(self._overhear) if lane == "plain" else self.lanes.hooked.observing_patterns(self._take)
+        return (
+            self.lanes.observing_attention(self._overhear)
+            if lane == "plain"
+            else self.lanes.hooked.observing_patterns(self._take)
+        )
 
     def _overhear(self, given: Attending) -> None:
         if given.layer in self.layers:

@@ -133,7 +133,8 @@ class Buffer(DynamicLayer):
         self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = keys, values = (wide[:, :, : self._held] for wide in self.wide)
+        keys, values = (wide[:, :, : self._held] for wide in self.wide)
+        self.keys, self.values = keys, values
         return keys, values
 
 

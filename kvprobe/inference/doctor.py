@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed:
 
 def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
     ours = generate(model.lanes, [tokens], max_new_tokens=16).tokens[0]
-    plain = model.lanes.plain
+    plain: Any = model.lanes.plain  # `generate` is of a mixin that transformers does not type
     settings = GenerationConfig(
         max_new_tokens=16, do_sample=False, eos_token_id=stop_tokens(model.lanes) or None, pad_token_id=0
     )

@@ -155,7 +155,8 @@ def end_tokens(lanes: Lanes, stop: Sequence[int] | None) -> frozenset[int]:
 
 def stop_tokens(lanes: Lanes) -> list[int]:
     """The ids that end the model's own messages."""
-    configured = lanes.plain.generation_config.eos_token_id
+    settings = lanes.plain.generation_config
+    configured = None if settings is None else settings.eos_token_id
     if configured is None:
         return []
     return [configured] if isinstance(configured, int) else list(configured)

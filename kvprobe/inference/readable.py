@@ -5,6 +5,7 @@ from typing import get_args
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
@@ -26,7 +27,7 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
     refuse_unknown_lane(lane)
     if not tokens or not all(len(row) for row in tokens):
         raise UserError("There is nothing to read: give at least one token for each row.")
-    entries = lanes.plain.get_input_embeddings().weight.shape[0]
+    entries = embedded_tokens(lanes.plain)
     for number, row in enumerate(tokens):
         for extreme in (min(row.ids), max(row.ids)):
             if not 0 <= extreme < entries:

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from kvprobe.cache.ledger import PADDING, Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
+from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
@@ -361,8 +362,7 @@ def _gap(lanes: UnprovedLanes) -> int:
 
 def _ids(lanes: UnprovedLanes) -> Int[Tensor, "1 queries"]:
     """A few different tokens, spread over the vocabulary."""
-    vocabulary = lanes.plain.get_input_embeddings().num_embeddings
-    spread = (torch.arange(_LENGTH) * 2 + 1) * vocabulary // (2 * _LENGTH)
+    spread = (torch.arange(_LENGTH) * 2 + 1) * embedded_tokens(lanes.plain) // (2 * _LENGTH)
     return spread[None].to(lanes.device)
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from kvprobe.errors import UserError
 
@@ -78,7 +79,7 @@ class Geometry:
         )
 
     @classmethod
-    def measured(cls, plain: Any) -> "Geometry":
+    def measured(cls, plain: PreTrainedModel) -> "Geometry":
         """The geometry of a loaded model: its config's, with KV heads and head size as in the cache of one token.
 
         Raises:
@@ -111,6 +112,13 @@ class Geometry:
                 f"{name} keeps {n_kv_heads} KV heads, which its {expected.n_heads} heads cannot share evenly."
             )
         return replace(expected, n_kv_heads=n_kv_heads, d_head=d_head)
+
+
+def embedded_tokens(plain: PreTrainedModel) -> int:
+    """Number of token ids that a model has embeddings for."""
+    weight = plain.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
 
 
 def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:

@@ -7,7 +7,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
-from kvprobe.models.geometry import Geometry
+from kvprobe.models.geometry import Geometry, embedded_tokens
 from kvprobe.models.hf_cache import past_key_values
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
@@ -26,7 +26,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
     far = min(_PROBED_POSITION, (geometry.max_position or _PROBED_POSITION + 1) - 1)
     # Several tokens, one per row: the embedding of one (padding) may be zero, and so are its keys.
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]
-    ids = tokens * plain.get_input_embeddings().num_embeddings // (2 * _PROBED_TOKENS)
+    ids = tokens * embedded_tokens(plain) // (2 * _PROBED_TOKENS)
     at = torch.tensor([[0], [far]], device=device).repeat_interleave(len(ids), 0)
     layers = [DynamicLayer() for _ in range(geometry.n_layers)]
     past = past_key_values(layers)

@@ -103,7 +103,7 @@ def by_hand(
 ) -> tuple[list[int], list[Tensor]]:
     """One row without a sweep: what it says, and its logits before each token.
 
-    Before each token a copy of the cache is struck if the fault is due. A transient fault's copy is read and thrown away,
+    Before each token a copy of the cache is struck if the fault is due. A transient fault's copy is read and dropped,
     and only the new slot is kept; a persistent fault's copy is what is read on from.
     """
     held = past if len(prompt) == 1 else extend(model.lanes, past, [prompt[:-1]])[0]
