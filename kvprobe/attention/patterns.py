@@ -18,7 +18,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import cache_of, new_slots, one_row_each, read, taps
+from kvprobe.inference.forward import cache_of, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -119,7 +119,7 @@ def attend(
         reading = _Reading(model.lanes, cache, piece, here, wanted)
         grown = taps(model.lanes, cache)
         with reading.recording(lane):
-            ledger, logits = read(model.lanes, cache, [piece], grown, lane, logits=1)
+            ledger, logits = forward_pass(model.lanes, cache, [piece], grown, lane, logits=1)
         cache = cache_of(model.lanes, grown, ledger)
         if here:
             weights.append(reading.weights)
@@ -160,7 +160,11 @@ class _Reading:
         """While this lasts, a pass of this lane leaves the weights here."""
         if not len(self.here):
             return nullcontext()
-        return self.lanes.overhearing(self._compute) if lane == "plain" else self.lanes.hooked.attending(self._take)
+        return (
+            self.lanes.observing_attention(self._compute)
+            if lane == "plain"
+            else self.lanes.hooked.observing_patterns(self._take)
+        )
 
     def _compute(self, attending: Attending) -> None:
         layer = attending.layer

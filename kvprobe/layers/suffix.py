@@ -120,7 +120,7 @@ class Suffix:
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(lanes.attending_by(attend))
+            stack.enter_context(lanes.attention_replaced_by(attend))
             for key, site in self.sites.items():
                 stack.enter_context(editing(lanes, site, recording(key)))
             logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, kept)[0]
@@ -167,7 +167,7 @@ class Suffix:
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self.lanes.attending_by(attend))
+            stack.enter_context(self.lanes.attention_replaced_by(attend))
             stack.enter_context(joining(self.lanes.blocks, places.joining))
             for kind in BLOCKS:
                 for layer in range(self.lanes.geometry.n_layers):

@@ -146,7 +146,7 @@ class _Slopes:
     def back(self, metric: Metric) -> float:
         """Read the suffix, and go back from the metric."""
         reader = self.reader
-        with torch.enable_grad(), reader.lanes.attending_by(self._attend):
+        with torch.enable_grad(), reader.lanes.attention_replaced_by(self._attend):
             logits = forward(reader.lanes, reader.new.tokens, reader.new.positions, kept_by(metric))[0]
             value = measured(metric, logits)
             inputs = [*self.outputs.values(), *self.keys, *self.values]

@@ -87,7 +87,7 @@ class Reader:
                 self.swaps(layer, patched, "V"),
             )
 
-        with torch.no_grad(), self.lanes.attending_by(attend), joining(self.lanes.blocks, rows.joining):
+        with torch.no_grad(), self.lanes.attention_replaced_by(attend), joining(self.lanes.blocks, rows.joining):
             return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, kept))
 
     def seen(self, layer: int) -> Bool[Tensor, "kv_heads queries slots"]:

@@ -69,7 +69,7 @@ class Total:
         tokens, positions = self.ledger.tokens[:, start:], self.ledger.positions[:, start:]
         with (
             torch.no_grad(),
-            self.lanes.attending_by(one_pass.attend),
+            self.lanes.attention_replaced_by(one_pass.attend),
             joining(self.lanes.blocks, rows.joining),
             one_pass.swapping(),
         ):

@@ -146,7 +146,7 @@ def test_a_failed_recording_leaves_the_models_attention_unchanged(tiny: Model):
         raise KeyError("no more")
 
     before = tiny.lanes.plain.config._attn_implementation
-    with pytest.raises(KeyError), tiny.lanes.overhearing(fail):
+    with pytest.raises(KeyError), tiny.lanes.observing_attention(fail):
         tiny.prefill(PROMPT)
     assert tiny.lanes.plain.config._attn_implementation == before == "sdpa"
 

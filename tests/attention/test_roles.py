@@ -120,7 +120,7 @@ def test_a_retrieval_score_is_the_share_of_copied_tokens_whose_source_a_head_loo
         source = asking.part("source")
         whole = asking + Tokens.of(answer[:-1], "answer", asking.following)
         patterns: list[Tensor] = []
-        with smol.lanes.hooked.attending(lambda layer, pattern, kept=patterns: kept.append(pattern[0])):
+        with smol.lanes.hooked.observing_patterns(lambda layer, pattern, kept=patterns: kept.append(pattern[0])):
             smol.extend(None, whole, lane="hooked")
         for step, token in enumerate(answer):
             if token in asking.ids[source]:
