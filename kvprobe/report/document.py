@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprobe.files import Limits, filled
-from kvprobe.text.transcript import Transcript
+from kvprobe.text.transcript import Message, Transcript
 
 LIMITS = Limits(text=2**25, entries=100_000)
 """Of a report; the longest texts are packed attention weights."""
@@ -17,37 +17,36 @@ LIMITS = Limits(text=2**25, entries=100_000)
 
 @dataclass(frozen=True)
 class Passage:
-    """A message of an example conversation: `struck` if it is masked, `marked` the text in it that is hidden."""
+    """A message of an example conversation; `marked` is a text in it that stands out."""
 
     segment: str
     role: str
     text: str
-    struck: bool = False
+    masked: bool = False
     marked: str | None = None
 
 
 def passages_of(
     chat: Transcript,
     *,
-    struck: Collection[str] = (),
+    masked: Collection[str] = (),
     marked: str | None = None,
-    told: Collection[str] | None = None,
+    only_in: Collection[str] | None = None,
 ) -> list[Passage]:
     """The messages of a conversation.
 
     Args:
-        struck: segments that are masked.
-        marked: a text that is marked where it stands.
-        told: in these segments alone.
+        masked: segments that are masked.
+        marked: a text to mark wherever it occurs.
+        only_in: the segments in which it is marked; all by default.
     """
+
+    def mark(message: Message) -> str | None:
+        applies = only_in is None or message.segment in only_in
+        return marked if marked and applies and marked in message.text else None
+
     return [
-        Passage(
-            message.segment,
-            message.role,
-            message.text,
-            struck=message.segment in struck,
-            marked=marked if marked and marked in message.text and (told is None or message.segment in told) else None,
-        )
+        Passage(message.segment, message.role, message.text, message.segment in masked, mark(message))
         for message in chat.messages
     ]
 

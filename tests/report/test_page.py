@@ -42,7 +42,7 @@ def page(tmp_path: Path) -> Path:
             Section(
                 title=EVIL,
                 paragraphs=[EVIL],
-                passages=[Passage(EVIL, EVIL, f"a 48213 b {EVIL}", struck=True, marked="48213")],
+                passages=[Passage(EVIL, EVIL, f"a 48213 b {EVIL}", masked=True, marked="48213")],
                 tables=[Table([EVIL], [[EVIL]], EVIL)],
                 figures=[Figure("line", EVIL)],
                 points=[EVIL],
@@ -98,7 +98,7 @@ def test_nothing_is_fetched(page: Path):
     assert "@import" not in text
 
 
-def test_the_masked_turn_is_struck_and_the_hidden_text_marked(page: Path):
+def test_a_masked_message_is_struck_through_and_the_hidden_text_marked(page: Path):
     assert re.search(r"<s>a <mark>48213</mark> b ", page.read_text())
 
 

@@ -15,7 +15,7 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
   const shown = tokens.map((token) => token.replaceAll("\t", "⇥").replaceAll("\n", "↵\n"));
   const told = (slot) => `${slot} '${tokens[slot].replaceAll("\n", "↵")}'`;
   // For labels on a canvas or an axis, which know no style.
-  const labels = shown.map((token, slot) => `${isDamaged.has(slot) ? "▲" : ""}${isMasked.has(slot) ? struck(token) : token}`);
+  const labels = shown.map((token, slot) => `${isDamaged.has(slot) ? "▲" : ""}${isMasked.has(slot) ? struckThrough(token) : token}`);
 
   const view = make("div", "heads");
   const bar = make("div", "heads-bar", view);
@@ -196,6 +196,6 @@ function legend(parent, anyMasked, anyDamaged, indexName, square) {
 }
 
 // A long stroke over each character.
-function struck(token) {
+function struckThrough(token) {
   return [...token.replace(/\s/g, "")].map((character) => `${character}\u0336`).join("");
 }

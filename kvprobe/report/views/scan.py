@@ -20,7 +20,7 @@ class _Passage:
     segment: str
     role: str
     text: str
-    struck: bool
+    masked: bool
     note: str
 
 
@@ -127,9 +127,9 @@ def _passages(scan: Scan) -> list[_Passage]:
     passages = []
     for message in scan.chat.messages:
         place = segments.index(message.segment)
-        struck = message.segment in scan.mask
-        note = "masked" if struck else "" if place < first else "saw it" if place <= until else "after the mask"
-        passages.append(_Passage(message.segment, message.role, message.text, struck, note))
+        masked = message.segment in scan.mask
+        note = "masked" if masked else "" if place < first else "saw it" if place <= until else "after the mask"
+        passages.append(_Passage(message.segment, message.role, message.text, masked, note))
     return passages
 
 
