@@ -50,7 +50,7 @@ def page(tmp_path: Path) -> Path:
         ],
     )
     run.finish({}, report.to_dict())
-    return write_report(run)
+    return write_report(run.path, run.report)
 
 
 GRID = HeatMap(EVIL, [EVIL, "1"], [EVIL], [[0.5], [None]], EVIL, EVIL, EVIL)
@@ -67,7 +67,7 @@ def viewed(tmp_path: Path) -> Path:
     run.finish(
         {}, Report("Viewed", "q", "a", sections=[*sections, Section("Second", maps=[GRID], heads=[HEADS])]).to_dict()
     )
-    return write_report(run)
+    return write_report(run.path, run.report)
 
 
 class Collector(HTMLParser):
@@ -166,23 +166,23 @@ def test_maps_and_views_come_back_from_a_report_as_they_were():
 
 
 def test_the_views_of_a_run_make_a_page_of_their_own(viewed: Path, page: Path):
-    path = write_views(Run.load(viewed.parent))
+    path = write_views(viewed.parent, Run.load(viewed.parent).report)
     assert (path.parent, path.name) == (viewed.parent, "views.html")
     shown = re.findall(r"data-component=\"(.*?)\"", path.read_text())
     assert shown == ["HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "HeatMap", "AttentionView"]
     with pytest.raises(UserError, match="has no views"):
-        write_views(Run.load(page.parent))
+        write_views(page.parent, Run.load(page.parent).report)
 
 
 def test_rendering_again_gives_the_same_page(page: Path):
     before = page.read_bytes()
-    assert write_report(Run.load(page.parent)).read_bytes() == before
+    assert write_report(page.parent, Run.load(page.parent).report).read_bytes() == before
 
 
 def test_an_unfinished_run_has_no_report(tmp_path: Path):
     run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
     with pytest.raises(UserError, match="unfinished"):
-        write_report(run)
+        write_report(run.path, run.report)
 
 
 @needs_browser
