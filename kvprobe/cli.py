@@ -259,12 +259,12 @@ def budget(
         import matplotlib
 
         matplotlib.use("Agg")
-        from kvprobe.report.plots import memory as drawn
+        from kvprobe.report.plots import memory as memory_plot
         from kvprobe.report.plots import save
 
         figure.parent.mkdir(parents=True, exist_ok=True)
         bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
-        save(drawn(found), bare)
+        save(memory_plot(found), bare)
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
