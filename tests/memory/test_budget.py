@@ -17,8 +17,9 @@ from kvprobe.cli import app
 from kvprobe.errors import UserError
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
-from kvprobe.memory.budget import FARTHEST, Budget, budget
+from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.defaults import _DEFAULTS
+from kvprobe.memory.needs import FARTHEST
 from kvprobe.memory.sources import shelf
 from kvprobe.memory.units import both, bytes_in, short
 from tests.memory import families
@@ -79,8 +80,8 @@ def test_a_real_model_holds_what_its_budget_says(real: Model, prompt: int):
     assert found.reading.cache == predicted.generating(0).cache
     assert found.cache == predicted.cache
     assert found.generating is not None
-    assert found.reading.peak == pytest.approx(predicted.moments["reading"].total, rel=0.01)
-    assert found.generating.peak == pytest.approx(predicted.moments["generating"].total, rel=0.05)
+    assert found.reading.peak == pytest.approx(predicted.phases["reading"].total, rel=0.01)
+    assert found.generating.peak == pytest.approx(predicted.phases["generating"].total, rel=0.05)
     assert found.peak == pytest.approx(predicted.peak, rel=0.001)
 
 
@@ -88,7 +89,7 @@ def test_a_real_model_holds_what_its_budget_says(real: Model, prompt: int):
 def test_eager_attention_and_all_logits_take_what_the_budget_says(real: Model, given: dict[str, Any]):
     predicted = budget(real.name, context=256, dtype="float32", **given)
     assert predicted.peak > budget(real.name, context=256, dtype="float32", kernel="sdpa").peak
-    assert measure(real, predicted).reading.peak == pytest.approx(predicted.moments["reading"].total, rel=0.01)
+    assert measure(real, predicted).reading.peak == pytest.approx(predicted.phases["reading"].total, rel=0.01)
 
 
 @pytest.mark.parametrize("given", [{"engine": "logical"}, {"policy": "TOVA(8)"}, {"dtype": "bfloat16"}], ids=str)
@@ -177,9 +178,9 @@ def test_layers_add_up_to_the_whole(drawn: tuple[dict[str, Any], dict[str, Any]]
     assert padding >= 0
     assert padding == 0 or found.engine == "vllm"
     assert found.peak == found.weights + max(
-        each.cache + each.activations + each.logits + each.growth for each in found.moments.values()
+        each.cache + each.activations + each.logits + each.growth for each in found.phases.values()
     )
-    assert all(part >= 0 for each in found.moments.values() for part in (each.cache, each.activations, each.growth))
+    assert all(part >= 0 for each in found.phases.values() for part in (each.cache, each.activations, each.growth))
     assert sum(found.generated) <= sum(found.allocated)
 
 
@@ -509,7 +510,7 @@ def test_layers_that_are_alike_are_one_row_of_the_table():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"context": 50_000}, "made for 40,960 tokens"),
+        ({"context": 50_000}, "trained for 40,960 tokens"),
         ({"engine": "vllm"}, "estimate"),
         ({"policy": "TOVA(64)"}, "TOVA(64) saves"),
         ({"cache_dtype": "fp8", "engine": "logical"}, "50.0 %"),

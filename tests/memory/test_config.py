@@ -351,7 +351,7 @@ def test_layers_without_end_are_refused_before_they_are_counted(kind: str, layer
 
 @cache
 def fields_on_the_shelf(name: str) -> Fields:
-    """A config from the shelf, cut to a few layers, so that each budget takes a moment."""
+    """A config from the shelf, cut to a few layers, so that each budget is fast."""
     return shortened(dict(config_of(name).fields))
 
 
@@ -395,7 +395,7 @@ def assert_budget_or_sentence(model: Any, **settings: Any) -> None:
         assert "\n" not in found
         assert 10 < len(found) < 1500
         return
-    shown = [found.peak, found.cache, found.weights, found.parameters, found.moments, found.logical, found.allocated]
+    shown = [found.peak, found.cache, found.weights, found.parameters, found.phases, found.logical, found.allocated]
     shown += [found.layers, found.widths, found.bytes_per_token, found.trained_context]
     numbers = list(plain(shown))
     assert numbers

@@ -86,7 +86,7 @@ def test_states_that_do_not_share_out_over_ranks_are_refused():
         budget("state-spaces/mamba-2.8b-hf", engine="vllm", ranks=7)
 
 
-def test_the_fullest_moment_of_a_policy_that_seldom_acts_is_its_peak():
+def test_the_fullest_phase_of_a_policy_that_seldom_acts_is_its_peak():
     tiny = {
         "model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -95,4 +95,4 @@ def test_the_fullest_moment_of_a_policy_that_seldom_acts_is_its_peak():
     before = budget(tiny, context=65, new=49, engine="logical", policy="SlidingWindow(4, every=50)")
     assert at_the_act.cache < before.cache
     assert at_the_act.peak == before.peak
-    assert at_the_act.moment == "on the way"
+    assert at_the_act.phase == "on the way"

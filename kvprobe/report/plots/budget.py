@@ -86,9 +86,9 @@ def _range(budget: Budget, along: str, largest: int | None, measured: Sequence[t
 
 def _parts(point: Budget, at_last_token: bool) -> dict[str, int]:
     """The bytes of a budget by name, as they are stacked: at its peak, or when the last token is read."""
-    phase = point.moments[point.moment]
+    phase = point.phases[point.phase]
     if at_last_token:
-        phase = point.moments.get("generating", phase)
+        phase = point.phases.get("generating", phase)
     generated = min(sum(point.generated), phase.cache)
     return {
         "weights": point.weights,
