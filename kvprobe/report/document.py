@@ -1,6 +1,6 @@
-"""What a report says, as data. A study builds it from its numbers; `report` renders it.
+"""A report as data, which a study makes of its numbers and `kvprobe.report.page` renders.
 
-All text here is plain and untrusted: the renderer escapes it.
+All text in it is plain and untrusted; the renderer escapes it.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from kvprobe.files import Limits, filled
 from kvprobe.text.transcript import Message, Transcript
 
 LIMITS = Limits(text=2**25, entries=100_000)
-"""Of a report; the longest texts are packed attention weights."""
+"""Of a report as data; its longest texts are packed attention weights."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Table:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values around zero on a grid, to be pointed at.
+    """Values around zero on a grid, as an interactive map.
 
     Attributes:
         rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".
-        values: [rows][columns]; `None` where there is none.
+        values: [rows][columns]; `None` for no value.
         unit: what follows a value, such as "of the way".
     """
 
@@ -89,10 +89,10 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class TokenView:
-    """A text whose tokens are coloured by their values, of which there may be several kinds.
+    """A text whose tokens are coloured by their values, of one or more kinds.
 
     Attributes:
-        labels: the kinds.
+        labels: names of the kinds.
         values: [labels][tokens].
     """
 
@@ -104,15 +104,15 @@ class TokenView:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """Attention of chosen queries, of which a reader picks layer and head.
+    """Attention of chosen queries, in a layer and head that the reader picks.
 
     Attributes:
         tokens: the text of every slot.
         layers, heads: their labels.
         queries: the slots that attend, in order.
         weights: one text per layer, which `kvprobe.report.views.attention.pack` makes.
-        masked, damaged: slots that are struck through, and slots that are marked.
-        index: [layers][heads], a number beside each head; `None` where there is none.
+        masked, damaged: slots that are crossed out, and slots that are marked.
+        index: [layers][heads], a number beside each head; `None` for no number.
         index_name: what that number is.
     """
 
@@ -130,7 +130,7 @@ class AttentionView:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it, in this order."""
+    """A heading and what follows it, in this order."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -158,9 +158,9 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` gave, now or before sections had maps, views and heads.
+        """The report that `to_dict` made; a section may lack maps, views and heads.
 
         Raises:
-            UserError: anything else; see `kvprobe.files.filled`.
+            UserError: the data is not a report; see `kvprobe.files.filled`.
         """
         return filled(cls, data, "the report", LIMITS)

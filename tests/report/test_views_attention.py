@@ -1,4 +1,4 @@
-"""Attention views: weights that survive packing, pages that stay small, and what a browser makes of them without a network."""
+"""Attention views: weights survive packing, pages stay small, and a browser draws them without a network."""
 
 import base64
 import dataclasses
@@ -92,7 +92,7 @@ def test_without_scripts_a_view_tells_what_the_last_query_attends_to_most():
     weights[1, 0, 0] = torch.tensor([0.1, 0.9, 0.0])
     told = Reader(views.attention_view(views.heads_view(weights, ["<bos>", " a", " b"], layers=[4, 7]))).text
     assert told.strip().startswith("<bos> a b\n")
-    assert "Slot 2 ' b' attends most, slot 0 aside, in layer 7, head 0: 0.90 on slot 1 ' a'." in told
+    assert "Slot 2 ' b' attends most, except to slot 0, in layer 7, head 0: 0.90 on slot 1 ' a'." in told
 
 
 def test_a_page_of_30_layers_of_9_heads_and_256_tokens_is_under_10_megabytes():
@@ -111,11 +111,11 @@ def test_a_page_of_several_views_has_one_copy_of_each_script():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: views.heads_view(causal(1, 1, 3) * 2, ["a"] * 3), "not from 0 to 1"),
-        (lambda: views.heads_view(causal(1, 1, 3) * torch.nan, ["a"] * 3), "not from 0 to 1"),
+        (lambda: views.heads_view(causal(1, 1, 3) * 2, ["a"] * 3), "not between 0 and 1"),
+        (lambda: views.heads_view(causal(1, 1, 3) * torch.nan, ["a"] * 3), "not between 0 and 1"),
         (lambda: views.heads_view(causal(1, 1, 3).mT, ["a"] * 3), "after its query"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 2), "not slots of the 2 tokens|are not 3"),
-        (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 1]), "name the slot of each row"),
+        (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 1]), "give the slot of each row"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 2, 1]), "in order"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[1, 2, 3]), "in order"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, masked=[3]), "masked slot"),
@@ -213,7 +213,7 @@ def test_what_cannot_be_masked_or_asked_for_is_refused(
 
 
 def test_an_empty_text_and_a_mask_of_a_text_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="nothing to mask"):
+    with pytest.raises(UserError, match="no message to mask"):
         attend_page(tiny_llama, "Hello", ["m0"])
     with pytest.raises(UserError, match="no tokens"):
         attend_page(tiny_llama, "")
@@ -235,7 +235,8 @@ addEventListener("DOMContentLoaded", async () => {
   const inks = () => [...square.querySelectorAll(".heads-text span")].map((span) => span.style.background);
   const status = () => square.querySelector(".heads-status").textContent;
   const drawn = async (before) => {
-    await until(() => chart() && picture() !== before && chart().getContext("2d").getImageData(0, 0, chart().width, chart().height).data.some(Boolean));
+    const pixels = () => chart().getContext("2d").getImageData(0, 0, chart().width, chart().height).data;
+    await until(() => chart() && picture() !== before && pixels().some(Boolean));
     return { picture: picture(), status: status(), inks: inks(), shown: square.dataset.shown };
   };
   const heads = square.querySelectorAll("[type=radio]");

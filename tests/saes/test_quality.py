@@ -8,7 +8,7 @@ import torch
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.report.views.features import feature_page, feature_view, peak_words
+from kvprobe.report.views.latents import latent_page, latent_view, peak_words
 from kvprobe.saes import Place, Shards, SparseFeatures, activating, reconstruction, record, recovered, splice
 from kvprobe.text.transcript import Tokens
 from tests.saes.planted import PLACE, TEXT, planted
@@ -99,7 +99,7 @@ def test_a_latent_that_is_active_nowhere_has_no_examples_and_no_view(tmp_path: P
     assert (found.density, found.examples) == (0.0, ())
     assert peak_words(found, tiny_llama.tokenizer) == "none"
     with pytest.raises(UserError, match="active nowhere"):
-        feature_view(found, tiny_llama.tokenizer)
+        latent_view(found, tiny_llama.tokenizer)
     with pytest.raises(UserError, match="no latent 32"):
         activating(features, shards, [32])
 
@@ -115,7 +115,7 @@ def test_a_page_of_features_holds_its_texts_and_nothing_that_a_token_says_runs(t
     shards: Shards = record(tiny_llama, TEXTS, PLACES[:1], tmp_path / "shards")
     features = SparseFeatures(identity(32), PLACES[0])
     found = activating(features, shards, [0, 40, 3])
-    page = feature_page(found, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
+    page = latent_page(found, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
     assert page.count('data-component="ColoredTokensMulti"') == len([each for each in found if each.examples])
     for markup in ("<img src=x", "<i>", "<u>", "<b>"):
         assert markup not in page

@@ -26,8 +26,8 @@ def memory(
 ) -> "Figure":
     """Where memory goes as the prompt gets longer (`context`) or as the model generates after it (`new`).
 
-    Weights, cache of prompt and of generated tokens, what a pass needs beside them, and headroom are stacked; a line marks
-    the length at which memory runs out.
+    Weights, cache of prompt and of generated tokens, what a pass needs beside them, and headroom are stacked; a line
+    marks the length at which memory runs out.
 
     Args:
         measured: tokens and bytes of measured peaks, drawn as dots.
@@ -59,7 +59,8 @@ def memory(
                 axis.axvline(largest, color="#d55e00", lw=1.2)
                 axis.annotate(
                     f"out of memory\nafter {largest:,} tokens", (largest, 0.04), (-4, 0),
-                    xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", fontsize=8, color="#d55e00",
+                    xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", fontsize=8,
+                    color="#d55e00",
                 )  # fmt: skip
         request = budget.request
         generated = f"tokens generated after a prompt of {request.prompt:,}"
