@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.memory.budget import budget
-from kvprobe.memory.sources import shelf
+from kvprobe.memory.sources import shipped_configs
 
 CHOSEN = (
     "Qwen/Qwen3-8B",
@@ -73,7 +73,7 @@ def table() -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in CHOSEN:
-        published = json.loads(shelf()[name].read_text(encoding="utf-8"))
+        published = json.loads(shipped_configs()[name].read_text(encoding="utf-8"))
         config = published.get("text_config", published)
         first = budget(name, dtype="bfloat16")
         tokens = min(first.trained_context or 2048, 131_072)

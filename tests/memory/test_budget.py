@@ -20,7 +20,7 @@ from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.defaults import _DEFAULTS
 from kvprobe.memory.needs import FARTHEST
-from kvprobe.memory.sources import shelf
+from kvprobe.memory.sources import shipped_configs
 from kvprobe.memory.units import both, bytes_in, short
 from tests.memory import families
 
@@ -106,18 +106,20 @@ def in_a_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
-def test_every_config_on_the_shelf_has_a_budget_under_every_engine_without_torch():
+def test_every_config_that_ships_has_a_budget_under_every_engine_without_torch():
     done = in_a_fresh_process(
         "import json, sys\n"
         "from kvprobe.memory.budget import budget\n"
-        "from kvprobe.memory.sources import shelf\n"
-        f"print(json.dumps([[n, e, budget(n, engine=e).peak, len(str(budget(n, engine=e)))] for n in shelf() for e in {ENGINES}]))\n"
+        "from kvprobe.memory.sources import shipped_configs\n"
+        f"print(json.dumps([[n, e, budget(n, engine=e).peak, len(str(budget(n, engine=e)))] for n in shipped_configs() for e in {ENGINES}]))\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {(name, engine) for name, engine, *_ in found} == {(name, engine) for name in shelf() for engine in ENGINES}
+    assert {(name, engine) for name, engine, *_ in found} == {
+        (name, engine) for name in shipped_configs() for engine in ENGINES
+    }
     assert all(peak > 0 and shown > 0 for *_, peak, shown in found)
 
 

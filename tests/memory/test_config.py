@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvprobe.errors import UserError
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.layer_types import KINDS
-from kvprobe.memory.sources import config_of, shelf
+from kvprobe.memory.sources import config_of, shipped_configs
 
 Fields = dict[str, Any]
 
@@ -350,8 +350,8 @@ def test_layers_without_end_are_refused_before_they_are_counted(kind: str, layer
 
 
 @cache
-def fields_on_the_shelf(name: str) -> Fields:
-    """A config from the shelf, cut to a few layers, so that each budget is fast."""
+def shipped_fields(name: str) -> Fields:
+    """A config that ships, cut to a few layers, so that each budget is fast."""
     return shortened(dict(config_of(name).fields))
 
 
@@ -423,8 +423,8 @@ def few_layers(name: str, value: Any) -> bool:
 
 @st.composite
 def changed(draw: st.DrawFn) -> Fields:
-    """A config from the shelf with some fields changed, gone or new; in its text model too, if it has one."""
-    found = dict(fields_on_the_shelf(draw(st.sampled_from(sorted(shelf())))))
+    """A config that ships with some fields changed, gone or new; in its text model too, if it has one."""
+    found = dict(shipped_fields(draw(st.sampled_from(sorted(shipped_configs())))))
     nested = isinstance(found.get("text_config"), dict) and draw(st.booleans())
     target = dict(found["text_config"]) if nested else found
     known = sorted(target) + list(_NEW)
@@ -457,8 +457,8 @@ def test_a_config_with_fields_changed_gives_a_budget_or_a_sentence(config: Field
 
 
 _USED = sorted(
-    {name for each in shelf() for name in fields_on_the_shelf(each)}
-    | {name for each in shelf() for name in (fields_on_the_shelf(each).get("text_config") or {})}
+    {name for each in shipped_configs() for name in shipped_fields(each)}
+    | {name for each in shipped_configs() for name in (shipped_fields(each).get("text_config") or {})}
     | set(_NEW)
     | {"hybrid_override_pattern", "cross_attention_layers", "full_attn_idxs", "conv_L_cache", "attn_layer_indices"}
 )

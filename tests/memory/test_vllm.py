@@ -11,7 +11,7 @@ from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, layers_of, text_model
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.sources import config_of, shelf
+from kvprobe.memory.sources import config_of, shipped_configs
 from kvprobe.memory.vllm import Engine, reserved
 from kvprobe.memory.written import plan_of
 
@@ -120,7 +120,7 @@ def test_layers_that_share_keys_and_values_cost_nothing():
     assert [pages > 0 for pages in found.pages] == [number < 20 for number in range(35)]
 
 
-@given(name=st.sampled_from(sorted(shelf())), context=contexts, engine=engines)
+@given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, engine=engines)
 @settings(max_examples=60)
 def test_what_layers_ask_for_is_never_more_than_what_is_reserved(name: str, context: int, engine: Engine):
     found = reserved(layers(name), request(context), engine)
@@ -130,7 +130,7 @@ def test_what_layers_ask_for_is_never_more_than_what_is_reserved(name: str, cont
         assert sum(found.pages) == found.bytes
 
 
-@given(name=st.sampled_from(sorted(shelf())), context=contexts, more=st.integers(0, 5000), engine=engines)
+@given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, more=st.integers(0, 5000), engine=engines)
 @settings(max_examples=60)
 def test_a_longer_conversation_never_takes_fewer_blocks(name: str, context: int, more: int, engine: Engine):
     shorter, longer = (reserved(layers(name), request(each), engine) for each in (context, context + more))

@@ -52,8 +52,8 @@ def token_view(data: TokenView) -> str:
 
 def _inert(token: str) -> str:
     # The component writes a token as markup in the text and as plain text in the tip, so escaping is wrong in one of
-    # them. A word joiner after `<` or `&` keeps both from starting a tag or a reference (HTML standard, "tag open state"
-    # and "character reference state"), and is invisible in both.
+    # them. A word joiner after `<` or `&` keeps both from starting a tag or a reference, and is invisible in both
+    # (HTML standard, "tag open state" and "character reference state").
     return re.sub("[<&]", "\\g<0>\u2060", token).replace("\t", "⇥").replace("\n", "↵\n")
 
 
