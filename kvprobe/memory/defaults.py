@@ -1,4 +1,4 @@
-"""Fields that configs leave to the configuration classes of transformers; a test compares these values with the classes."""
+"""Values of fields that configs leave out, as in the configuration classes of transformers; a test compares the two."""
 
 from collections.abc import Mapping
 

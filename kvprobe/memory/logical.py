@@ -7,8 +7,8 @@ from kvprobe.memory.request import Request
 def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
     """Bytes of each layer.
 
-    The scales of a policy that rounds are counted, since they are part of the policy; those of a cache format are not, since
-    they are part of the engine.
+    The scales of a policy that rounds are counted, since they are part of the policy; those of a cache format are not,
+    since they are part of the engine.
     """
     return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
 

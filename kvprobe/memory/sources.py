@@ -18,7 +18,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
-    """The config of a model: fields, the name of one that ships, a folder with a `config.json`, a JSON file, or a hub id.
+    """The config of a model: its fields, a name that ships, a folder with a `config.json`, a JSON file, or a hub id.
 
     Raises:
         UserError: there is no such model, its config cannot be read, or the hub cannot be reached.
@@ -61,6 +61,6 @@ def _from_hub(repository: str) -> Path:
         return Path(hf_hub_download(repository, "config.json"))
     except Exception as error:  # the hub client raises a dozen types; all mean that there is no file
         raise UserError(
-            f"The config of {repository!r} could not be fetched from the hub ({type(error).__name__}); check the id, give "
-            f"a config.json, or choose a config that ships: {', '.join(shipped_configs())}."
+            f"The config of {repository!r} could not be fetched from the hub ({type(error).__name__}); check the id, "
+            f"give a config.json, or choose a config that ships: {', '.join(shipped_configs())}."
         ) from error

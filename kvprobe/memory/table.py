@@ -68,7 +68,7 @@ def parts(budget: Needs) -> list[tuple[str, int]]:
 
 
 def rows(budget: Needs) -> list[tuple[str, str, int, int, int]]:
-    """Layers of one kind in one row: which layers, what they store, and the bytes of all: per token, logical, allocated."""
+    """For each kind of layer: which layers, what they store, and the bytes of all per token, logical and allocated."""
     alike: dict[tuple[str, int, int, int], list[int]] = {}
     for number, layer in enumerate(budget.layers):
         key = (str(layer), budget.bytes_per_token[number], budget.logical[number], budget.allocated[number])
@@ -186,7 +186,7 @@ def _remarks(budget: Needs) -> Iterator[str]:
         and any(layer.attention and layer.attention.reach for layer in budget.layers)
     ):
         yield (
-            "After the prompt, transformers holds all of it in sliding layers too; it frees their slots beyond the window "
+            "After the prompt, transformers holds all of it in sliding layers too; it frees slots beyond the window "
             "when the next token is read."
         )
     crossing = sum(layer.attention is not None and layer.attention.crosses for layer in budget.layers)

@@ -1,7 +1,7 @@
-"""How many parameters a model has, told from its config alone.
+"""How many parameters a model has, from its config alone.
 
-The counts are those of `AutoModelForCausalLM.from_config` in transformers 5.23, so neither buffers nor the modules for
-multi-token prediction, which it does not build, are among them.
+The counts are those of `AutoModelForCausalLM.from_config` in transformers 5.23: without buffers, and without the
+modules for multi-token prediction, which it does not build.
 """
 
 from kvprobe.errors import UserError
@@ -40,25 +40,25 @@ def weights(config: Config) -> Weights:
     """The parameters of a model.
 
     Raises:
-        UserError: a family that is not known, or a field that is missing or is not what it must be.
+        UserError: the family is unknown, or a field is missing or invalid.
     """
     if config.kind not in _MODELS:
         raise UserError(f"In the config of {config.name}: {unknown('model_type', config.kind[:40], _MODELS)}")
     config = config.with_defaults(defaults_of(config.kind))
     tokens = config.size("vocab_size") * width(config)
-    # LFM2 has its own word for it, and where a config has both, that one counts.
+    # LFM2 has its own name for this field, which takes precedence if a config has both.
     tied = config.flag("tie_embedding", "tie_word_embeddings", default=False)
     head = 0 if tied and config.kind not in _NEVER_TIED else tokens
     return sum((block(config) for block in _MODELS[config.kind]), Weights(embedding=tokens, head=head))
 
 
 def active(config: Config) -> int:
-    """The parameters that one token uses: all but the matrices of the routed experts that it is not sent to.
+    """The parameters that one token uses: all except the matrices of the routed experts that it is not sent to.
 
-    The embedding is counted whole, and so are the experts' biases.
+    The whole embedding and all biases of the experts are counted.
 
     Raises:
-        UserError: as `weights` does; or a token is sent to more experts than there are.
+        UserError: as in `weights`, or a token is sent to more experts than there are.
     """
     counted = weights(config)
     if not counted.experts:
@@ -66,36 +66,38 @@ def active(config: Config) -> int:
     among = experts(config)
     chosen = config.size("num_experts_per_tok", "num_experts_per_token", default=2 if config.kind == "jamba" else among)
     if chosen > among:
-        raise UserError(f"{config.name} sends each token to {chosen} of {among} experts in its config.")
+        raise UserError(
+            f"{config.name} sends each token to {chosen} of {among} experts in its config; give at most {among}."
+        )
     return counted.total - counted.experts // among * (among - chosen)
 
 
-# What layers there are
+# How many layers have a block
 
 
 def _in(which: LayerType | Size, *blocks: Block) -> Block:
-    """These blocks in each layer of a type, or in so many layers. Without such layers, their fields are not asked for."""
+    """These blocks in each layer of a type, or in so many layers; if there are none, their fields are not read."""
 
     def block(config: Config) -> Weights:
         times = which(config) if callable(which) else layer_types(config).count(which)
-        return sum((each(config) for each in blocks), Weights()) * times if times else Weights()
+        return sum((part(config) for part in blocks), Weights()) * times if times else Weights()
 
     return block
 
 
 def _decoder(*blocks: Block, norms: int | Size = 2, bias: bool = False) -> Block:
-    """These blocks and so many norms in every layer, and a norm after the last; `bias` is that of the norms."""
+    """These blocks and so many norms in every layer, and a norm after the last layer; `bias` is that of the norms."""
 
     def block(config: Config) -> Weights:
         count = norms(config) if callable(norms) else norms
-        each = sum((each(config) for each in blocks), norm(width(config), bias) * count)
-        return each * layers(config) + norm(width(config), bias)
+        layer = sum((part(config) for part in blocks), norm(width(config), bias) * count)
+        return layer * layers(config) + norm(width(config), bias)
 
     return block
 
 
 def _moe(sparse: Size, mlp: Block, *blocks: Block) -> Block:
-    """A mixture of experts and what goes with it in so many layers, an MLP in the others."""
+    """These blocks, such as a mixture of experts, in so many layers, and an MLP in the others."""
     in_sparse, in_dense = _in(sparse, *blocks), _in(lambda config: layers(config) - sparse(config), mlp)
     return lambda config: in_sparse(config) + in_dense(config)
 
@@ -113,7 +115,7 @@ def _llama4_sparse(config: Config) -> int:
 
 
 def _listed(config: Config, name: str, among: range) -> int:
-    """How many of these layers are in a list, if there is one."""
+    """How many of these layers are in the list of this name; 0 if the config has none."""
     listed = config.items(name) if config.has(name) else []
     return len({layer for layer in listed if isinstance(layer, int) and layer in among})
 
@@ -136,7 +138,7 @@ def _nemotron_sparse(config: Config) -> int:
     return config.word("hybrid_override_pattern").count("E")
 
 
-# What is in them
+# The blocks of single families
 
 
 def _falcon_norms(config: Config) -> int:
@@ -176,9 +178,9 @@ def _sinks(config: Config) -> Weights:
 
 
 def _gpt2() -> tuple[Block, ...]:
-    own = _decoder(attention(True), plain_mlp(_four_times, True), bias=True)
+    layer = _decoder(attention(True), plain_mlp(_four_times, True), bias=True)
     cross = _in(_crossing, attention(True, kv_heads=heads), lambda config: norm(width(config), bias=True))
-    return own, cross, _positions
+    return layer, cross, _positions
 
 
 def _crossing(config: Config) -> int:
@@ -201,14 +203,14 @@ def _lfm2_width(config: Config) -> int:
     factor = config.fields.get("block_ffn_dim_multiplier", 1)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1000:
         raise UserError(
-            f"{config.name} has no multiplier as block_ffn_dim_multiplier in its config; it must be a number below 1000."
+            f"{config.name} has an invalid block_ffn_dim_multiplier in its config; give a number between 0 and 1000."
         )
     multiple = config.size("block_multiple_of")
     return -(-int(factor * int(2 * inner / 3)) // multiple) * multiple
 
 
 def _nemotron_h(config: Config) -> Weights:
-    """One block a layer, after one norm; experts may see fewer dimensions than the residual stream has."""
+    """One block per layer, after one norm; experts may read fewer dimensions than the residual stream has."""
     sparse, types = _nemotron_sparse(config), layer_types(config)
     latent = config.optional_size("moe_latent_size")
     blocks = (
@@ -223,16 +225,16 @@ def _nemotron_h(config: Config) -> Weights:
 
 
 def _gemma3n_widths(config: Config) -> int:
-    """Inside all MLPs together."""
+    """The sum of the widths inside all MLPs."""
     if not isinstance(config.fields.get("intermediate_size", config.defaults.get("intermediate_size")), list):
         return intermediate_size(config) * layers(config)
-    each = config.items("intermediate_size", layers(config))
-    return sum(intermediate_size(Config(config.name, {"intermediate_size": inner})) for inner in each)
+    inner_widths = config.items("intermediate_size", layers(config))
+    return sum(intermediate_size(Config(config.name, {"intermediate_size": inner})) for inner in inner_widths)
 
 
 def _gemma3n_beside(config: Config) -> Weights:
-    """Keys and values, which the last layers share; the several streams of AltUp (arXiv:2301.13310); low-rank residuals;
-    an embedding for each layer."""
+    """Keys and values, which the last layers share; the streams of AltUp (arXiv:2301.13310); low-rank residuals; an
+    embedding for each layer."""
     depth, d_model, d_layer = layers(config), width(config), config.size("hidden_size_per_layer_input")
     keys, unshared = kv_heads(config) * d_head(config), depth - config.size("num_kv_shared_layers", low=0)
     keys_values = linear(d_model, 2 * keys, on(config, "attention_bias")) + norm(d_head(config))
@@ -348,4 +350,4 @@ _MODELS: dict[str, tuple[Block, ...]] = {
 }
 
 _NEVER_TIED = frozenset({"mllama_text_model", "nemotron_h"})
-"""Families whose head transformers does not tie, whatever the config says."""
+"""Families whose head transformers never ties, whatever the config says."""

@@ -39,9 +39,9 @@ class Widths:
 
 
 FOLLOWED = frozenset((
-    "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral", "ministral3", "granite", "seed_oss", "smollm3",
-    "phi", "phi3", "glm", "glm4", "olmo", "olmo2", "cohere", "cohere2", "gpt2", "gpt_bigcode", "mixtral", "qwen3_moe", "olmoe",
-    "granitemoe", "phimoe",
+    "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral", "ministral3", "granite", "seed_oss",
+    "smollm3", "phi", "phi3", "glm", "glm4", "olmo", "olmo2", "cohere", "cohere2", "gpt2", "gpt_bigcode", "mixtral",
+    "qwen3_moe", "olmoe", "granitemoe", "phimoe",
 ))  # fmt: skip
 """Families whose widths follow the code of transformers, within three percent; those of others are estimates."""
 

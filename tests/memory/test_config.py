@@ -443,8 +443,8 @@ def changed(draw: st.DrawFn) -> Fields:
 
 _NEW = (
     "quantization_config", "per_layer_config", "num_key_value_heads", "head_dim", "sliding_window", "layer_types",
-    "dtype", "intermediate_size", "num_experts_per_tok", "num_kv_shared_layers", "mlp_layer_types", "use_sliding_window",
-    "max_window_layers", "no_rope_layers", "final_logit_softcapping", "mamba_ssm_cache_dtype", "attention_chunk_size",
+    "dtype", "intermediate_size", "num_experts_per_tok", "num_kv_shared_layers", "mlp_layer_types",
+    "use_sliding_window", "max_window_layers", "no_rope_layers", "final_logit_softcapping", "mamba_ssm_cache_dtype", "attention_chunk_size",
     "moe_intermediate_size", "num_local_experts", "num_experts", "n_inner",
 )  # fmt: skip
 engines = st.sampled_from(["hf", "vllm", "logical"])

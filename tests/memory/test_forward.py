@@ -1,4 +1,4 @@
-"""The budget's peaks are those that torch's allocator sees, for the families whose passes were followed through the code."""
+"""The budget's peaks are those of torch's allocator, for the families whose passes follow the code of transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from kvprobe.memory.widths import FOLLOWED
 from tests.memory.families import TINY, settings
 
 SCRATCH = 300_000
-"""Bytes that kernels keep aside for themselves, whatever the model: nothing beside a real one, and much beside a tiny one."""
+"""Bytes of the kernels' own buffers for any model: negligible for a real model, and large for a tiny one."""
 
 EXACT = [name for name, (kind, _) in TINY.items() if kind in FOLLOWED]
 
@@ -21,13 +21,13 @@ _LARGER = {
     "hidden_size": 4, "intermediate_size": 6, "moe_intermediate_size": 6, "n_embd": 4, "head_dim": 2, "vocab_size": 4,
     "sliding_window": 8, "max_position_embeddings": 4, "n_positions": 4,
 }  # fmt: skip
-"""How many times larger than tiny: large enough for tensors to outweigh what kernels keep aside."""
+"""How many times larger than tiny: large enough for tensors to outweigh the kernels' buffers."""
 
 
 def larger(name: str) -> dict[str, Any]:
     return {
-        each: value * _LARGER.get(each, 1) if value and each in _LARGER else value
-        for each, value in settings(name).items()
+        field: value * _LARGER.get(field, 1) if value and field in _LARGER else value
+        for field, value in settings(name).items()
     }
 
 

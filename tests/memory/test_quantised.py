@@ -125,7 +125,7 @@ def test_prompts_are_refused_just_where_quanto_refuses_them(numbers: str, shape:
     try:
         conversation.read(prompt)
     except ValueError:
-        with pytest.raises(UserError, match=r"^[^\n]*share out[^\n]*$"):
+        with pytest.raises(UserError, match=r"^[^\n]*whole groups[^\n]*$"):
             hf.check(conversation.layers(), request)
     else:
         hf.check(conversation.layers(), request)

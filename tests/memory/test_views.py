@@ -1,4 +1,4 @@
-"""The three views beside one another: what a query may read, what transformers holds under a policy, what vLLM groups."""
+"""The three views compared: what a query may read, what transformers holds under a policy, how vLLM groups layers."""
 
 import pytest
 
