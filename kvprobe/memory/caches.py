@@ -255,7 +255,7 @@ def _sharing(config: Config, types: list[LayerType]) -> dict[int, int]:
     for layer in range(max(first, 0), layers(config)):
         if types[layer] not in last:
             raise UserError(
-                f"{config.name} has no layer before layer {first} whose K and V layer {layer} could share in its config; "
+                f"{config.name} has no layer before {first} whose K and V layer {layer} could share in its config; "
                 "lower num_kv_shared_layers."
             )
         sharing[layer] = last[types[layer]]

@@ -98,8 +98,8 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
             for tokens in (request.prompt, request.context - request.new % RESIDUAL):
                 if _heads(attention) * tokens * d % GROUP:
                     raise UserError(
-                        f"A quanto cache needs whole groups of {GROUP} numbers in each row, and {_heads(attention)} heads "
-                        f"× {tokens} tokens × {d} do not divide into them; change the context."
+                        f"A quanto cache needs whole groups of {GROUP} numbers in each row, and {_heads(attention)} "
+                        f"heads × {tokens} tokens × {d} do not divide into them; change the context."
                     )
 
 

@@ -102,7 +102,7 @@ def reserved(layers: tuple[Layer, ...], request: Request, engine: Engine) -> Res
 
 
 def _block(layers: tuple[Layer, ...], request: Request, engine: Engine) -> tuple[int, int | None]:
-    """Tokens in a block, and, for a model with attention and states, the bytes to which the pages of both are padded."""
+    """Tokens in a block, and, for a model with attention and states, the bytes to which their pages are padded."""
     states = [_state_bytes(layer.state, request, engine) for layer in layers if layer.state is not None]
     attentions = [_token_bytes(layer.attention, request, engine) for layer in layers if layer.attention is not None]
     if not states or not attentions:

@@ -111,7 +111,9 @@ CASES: dict[str, list[Fields]] = {
     "gemma3n_text": [
         GEMMA3N,
         GEMMA3N | ATTENTION_BIAS,
-        GEMMA3N | {"num_kv_shared_layers": 3, "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]},
+        GEMMA3N
+        | {"num_kv_shared_layers": 3}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]},
         GEMMA3N | {"intermediate_size": [20, 20, 30, 44, 44]},
     ],
     "qwen2": [{}, {"use_sliding_window": True, "max_window_layers": 2} | WINDOW],
@@ -305,7 +307,7 @@ def test_every_family_is_counted():
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_field_left_out_is_refused_or_is_what_transformers_takes_for_it(kind: str):
+def test_a_missing_field_is_refused_or_has_the_default_of_transformers(kind: str):
     taken = 0
     for fields in CASES[kind][:2]:
         config = config_of(kind, fields)
@@ -324,7 +326,7 @@ def test_a_field_left_out_is_refused_or_is_what_transformers_takes_for_it(kind: 
 @pytest.mark.parametrize(
     "name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
 )
-def test_sizes_that_define_a_model_are_asked_for(name: str):
+def test_sizes_that_define_a_model_are_required(name: str):
     fields = {other: value for other, value in config_of("qwen3", {}).fields.items() if other != name}
     with pytest.raises(UserError, match=f"tiny has no {name} in its config"):
         weights(Config("tiny", fields))
@@ -397,7 +399,7 @@ def test_an_unknown_family_is_refused_with_near_names():
 
 
 @pytest.mark.parametrize("factor", [True, "1", 0, -1.0, float("nan"), 1e300, None])
-def test_a_multiplier_that_is_none_is_refused(factor: object):
+def test_an_invalid_multiplier_is_refused(factor: object):
     fields = config_of("lfm2", {}).fields
     with pytest.raises(UserError, match="tiny has an invalid block_ffn_dim_multiplier"):
         weights(Config("tiny", {**fields, "block_ffn_dim_multiplier": factor}))

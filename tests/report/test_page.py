@@ -106,9 +106,9 @@ def test_a_page_without_views_may_run_no_script(page: Path):
     assert "script-src &#39;none&#39;" in page.read_text()
 
 
-def test_maps_and_views_stand_after_the_figures_of_their_section(viewed: Path):
+def test_maps_and_views_follow_the_figures_of_their_section(viewed: Path):
     order = re.findall(r"<h2>(.*?)</h2>|<img src=\"(data)|data-component=\"(.*?)\"", viewed.read_text())
-    titles = ["".join(found) for found in order]
+    titles = ["".join(groups) for groups in order]
     assert titles == [
         "First",
         "data",
@@ -152,7 +152,7 @@ def test_a_browser_draws_the_views_under_the_pages_policy(viewed: Path, tmp_path
     assert "Content Security Policy" not in done.stderr
 
 
-def test_a_report_from_before_maps_and_views_still_loads():
+def test_a_report_without_maps_and_views_loads():
     data = Report("t", "q", "a", sections=[Section("s")]).to_dict()
     del data["sections"][0]["maps"], data["sections"][0]["views"], data["sections"][0]["heads"]
     (section,) = Report.from_dict(data).sections
