@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass
 
 from kvprobe.memory.config import Config
 from kvprobe.memory.heads import Size, Switch, d_head, field, heads, kv_heads, on, width
+from kvprobe.memory.layer_types import LayerType, layer_types, layers
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,34 @@ class Weights:
 
 Block = Callable[[Config], Weights]
 """The parameters of a block in a model with this config."""
+
+
+def in_layers(which: LayerType | Size, *blocks: Block) -> Block:
+    """These blocks in each layer of a type, or in so many layers; if there are none, their fields are not read."""
+
+    def block(config: Config) -> Weights:
+        times = which(config) if callable(which) else layer_types(config).count(which)
+        return sum((part(config) for part in blocks), Weights()) * times if times else Weights()
+
+    return block
+
+
+def decoder(*blocks: Block, norms: int | Size = 2, bias: bool = False) -> Block:
+    """These blocks and so many norms in every layer, and a norm after the last layer; `bias` is that of the norms."""
+
+    def block(config: Config) -> Weights:
+        count = norms(config) if callable(norms) else norms
+        layer = sum((part(config) for part in blocks), norm(width(config), bias) * count)
+        return layer * layers(config) + norm(width(config), bias)
+
+    return block
+
+
+def in_sparse_layers(sparse: Size, mlp: Block, *blocks: Block) -> Block:
+    """These blocks, such as a mixture of experts, in so many layers, and an MLP in the others."""
+    in_sparse = in_layers(sparse, *blocks)
+    in_dense = in_layers(lambda config: layers(config) - sparse(config), mlp)
+    return lambda config: in_sparse(config) + in_dense(config)
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> Weights:
