@@ -18,7 +18,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import cache_of, new_slots, one_row_each, taps
+from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes

@@ -70,9 +70,9 @@ class Measured:
     def __str__(self) -> str:
         budget = self.budget
         rows = [("weights", budget.weights, self.weights), ("cache in the end", budget.cache, self.cache)]
-        rows += [("beside the weights, reading", budget.moments["reading"].total, self.reading.peak)]
+        rows += [("beside the weights, reading", budget.phases["reading"].total, self.reading.peak)]
         if self.generating is not None:
-            rows += [("beside the weights, last token", budget.moments["generating"].total, self.generating.peak)]
+            rows += [("beside the weights, last token", budget.phases["generating"].total, self.generating.peak)]
         rows += [("peak", budget.peak, self.peak)]
         lines = [f"{'measured':34}{'predicted':>26}{'measured':>26}{'off by':>10}"]
         for name, predicted, measured in rows:
@@ -239,7 +239,7 @@ def _refuse(model: Model, budget: Budget) -> None:
             f"{str(lanes.dtype).removeprefix('torch.')}; give both the same dtype."
         )
     free = free_bytes(lanes.device)
-    needed = budget.moments[budget.moment].total
+    needed = budget.phases[budget.phase].total
     if needed > free:
         raise UserError(
             f"{budget.request.batch} × {budget.request.context} tokens need {both(needed)} beside the weights, but "

@@ -165,8 +165,8 @@ def test_a_figure_outside_the_run_is_never_read(whole: Path, tmp_path: Path, fil
     report = json.loads((folder / "report.json").read_text())
     report["sections"][0]["figures"][0]["file"] = file
     (folder / "report.json").write_text(json.dumps(report))
-    with pytest.raises(UserError, match="no file of"):
-        write_report(Run.load(folder))
+    with pytest.raises(UserError, match="not a file in"):
+        write_report(folder, Run.load(folder).report)
 
 
 SETTINGS: list[Any] = [

@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from kvprobe.report.views.features import peak_words
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.report.views.features import feature_page, feature_view, peak_words
-from kvprobe.saes import Dictionary, Place, Shards, activating, reconstruction, record, recovered, splice
+from kvprobe.report.views.latents import latent_page, latent_view, peak_words
+from kvprobe.saes import (
+    Dictionary,
+    Place,
+    Shards,
+    activating,
+    reconstruction,
+    record,
+    recovered,
+    splice,
+)
 from kvprobe.text.transcript import Tokens
 from tests.saes.planted import PLACE, TEXT, planted
 
@@ -100,7 +110,7 @@ def test_a_latent_that_is_never_active_has_no_examples_and_no_view(tmp_path: Pat
     assert (activity.density, activity.examples) == (0.0, ())
     assert peak_words(activity, tiny_llama.tokenizer) == "none"
     with pytest.raises(UserError, match="active nowhere"):
-        feature_view(activity, tiny_llama.tokenizer)
+        latent_view(activity, tiny_llama.tokenizer)
     with pytest.raises(UserError, match="no latent 32"):
         activating(dictionary, shards, [32])
 
@@ -117,7 +127,7 @@ def test_a_page_of_latents_escapes_the_text_of_tokens(tiny_llama: Model, tmp_pat
     dictionary = Dictionary(identity(32), PLACES[0])
     latents = activating(dictionary, shards, [0, 40, 3])
     page = (
-        feature_page(latents, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
+        latent_page(latents, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
     )
     assert page.count('data-component="ColoredTokensMulti"') == len([latent for latent in latents if latent.examples])
     for markup in ("<img src=x", "<i>", "<u>", "<b>"):

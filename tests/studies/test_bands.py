@@ -140,7 +140,7 @@ def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
 
 
 def test_the_report_page_says_how_it_was_done_and_what_was_found(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert "The control holds." in page
     assert "drawn anew before each token, and undone after it" in page
     assert "slots are drawn once and struck in all layers" in page
@@ -269,7 +269,7 @@ def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qw
     for cell in measured:
         shown = rows[cell["band"], f"{cell['rate']:g}"][5]
         assert shown.startswith(f"{100 * cell['accuracy']['mean']:.1f} %")
-    page = write_report(run).read_text(encoding="utf-8")
+    page = write_report(run.path, run.report).read_text(encoding="utf-8")
     assert "KV Cache is More Robust Than You Think" in page
     assert "Faults are not ranked on gsm8k" in page
     assert any("table is of Qwen2.5-7B-Instruct" in warning for warning in run.report["warnings"])

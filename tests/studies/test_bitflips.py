@@ -138,7 +138,7 @@ def test_a_run_holds_every_flip_its_numbers_and_a_report(finished: Run, config: 
     assert [each["caption"].split(",")[0] for each in by_bit["maps"]] == [
         each.caption.split(",")[0] for each in bit_maps(task)
     ]
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert "Flipped bits in K and V" in page
     assert "The control holds" in page
     assert "written once, after the prompt" in page

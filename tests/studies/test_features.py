@@ -70,7 +70,7 @@ def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finish
     kept = Dictionary.load(finished.path / "dictionaries" / "v.1", tiny_with_words)
     assert (kept.width, str(kept.place)) == (SMALL.width, "v.1")
     assert finished.metrics["untouched"]["v.1"] < 1e-4
-    page = write_report(finished).read_text()
+    page = write_report(finished.path, finished.report).read_text()
     assert "Which latents differ" in page
     assert page.count('data-component="ColoredTokensMulti"') > 2
 

@@ -221,7 +221,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
         assert (finished.path / "figures" / f"{name}.svg").is_file()
     assert "The control holds" in json.dumps(finished.report)
     assert finished.metrics["light_cone"]["hop-forced"][SHALLOW]["there"] is None
-    assert "hop-forced: only the last summary in view" in write_report(finished).read_text()
+    assert "hop-forced: only the last summary in view" in write_report(finished.path, finished.report).read_text()
 
 
 def test_a_finished_run_is_found_again_and_not_run(finished: Run, shallow: Model, monkeypatch: pytest.MonkeyPatch):

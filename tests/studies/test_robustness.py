@@ -119,7 +119,7 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
     for name in ("accuracy_by_rate", "kl_by_rate"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()
-    page = write_report(finished).read_text()
+    page = write_report(finished.path, finished.report).read_text()
     assert all(kind.label.replace("&", "&amp;") in page for kind in CATALOGUE.values())
 
 
@@ -185,7 +185,7 @@ def test_without_kl_the_study_still_runs_and_says_so(tiny_llama: Model, tmp_path
     assert not (run.path / "figures" / "kl_by_rate.png").exists()
     assert "KL was not measured" in " ".join(run.report["warnings"])
     assert "not measured" in " ".join(_section(run.report, "Controls")["points"])
-    assert write_report(run).is_file()
+    assert write_report(run.path, run.report).is_file()
 
 
 Right = Callable[[str, float, int], bool]
@@ -476,7 +476,7 @@ def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
     (table,) = _section(run.report, "Beside the seed's numbers")["tables"]
     assert len(table["rows"]) == 1 + 3 * 10
     assert table["rows"][0][:4] == ["sound cache", "0 %", "66.0 % (56.3 to 74.5)", "0.0 % (0.0 to 27.8)"]
-    page = write_report(run).read_text()
+    page = write_report(run.path, run.report).read_text()
     assert "39.0 % (30.0 to 48.8)" in page
     assert run.metrics["controls"]["nothing"]["holds"]
 

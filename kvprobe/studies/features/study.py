@@ -13,7 +13,8 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.report.document import TokenView
-from kvprobe.report.views.features import feature_view, peak_words
+from kvprobe.report.views.features import peak_words
+from kvprobe.report.views.latents import latent_view, peak_words
 from kvprobe.saes import Dictionary, Shards, activating
 from kvprobe.studies.features.analyse import Analysis, analyse, exchanged, halved
 from kvprobe.studies.features.collect import RESTARTED, Collected, collect, collect_exchanges, collect_quality
@@ -107,4 +108,4 @@ def shown(
     for row in rows:
         each = found[int(row["latent"])]
         row["density"], row["words"] = each.density, peak_words(each, model.tokenizer)
-    return rows, [feature_view(each, model.tokenizer) for each in found.values() if each.examples]
+    return rows, [latent_view(each, model.tokenizer) for each in found.values() if each.examples]

@@ -231,7 +231,7 @@ def _attribution_sentence(found: Mapping[str, Any]) -> str:
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     kinds = listed("kinds", config.kinds, str)
     fact = facts(kinds[:1])[0]
-    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], told=("fact", "question"))
+    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], only_in=("fact", "question"))
     able = [f"{entry['kind']} {entry['able']} of {entry['runs']}" for entry in metrics["pairs"]["kinds"]]
     return Section(
         title="What was done",

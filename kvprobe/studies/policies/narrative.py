@@ -202,7 +202,7 @@ def _policy_of(name: str, metrics: Mapping[str, Any]) -> str:
 def _conversation_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     given, chat = sample_conversation(model, config, 0)
     full = metrics["full"]
-    passages = passages_of(chat, marked=given.code, told=("needle",))
+    passages = passages_of(chat, marked=given.code, only_in=("needle",))
     instruction, value = given.instructions[0]
     return Section(
         title="What the model reads",
