@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from coverage import table, write
 
-from kvprobe.probing.claims import FLOOR, probe_features
+from kvprobe.probing.claims import FLOOR
 from kvprobe.probing.controls import hash_control
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites
 from kvprobe.probing.intervals import held_out
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
 from kvprobe.tasks.designs import Target

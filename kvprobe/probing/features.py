@@ -1,4 +1,4 @@
-"""What probes read: one vector per conversation and site, where a site is a layer, KV heads joined or one, and a read-out."""
+"""What probes read: one vector per conversation and site. A site is a layer, a KV head or all side by side, and a read-out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.probing.splits import Split, centred_within
-from kvprobe.probing.sweep import READS, read_outs
+from kvprobe.probing.splits import Split, centred_within, paired_features
 from kvprobe.tasks.designs import Design, Target
 from kvprobe.text.transcript import Tokens, Transcript
+
+READS = ("mean", "last")
+"""How a segment's slots become one vector: their mean, or the last one."""
 
 _CHUNK_BYTES = 60_000_000
 _ROWS = 16  # conversations that are read side by side
@@ -28,7 +30,7 @@ class Site(NamedTuple):
 
     Attributes:
         layer: whose K, V or residual stream.
-        head: KV head, or None where heads are joined or there are none.
+        head: KV head, or None where heads are side by side or there are none.
         read: how a segment's slots become one vector: `mean`, `last`, or `slot` for a design of single slots.
     """
 
@@ -68,7 +70,7 @@ class Features:
         target: Target,
         texts: tuple[tuple[int, ...], ...] | None = None,
     ) -> "Features":
-        """Those of `kvprobe.probing.sweep.read_outs`, heads joined."""
+        """Features from what `read_outs` returned, heads side by side."""
         sites: dict[Family, tuple[Site, ...]] = {
             family: tuple(Site(layer, None, read) for layer in range(tensor.shape[1]) for read in READS)
             for family, tensor in tensors.items()
@@ -79,8 +81,8 @@ class Features:
     def batches(
         self, family: Family, split: Split
     ) -> Iterator[tuple[slice, Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]]:
-        """A few sites at a time, so that little is held at once: which they are, what they read (centred within context
-        for the paired split), and its root mean square before that."""
+        """A few sites at a time, to limit memory: their indices, what they read (centred within context for the paired
+        split), and its root mean square before that."""
         tensor = self.tensors[family]
         rows = torch.from_numpy(self.rows).to(tensor.device)
         chunk = max(1, _CHUNK_BYTES // (8 * len(rows) * tensor.shape[2]))
@@ -91,9 +93,23 @@ class Features:
                 seen = centred_within(seen, self.contexts)
             yield slice(first, first + chunk), seen.transpose(0, 1).contiguous(), size
 
-    def at(self, family: Family, site: Site) -> Float[Tensor, "1 samples dim"]:
-        """What the probe at one site reads."""
-        return self.tensors[family][:, self.sites[family].index(site)][torch.from_numpy(self.rows)][None]
+    def at(self, family: Family, site: Site, split: Split = "random") -> Float[Tensor, "1 samples dim"]:
+        """What the probe at one site reads: centred within context for the paired split, with round-off set to zero."""
+        seen = self.tensors[family][:, self.sites[family].index(site)][torch.from_numpy(self.rows)][None]
+        return paired_features(seen, self.contexts) if split == "paired" else seen
+
+
+def read_outs(stacked: Tensor) -> Float[Tensor, "rows layers reads dim"]:
+    """Captured layers of a family as one vector per row and layer, KV heads side by side: the mean over the slots,
+    and the last slot.
+
+    Args:
+        stacked: `[layers, rows, kv_heads, slots, d_head]` or `[layers, rows, slots, d_model]`.
+    """
+    vectors = stacked.float()
+    if vectors.dim() == 5:
+        vectors = vectors.permute(0, 1, 3, 2, 4).flatten(3)
+    return torch.stack([vectors.mean(2), vectors[:, :, -1]], 2).transpose(0, 1)
 
 
 def read_features(

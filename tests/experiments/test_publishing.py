@@ -17,8 +17,8 @@ from kvprobe.probes.fitted_probe import fitted_probe
 from kvprobe.probes.kept_probe import kept_probe
 from kvprobe.probes.probe_card import CARD, CARD_SPLITS, WEIGHTS, Measure, Training, Where
 from kvprobe.probes.published_probe import Probe
-from kvprobe.probing.claims import probe_features
 from kvprobe.probing.features import Features
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.tasks.designs import Target
 from tests.probes.made_probes import TARGET, made_probe
 from tests.probing.planted import planted

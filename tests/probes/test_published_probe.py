@@ -18,7 +18,7 @@ from kvprobe.probes import probe_card
 from kvprobe.probes.card_page import card_page
 from kvprobe.probes.probe_card import CARD, WEIGHTS, Card, Measure, Where
 from kvprobe.probes.published_probe import Probe
-from kvprobe.probing.sweep import READS, read_outs
+from kvprobe.probing.features import READS, read_outs
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 from tests.probes.made_probes import TARGET, made_probe
