@@ -22,8 +22,8 @@ from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
-from kvprobe.probes.probe_card import Card, published_probes
-from kvprobe.probes.published_probe import Probe
+from kvprobe.probes.card import Card, published_probes
+from kvprobe.probes.probe import Probe
 from kvprobe.text.transcript import Tokens, Transcript
 
 LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (

@@ -10,8 +10,8 @@ import torch
 from kvprobe.cli import app
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.probes import probe_card
-from kvprobe.probes.probe_card import Where
+from kvprobe.probes import card as probe_card
+from kvprobe.probes.card import ProbeInput
 from kvprobe.probes.scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, scan
 from kvprobe.report.views.scan import save_scan, scan_lines
 from kvprobe.text.transcript import Transcript
@@ -19,7 +19,7 @@ from tests.browser import browse, needs_browser
 from tests.models import llama, tiny_tokenizer
 from tests.probes.made_probes import made_probe
 
-VALUES = Where("v", 2, None, "mean")
+VALUES = ProbeInput("v", 2, None, "mean")
 MESSAGES = [
     {"role": "system", "content": "be kind."},
     {"role": "user", "content": "the shed has 28."},
@@ -55,7 +55,7 @@ def test_each_segment_is_read_from_the_cache_that_a_user_would_have_and_beside_i
 def test_what_the_hidden_messages_cannot_reach_is_no_leak_however_sure_the_probe_is(tiny_llama: Model):
     # Masked, m1 reaches later messages through m2 alone, at layer 2 at the earliest.
     probes = [
-        made_probe(tiny_llama, Where("v", layer, None, "mean"), name=f"at-{layer}", scale=9) for layer in (0, 1, 2)
+        made_probe(tiny_llama, ProbeInput("v", layer, None, "mean"), name=f"at-{layer}", scale=9) for layer in (0, 1, 2)
     ]
     table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     blind = table[table["masked"] & table["probe"].isin(["at-0", "at-1"])]
@@ -66,7 +66,9 @@ def test_what_the_hidden_messages_cannot_reach_is_no_leak_however_sure_the_probe
 
 
 def test_of_differences_what_the_hidden_messages_cannot_reach_has_none(tiny_llama: Model):
-    probes = [made_probe(tiny_llama, Where("v", layer, None, "mean", True), name=f"at-{layer}") for layer in (1, 2)]
+    probes = [
+        made_probe(tiny_llama, ProbeInput("v", layer, None, "mean", True), name=f"at-{layer}") for layer in (1, 2)
+    ]
     table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     masked = table[table["masked"]].set_index(["probe", "place"])["bits"]
     assert not masked["at-1"].any()

@@ -7,7 +7,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from kvprobe.errors import UserError
-from kvprobe.probes.fitted_probe import FittedProbe, distance, fitted_probe
+from kvprobe.probes.fitted import FittedProbe, distance, fitted_probe
 from tests.probing.planted import bayes_accuracy, bayes_bits, planted
 
 CLASSES = 5

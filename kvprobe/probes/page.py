@@ -4,7 +4,7 @@ import html
 from collections.abc import Callable
 
 from kvprobe.models.lens import Family
-from kvprobe.probes.probe_card import CARD_SPLITS, Arm, Card, Where
+from kvprobe.probes.card import CARD_SPLITS, Arm, Card, ProbeInput
 from kvprobe.stats import Estimate
 from kvprobe.wording import percent, plain, points
 
@@ -42,7 +42,7 @@ _ROWS: dict[str, tuple[str, Callable[[Estimate], str]]] = {
 }
 
 
-def where(site: Where) -> str:
+def where(site: ProbeInput) -> str:
     """A site in words."""
     heads = (
         ""
@@ -131,7 +131,7 @@ def card_page(card: Card) -> str:
     return "\n".join(lines)
 
 
-def _example(site: Where) -> list[str]:
+def _example(site: ProbeInput) -> list[str]:
     """Lines of Python that read the site of segment m4 of a conversation in which m2 was masked."""
     comment = "  # probability of each class, [rows, places, classes]"
     if site.family in ("k", "v"):

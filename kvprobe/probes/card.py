@@ -1,7 +1,7 @@
 """The card of a published probe: what it reads, of which weights, where, how well, and what follows from that.
 
 A card is data from a stranger: a YAML file of bounded size, whose every key, type and number is checked. What it says in
-words for people is written by `kvprobe.probes.card_page` from the same numbers.
+words for people is written by `kvprobe.probes.page` from the same numbers.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
-class Where:
+class ProbeInput:
     """What a probe reads.
 
     Attributes:
@@ -170,7 +170,7 @@ class Card:
         weights: the model's fingerprint, which covers its config and tokenizer as well.
         rounded: the same with its weights rounded to bfloat16, by which they are known in another dtype.
         dtype: of the model that it was trained on.
-        digest: of the probe's own weights; written and compared by `kvprobe.probes.probe_file`.
+        digest: of the probe's own weights; written and compared by `kvprobe.probes.weights`.
 
     Raises:
         UserError: a name that is no folder's, what is no fingerprint, an unknown measure, split or arm, one of them twice, or no
@@ -183,7 +183,7 @@ class Card:
     weights: str
     rounded: str
     dtype: str
-    site: Where
+    site: ProbeInput
     training: Training
     measures: tuple[Measure, ...]
     made: Made = Made()

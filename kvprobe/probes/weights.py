@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
-from kvprobe.probes.probe_card import WEIGHTS, Card
+from kvprobe.probes.card import WEIGHTS, Card
 from kvprobe.probing.linear import LinearProbes
 
 MAX_WEIGHTS = 2**28

@@ -9,8 +9,8 @@ import pandas as pd
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.probes.probe_card import CARD_SPLITS, UNSEEN, Measure, Training, Where
-from kvprobe.probes.published_probe import Probe
+from kvprobe.probes.card import CARD_SPLITS, UNSEEN, Measure, ProbeInput, Training
+from kvprobe.probes.probe import Probe
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing
 from kvprobe.probing.differences import difference
 from kvprobe.probing.features import Features, Site
@@ -18,7 +18,7 @@ from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.stats import Estimate
 
 
-def kept_probe(
+def candidate_probe(
     model: Model,
     features: Features,
     probing: Probing,
@@ -58,7 +58,7 @@ def kept_probe(
     family, site = max(candidates, key=candidates.count)
     if site.read not in ("mean", "last"):
         raise UserError(f"A published probe reads a segment by its 'mean' or 'last' slot, not by {site.read!r}.")
-    where = Where(family, site.layer, site.head, "mean" if site.read == "mean" else "last", less_restart)
+    where = ProbeInput(family, site.layer, site.head, "mean" if site.read == "mean" else "last", less_restart)
     measures = [*_measures(probing, where)]
     if use is not None:
         measures.append(Measure.of("use", "", use))
@@ -97,7 +97,7 @@ def _varies(features: Features, restart: Features | None, pick: tuple[Family, Si
     return bool(seen.std(0, correction=0).max() > VARIANCE_FLOOR * seen.square().mean().sqrt())
 
 
-def _measures(probing: Probing, where: Where) -> Iterator[Measure]:
+def _measures(probing: Probing, where: ProbeInput) -> Iterator[Measure]:
     """The numbers of the chosen sites; permutations are of the probe's own site."""
     for split in CARD_SPLITS:
         wanted = {
@@ -115,7 +115,7 @@ def _measures(probing: Probing, where: Where) -> Iterator[Measure]:
             yield from _permuted(probing.table, split, where)
 
 
-def _permuted(table: pd.DataFrame, split: str, where: Where) -> Iterator[Measure]:
+def _permuted(table: pd.DataFrame, split: str, where: ProbeInput) -> Iterator[Measure]:
     head = table["head"].isna() if where.head is None else table["head"] == where.head
     at = (table["split"] == split) & (table["family"] == where.family) & (table["layer"] == where.layer)
     row: Any = table[at & head & (table["read"] == where.read)].iloc[0]

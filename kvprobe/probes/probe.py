@@ -16,10 +16,10 @@ from kvprobe.fingerprint import differing, fingerprint
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
-from kvprobe.probes.card_page import card_page
-from kvprobe.probes.fitted_probe import FittedProbe, distance, fitted_probe
-from kvprobe.probes.probe_card import CARD, Card, Measure, Training, Where, published_probes
-from kvprobe.probes.probe_file import read_weights, write_weights
+from kvprobe.probes.card import CARD, Card, Measure, ProbeInput, Training, published_probes
+from kvprobe.probes.fitted import FittedProbe, distance, fitted_probe
+from kvprobe.probes.page import card_page
+from kvprobe.probes.weights import read_weights, write_weights
 from kvprobe.probing.differences import difference
 from kvprobe.probing.linear import LinearProbes
 from kvprobe.tasks.designs import Target
@@ -51,7 +51,7 @@ class Probe:
         return self.card.target
 
     @property
-    def site(self) -> Where:
+    def site(self) -> ProbeInput:
         return self.card.site
 
     @property
@@ -67,7 +67,7 @@ class Probe:
         labels: Int[Tensor, "places samples"],
         contexts: Int[np.ndarray, "samples"],
         target: Target,
-        site: Where,
+        site: ProbeInput,
         training: Training,
         measures: Sequence[Measure],
         *,
