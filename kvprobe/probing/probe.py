@@ -11,8 +11,9 @@ from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
-from kvprobe.probing.features import Features, Site, read_features
+from kvprobe.probing.features import Features, Site
 from kvprobe.probing.probe_features import probe_features
+from kvprobe.probing.read_features import read_features
 from kvprobe.probing.use import can_be_asked, measure_use
 from kvprobe.tasks.designs import Design, Sample
 

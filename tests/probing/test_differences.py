@@ -43,7 +43,7 @@ def test_round_off_is_no_difference_and_the_restart_has_none():
     )
     assert not any(bool(tensor.any()) for tensor in less_restart(restart, restart).tensors.values())
     other = dataclasses.replace(restart, labels=restart.labels.flip(0))
-    with pytest.raises(UserError, match="other sites or samples"):
+    with pytest.raises(UserError, match="different sites or samples"):
         less_restart(told, other)
 
 
