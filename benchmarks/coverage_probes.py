@@ -1,9 +1,9 @@
 """How often the intervals of probes hold the truth, and how often a probing claims something of noise.
 
-Features are drawn of contexts that each add an offset of their own; labels push some of them, by a strength that differs between
-contexts, or none (noise). The truth is what the same procedure reads on average over all draws of contexts of this number; of
-noise, accuracy is chance. Half the sites of a design are searched, as a study does: each fold is read at the site that did best
-on its inner fold. The floor is one vector a context.
+Features are drawn of contexts that each add an offset of their own; labels push some of them, by a strength that
+differs between contexts, or none (noise). The truth is what the same procedure reads on average over all draws of
+contexts of this number; of noise, accuracy is chance. Half the sites of a design are searched, as a study does: each
+fold is read at the site that did best on its inner fold. The floor is one vector a context.
 
     OMP_NUM_THREADS=1 python benchmarks/coverage_probes.py [--quick]
 """

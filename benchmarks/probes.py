@@ -1,9 +1,10 @@
-"""All probes of a model's cache at once, beside a loop over scikit-learn's logistic regression: time a probe, accuracy, memory.
+"""All probes of a model's cache at once, beside a loop over scikit-learn's logistic regression: time a probe, accuracy,
+memory.
 
-The sizes are SmolLM2-135M's: 30 layers × K and V × 3 heads × 8 positions of 64 numbers, 2,000 samples, 10 classes, 5 targets,
-with planted features. Both sides do the same: five outer folds, five penalties chosen on an inner fold, the probe then
-trained again with the inner fold. kvprobe solves every probe; scikit-learn a sample of them, on which both must
-agree to a point of accuracy. One thread for both.
+The sizes are SmolLM2-135M's: 30 layers × K and V × 3 heads × 8 positions of 64 numbers, 2,000 samples, 10 classes, 5
+targets, with planted features. Both sides do the same: five outer folds, five penalties chosen on an inner fold, the
+probe then trained again with the inner fold. kvprobe solves every probe; scikit-learn a sample of them, on which both
+must agree to a point of accuracy. One thread for both.
 
     OMP_NUM_THREADS=1 python benchmarks/probes.py --beside 2
 """

@@ -1,10 +1,10 @@
 """Calibrated probabilities of ridge probes, and how many bits they are worth.
 
-A probe's probabilities are softmax(log frequency of the class + evidence / temperature). The frequency is that of the training
-set, and the temperature is fitted on the inner fold (Guo et al. 2017, arXiv 1706.04599). A temperature that was fitted on n samples
-says nothing about events rarer than one in n + 1, so this share of the probability follows the frequencies alone. Without it, a few
-samples that a probe reads confidently and wrongly would decide its bits. A probe that reads nothing falls back on the frequencies,
-not on a uniform guess, so its information is exactly zero.
+A probe's probabilities are softmax(log frequency of the class + evidence / temperature). The frequency is that of the
+training set, and the temperature is fitted on the inner fold (Guo et al. 2017, arXiv 1706.04599). A temperature that
+was fitted on n samples says nothing about events rarer than one in n + 1, so this share of the probability follows the
+frequencies alone. Without it, a few samples that a probe reads confidently and wrongly would decide its bits. A probe
+that reads nothing falls back on the frequencies, not on a uniform guess, so its information is exactly zero.
 """
 
 from dataclasses import dataclass
@@ -50,10 +50,11 @@ class CalibratedResult:
 
     @property
     def information(self) -> Float[Tensor, "probes targets samples"]:
-        """Bits that the features give about each sample's class; the mean is V-information (Xu et al. 2020, arXiv 2002.10689).
+        """Bits that the features give about each sample's class; the mean is V-information (Xu et al. 2020, arXiv
+        2002.10689).
 
-        It is H(Y) − CE on test folds, where H(Y) uses the frequencies of the training folds. It is below zero where a probe
-        misleads.
+        It is H(Y) − CE on test folds, where H(Y) uses the frequencies of the training folds. It is below zero where a
+        probe misleads.
         """
         return self.base_bits - self.bits
 

@@ -1,8 +1,9 @@
 """What probes read, with everything that could be read without any leak beside it, and the claim that follows.
 
-An accuracy alone says little. Here it comes under three splits, beside the restart floor at the same tokens and positions,
-a control task that can only be memorised, what the context or the text alone gives away, and labels permuted within context;
-in bits as well as in hits; and with family-wise p-values over all sites. `kvprobe.probing.probe_features` makes all of it.
+An accuracy alone says little. Here it comes under three splits, beside the restart floor at the same tokens and
+positions, a control task that can only be memorised, what the context or the text alone gives away, and labels permuted
+within context; in bits as well as in hits; and with family-wise p-values over all sites.
+`kvprobe.probing.probe_features` makes all of it.
 """
 
 from collections.abc import Mapping
@@ -33,21 +34,26 @@ class Probing:
 
     Attributes:
         target: what was to be recovered.
-        table: one row per split and site: `accuracy` (mean over places), with `low` and `high`, and `bits` (per label), with
-            `_low` and `_high`; `floor`, `leak` (accuracy − floor, with interval) and `leak_bits`, where there is a restart
-            floor; `control` and `selectivity` (accuracy − hash control), where there is one; `eta_squared` (mean over
-            dimensions); `permuted` (mean accuracy with labels permuted in context), `p`, and over all sites of all splits
-            together `p_family` (step-down max-T) and `q` (Benjamini and Hochberg 1995, for exploratory maps).
-        summary: one row per split and reading: `retained` first, then each floor, the hash control, and what `context`, `text`
-            and `majority` alone give away. `accuracy` and `bits` are of the site chosen on inner folds; `lead` is the accuracy
-            of `retained` above it. All have intervals, and the smallest and largest mean of a cluster; see `reading`.
+        table: one row per split and site: `accuracy` (mean over places), with `low` and `high`, and `bits` (per label),
+            with `_low` and `_high`; `floor`, `leak` (accuracy − floor, with interval) and `leak_bits`, where there is a
+            restart floor; `control` and `selectivity` (accuracy − hash control), where there is one; `eta_squared`
+            (mean over dimensions); `permuted` (mean accuracy with labels permuted in context), `p`, and over all sites
+            of all splits together `p_family` (step-down max-T) and `q` (Benjamini and Hochberg 1995, for exploratory
+            maps).
+        summary: one row per split and reading: `retained` first, then each floor, the hash control, and what `context`,
+            `text` and `majority` alone give away. `accuracy` and `bits` are of the site chosen on inner folds; `lead`
+            is the accuracy of `retained` above it. All have intervals, and the smallest and largest mean of a cluster;
+            see `reading`.
         floors: per split and floor, its own accuracy at every site, with `low` and `high`.
-        codelength: per split and place, bits per label by online coding from the site that most folds chose. All samples had a
-            part in that choice, so with many sites it is slightly optimistic; compare accuracies for a claim.
-        sparse: per split and k, accuracy from the k best dimensions of the site that each fold chose, and from k random ones.
+        codelength: per split and place, bits per label by online coding from the site that most folds chose. All
+            samples had a part in that choice, so with many sites it is slightly optimistic; compare accuracies for a
+            claim.
+        sparse: per split and k, accuracy from the k best dimensions of the site that each fold chose, and from k random
+            ones.
         picks: per split, the site that each test fold chose.
         right: per split and reading, which samples' places the chosen site read right.
-        clusters: the unit that intervals leave out, per sample: its context, or itself where all samples share one context.
+        clusters: the unit that intervals leave out, per sample: its context, or itself where all samples share one
+            context.
         use: what the model itself says about the answer, a row per sample and arm; None if it was not asked.
     """
 

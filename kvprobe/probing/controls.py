@@ -59,7 +59,8 @@ def lookup(
     folds: Int[np.ndarray, "samples"],
     classes: int,
 ) -> Int[Tensor, "targets samples"]:
-    """Out-of-fold guesses of a table: the most common training label of the sample's key, or of all samples if the key is new.
+    """Out-of-fold guesses of a table: the most common training label of the sample's key, or of all samples if the key
+    is new.
 
     With contexts as keys this is what the context alone gives away; with the tokens that a probe reads, what the text
     alone gives away.

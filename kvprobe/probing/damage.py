@@ -20,10 +20,11 @@ SOUND_OR_DAMAGED = Target("slot", ("sound", "damaged"))
 def damaged_slots(
     model: Model, transcripts: Mapping[str, Transcript], fault: Fault, at: str, seed: int = 0
 ) -> Features:
-    """K and V of every slot of segment `at` after a fault struck some of them, with labels that say which slots it struck.
+    """K and V of every slot of segment `at` after a fault struck some of them, with labels that say which slots it
+    struck.
 
-    The fault's own scope decides where it strikes. A slot counts as damaged if K or V changed at any layer, so the damage of
-    one layer can be looked for in all layers. The result is input for `kvprobe.probing.probe_features`.
+    The fault's own scope decides where it strikes. A slot counts as damaged if K or V changed at any layer, so the
+    damage of one layer can be looked for in all layers. The result is input for `kvprobe.probing.probe_features`.
 
     Args:
         transcripts: by context.
@@ -50,7 +51,8 @@ def damaged_slots(
     whole = torch.cat(labels)
     if len(whole.unique()) < 2:
         raise UserError(
-            f"The fault struck {'every' if bool(whole[0]) else 'no'} slot of segment {at!r}; give it a scope that strikes some slots."
+            f"The fault struck {'every' if bool(whole[0]) else 'no'} slot of segment {at!r}; give it a scope that "
+            "strikes some slots."
         )
     sites = tuple(Site(layer, None, "slot") for layer in range(model.geometry.n_layers))
     return Features(

@@ -2,9 +2,10 @@
 
 The samples are sent in blocks of growing size. Probes fitted on all blocks so far code the next one, so a codelength
 counts both how well a probe does in the end and how much data it needs to get there. Nothing is held out, and nothing
-is tuned on samples that were not sent yet. Instead of choosing a penalty, all candidates code side by side and are mixed by how
-well they have done so far: the mixture is at most log2(candidates) bits longer than the best of them. A uniform guess
-is one of the candidates, so that labels which the features say nothing about cost hardly more than the uniform code.
+is tuned on samples that were not sent yet. Instead of choosing a penalty, all candidates code side by side and are
+mixed by how well they have done so far: the mixture is at most log2(candidates) bits longer than the best of them. A
+uniform guess is one of the candidates, so that labels which the features say nothing about cost hardly more than the
+uniform code.
 """
 
 from collections.abc import Sequence
@@ -121,7 +122,7 @@ def ridge_log_probs(
     seen, asked = (train - mean) * scale, (test - mean) * scale
     onehot = torch.nn.functional.one_hot(labels, classes).to(train)
     answers = onehot.permute(1, 0, 2).flatten(1)
-    # One eigendecomposition serves all penalties. It is done in fp64: in fp32 the search for repeated eigenvalues may not end.
+    # One eigendecomposition serves all penalties. In fp32 the search for repeated eigenvalues may not end.
     gram = seen.mT @ seen
     values, vectors = (part.to(gram.dtype) for part in torch.linalg.eigh(gram.double()))
     projected, cross = asked @ vectors, vectors.mT @ (seen.mT @ (answers - answers.mean(0)))

@@ -1,8 +1,9 @@
 """What hidden text changed: features less those of the same slots computed again without it.
 
-Anyone who has the visible text can compute the restart, so such a probe needs no other knowledge of the conversation (unlike the
-paired split, which needs other secrets in the same conversation). Subtracting the restart removes all that the conversation itself
-puts into a slot. The restart floor is the probe's reading of a zero difference, which is the same in every conversation.
+Anyone who has the visible text can compute the restart, so such a probe needs no other knowledge of the conversation
+(unlike the paired split, which needs other secrets in the same conversation). Subtracting the restart removes all that
+the conversation itself puts into a slot. The restart floor is the probe's reading of a zero difference, which is the
+same in every conversation.
 """
 
 from dataclasses import replace
@@ -18,8 +19,8 @@ from kvprobe.probing.ridge import VARIANCE_FLOOR
 
 
 def difference(features: Float[Tensor, "*rows dim"], restart: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-    """Features less their restart; differences within round-off, relative to the size of the features, are set to zero, since
-    standardising would amplify them."""
+    """Features less their restart; differences within round-off, relative to the size of the features, are set to zero,
+    since standardising would amplify them."""
     changed = features - restart
     size = features.square().mean(-1, keepdim=True).sqrt()
     return torch.where(changed.abs() > VARIANCE_FLOOR * size, changed, 0.0)

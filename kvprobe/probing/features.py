@@ -1,4 +1,5 @@
-"""What probes read: one vector per conversation and site. A site is a layer, a KV head or all side by side, and a read-out."""
+"""What probes read: one vector per conversation and site. A site is a layer, a KV head or all side by side, and a
+read-out."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""From features to fitted probes: the same probe at every site of every family under one split, and the site that each fold chooses.
+"""From features to fitted probes: the same probe at every site of every family under one split, and the site that each
+fold chooses.
 
-All that probes read passes through here: `kvprobe.probing.probe_features` and the studies take predictions, bits and tables
-of accuracies from the same fits.
+All that probes read passes through here: `kvprobe.probing.probe_features` and the studies take predictions, bits and
+tables of accuracies from the same fits.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Ridge probes at one penalty for very many labelings of the same samples, as permutation tests need them.
 
-At a fixed penalty the out-of-fold scores are a matrix times the labels, and the features alone decide the matrix. It is made once
-per probe; each further labeling is then one product, however wide the features are. The predictions are those of
-`kvprobe.probing.ridge.ridge_probes` with that penalty as the only candidate.
+At a fixed penalty the out-of-fold scores are a matrix times the labels, and the features alone decide the matrix. It is
+made once per probe; each further labeling is then one product, however wide the features are. The predictions are those
+of `kvprobe.probing.ridge.ridge_probes` with that penalty as the only candidate.
 """
 
 import torch

@@ -31,7 +31,8 @@ class LinearProbes:
 
 
 def log_frequency(labels: Int[Tensor, "targets samples"], classes: int) -> Float[Tensor, "targets classes"]:
-    """Log of each class's share of the samples; a class that was not seen counts as half a sample, so that all are finite."""
+    """Log of each class's share of the samples; a class that was not seen counts as half a sample, so that all are
+    finite."""
     counts = torch.nn.functional.one_hot(labels, classes).sum(1).clamp(min=0.5)
     return (counts / counts.sum(1, keepdim=True)).log()
 
@@ -72,8 +73,8 @@ def check_problem(
         context, folds_of = pairs.unique(return_counts=True)
         if bool((folds_of > 1).any()):
             raise UserError(
-                f"Context {int(context[folds_of > 1][0])} is in more than one fold, so its samples would be trained and "
-                "tested on; give all samples of a context the same fold."
+                f"Context {int(context[folds_of > 1][0])} is in more than one fold, so its samples would be trained "
+                "and tested on; give all samples of a context the same fold."
             )
 
 

@@ -2,12 +2,12 @@
 
 The null is that labels are exchangeable within a context: they are permuted there, all targets together, and every
 probe is fitted again. Permuting against fixed predictions would be cheaper and wrong, because the folds train on each
-other and so their accuracies are correlated. Over 2,000 nulls of tests/probing/test_permutation.py, 7.4 % of searches then
-report something at 5 %, against 4.1 % this way, where ties take away a part. A probe that only recognises the context keeps
-its accuracy under the permutation.
+other and so their accuracies are correlated. Over 2,000 nulls of tests/probing/test_permutation.py, 7.4 % of searches
+then report something at 5 %, against 4.1 % this way, where ties take away a part. A probe that only recognises the
+context keeps its accuracy under the permutation.
 
-Over all probes the family-wise error is controlled by the step-down maximum of the standardised accuracies (Westfall and
-Young 1993), which takes account of how alike the probes are.
+Over all probes the family-wise error is controlled by the step-down maximum of the standardised accuracies (Westfall
+and Young 1993), which takes account of how alike the probes are.
 """
 
 import numpy as np
@@ -26,8 +26,8 @@ def permuted_hits(
     orders: Int[np.ndarray, "count samples"],
     size: Float[Tensor, "probes"] | None = None,
 ) -> Float[np.ndarray, "assignments probes"]:
-    """Hits, summed over targets and samples, of ridge probes at one fixed penalty: with the true labels first, then with the
-    labels in each of these orders.
+    """Hits, summed over targets and samples, of ridge probes at one fixed penalty: with the true labels first, then
+    with the labels in each of these orders.
 
     Args:
         orders: see `kvprobe.probing.controls.permuted_within`.

@@ -31,12 +31,13 @@ def probe(
     untrained: bool = False,
     rng: np.random.Generator | None = None,
 ) -> Probing:
-    """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the model uses it.
+    """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the
+    model uses it.
 
-    Each conversation is read up to the end of `at` (or up to the part `answer` in it); the segments in `hide` are masked when
-    `at` begins. The result is compared with the restart floor (the same tokens at the same positions, computed without `hide`),
-    input embeddings alone, and the controls of `kvprobe.probing.claims`. Where `at` has a part `answer`, the model is asked for it
-    with everything in view, after hiding and after a restart.
+    Each conversation is read up to the end of `at` (or up to the part `answer` in it); the segments in `hide` are
+    masked when `at` begins. The result is compared with the restart floor (the same tokens at the same positions,
+    computed without `hide`), input embeddings alone, and the controls of `kvprobe.probing.claims`. Where `at` has a
+    part `answer`, the model is asked for it with everything in view, after hiding and after a restart.
 
     Args:
         per_head: probes for each KV head instead of all heads side by side.

@@ -1,4 +1,5 @@
-"""From features to a `Probing`: probes at every site under the three splits, with every floor and control. There is no way to ask for less."""
+"""From features to a `Probing`: probes at every site under the three splits, with every floor and control. There is no
+way to ask for less."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ def probe_features(
     With one context there is only the random split and no hash control, which would merely rename the labels.
 
     Args:
-        floors: features of the same samples, by name (`restart`, `embedding`, `random model`); a leak is measured against
-            `restart`.
+        floors: features of the same samples, by name (`restart`, `embedding`, `random model`); a leak is measured
+            against `restart`.
         permutations: of labels within context; no p can be below 1 / (permutations + 1), and 0 leaves p-values out.
         rng: of folds, control labels and permutations.
 
@@ -162,6 +163,7 @@ def _check(features: Features, permutations: int) -> None:
     by_context = [labels[:, contexts == context] for context in set(contexts)]
     if permutations and all(bool((rows == rows[:, :1]).all()) for rows in by_context):
         raise UserError(
-            "Every context has the same labels for all its samples, so a probe could infer labels from the context and no "
-            "permutation within it shows that; cross contexts with labels, or give permutations=0 to go without."
+            "Every context has the same labels for all its samples, so a probe could infer labels from the context "
+            "and no permutation within it shows that; cross contexts with labels, or give permutations=0 to go "
+            "without."
         )

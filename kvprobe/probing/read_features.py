@@ -30,15 +30,16 @@ def read_features(
     treat: Callable[[KVCache, int], KVCache] | None = None,
     note: str = "Reading conversations",
 ) -> Features:
-    """What the model shows at segment `at` of each sample's conversation, up to the part `answer` if the segment has one.
+    """What the model shows at segment `at` of each sample's conversation, up to the part `answer` if the segment has
+    one.
 
     Conversations that are equal up to there are read once, and so is the common beginning of those of one context.
 
     Args:
         hide: segments that are masked when `at` begins.
         per_head: a site for each KV head instead of all heads side by side.
-        treat: applied to the cache when `at` begins, after masking; its second argument is the number of the first sample
-            that has the conversation.
+        treat: applied to the cache when `at` begins, after masking; its second argument is the number of the first
+            sample that has the conversation.
 
     Raises:
         UserError: an unknown segment, one that cannot be hidden from `at`, or a slot outside what is read.
@@ -77,7 +78,8 @@ def _within(span: slice, slot: int | None, number: int, at: str) -> int | None:
     """A sample's slot, counted from the beginning of what is read."""
     if slot is not None and not span.start <= slot < span.stop:
         raise UserError(
-            f"Sample {number} reads slot {slot}, which is not in segment {at!r}; choose one of its slots, {span.start} to {span.stop - 1}."
+            f"Sample {number} reads slot {slot}, which is not in segment {at!r}; choose one of its slots, {span.start} "
+            f"to {span.stop - 1}."
         )
     return None if slot is None else slot - span.start
 
@@ -90,7 +92,8 @@ def _stacked(
     families: Sequence[Family],
     treat: Callable[[KVCache, int], KVCache] | None,
 ) -> Iterator[tuple[Tokens, Sequence[int], dict[Family, Tensor]]]:
-    """Each conversation of a context, the samples that share it, and what the model shows at segment `at`, layer axis first.
+    """Each conversation of a context, the samples that share it, and what the model shows at segment `at`, layer axis
+    first.
 
     The common beginning of the conversations is read once; after it they are rows of one batch.
     """
@@ -133,13 +136,15 @@ def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -
     for name in hide:
         if tokens.span(name).start >= span.start:
             raise UserError(
-                f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it; hide earlier segments only."
+                f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it; hide earlier segments "
+                "only."
             )
     answers = [index for index in range(span.start, span.stop) if tokens.parts[index] == "answer"]
     stop = answers[0] if answers else span.stop
     if stop == span.start:
         raise UserError(
-            f"Segment {at!r} begins with its part 'answer', so there is nothing to read; put some text before the answer."
+            f"Segment {at!r} begins with its part 'answer', so there is nothing to read; put some text before the "
+            "answer."
         )
     return tokens[:stop]
 

@@ -27,7 +27,8 @@ class SparseCurves:
         table: one row per probe and k: `accuracy` (mean over targets) with `low` and `high`, and `random`, the
             accuracy of k dimensions drawn at random.
         chosen: the dimensions by η² in the training part of each fold, best first.
-        hits: share of each sample's targets that each probe gets right, by k, with the best dimensions and with random ones.
+        hits: share of each sample's targets that each probe gets right, by k, with the best dimensions and with random
+            ones.
         chance: accuracy of a guess.
     """
 

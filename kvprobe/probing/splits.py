@@ -3,7 +3,8 @@
 `random` asks whether a probe that has seen the same conversation with other codes can read this one. It is the
 easiest and the least general. `leave-context-out` asks this for conversations that the probe never saw.
 `paired` does so after each feature was centred within its conversation. This needs several codes of the same
-conversation, so it shows that the information is linearly there, not that it is readable without knowing the conversation.
+conversation, so it shows that the information is linearly there, not that it is readable without knowing the
+conversation.
 """
 
 from typing import Literal
@@ -52,7 +53,8 @@ def centred_within(
 def paired_features(
     features: Float[Tensor, "probes samples dim"], contexts: Int[np.ndarray, "samples"]
 ) -> Float[Tensor, "probes samples dim"]:
-    """Features centred within context, and exactly 0 where only round-off is left, which probes would read as signal."""
+    """Features centred within context, and exactly 0 where only round-off is left, which probes would read as
+    signal."""
     centred = centred_within(features.transpose(0, 1), contexts).transpose(0, 1)
     size = features.square().mean((1, 2)).sqrt()
     varies = centred.square().mean(1).sqrt() > VARIANCE_FLOOR * size[:, None]

@@ -1,4 +1,5 @@
-"""The tables of a probing: fits with their intervals beside floors and controls, one row per site, floor, reading or k."""
+"""The tables of a probing: fits with their intervals beside floors and controls, one row per site, floor, reading or
+k."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -101,7 +102,8 @@ def _with_interval(
 
 
 def _mean_eta_squared(features: Features, split: Split) -> Float[np.ndarray, "sites"]:
-    """Share of variance between labels, mean over dimensions and places; for the paired split, of the variance within contexts."""
+    """Share of variance between labels, mean over dimensions and places; for the paired split, of the variance within
+    contexts."""
     contexts = features.contexts if split == "paired" else None
     shares = [
         eta_squared(seen, features.labels, len(features.target.classes), contexts=contexts).mean((1, 2))

@@ -1,9 +1,9 @@
 """Transfer: a probe that was trained at one place (a segment, a layer, a distance) and is tested at another.
 
-If it reads there as well as a probe trained there, the two places hold the same information in the same directions. The features
-of each place are centred by that place's own training mean, and the probe's evidence is scaled to the spread that it has where the
-probe was trained. So neither an offset nor a fading signal is an obstacle, since neither carries the label. No context is both
-trained and tested on, at any place.
+If it reads there as well as a probe trained there, the two places hold the same information in the same directions. The
+features of each place are centred by that place's own training mean, and the probe's evidence is scaled to the spread
+that it has where the probe was trained. So neither an offset nor a fading signal is an obstacle, since neither carries
+the label. No context is both trained and tested on, at any place.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,7 +37,8 @@ def transfer(
         places: their names; numbers by default.
 
     Returns:
-        One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 % interval.
+        One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 %
+        interval.
 
     Raises:
         UserError: what `check_problem` and `transferred` refuse, or a number of names other than that of places.
@@ -67,7 +68,8 @@ def transferred(
     classes: int,
     size: Float[Tensor, "places"] | None = None,
 ) -> Int[Tensor, "places places targets samples"]:
-    """Prediction of the ridge probe trained at the first place for each sample at the second, with the sample's fold held out.
+    """Prediction of the ridge probe trained at the first place for each sample at the second, with the sample's fold
+    held out.
 
     The penalty is chosen on the inner fold of the training place. The diagonal holds the predictions of `ridge_probes`.
 

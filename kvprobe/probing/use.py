@@ -1,4 +1,5 @@
-"""Whether the model uses what can be read: its own answer with everything in view, after hiding, and after a restart."""
+"""Whether the model uses what can be read: its own answer with everything in view, after hiding, and after a
+restart."""
 
 from collections.abc import Sequence
 
@@ -37,22 +38,23 @@ def can_be_asked(model: Model, design: Design, at: str) -> bool:
         lengths = sorted({len(answer) for answer in in_context})
         if len(in_context) < 2 or len(lengths) > 1:
             raise UserError(
-                f"Context {context!r} has {len(in_context)} samples whose answers take {lengths} tokens; use is measured against "
-                "other answers of the same length, at least one."
+                f"Context {context!r} has {len(in_context)} samples whose answers take {lengths} tokens; use is "
+                "measured against other answers of the same length, at least one."
             )
     return any(len(set(in_context)) > 1 for in_context in answers.values())
 
 
 def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> pd.DataFrame:
-    """One row per sample and arm: log-probability of the part `answer` of segment `at`, its margin over the answers of the
-    context's other samples, whether its tokens are the most likely, and the KL from the full context's next token.
+    """One row per sample and arm: log-probability of the part `answer` of segment `at`, its margin over the answers of
+    the context's other samples, whether its tokens are the most likely, and the KL from the full context's next token.
 
     Raises:
         UserError: see `can_be_asked`; or there is nothing to ask for.
     """
     if not can_be_asked(model, design, at):
         raise UserError(
-            f"The conversations have no part 'answer' in segment {at!r} that differs within contexts; there is nothing to ask for."
+            f"The conversations have no part 'answer' in segment {at!r} that differs within contexts; there is nothing "
+            "to ask for."
         )
     contexts: dict[str, list[int]] = {}
     for number, sample in enumerate(design.samples):

@@ -1,4 +1,5 @@
-"""Published probes: the same numbers from memory, folder, cache and capture; files of strangers and other models refused."""
+"""Published probes: the same numbers from memory, folder, cache and capture; untrusted files and other models
+refused."""
 
 import dataclasses
 import pickle
@@ -52,20 +53,20 @@ def test_a_probe_comes_back_from_its_folder_as_it_was(tiny_llama: Model, folder:
     assert back.probabilities(features[0, 0]).shape == (2, 3)
 
 
-def test_features_that_tell_nothing_leave_the_base_rates(tiny_llama: Model):
+def test_features_without_information_give_the_base_rates(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
     torch.testing.assert_close(probe.probabilities(probe.linear.mean[0]), probe.base_rates)
     torch.testing.assert_close(probe.base_rates, torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]))
 
 
-def test_a_shipped_probe_loads_by_name_and_a_near_name_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shipped_probe_loads_by_name_and_a_near_name_is_suggested(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_card, "shipped", lambda _: folder.parent)
     assert Probe.load("tiny-digit").name == "tiny-digit"
     with pytest.raises(UserError, match="did you mean 'tiny-digit'"):
         Probe.load("tiny-digits")
 
 
-def test_an_empty_shelf_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_empty_catalogue_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_card, "shipped", lambda _: tmp_path)
     with pytest.raises(UserError, match="there are none here"):
         Probe.load("tiny-digit")
@@ -256,7 +257,7 @@ def test_the_card_in_words_follows_its_numbers(tiny_llama: Model):
     assert "may be called a leak" in card_page(other(accuracy))
     assert "may be called a leak" in card_page(other(accuracy, Measure("leak", "leave-context-out", 0.1, -0.1, 0.3)))
     chance = Measure("accuracy", "leave-context-out", 0.34, 0.3, 0.38)
-    assert "it is no detector" in card_page(other(chance, Measure("leak", "leave-context-out", 0.1, 0.05, 0.3)))
+    assert "it is not a detector" in card_page(other(chance, Measure("leak", "leave-context-out", 0.1, 0.05, 0.3)))
     assert not other(chance).reads_unseen
 
 
