@@ -184,7 +184,7 @@ def scan(
 
     conversation = read_chat(chat)
     from kvprobe.inference.model import load
-    from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 

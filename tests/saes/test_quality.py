@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvprobe.report.views.features import peak_words
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model

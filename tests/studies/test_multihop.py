@@ -21,8 +21,8 @@ from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
+from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
-from kvprobe.probing.sweep import read_outs
 from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.multihop.analyse import Analysis, analyse

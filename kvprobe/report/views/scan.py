@@ -5,8 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvprobe.probes.card_page import ARMS, where
-from kvprobe.probes.probe_card import CARD_SPLITS, Card
+from kvprobe.probes.card import CARD_SPLITS, Card
+from kvprobe.probes.page import ARMS, where
 from kvprobe.probes.scan import LEAK, VERDICTS, Scan
 from kvprobe.report.document import HeatMap, Table
 from kvprobe.report.views.page import render

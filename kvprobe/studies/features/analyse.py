@@ -12,10 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.probing.intervals import LEVEL, held_out
-from kvprobe.probing.permutation import paired_features, step_down
+from kvprobe.probing.permutation import step_down
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.sparse import sparse_curves
-from kvprobe.probing.splits import SPLITS, Split, fold_numbers
+from kvprobe.probing.splits import SPLITS, Split, fold_numbers, paired_features
 from kvprobe.saes import Dictionary
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate, means, ratio
 from kvprobe.studies.features.collect import PER_CODE, READERS, RESTARTED, UNTOUCHED, Collected

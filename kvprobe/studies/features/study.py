@@ -13,7 +13,6 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.report.document import TokenView
-from kvprobe.report.views.features import peak_words
 from kvprobe.report.views.latents import latent_view, peak_words
 from kvprobe.saes import Dictionary, Shards, activating
 from kvprobe.studies.features.analyse import Analysis, analyse, exchanged, halved
