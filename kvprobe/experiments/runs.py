@@ -1,6 +1,5 @@
 """A run is a directory: what was asked, on what it ran, what came out. An interrupted run resumes."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ import pandas as pd
 import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import Settings, as_mapping
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, write_whole
 from kvprobe.fingerprint import differing
 
@@ -48,7 +48,7 @@ class Run:
     def open(
         cls,
         study: str,
-        config: Any,
+        config: Settings,
         model: str,
         device: str,
         root: Path = Path("runs"),
@@ -61,7 +61,7 @@ class Run:
         yet, as after a start that failed, is begun anew whatever it was begun with.
 
         Args:
-            config: a dataclass instance.
+            config: its settings.
             model: its fingerprint.
             device: where, and in which dtype, it runs.
             inputs: for settings that name files, a digest of what these hold.
@@ -75,7 +75,7 @@ class Run:
                 f"{name!r} cannot be the name of a run; use letters, digits, dots, dashes and underscores, 100 at most, and choose the "
                 f"folder with --out."
             )
-        settings = {"study": study, "settings": dataclasses.asdict(config)}
+        settings = {"study": study, "settings": as_mapping(config)}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         run = cls(root / (name or f"{study}-{digest}"))
         environment = _environment(model, device, settings, inputs or {})

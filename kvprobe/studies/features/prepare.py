@@ -9,7 +9,6 @@ import pandas as pd
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, record, self_written, train
@@ -18,14 +17,13 @@ from kvprobe.studies.features.config import Config
 from kvprobe.tasks import facts, sessions
 from kvprobe.text.transcript import Tokens
 
-TRAIN = "train"
 AT_ONCE = 128
 """Texts that are written side by side."""
 
 
 def places_of(config: Config) -> tuple[Place, ...]:
     """Where dictionaries are to be trained."""
-    return listed("places", config.places, Place.parse)
+    return tuple(map(Place.parse, config.places))
 
 
 def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures], Shards]:
@@ -35,11 +33,11 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures
     writes. None of them is a conversation that is studied.
     """
     texts = hand_written(model)
-    if config.dictionaries == TRAIN:
+    if config.trains:
         places = places_of(config)
         shards = record(model, texts + written(model, config, run), places, recording(run))
         return [_trained(model, config, run, shards, place) for place in places], shards
-    loaded = [SparseFeatures.load(name, model) for name in listed("dictionaries", config.dictionaries, str)]
+    loaded = [SparseFeatures.load(name, model) for name in config.dictionaries]
     places = [features.place for features in loaded]
     if len(set(places)) != len(places):
         raise UserError(f"Two dictionaries read {places[0]}; give one for each place.")
@@ -48,9 +46,9 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures
 
 def content_of(config: Config) -> str:
     """A digest of the files of the dictionaries that a config names; none of those that are trained."""
-    if config.dictionaries == TRAIN:
+    if config.trains:
         return ""
-    return digest([content_digest(name).encode() for name in listed("dictionaries", config.dictionaries, str)])
+    return digest([content_digest(name).encode() for name in config.dictionaries])
 
 
 def recording(run: Run) -> Path:
@@ -84,7 +82,7 @@ def written(model: Model, config: Config, run: Run) -> list[Tokens]:
 def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Place) -> SparseFeatures:
     folder = run.path / "dictionaries" / str(place)
     if not folder.is_dir():
-        recipe = Recipe(config.kind, config.width, config.active, config.tokens, seed=config.seed)  # pyright: ignore[reportArgumentType] - checked
+        recipe = Recipe(config.kind, config.width, config.active, config.tokens, seed=config.seed)
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         train(shards, place, recipe, model.name).save(partial).replace(folder)

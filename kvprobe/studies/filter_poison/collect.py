@@ -18,7 +18,6 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
 from kvprobe.inference.model import Model
@@ -26,7 +25,7 @@ from kvprobe.inference.sweep import prepare
 from kvprobe.layers import Component, layer_map, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
-from kvprobe.studies.filter_poison.config import FALSE, Config, families
+from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.robustness.kinds import KINDS
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.text.transcript import Tokens
@@ -72,11 +71,10 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     Raises:
         UserError: a family is no fault that there is.
     """
-    for family in families(config):
+    for family in config.rates:
         if family not in (*KINDS, FALSE):
             raise UserError(unknown("fault", family, (*KINDS, FALSE)))
-    kinds = listed("kinds", config.kinds, str)
-    picked = [fact for kind in kinds for fact in facts((kind,))[: config.prompts]]
+    picked = [fact for kind in config.kinds for fact in facts((kind,))[: config.prompts]]
     found = []
     for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
         own = pair(fact, model.tokenizer)
@@ -154,7 +152,7 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
     """For each family the clean cache and the damaged one."""
     clean = model.prefill(case.true)
     found = [(NONE, clean, clean)] if control else []
-    for family, percent in families(config).items():
+    for family, percent in config.rates.items():
         if family == FALSE:
             found.append((family, clean, model.prefill(case.false)))
             continue

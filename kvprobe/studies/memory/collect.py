@@ -36,7 +36,7 @@ def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
             [{"context": context, "what": what, "predicted": said, "measured": seen} for what, said, seen in rows]
         )
 
-    return kept_tables(run, config.lengths, "peak", peak, doing="Measuring peaks", unit="prompt")
+    return kept_tables(run, config.contexts, "peak", peak, doing="Measuring peaks", unit="prompt")
 
 
 @torch.inference_mode()
@@ -97,7 +97,7 @@ def collect_times(model: Model, config: Config, run: Run) -> pd.DataFrame:
                 rows.append({"length": length, "repeat": repeat, "cached": with_cache, "anew": without})
         return pd.DataFrame(rows).assign(difference=difference)
 
-    return kept_tables(run, config.timed_lengths, "time", timed, doing="Timing tokens", unit="length")
+    return kept_tables(run, config.timed, "time", timed, doing="Timing tokens", unit="length")
 
 
 def _ids(model: Model, length: int) -> torch.Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from tqdm import tqdm
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import kept_tensors
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
@@ -48,12 +46,6 @@ def place(arm: Arm, distance: int) -> Place:
 PLACES: tuple[Place, ...] = tuple(dict.fromkeys(place(arm, distance) for arm in ARMS for distance in DISTANCES))
 
 
-def families_of(config: Config) -> tuple[Family, ...]:
-    """The families of a config, in its order."""
-    found: Any = listed("families", config.families, str)
-    return found
-
-
 def collect(model: Model, config: Config, run: Run) -> list[Path]:
     """One file of tensors per session (see `read_session`), in order."""
     per_session = config.samples // config.sessions
@@ -62,7 +54,7 @@ def collect(model: Model, config: Config, run: Run) -> list[Path]:
     with tqdm(total=config.samples, desc="Reading sessions", unit="session") as bar:
         for index, session in enumerate(sessions()[: config.sessions]):
             own = codes[index * per_session : (index + 1) * per_session]
-            read = partial(read_session, model, session, own, families_of(config), config.batch)
+            read = partial(read_session, model, session, own, config.families, config.batch)
             paths.append(kept_tensors(run, f"session-{index:03d}", read))
             bar.update(per_session)
     return paths

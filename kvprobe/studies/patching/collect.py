@@ -15,7 +15,6 @@ import pandas as pd
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import kept_tables
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of
@@ -58,7 +57,7 @@ Bands = Mapping[str, Mapping[int, range]]
 
 def cases_of(config: Config, tokenizer: Tokenizer) -> list[Case]:
     """The runs of a config. The metric is positive where the model says the base's own value."""
-    found, per_kind = [], dict.fromkeys(listed("kinds", config.kinds, str), 0)
+    found, per_kind = [], dict.fromkeys(config.kinds, 0)
     chosen = []
     for fact in facts(tuple(per_kind)):
         per_kind[fact.kind] += 1

@@ -157,7 +157,7 @@ class Condition:
 
 def conditions(config: Config) -> list[Condition]:
     """All conditions but the full cache, kind by kind."""
-    return [Condition(name, level) for name, kind in KINDS.items() for level in kind.bits or config.percents]
+    return [Condition(name, level) for name, kind in KINDS.items() for level in kind.bits or config.budgets]
 
 
 @dataclass(frozen=True)
