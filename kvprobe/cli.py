@@ -7,27 +7,36 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
-from cyclopts import App, Parameter, Token
+from cyclopts import App, CycloptsError, Group, Parameter, Token
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
-from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
 from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, find
 
 
-def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
     """A flag's whole number; cyclopts would round 3.5."""
     try:
         return int(tokens[0].value)
     except ValueError as error:
-        raise UserError(f"{tokens[0].value!r} is no whole number.") from error
+        raise UserError(f"{tokens[0].value!r} is not a whole number.") from error
+
+
+def _whole_numbers(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    try:
+        return tuple(int(token.value) for token in tokens)
+    except ValueError as error:
+        values = " ".join(token.value for token in tokens)
+        raise UserError(f"Invalid value for {tokens[0].keyword}: {values!r} are not whole numbers.") from error
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+EVERY_STUDY = Group("Every study", sort_key=2)
 
 app = App(
     name="kvprobe",
@@ -43,13 +52,14 @@ def main() -> None:
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        _add_run_commands(arguments)
-        app(arguments)
+        if arguments[:1] == ["run"]:
+            _add_run_commands(arguments)
+        app(arguments, exit_on_error=False, print_error=False)
     except BrokenPipeError:
-        # Whoever was reading has read enough; what is still in the buffer must not be an error either.
+        # The reader has closed the pipe; what is still in the buffer must not be an error either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (UserError, OSError) as error:
+    except (UserError, CycloptsError, OSError) as error:
         print(f"kvprobe: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -308,7 +318,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
     ) -> None:
         from kvprobe.report.page import write_report
 
-        chosen = study.config(**dataclasses.asdict(config or flags()))
+        chosen = study.config(**as_mapping(config or flags()))
         directory = study.run(chosen, out, name)
         page = write_report(directory)
         print(f"\n{directory.report['answer']}\n\nReport: {page}")
@@ -318,13 +328,27 @@ def _add_run_command(command: str, preset: Preset) -> None:
     runs_app.command(run, name=command)
 
 
-def _with_defaults(config: Any) -> type[Any]:
+def _with_defaults(config: Settings) -> type[Settings]:
     """The config's dataclass with its values as the defaults, for the command line to show and fill."""
     kind = type(config)
     fields = [
-        (field.name, Whole if field.type is int else field.type, dataclasses.field(default=getattr(config, field.name)))
-        for field in dataclasses.fields(config)
+        (name, Annotated[setting, _parameter(name, setting)], dataclasses.field(default=getattr(config, name)))
+        for name, setting in types_of(kind).items()
     ]
-    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
+
+
+def _parameter(name: str, kind: Any) -> Parameter:
+    """How a setting is given: one value, or several after one flag."""
+    options: dict[str, Any] = {"group": EVERY_STUDY} if name in LAST else {}
+    if kind in (int, tuple[int, ...]):
+        options["converter"] = _whole if kind is int else _whole_numbers
+    if get_origin(kind) is tuple:
+        options |= {
+            "consume_multiple": True,
+            "negative": "",
+            "show_default": lambda values: " ".join(map(str, values)),
+        }
+    return Parameter(**options)
