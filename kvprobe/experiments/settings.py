@@ -65,10 +65,11 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
     Raises:
         UserError: an unknown setting (the near match is named), or a value that the config refuses.
     """
+    types = types_of(kind)
     for name in settings:
-        if name not in types_of(kind):
-            raise UserError(unknown("setting", name, types_of(kind)))
-    return kind(**settings)
+        if name not in types:
+            raise UserError(unknown("setting", name, types))
+    return kind(**{name: _typed(name, types[name], value) for name, value in settings.items()})
 
 
 def as_mapping(config: Settings) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
     from importlib import import_module
 
     module, path = import_module(f"kvprobe.studies.{study}.study"), tmp_path / "mine.jsonl"
-    config = import_module(f"kvprobe.studies.{study}.config").Config(tasks=str(path), samples=2)
+    config = import_module(f"kvprobe.studies.{study}.config").Config(tasks=(str(path),), samples=2)
     seen: list[dict[str, str]] = []
 
     def stop(*given: Any) -> None:
