@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_table, kept_tensors
+from kvprobe.experiments.parts import table_of_parts, table_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
 from kvprobe.files import write_whole
@@ -99,8 +99,8 @@ def test_a_command_whose_run_was_begun_anew_by_another_keeps_nothing_in_it(tmp_p
     first = Run.open("study", Config(), MODEL, "cpu", tmp_path, "mine")
     second = Run.open("study", Config(seed=4), MODEL, "cpu", tmp_path, "mine")
     with pytest.raises(UserError, match="begun anew by another command"):
-        first.keep("piece", lambda path: path.write_text("of the first"))
-    assert second.keep("piece", lambda path: path.write_text("of the second")).read_text() == "of the second"
+        first.write_part("piece", lambda path: path.write_text("of the first"))
+    assert second.write_part("piece", lambda path: path.write_text("of the second")).read_text() == "of the second"
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/b", "/tmp/x", ".hidden", "x" * 101, "a\nb"])
@@ -113,13 +113,32 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: st
 @pytest.mark.parametrize("cut", [0, 10, -1, -40])
 def test_a_damaged_part_is_named_with_what_to_do(tmp_path: Path, cut: int):
     run = Run.open("study", Config(), MODEL, "cpu", tmp_path)
-    table, tensors = pd.DataFrame({"a": range(9)}), {"a": torch.arange(9)}
-    kept = [kept_table(run, "a", lambda: table), kept_tensors(run, "b", lambda: tensors)]
-    assert kept == [kept_table(run, "a", lambda: table), kept_tensors(run, "b", lambda: tensors)]
-    for path, again in zip(kept, (kept_table, kept_tensors), strict=True):
+    bar = {"doing": "Measuring", "unit": "case"}
+    made = {table_parts: pd.DataFrame({"a": range(9)}), tensor_parts: {"a": torch.arange(9)}}
+    for write, content in made.items():
+        (path,) = write(run, [0], "a", lambda _, content=content: content, **bar)
+        assert write(run, [0], "a", pytest.fail, **bar) == [path]
         path.write_bytes(path.read_bytes()[:cut])
         with pytest.raises(UserError, match=rf"{path.name} is damaged .* delete this file, and start the run again"):
-            again(run, path.stem, pytest.fail)
+            write(run, [0], "a", pytest.fail, **bar)
+
+
+def test_parts_are_written_once_in_the_order_of_the_cases(tmp_path: Path):
+    run, measured = Run.open("study", Config(), MODEL, "cpu", tmp_path), []
+
+    def measure(case: str) -> pd.DataFrame:
+        measured.append(case)
+        if measured == ["a", "b"]:
+            raise KeyboardInterrupt
+        return pd.DataFrame({"case": [case]})
+
+    def table() -> pd.DataFrame:
+        return table_of_parts(run, ["a", "b", "c"], "cases", measure, doing="Measuring", unit="case")
+
+    with pytest.raises(KeyboardInterrupt):
+        table()
+    assert list(table()["case"]) == ["a", "b", "c"]
+    assert measured == ["a", "b", "b", "c"]
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path: Path):

@@ -243,7 +243,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
 ):
     calls: list[int] = []
 
-    def read_and_stop(model: Model, config: Config, sample: int, done: Callable[[], Any]) -> pd.DataFrame:
+    def read_and_stop(model: Model, config: Config, sample: int) -> pd.DataFrame:
         """What the run itself read, which `test_a_sample_does_not_depend_on_the_others` lets us take from it."""
         calls.append(sample)
         if len(calls) == 2:

@@ -16,7 +16,7 @@ import torch
 from kvprobe.attention import Patterns, attend, dangling
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff
@@ -78,7 +78,7 @@ def cases_of(config: Config, model: Model) -> list[Case]:
 
 def collect(model: Model, cases: Sequence[Case], run: Run) -> pd.DataFrame:
     """Attention by head (`grid` is heads, see `kvprobe.attention.dangling`, by `arm`) and outcomes (`grid` is arms)."""
-    return kept_tables(
+    return table_of_parts(
         run, cases, "arms", lambda case: measure(model, case), doing="Hiding a turn", unit="conversation"
     )
 
@@ -153,7 +153,7 @@ def collect_rescues(model: Model, cases: Sequence[Case], by_half: Mapping[int, S
     def measure(case: Case) -> pd.DataFrame:
         return rescue(model, case, by_half[1 - case.half]).assign(prompt=case.name, half=case.half)
 
-    return kept_tables(run, cases, "rescues", measure, doing="Giving heads their turn back", unit="conversation")
+    return table_of_parts(run, cases, "rescues", measure, doing="Giving heads their turn back", unit="conversation")
 
 
 def rescue(model: Model, case: Case, sets: Sets) -> pd.DataFrame:
@@ -185,7 +185,7 @@ def collect_memos(config: Config, run: Run) -> pd.DataFrame:
     """What the model `ordinal` says of memos that it was not trained on; see `measure_memos`."""
     model = load("ordinal", device=config.device, dtype=config.dtype)
     verbs = list(VERBS)
-    return kept_tables(
+    return table_of_parts(
         run, verbs, "memos", lambda verb: measure_memos(model, verb, config), doing="Asking about lists", unit="verb"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
@@ -75,7 +75,7 @@ def written(model: Model, config: Config, run: Run) -> list[Tokens]:
             [{"text": row, "id": token} for row, text in zip(block, texts, strict=True) for token in text.ids]
         )
 
-    table = kept_tables(run, blocks, "written", measure, doing="Writing texts to train on", unit="block")
+    table = table_of_parts(run, blocks, "written", measure, doing="Writing texts to train on", unit="block")
     return [Tokens.of(list(ids)) for _, ids in table.groupby("text")["id"]]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvprobe.attention import attend, contribution, lift
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
@@ -103,7 +103,7 @@ def collect(model: Model, config: Config, cases: Sequence[Case], run: Run) -> tu
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
-    table = kept_tables(run, cases, "map", measure, doing="Restoring components", unit="conversation")
+    table = table_of_parts(run, cases, "map", measure, doing="Restoring components", unit="conversation")
     of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi", *LOOKS)]
     states = table.loc[table["kind"] == STATE, of_states]
     of_maps = [name for name in table if name not in of_states or name in _SHARED]
@@ -126,7 +126,7 @@ def collect_heads(
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
-    return kept_tables(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
+    return table_of_parts(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
 
 
 def looks(model: Model, case: Case, clean: KVCache, damaged: KVCache) -> pd.DataFrame:

@@ -5,16 +5,14 @@ One file per conversation and stage is kept, so an interrupted run resumes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 
-from kvprobe.experiments.parts import kept_tables, kept_tensors
+from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -83,13 +81,12 @@ def cases_of(config: Config, tokenizer: Encoder) -> list[Case]:
 
 def collect_reads(model: Model, cases: Sequence[Case], config: Config, run: Run) -> list[dict[str, Tensor]]:
     """What `read_turn` gives for each conversation."""
-    found = []
-    with tqdm(total=len(cases) * config.codes, desc="Reading conversations", unit="conversation") as bar:
-        for case in cases:
-            read = partial(read_turn, model, case.context, case.codes, config.batch)
-            found.append(load_file(kept_tensors(run, f"{case.number:05d}-read", read)))
-            bar.update(config.codes)
-    return found
+
+    def read(case: Case) -> dict[str, Tensor]:
+        return read_turn(model, case.context, case.codes, config.batch)
+
+    paths = tensor_parts(run, cases, "read", read, doing="Reading conversations", unit="conversation")
+    return [load_file(path) for path in paths]
 
 
 def fit_halves(reads: Sequence[Mapping[str, Tensor]], config: Config) -> tuple[Erasers, Erasers]:
@@ -120,7 +117,7 @@ def collect_effects(
             tables.append(measure(model, scene, view, others, cells(view, scene.layout, layers, config.randoms)))
         return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
 
-    return kept_tables(run, cases, "effects", every, doing="Erasing and exchanging", unit="conversation")
+    return table_of_parts(run, cases, "effects", every, doing="Erasing and exchanging", unit="conversation")
 
 
 def chosen_places(table: Any) -> tuple[Place, Place]:
@@ -161,7 +158,7 @@ def collect_doses(
             tables.append(measure(model, scene, view, others, wanted).assign(strength=strength))
         return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
 
-    return kept_tables(run, cases, "doses", doses, doing="Dose and response", unit="conversation")
+    return table_of_parts(run, cases, "doses", doses, doing="Dose and response", unit="conversation")
 
 
 def tell(
