@@ -105,7 +105,7 @@ def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
 
     def stop(*given: Any) -> None:
         seen.append(given[-1])
-        raise ValueError("far enough")
+        raise UserError("far enough")
 
     monkeypatch.setattr(module, "begin", stop)
     for lines in (LINES, LINES[::-1]):

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.bands import named_bands
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
@@ -24,7 +25,7 @@ from kvprobe.patching.metrics import measured
 from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
 from kvprobe.studies.carriers.config import Config
-from kvprobe.studies.carriers.groups import HIDDEN, bands, cells, code_cells, groups, token_cells
+from kvprobe.studies.carriers.groups import HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
 from kvprobe.text.transcript import Tokens, Transcript
@@ -92,7 +93,7 @@ def read_context(
     gone = own.without(HIDDEN).tokens(model.tokenizer)
     recomputed = model.prefill(gone[: gone.span("ask").start])
 
-    slots, layers = groups(retained.ledger), bands(model.geometry.n_layers, config.bands)
+    slots, layers = groups(retained.ledger), named_bands(model.geometry.n_layers, config.bands)
     tables = []
     for question in QUESTIONS:
         asked = ask(model, own, context, compaction, codes[0], question)

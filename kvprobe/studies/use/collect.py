@@ -12,11 +12,11 @@ import pandas as pd
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvprobe.experiments.bands import EVERY_LAYER, named_bands
 from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.studies.carriers.groups import EVERY_LAYER, bands
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     ERASE,
@@ -106,7 +106,7 @@ def collect_effects(
     run: Run,
 ) -> pd.DataFrame:
     """All edits in all conversations, with erasers that were fitted on the other half; see `measure`."""
-    layers = bands(model.geometry.n_layers, config.bands)
+    layers = named_bands(model.geometry.n_layers, config.bands)
     names = [LEACE, INLP, FULL, *random_names(config.randoms)]
 
     def every(case: Case) -> pd.DataFrame:
@@ -143,7 +143,7 @@ def collect_doses(
     run: Run,
 ) -> pd.DataFrame:
     """The same edits at several strengths, at the place that the other half chose."""
-    layers = bands(model.geometry.n_layers, config.bands)
+    layers = named_bands(model.geometry.n_layers, config.bands)
     names = [LEACE, *random_names(1), FULL]
 
     def doses(case: Case) -> pd.DataFrame:
