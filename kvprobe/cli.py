@@ -48,7 +48,10 @@ app.command(runs_app)
 
 
 def main() -> None:
-    """Entry point. What the user can mend is one sentence and exit code 2; a defect of kvprobe, 70; an interruption, 130."""
+    """Entry point of the command line.
+
+    Exit codes: 2 for what the user can mend, in one sentence; 70 for a defect of kvprobe; 130 for an interruption.
+    """
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -63,23 +66,23 @@ def main() -> None:
         print(f"kvprobe: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nkvprobe: interrupted; the same command goes on from here.", file=sys.stderr)
+        print("\nkvprobe: interrupted; give the same command again to resume.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if debug:
-            raise
-        print(f"kvprobe: {_reported(error)}", file=sys.stderr)
+            traceback.print_exception(error)
+        print(f"kvprobe: {_defect(error)}", file=sys.stderr)
         sys.exit(70)
 
 
-def _reported(error: Exception) -> str:
-    """The sentence for an error that nobody expected, whose traceback is written to a file."""
+def _defect(error: Exception) -> str:
+    """The sentence for an unexpected error; writes its traceback to a file."""
     file, path = tempfile.mkstemp(prefix="kvprobe-", suffix=".txt")
     with os.fdopen(file, "w", encoding="utf-8") as written:
         traceback.print_exception(error, file=written)
     return (
-        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {str(error)[:200]}); the traceback is in {path}, and "
-        f"--debug prints it; please report it."
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); please report "
+        f"it with the traceback, which is in {path} and is printed with --debug."
     )
 
 
