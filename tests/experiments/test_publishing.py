@@ -12,6 +12,7 @@ from kvprobe.cli import app
 from kvprobe.errors import UserError
 from kvprobe.experiments.publishing import publish
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
 from kvprobe.inference.model import Model
 from kvprobe.probes.candidate import candidate_probe
 from kvprobe.probes.card import CARD, CARD_SPLITS, WEIGHTS, Measure, ProbeInput, Training
@@ -26,14 +27,9 @@ from tests.probing.planted import planted
 VALUES = ProbeInput("v", 1, None, "mean")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    seed: int = 3
-
-
 @pytest.fixture
 def run(tiny_llama: Model, tmp_path: Path) -> Run:
-    run = Run.open("leakage", Settings(), tiny_llama.fingerprint, "cpu, float32", tmp_path / "runs")
+    run = Run.open("leakage", Settings(seed=3), tiny_llama.fingerprint, "cpu, float32", tmp_path / "runs")
     for name in ("one", "two"):
         made_probe(tiny_llama, VALUES, name=name, scale=len(name + name[0])).save(run.path / "probes" / name)
     run.finish({}, {"answer": ""})
@@ -86,7 +82,7 @@ def test_a_run_that_has_nothing_to_publish_is_refused(run: Run, tmp_path: Path):
     (run.path / "env.json").write_text(json.dumps(environment))
     with pytest.raises(UserError, match="ran on 0123456789abcdef"):
         publish(run, tmp_path)
-    bare = Run.open("leakage", Settings(), "x", "cpu", tmp_path / "runs", "bare")
+    bare = Run.open("leakage", Settings(seed=3), "x", "cpu", tmp_path / "runs", "bare")
     with pytest.raises(UserError, match="unfinished"):
         publish(bare, tmp_path)
     bare.finish({}, {})

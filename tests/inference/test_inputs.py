@@ -274,5 +274,5 @@ def test_a_flag_for_a_whole_number_refuses_other_numbers(arguments: list[str], t
     command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "is no whole number" in " ".join(done.stderr.split())
+    assert "is not a whole number" in " ".join(done.stderr.split())
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ from kvprobe.tasks.passcode import contexts, conversation
 from tests.models import llama
 from tests.saes.test_quality import identity
 
-SMALL = Config(places="v.1", width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
+SMALL = Config(places=("v.1",), width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")
 
 
@@ -100,12 +100,12 @@ def test_dictionaries_of_a_run_can_be_studied_again_but_only_one_of_a_place(
     finished: Run, tiny_with_words: Model, tmp_path: Path
 ):
     folder = finished.path / "dictionaries" / "v.1"
-    config = dataclasses.replace(SMALL, dictionaries=str(folder))
+    config = dataclasses.replace(SMALL, dictionaries=(str(folder),))
     (loaded,), shards = preparing.prepare(tiny_with_words, config, Run(tmp_path))
     assert loaded.place in shards.places
     with pytest.raises(UserError, match=r"Two dictionaries read v\.1"):
         preparing.prepare(
-            tiny_with_words, dataclasses.replace(config, dictionaries=f"{folder},{folder}/"), Run(tmp_path)
+            tiny_with_words, dataclasses.replace(config, dictionaries=(str(folder), f"{folder}/")), Run(tmp_path)
         )
 
 
@@ -249,9 +249,7 @@ def test_a_difference_where_there_can_be_none_is_a_control_that_fails():
     [
         ({"contexts": 5}, "contexts"),
         ({"active": 2000}, "active"),
-        ({"kind": "relu"}, "kind"),
         ({"codes": 1}, "codes"),
-        ({"places": ""}, "places"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trial_settings import TIMINGS, percents
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Report, Section, Table, passages_of
 from kvprobe.studies.bands.analyse import conditions, together
@@ -193,7 +193,7 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
             )
         beside = task.get("published")
         if beside and beside["model"].lower() not in config.model.lower():
-            found.append(f"The published table is of {beside['model']}; this run is of {config.model}.")
+            found.append(f"The reported table is of {beside['model']}; this run is of {config.model}.")
     if not config.follow:
         found.append("KL was not measured (follow is off), so single layers and bands are compared by accuracy alone.")
     return found
@@ -207,7 +207,7 @@ def _control_holds(control: Mapping[str, Any]) -> bool:
 def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     task = tasks_of(config)[0]
     item = task.items(1, config.seed)[0]
-    rates = ", ".join(f"{rate:g}" for rate in percents("rates", config.rates))
+    rates = ", ".join(f"{rate:g}" for rate in config.rates)
     noises, parts = (dict.fromkeys(each) for each in zip(*conditions(config), strict=True))
     single = (
         f" Each of the {metrics['layers']} layers is also struck by itself, at {config.single:g} %."

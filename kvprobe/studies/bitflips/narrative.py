@@ -12,7 +12,7 @@ from kvprobe.faults.scope import bands
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
-from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
+from kvprobe.studies.bitflips.collect import ANY, FIELDS, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
 from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
@@ -153,7 +153,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     task = tasks_of(config)[0]
     item = task.items(1, config.seed)[0]
     passages = passages_of(item.chat, marked=item.answer)
-    dtypes = dtypes_of(config)
+    dtypes = config.dtypes
     bits = sum(LAYOUTS[dtype].bits for dtype in dtypes)
     return Section(
         title="What was done",

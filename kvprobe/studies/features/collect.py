@@ -6,7 +6,6 @@ encoded. One file per context is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import kept_tables, kept_tensors
+from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.capture import Captured, Site, editing
 from kvprobe.inference.model import Model
@@ -51,11 +49,14 @@ def samples_of(model: Model, config: Config) -> list[tuple[Context, list[str]]]:
 def collect(model: Model, dictionaries: Sequence[Dictionary], config: Config, run: Run) -> list[Path]:
     """One file of tensors per context (see `read_context`), in order."""
     readers = {str(each.place): (each, each.rotated(config.seed)) for each in dictionaries}
-    samples = tqdm(samples_of(model, config), desc="Reading conversations", unit="conversation")
-    return [
-        kept_tensors(run, f"context-{number:03d}", partial(read_context, model, context, codes, readers))
-        for number, (context, codes) in enumerate(samples)
-    ]
+    return tensor_parts(
+        run,
+        samples_of(model, config),
+        "context",
+        lambda sample: read_context(model, *sample, readers),
+        doing="Reading conversations",
+        unit="conversation",
+    )
 
 
 def read_context(
@@ -125,7 +126,7 @@ def collect_quality(model: Model, dictionaries: Sequence[Dictionary], config: Co
         latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": found.density})
         return pd.concat([rows, latents], ignore_index=True).assign(place=str(features.place))
 
-    return kept_tables(run, dictionaries, "quality", measure, doing="Judging dictionaries", unit="dictionary")
+    return table_of_parts(run, dictionaries, "quality", measure, doing="Judging dictionaries", unit="dictionary")
 
 
 class Collected:
@@ -171,7 +172,7 @@ def collect_exchanges(
         number, (context, codes) = case
         return exchange(model, dictionaries, context, codes[0], by_half[1 - number % 2]).assign(context=number)
 
-    return kept_tables(run, cases, "exchange", measure, doing="Exchanging latents", unit="conversation")
+    return table_of_parts(run, cases, "exchange", measure, doing="Exchanging latents", unit="conversation")
 
 
 def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context, code: str, sets: Sets) -> pd.DataFrame:

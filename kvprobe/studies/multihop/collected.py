@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import READS, Features, Site
 from kvprobe.probing.splits import Split, centred_within
-from kvprobe.studies.multihop.collect import Place, families_of, name_of
+from kvprobe.studies.multihop.collect import Place, name_of
 from kvprobe.studies.multihop.config import Config
 from kvprobe.tasks.designs import Target
 
@@ -42,7 +42,7 @@ class Collected:
         joined = {name: _joined(paths, name).numpy() for name in ("digits", "logprob", "margin", "correct", "kl")}
         digits = joined.pop("digits")
         contexts = np.repeat(np.arange(len(paths)), len(digits) // len(paths))
-        return cls(paths, families_of(config), digits, contexts, joined)
+        return cls(paths, config.families, digits, contexts, joined)
 
     @property
     def labels(self) -> Int[Tensor, "digits samples"]:

@@ -123,7 +123,7 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
             )
     if metrics["unchanged"] is None:
         found.append(
-            f"The budgets ({config.budgets}) leave out 100, so it was not checked that a policy which may keep everything "
+            f"The budgets ({', '.join(map(str, config.budgets))}) leave out 100, so it was not checked that a policy which may keep everything "
             f"changes nothing."
         )
     return found

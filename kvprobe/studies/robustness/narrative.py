@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.reproduce import reproduce_section
 from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Passage, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
-from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.collect import cases
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import shown_task
@@ -40,7 +40,7 @@ def narrate(
     metrics: Mapping[str, Any],
     config: Config,
     tasks: Sequence[Task],
-    table: Published | None,
+    table: Reported | None,
     model: Model,
     environment: Mapping[str, Any],
 ) -> Report:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.report.document import Figure, Section, Table
 from kvprobe.stats import wilson
-from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.analyse import CONTRASTS
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
@@ -42,7 +42,7 @@ def accuracy_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 "accuracy_by_rate",
                 "Right answers with Wilson intervals. Grey band and dashed line: sound cache; dotted: chance. Points of one rate are "
                 "drawn side by side. Controls are not drawn."
-                + (" Hollow: published, with the intervals of their sample size." if config.published else ""),
+                + (" Hollow: published, with the intervals of their sample size." if config.reported else ""),
             )
         ],
         maps=loss_maps(metrics),
@@ -128,7 +128,7 @@ def distance_section(metrics: Mapping[str, Any], config: Config) -> Section:
     )
 
 
-def beside_section(metrics: Mapping[str, Any], config: Config, table: Published, model: str) -> Section:
+def beside_section(metrics: Mapping[str, Any], config: Config, table: Reported, model: str) -> Section:
     """What was published and what was measured, rate by rate."""
     tables = []
     for name, task in metrics["tasks"].items():
