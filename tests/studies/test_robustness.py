@@ -450,7 +450,7 @@ def test_the_presets_of_gsm8k_are_the_seeds_settings():
         preset = presets()[name]
         config = from_mapping(Config, preset.settings)
         assert kinds(config) == SEED_FAULTS
-        assert "seed 001" in preset.source
+        assert "canarypwn" in preset.source
         table = beside(config, [find_task("gsm8k")])
         assert table is not None
         assert config.model.endswith(table.model)
