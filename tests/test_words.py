@@ -50,18 +50,29 @@ DATA = sorted((ROOT / "analyses").rglob("*.yaml")) + sorted((ROOT / "kvprobe" / 
 TEMPLATES = sorted((ROOT / "kvprobe").rglob("*.j2"))
 MODULES = sorted((ROOT / "kvprobe").rglob("*.py"))
 
-TEXT = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+FIELD = re.compile(r"\{[^{}]*\}")
+"""A replacement field of an f-string."""
+KEY = re.compile(r"\w*([\"'])\w+\1")
+"""A string that is one word: a key or a choice, which may be a name that files have."""
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """What a person reads of a file, with its line numbers: all of a page; of a module no identifiers."""
+    """What a person reads of a file, with its line numbers: all of a page; of a module its comments and strings."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield 1, text
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in TEXT:
+        if token.type == tokenize.COMMENT or token.type == getattr(tokenize, "FSTRING_MIDDLE", None):
             yield token.start[0], token.string
+        elif token.type == tokenize.STRING and not KEY.fullmatch(token.string):
+            formatted = "f" in token.string[: token.string.index(token.string[-1])].lower()
+            yield token.start[0], FIELD.sub(said_within, token.string) if formatted else token.string
+
+
+def said_within(field: re.Match[str]) -> str:
+    """A field of an f-string without its identifiers. From Python 3.12 on, the tokenizer separates them."""
+    return " ".join(said for said in re.findall(r"'([^']*)'", field[0]) if " " in said)
 
 
 def hits(path: Path) -> list[str]:

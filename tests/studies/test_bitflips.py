@@ -414,9 +414,9 @@ def test_every_bit_of_every_dtype_is_struck():
         ({"dtypes": "bf16,bf16"}, "each once"),
         ({"flips": 0}, "'flips' is 0; expected 1 to 1000"),
         ({"samples": 1}, "'samples' is 1"),
-        ({"error_rates": "1e-3,none"}, "'none', which is no share"),
-        ({"error_rates": "0"}, "'0', which is no share"),
-        ({"error_rates": "2"}, "'2', which is no share"),
+        ({"error_rates": "1e-3,none"}, "'none'; expected shares"),
+        ({"error_rates": "0"}, "'0'; expected shares"),
+        ({"error_rates": "2"}, "'2'; expected shares"),
         ({"seed": -1}, "'seed' is -1"),
     ],
 )

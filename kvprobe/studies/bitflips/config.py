@@ -54,9 +54,7 @@ class Config:
             except ValueError:
                 value = -1.0
             if not 0 < value <= 1:
-                raise UserError(
-                    f"Setting 'error_rates' holds {piece!r}, which is no share; expected numbers above 0, to 1."
-                )
+                raise UserError(f"Setting 'error_rates' holds {piece!r}; expected shares above 0, up to 1.")
             return value
 
         return tuple(sorted(listed("error_rates", self.error_rates, read)))

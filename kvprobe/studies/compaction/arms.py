@@ -1,4 +1,4 @@
-"""The arms of the study: a full factorial of provenance × position law × delimiters, each a policy."""
+"""The arms of the study: a full factorial of provenance × position mode × delimiters, each a policy."""
 
 from dataclasses import dataclass
 from itertools import product

@@ -22,7 +22,7 @@ from kvprobe.faults import (
 from kvprobe.faults.scope import Parts, Unit
 
 WRITTEN, ENGINE = "other numbers in place of K and V", "pages, order, positions or precision gone wrong"
-"""The families of faults: what seed 001 writes, with variants, and what goes wrong in engines."""
+"""The families of faults: what canarypwn's article writes, with variants, and what goes wrong in engines."""
 
 
 @dataclass(frozen=True)
@@ -190,4 +190,4 @@ KINDS = {
 """Every fault of the study by name. To add one, add an entry."""
 
 SEED_FAULTS = ("gaussian", "zeros", "distractor")
-"""Those of seed 001."""
+"""Those of canarypwn's article."""
