@@ -53,7 +53,8 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
                 also=[
                     "Data: samples.parquet (one row per item and flip; the clean answer has case -1) and metrics.json beside this page.",
                     f"Sources: {PAPER} (single flips in shared blocks of a prefix cache); “KV Cache is "
-                    "More Robust Than You Think in Large Language Models” (canarypwn), takeaway 1 (“even tiny memory errors (bit flips) could be catastrophic if they produce out-of-distribution activations”).",
+                    "More Robust Than You Think in Large Language Models” (canarypwn), takeaway 1 (“even tiny memory errors "
+                    "(bit flips) could be catastrophic if they produce out-of-distribution activations”).",
                 ],
             ),
         ],

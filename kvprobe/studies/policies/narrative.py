@@ -309,7 +309,7 @@ def _random_section(metrics: Mapping[str, Any], config: Config) -> Section:
         paragraphs=[
             "A policy that scores slots must beat one that draws them at random. But random draws often lose the first slots, to "
             "which many models send attention that they do not need; a policy may beat random eviction by keeping those alone. "
-            f" So there is a second baseline, random eviction that spares the first {SINKS} slots.",
+            f"So there is a second baseline, random eviction that spares the first {SINKS} slots.",
             "Differences are between conditions of the same conversations; above zero is better, and a policy is said to beat a "
             f"baseline where the whole interval is above zero. These are {count} comparisons, "
             f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by chance if none did.",
