@@ -56,18 +56,28 @@ SCALED = {"beam"}
 
 HEADER = """# Models
 
-**The gate.** Before kvprobe takes a number from a model, it proves once, on a few tokens, what it relies on. This
-takes a fraction of a second for a small model. The model must be causal. It must place tokens at the positions that
-it is given, counted from 0 (or use none). Hidden slots must reach no layer. Masking slots must equal evicting them,
-and reading with a cache must equal reading at once. Rows must not change each other. KV heads are counted in a cache,
-since configs may be wrong. The hooked lane must compute what the plain lane does before anything is read on it.
-Attention must be a softmax over scaled scores before it is shown or replaced. A model that fails is refused in a
-sentence that says why; one that fails in part loses only that part. `kvprobe doctor MODEL` shows it.
+kvprobe reads a causal language model only after a test, the gate. The table lists every class of transformers: read, on
+which lanes, or refused.
 
-**The table.** It lists every causal language model class of transformers that can be built tiny from its config, with
-random weights. kvprobe reads each at once, cached, masked, evicted, padded, greedily, and with a gap closed. The
-result is compared with one pass from scratch under masks made by hand, unless the model is refused. `python -m
-tests.every_model` makes this page, and the tests check each line of it to {allowed}.
+**The gate.** Before kvprobe takes a number from a model, it tests a few tokens of that very model, once. This takes a
+fraction of a second for a small model. The tests are:
+
+- the model is causal;
+- it respects the positions that it is given, counted from 0, or does not use positions;
+- what hidden slots hold reaches no layer;
+- masking slots and evicting them gives the same result;
+- reading with a cache gives the same result as reading at once;
+- rows do not affect each other.
+
+The number of KV heads is counted in a cache, since configs do not always give it. The hooked lane must compute what the
+plain lane does before anything is read on it. Attention must be a softmax over scaled scores before it is shown or
+replaced. A model that fails is refused with a sentence that says why. A model that fails only one of these two is read
+without it. `kvprobe doctor MODEL` shows the result.
+
+**The table.** It has every causal language model class of transformers that can be built tiny from its config, with
+random weights. kvprobe reads each at once, cached, masked, evicted, padded, greedily, and with a gap closed. The tests
+compare this with one pass from scratch under masks made by hand. "Off by" is the largest difference, relative to the
+largest logit. `python -m tests.every_model` makes this page, and the tests hold each line of it to {allowed}.
 """
 
 

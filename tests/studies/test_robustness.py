@@ -312,7 +312,7 @@ def test_the_opposite_order_and_none_at_all_are_worded_too():
 
 
 def test_a_cliff_needs_more_than_a_point_below_half():
-    """9 of 20 is below half, but not surely; 3 of 20 is."""
+    """9 of 20 is below half, but not significantly; 3 of 20 is."""
     found = numbers(made_up(lambda fault, rate, item: item < (9 if rate == 10 else 3), MADE_UP))
     assert found["tasks"]["recite"]["cliffs"]["zeros"] == 50.0
 
@@ -457,13 +457,13 @@ def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
 GSM8K_PRESETS = [name for name in presets() if name.startswith("gsm8k")]
 
 
-def test_the_presets_of_gsm8k_are_the_seeds_settings():
+def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
     assert len(GSM8K_PRESETS) == 4
     for name in GSM8K_PRESETS:
         preset = presets()[name]
         config = from_mapping(Config, preset.settings)
         assert config.faults == REPORTED_FAULTS
-        assert "seed 001" in preset.source
+        assert "canarypwn" in preset.source
         table = beside(config, [find_task("gsm8k")])
         assert table is not None
         assert config.model.endswith(table.model)
@@ -480,7 +480,7 @@ def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
     assert task["clean"]["strict"]["mean"] == 0
     assert not task["rankable"]
     assert "Faults are not ranked on gsm8k" in run.report["answer"]
-    (table,) = _section(run.report, "Beside the seed's numbers")["tables"]
+    (table,) = _section(run.report, "Beside the article's numbers")["tables"]
     assert len(table["rows"]) == 1 + 3 * 10
     assert table["rows"][0][:4] == ["sound cache", "0 %", "66.0 % (56.3 to 74.5)", "0.0 % (0.0 to 27.8)"]
     page = write_report(run.path, run.report).read_text()

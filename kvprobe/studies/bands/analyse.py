@@ -23,7 +23,7 @@ from kvprobe.wording import estimate_of
 Range = tuple[float, float]
 POSITIVE: Range = (0.0, inf)
 LAST, BUFFER = "quarter 4", "quarter 3"
-"""Seed 001 finds the last quarter the most sensitive, and calls the third a buffer."""
+"""Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""
 SPLITS = 200
 """Halvings of the items behind each self-agreement."""
 FEWEST_TO_HALVE = 6

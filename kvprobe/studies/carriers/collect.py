@@ -1,7 +1,7 @@
 """Patching between two caches that differ in what their slots have seen, and in nothing else.
 
 A conversation is read up to its cut twice: whole, the hidden turn being dropped afterwards (retained), and without that
-turn, at the same positions (recomputed). What stays are the same tokens at the same places. Groups of slots are swapped
+turn, at the same positions (recomputed). Both hold the same tokens at the same places. Groups of slots are swapped
 from one into the other and a question is read after them. A third cache is retained of a conversation with another code
 in the hidden turn. One table per conversation is kept, so an interrupted run resumes.
 """

@@ -89,7 +89,7 @@ def read_context(
 
 
 def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int) -> tuple[dict[str, Tensor], KVCache]:
-    """What T3's slots hold of the code under each arm, and what the model says of it; and the cache of the first code's
+    """What T3's slots hold of the code under each arm, and what the model answers about it; and the cache of the first code's
     conversation up to T3."""
     start, ask, answer = whole[0].part("code").start, whole[0].span("ask").start, whole[0].part("answer")
     prefix = model.prefill(whole[0][:start])

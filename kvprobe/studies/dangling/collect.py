@@ -182,7 +182,7 @@ def in_view_of(clean: KVCache, heads: Sequence[KVHead]) -> KVCache:
 
 
 def collect_memos(config: Config, run: Run) -> pd.DataFrame:
-    """What the model `ordinal` says of memos that it was not trained on; see `measure_memos`."""
+    """What the model `ordinal` answers to memos that it was not trained on; see `measure_memos`."""
     model = load("ordinal", device=config.device, dtype=config.dtype)
     verbs = list(VERBS)
     return table_of_parts(

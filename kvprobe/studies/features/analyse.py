@@ -157,7 +157,7 @@ def decoding(
     """Accuracy per digit of probes on the k best latents or raw dimensions, chosen in each training part, and on all; on all dimensions
     of the reconstruction, and of what it leaves out.
 
-    And by place, with intervals that hold together: how much more the best single latent tells of T2 itself than the best single
+    And by place, with intervals that hold together: how much more the best single latent shows of T2 itself than the best single
     dimension (`single`), and all latents of T3 than those of its restart (`read`).
     """
     labels, contexts = collected.digits, collected.contexts

@@ -189,7 +189,7 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
         for pair in drift["nll_difference"]
     ]
     return Section(
-        title="What the rebuilt run says of the scripted replies",
+        title="How the rebuilt run predicts the scripted replies",
         paragraphs=[
             "At each turn the run reads the user's message and the header of the answer, and then the scripted reply, token by "
             "token. Divergence says that two runs expect different things; surprise (the negative log-probability of the scripted "

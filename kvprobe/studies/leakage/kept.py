@@ -10,9 +10,9 @@ from kvprobe.studies.leakage.config import Config
 from kvprobe.wording import estimate_of
 
 READ_FROM: dict[str, tuple[str, Arm, str]] = {
-    "masked": ("T3", "retained", "the {secret} that a turn told before it was masked"),
-    "direct": ("summary2", "direct", "the {secret} that a turn told, from the summary that is read after it"),
-    "hidden": ("T2", "hidden", "the {secret} that a turn tells, from that turn itself"),
+    "masked": ("T3", "retained", "the {secret} that a turn stated before it was masked"),
+    "direct": ("summary2", "direct", "the {secret} that a turn stated, from the summary that is read after it"),
+    "hidden": ("T2", "hidden", "the {secret} that a turn states, from that turn itself"),
 }
 """By arm: the segment, what the model sees there, and what is read."""
 

@@ -51,7 +51,7 @@ class Reading:
 
     Attributes:
         hits: whether each digit was right.
-        bits: that the probe tells of a digit, mean over digits.
+        bits: that the probe gives of a digit, mean over digits.
         inner: accuracy on the inner fold of every site, families joined.
         sites: family and site of each row of `inner`.
         picks: the site of each test fold.

@@ -29,7 +29,7 @@ from kvprobe.tasks.passcode import draw_codes
 from kvprobe.text.transcript import Tokens
 
 SHOWN = "T1 shown"
-"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it were told."""
+"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the code."""
 USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
 
 Place = tuple[str, int]

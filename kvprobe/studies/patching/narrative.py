@@ -234,7 +234,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="What was done",
         paragraphs=[
-            "Each fact is told twice with different values, in prompts that agree token by token but for the value. The question and "
+            "Each fact is stated twice with different values, in prompts that agree token by token but for the value. The question and "
             "the reply, up to the value, are read after each prompt's cache. The measure is the logit of the run's own value less that of the "
             "other; 0 % of the way is the run unpatched, 100 % the run whose K and V are swapped in (the donor).",
             "One conversation:",

@@ -1,6 +1,6 @@
 """Every policy at every budget on the cache of the same conversation, and what the model says from what is left.
 
-A conversation is read once, with attention watched, and each condition acts on that cache: what stays is retained, never
+A conversation is read once, with attention watched, and each condition acts on that cache: the slots left are retained, never
 read again. What is said afterwards is teacher-forced, in two passes for each condition: the continuation that the model
 itself gives with the full cache, and five questions as rows of one batch. One file per sample is kept, so an interrupted
 run resumes.

@@ -312,7 +312,7 @@ def _random_section(metrics: Mapping[str, Any], config: Config) -> Section:
             f"nothing more. So there is a second baseline, random eviction that spares the first {SINKS} slots.",
             "Differences are between conditions of the same conversations; above zero is better, and a policy is said to beat a "
             f"baseline where the whole interval is above zero. These are {count} comparisons, "
-            f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by luck if none did.",
+            f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by chance if none did.",
         ],
         tables=tables,
     )

@@ -32,7 +32,7 @@ CONTRASTS = {
     ("distractor", "distractor-matched"): "an unrelated conversation's slots as they are against moved and scaled ones",
     ("foreign-block", "distractor"): "an unrelated conversation's slots in whole blocks against single slots",
 }
-"""Pairs of faults whose difference says why one of them hurts; the first two are claims of seed 001."""
+"""Pairs of faults whose difference says why one of them hurts; the first two are claims of canarypwn's article."""
 UNCHANGED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.02}
 """Nats of KL that slots in another order may cost by rounding, by the dtype of the model."""
 KL_NEEDS = 2
@@ -243,7 +243,7 @@ def _contrasts(
 
 
 def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: Sequence[int]) -> list[dict[str, Any]]:
-    """Seed 001's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
+    """Canarypwn's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
     rows = mine[mine["group"] == PROCEDURE]
     if rows.empty:
         return []

@@ -1,6 +1,6 @@
 """Every fault at every rate, with its controls, as the cases of each prompt.
 
-What is written and answered is `kvprobe.experiments.trials`' affair; here stands which cases there are.
+`kvprobe.experiments.trials` writes and answers prompts; this module says which cases there are.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from kvprobe.tasks.task import Task
 WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
 """When each timing strikes, and whether its damage is undone after the read."""
 PROCEDURE_UNITS: tuple[Unit, ...] = ("slot", "layer", "number")
-"""What seed 001 may have meant by an entry of the cache."""
+"""What canarypwn may have meant by an entry of the cache."""
 MAIN, PROCEDURE, CONTROL = "main", "procedure", "control"
 NOT_A_NUMBER = "nan"
 

@@ -1,4 +1,4 @@
-"""What the model says of the code after parts of it were erased from its cache, or exchanged for another code's.
+"""What the model answers about the code after parts of it were erased from its cache, or exchanged for another code's.
 
 Every edit is a row of one pass over the question and its reply (`kvprobe.patching.reader`): the cache as it was read, in which
 some layers' K, V or both of one place's slots hold something else. To erase is to put the conversation's average over other
