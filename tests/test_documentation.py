@@ -99,7 +99,8 @@ STANDS_FOR = {
 """What a word in capitals stands for."""
 
 LEFT_OPEN = {
-    "model": "smollm2-135m", "contexts": 12, "samples": 240, "seed": 1, "device": "cpu", "context": 2048, "batch": 4, "length": 420,
+    "model": "smollm2-135m", "contexts": 12, "samples": 240, "seed": 1, "device": "cpu",
+    "context": 2048, "batch": 4, "length": 420,
 }  # fmt: skip
 """What a flag whose value is left open (`…`) may be given."""
 
