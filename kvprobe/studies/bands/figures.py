@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.experiments.maps import map_of
-from kvprobe.experiments.trial_settings import percents
 from kvprobe.report.document import HeatMap
 from kvprobe.report.plots import save, styled
 from kvprobe.studies.bands.analyse import conditions
@@ -85,7 +84,7 @@ def accuracy_by_band(metrics: Mapping[str, Any], task: Mapping[str, Any], config
     beside = task.get("published") if part == "kv" else None
     columns = min(2, len(noises))
     lines = -(-len(noises) // columns)
-    rates = percents("rates", config.rates)
+    rates = config.rates
     with styled():
         figure, grid = plt.subplots(
             lines, columns, figsize=(9.6, 1.5 + 3.1 * lines), sharex=True, sharey=True, squeeze=False
@@ -129,7 +128,7 @@ def kl_by_band(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Conf
     import matplotlib.pyplot as plt
 
     noises, parts = (list(dict.fromkeys(each)) for each in zip(*conditions(config), strict=True))
-    rates = percents("rates", config.rates)
+    rates = config.rates
     bands = list(metrics["bands"])
     with styled():
         figure, grid = plt.subplots(

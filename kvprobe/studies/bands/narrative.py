@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trial_settings import TIMINGS, percents
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Report, Section, Table, passages_of
 from kvprobe.studies.bands.analyse import conditions, together
@@ -194,7 +194,7 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
             )
         beside = task.get("published")
         if beside and beside["model"].lower() not in config.model.lower():
-            found.append(f"The published table is of {beside['model']}; this run is of {config.model}.")
+            found.append(f"The reported table is of {beside['model']}; this run is of {config.model}.")
     if not config.follow:
         found.append("KL was not measured (follow is off), so single layers and bands are compared by accuracy alone.")
     return found
@@ -208,7 +208,7 @@ def _control_holds(control: Mapping[str, Any]) -> bool:
 def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     task = tasks_of(config)[0]
     item = task.items(1, config.seed)[0]
-    rates = ", ".join(f"{rate:g}" for rate in percents("rates", config.rates))
+    rates = ", ".join(f"{rate:g}" for rate in config.rates)
     noises, parts = (dict.fromkeys(each) for each in zip(*conditions(config), strict=True))
     single = (
         f" Each of the {metrics['layers']} layers is also struck by itself, at {config.single:g} %."
@@ -302,7 +302,7 @@ def _limits_section(metrics: Mapping[str, Any], config: Config, model: Model) ->
             "Means and deviations are over the prompt's slots, the first included, whose keys are often outliers; it is struck as any other.",
             "Equal effect is measured at the layer's own attention output, one slot at a time, for the prompt's last queries; what later "
             "layers make of it is what the study measures. With several slots struck at once effects need not add up.",
-            "One set of random draws for each item: intervals are over items and draws together, but one item's answer is one draw.",
+            "One set of draws for each item: intervals hold for items and draws together, but one item's answer is one draw.",
             f"All rates together weighs each of {len(together(config)) - 1} rates alike, so that in KL the rate at which it is largest counts most.",
             "One way of drawing slots and one timing; the article does not say whether its noise piles up.",
         ],

@@ -12,7 +12,7 @@ from kvprobe.faults.scope import bands
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
-from kvprobe.studies.bitflips.collect import ANY, FIELDS, dtypes_of, tasks_of
+from kvprobe.studies.bitflips.collect import ANY, FIELDS, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
 from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
@@ -154,7 +154,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     task = tasks_of(config)[0]
     item = task.items(1, config.seed)[0]
     passages = passages_of(item.chat, marked=item.answer)
-    dtypes = dtypes_of(config)
+    dtypes = config.dtypes
     bits = sum(LAYOUTS[dtype].bits for dtype in dtypes)
     return Section(
         title="What was done",
@@ -170,7 +170,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
             "The struck number is rounded to the dtype, one of its bits is inverted, and it is put back; the model computes in "
             f"{_named(model.lanes.dtype)}.",
             f"Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one drawn bit "
-            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number has a lot of its own, so how many flip is itself a matter of chance.",
+            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number is drawn on its own, so how many flip is itself random.",
             f"Damage is {TIMINGS['once']}: the prompt's last token and all that is written feel it.",
             "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words (other tokens, "
             "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "

@@ -10,11 +10,12 @@ from typing import Any
 
 import pandas as pd
 
+from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.patching.pairs import pooled, summarise
 from kvprobe.stats import estimate, wilson
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.config import Config
-from kvprobe.studies.carriers.groups import BEFORE, EVERY_LAYER, GROUPS, SELF, TOKEN
+from kvprobe.studies.carriers.groups import BEFORE, GROUPS, SELF, TOKEN
 from kvprobe.wording import estimate_of
 
 CLAIMS = 4

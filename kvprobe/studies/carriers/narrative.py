@@ -291,7 +291,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     context, compaction = contexts()[0], compactions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     chat = compacted_conversation(context, compaction, code)
-    passages = passages_of(chat, struck=(HIDDEN,), marked=code, told=(HIDDEN, "ask"))
+    passages = passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))
     rows = [
         [
             QUESTION_NAMES[each["question"]],

@@ -141,7 +141,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     context, compaction = contexts()[0], compactions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     chat = compacted_conversation(context, compaction, code)
-    passages = passages_of(chat, struck=HIDDEN_SEGMENTS, marked=code, told=("T2", "ask"))
+    passages = passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))
     return Section(
         title="What the model reads",
         paragraphs=[

@@ -132,7 +132,7 @@ def _slack(metrics: Mapping[str, Any]) -> float:
 
 def _session_section(config: Config) -> Section:
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
-    every = passages_of(conversation(sessions()[0]), struck=SUMMARISED)
+    every = passages_of(conversation(sessions()[0]), masked=SUMMARISED)
     passages = [passage for passage in every if passage.segment in shown]
     return Section(
         title="What the model reads",

@@ -3,8 +3,8 @@
 from kvprobe.experiments.publishing import KEPT
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.probes.kept_probe import kept_probe
-from kvprobe.probes.probe_card import Arm, Training
+from kvprobe.probes.candidate import candidate_probe
+from kvprobe.probes.card import Arm, Training
 from kvprobe.studies.leakage.analyse import CHANGED, FLOORS, Analysis, Collected
 from kvprobe.studies.leakage.config import Config
 from kvprobe.wording import estimate_of
@@ -23,7 +23,7 @@ def keep_probes(model: Model, collected: Collected, analysis: Analysis, config: 
     for arm, (segment, seen, what) in READ_FROM.items():
         restart = collected.features(FLOORS[arm]) if arm in FLOORS else None
         for changed in (False, True) if arm in CHANGED else (False,):
-            probe = kept_probe(
+            probe = candidate_probe(
                 model,
                 collected.features(arm),
                 analysis.probings[CHANGED[arm] if changed else arm],

@@ -83,7 +83,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     hidden, words = secret(config.secret), WORDS[config.secret]
     context = hidden.contexts[0]
     text = hidden.draw(1, 1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0][0]
-    passages = passages_of(conversation(context, text), struck=HIDDEN_SEGMENTS, marked=text, told=("T2", "T3"))
+    passages = passages_of(conversation(context, text), masked=HIDDEN_SEGMENTS, marked=text, only_in=("T2", "T3"))
     return Section(
         title="What the model reads",
         paragraphs=[

@@ -160,7 +160,7 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
 def _session_section(model: Model, config: Config) -> Section:
     session = sessions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    passages = passages_of(conversation(session, code), struck=TURN_NAMES, marked=code, told=(TURN_NAMES[0], "Q"))
+    passages = passages_of(conversation(session, code), masked=TURN_NAMES, marked=code, only_in=(TURN_NAMES[0], "Q"))
     return Section(
         title="What the model reads",
         paragraphs=[

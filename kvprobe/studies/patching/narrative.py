@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
@@ -229,9 +228,8 @@ def _attribution_sentence(found: Mapping[str, Any]) -> str:
 
 
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
-    kinds = listed("kinds", config.kinds, str)
-    fact = facts(kinds[:1])[0]
-    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], told=("fact", "question"))
+    fact = facts(config.kinds[:1])[0]
+    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], only_in=("fact", "question"))
     able = [f"{entry['kind']} {entry['able']} of {entry['runs']}" for entry in metrics["pairs"]["kinds"]]
     return Section(
         title="What was done",
