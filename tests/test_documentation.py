@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs as printed, and every `kvprobe …` line is one that the command line takes."""
+"""Code blocks of README.md and docs/ run as printed, and the command line takes every `kvprobe …` line."""
 
 import json
 import re
