@@ -1,10 +1,11 @@
-"""Every code block of README.md and docs/ runs as printed, and every `kvprobe …` line is one that the command line takes."""
+"""Code blocks of README.md and docs/ run as printed, and the command line takes every `kvprobe …` line."""
 
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,8 @@ STANDS_FOR = {
 """What a word in capitals stands for."""
 
 LEFT_OPEN = {
-    "model": "smollm2-135m", "contexts": 12, "samples": 240, "seed": 1, "device": "cpu", "context": 2048, "batch": 4, "length": 420,
+    "model": "smollm2-135m", "contexts": 12, "samples": 240, "seed": 1, "device": "cpu",
+    "context": 2048, "batch": 4, "length": 420,
 }  # fmt: skip
 """What a flag whose value is left open (`…`) may be given."""
 
@@ -150,6 +152,9 @@ def read_line(line: str) -> list[list[str]]:
     return [[STANDS_FOR.get(word, word) for word in shlex.split(each)[1:]] for each in found if each != "kvprobe"]
 
 
-def test_the_readme_says_what_each_room_is_for():
-    rooms = {folder.parent.name for folder in (ROOT / "kvprobe").glob("*/__init__.py")}
-    assert set(re.findall(r"^\| `(\w+)/` \|", PAGES[0].read_text(), flags=re.MULTILINE)) == rooms
+def test_the_readme_lists_the_rooms_in_the_order_of_their_imports():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = {room: floor for floor, rooms in enumerate(contract["layers"]) for room in rooms.split(" | ")}
+    listed = re.findall(r"^\| `(\w+)/` \|", PAGES[0].read_text(), flags=re.MULTILINE)
+    assert set(listed) == {folder.parent.name for folder in (ROOT / "kvprobe").glob("*/__init__.py")}
+    assert listed == sorted(listed, key=floors.__getitem__)

@@ -31,7 +31,7 @@ Labels = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Case:
-    """A trial, and what tells it apart from others in the table."""
+    """A trial, and what identifies it in the table."""
 
     labels: Labels
     trial: Trial

@@ -48,7 +48,7 @@ def plan_of(policy: Any) -> Plan:
         )
     if len(evicts) > 1 and any(count.beta is not None or not count.even for count in evicts):
         raise UserError(
-            f"{policy} has budgets that differ by layer or head in a chain, so its settings do not say what stays; "
+            f"{policy} has budgets that differ by layer or head in a chain, so its settings do not say which slots stay; "
             "give one policy."
         )
     return Plan(str(policy), evicts, rounds[0] if rounds else None)

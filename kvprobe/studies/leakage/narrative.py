@@ -68,7 +68,7 @@ def narrate(analysis: Analysis, config: Config, model: Model, environment: Mappi
 
 
 SINGLE_CONTEXT_WARNING = (
-    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below tells secrets apart within "
+    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below separates secrets within "
     "this one template; a probe may do so by features that exist in no other conversation. It does not say that "
     "they can be read from a conversation that the probe has not seen. Run with more contexts for that."
 )
