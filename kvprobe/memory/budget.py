@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from kvprobe.cache.slots import Plan
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, vllm
 from kvprobe.memory.caches import layers_of, text_model
@@ -12,7 +13,6 @@ from kvprobe.memory.forward import Kernel, Logits, usual_kernel
 from kvprobe.memory.needs import FARTHEST, EngineName, Needs, require_prompt
 from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.table import lines
 from kvprobe.memory.units import bytes_in

@@ -15,9 +15,10 @@ import yaml
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.files import Limits, filled, read_yaml
+from kvprobe.files import read_yaml
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
+from kvprobe.plain_data import Limits, filled
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.shipped import shipped
 from kvprobe.stats import Estimate

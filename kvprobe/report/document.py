@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprobe.files import Limits, filled
+from kvprobe.plain_data import Limits, filled
 from kvprobe.text.transcript import Message, Transcript
 
 LIMITS = Limits(text=2**25, entries=100_000)
@@ -161,6 +162,6 @@ class Report:
         """The report that `to_dict` made; a section may lack maps, views and heads.
 
         Raises:
-            UserError: the data is not a report; see `kvprobe.files.filled`.
+            UserError: anything else; see `kvprobe.plain_data.filled`.
         """
         return filled(cls, data, "the report", LIMITS)

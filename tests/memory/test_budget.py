@@ -128,7 +128,7 @@ def test_the_command_answers_without_torch():
     done = in_a_fresh_process(
         "import sys\n"
         "from kvprobe.cli import app\n"
-        "command, bound, _ = app.parse_args(['budget', 'Qwen/Qwen3-8B', '--policy', 'TOVA(64)', '--memory', '24GiB'])\n"
+        "command, bound, _ = app.parse_args(['budget', 'Qwen/Qwen3-8B', '--memory', '24GiB'])\n"
         "command(*bound.args, **bound.kwargs)\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -2,13 +2,13 @@
 
 import pytest
 
+from kvprobe.cache.slots import Plan, Rounds
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, logical, vllm
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, State
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan, Rounds
 from kvprobe.memory.written import plan_of
 
 FLOAT = FORMATS["float32"]

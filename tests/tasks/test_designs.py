@@ -40,15 +40,18 @@ def test_a_column_of_labels_becomes_classes_in_order():
     ("make", "words"),
     [
         (lambda: Target("one", ("a",)), "at least two"),
-        (lambda: Target("twice", ("a", "a")), "none of them twice"),
+        (lambda: Target("twice", ("a", "a")), "all of them different"),
         (lambda: Target("nothing", ("a", "b"), ()), "at least one place"),
-        (lambda: Design((), Target("t", ("a", "b"))), "there are none"),
+        (lambda: Design((), Target("t", ("a", "b"))), "has no samples"),
         (lambda: Design((Sample(CHAT, (0, 1), "x"),), Target("t", ("a", "b"))), "needs 1"),
         (lambda: Design((Sample(CHAT, (2,), "x"),), Target("t", ("a", "b"))), "0 to 1"),
-        (lambda: Design((Sample(CHAT, (0,), "x"), Sample(CHAT, (1,), "x", 0)), Target("t", ("a", "b"))), "not both"),
+        (
+            lambda: Design((Sample(CHAT, (0,), "x"), Sample(CHAT, (1,), "x", 0)), Target("t", ("a", "b"))),
+            "every sample a slot, or none",
+        ),
     ],
 )
-def test_what_is_no_design_is_refused(make, words: str):
+def test_an_inconsistent_target_or_design_is_refused(make, words: str):
     with pytest.raises(UserError, match=words):
         make()
 
@@ -73,7 +76,7 @@ def test_secrets_are_hidden_in_one_turn_asked_for_in_the_last_and_shift_nothing(
 
 
 @pytest.mark.parametrize("kind", ["name", "topic", "sentiment"])
-def test_each_label_is_told_by_many_texts(smol: Model, kind: str):
+def test_each_label_has_many_texts(smol: Model, kind: str):
     hidden = secret(kind)
     counts = np.bincount(list(hidden.label_of.values()))
     assert counts.min() >= 10

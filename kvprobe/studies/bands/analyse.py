@@ -1,6 +1,6 @@
 """From rows to numbers: what noise costs in each band, which bands differ significantly, and whether another scale agrees.
 
-Each item gives one row of every case, from shared lots, so all comparisons are paired and items are the clusters.
+Each item gives one row of every case, from shared draws, so all comparisons are paired and items are the clusters.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -219,7 +219,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
         paragraphs=[
             f"Bands of layers are struck with Gaussian noise in {rates} % of their slots, prompt and answer alike.{single} "
             f"Timing `{config.timing}`: {TIMINGS[config.timing]}. Unit `{config.unit}`: {UNIT_MEANINGS[config.unit]}. All rows of an "
-            "item share their lots: whatever the band, the noise or the part, the same slots are struck at one rate, and those "
+            "item share random draws: whatever the band, the noise or the part, the same slots are struck at one rate, and those "
             "of a lower rate are among those of a higher one.",
             f"Each item is answered greedily under every case and once with a clean cache, of which the first is shown"
             f"{f' (its reply begins “{item.lead}”; the reference is “{item.answer}”)' if item.lead else ''}."
@@ -301,7 +301,7 @@ def _limits_section(metrics: Mapping[str, Any], config: Config, model: Model) ->
             "Means and deviations are over the prompt's slots, the first included, whose keys are often outliers; it is struck as any other.",
             "Equal effect is measured at the layer's own attention output, one slot at a time, for the prompt's last queries; what later "
             "layers make of it is what the study measures. With several slots struck at once effects need not add up.",
-            "One set of lots for each item: intervals hold for items and lots together, but one item's answer is one draw.",
+            "One set of draws for each item: intervals hold for items and draws together, but one item's answer is one draw.",
             f"All rates together weighs each of {len(together(config)) - 1} rates alike, so that in KL the rate at which it is largest counts most.",
             "One way of drawing slots and one timing; seed 001 does not say whether its noise piles up.",
         ],

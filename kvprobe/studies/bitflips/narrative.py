@@ -169,7 +169,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
             "The struck number is rounded to the dtype, one of its bits is inverted, and it is put back; the model computes in "
             f"{_named(model.lanes.dtype)}.",
             f"Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one drawn bit "
-            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number has a lot of its own, so how many flip is itself a matter of chance.",
+            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number is drawn on its own, so how many flip is itself random.",
             f"Damage is {TIMINGS['once']}: the prompt's last token and all that is written feel it.",
             "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words (other tokens, "
             "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "
@@ -263,7 +263,7 @@ def _where_section(task: Mapping[str, Any], layers: int) -> Section:
             f"In {first['dtype']}, by answers that {'break' if measure == 'breaks' else 'change'}: {'; '.join(told)}.",
             _distribution(first, measure),
             f"Fields and bits are compared at the same places. K and V, and layers {thirds[-1][0]} to {thirds[-1][-1]} (late) and "
-            f"{thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, as they fell by lot. These are {count} "
+            f"{thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, drawn at random. These are {count} "
             f"comparisons, each with its own 95 % interval"
             + ("; flips of one place in several dtypes are much alike." if len(task["dtypes"]) > 1 else "."),
         ],

@@ -24,8 +24,8 @@ from kvprobe.files import read_table
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
-from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
+from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import HIDDEN, bands, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions

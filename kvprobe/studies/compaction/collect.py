@@ -206,12 +206,12 @@ def _attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows
     masks = torch.stack([first.expand_as(system), system & ~first, hidden, summaries])
     shares: dict[int, Tensor] = {}
 
-    def hear(layer: int, pattern: Tensor) -> None:
+    def observe(layer: int, pattern: Tensor) -> None:
         before, own = pattern[..., :past].mean(2), pattern[..., past:].sum(-1).mean(2)
         shared = torch.einsum("bhs,gbs->bhg", before.float(), masks.float())
         shares[layer] = torch.cat([shared, own[..., None].float()], -1)
 
-    with model.lanes.hooked.attending(hear):
+    with model.lanes.hooked.observing_patterns(observe):
         model.extend(rows, _onwards(rows, [turn] * rows.batch), lane="hooked")
     return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)
 

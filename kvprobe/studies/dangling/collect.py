@@ -111,7 +111,7 @@ def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
 def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
     """The cache in each arm; gaps can be closed only where keys turn with position."""
     found = {FULL: clean, MASKED: clean.mask(HIDDEN)}
-    if model.lanes.turns:
+    if model.lanes.can_reindex:
         found[CLOSED] = clean.evict(HIDDEN).reindex()
     return found
 

@@ -16,7 +16,7 @@ from kvprobe.probing.permutation import paired_features, step_down
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.sparse import sparse_curves
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
-from kvprobe.saes import SparseFeatures
+from kvprobe.saes import Dictionary
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate, means, ratio
 from kvprobe.studies.features.collect import PER_CODE, READERS, RESTARTED, UNTOUCHED, Collected
 from kvprobe.studies.features.config import Config
@@ -46,7 +46,7 @@ class Analysis:
     metrics: dict[str, Any]
 
 
-def analyse(collected: Collected, dictionaries: Sequence[SparseFeatures], quality: Any, config: Config) -> Analysis:
+def analyse(collected: Collected, dictionaries: Sequence[Dictionary], quality: Any, config: Config) -> Analysis:
     """Everything but what latents do to the answer."""
     places = [str(features.place) for features in dictionaries]
     differences = pd.concat(
@@ -151,7 +151,7 @@ def untouched(collected: Collected, place: str) -> float:
 
 def decoding(
     collected: Collected,
-    dictionaries: Sequence[SparseFeatures],
+    dictionaries: Sequence[Dictionary],
     config: Config,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Accuracy per digit of probes on the k best latents or raw dimensions, chosen in each training part, and on all; on all dimensions

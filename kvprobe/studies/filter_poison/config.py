@@ -23,7 +23,7 @@ class Config:
         suffix: last tokens before the answer that are read after the damage, and over which KL is averaged.
         top: heads of each sort, found on one half of the conversations, that are restored together on the other.
         random: sets of heads of the same layers to compare them with.
-        seed: of lots, halves, and random heads.
+        seed: of random draws, halves, and random heads.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """

@@ -41,7 +41,9 @@ from kvprobe.policies import (
 )
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
-from kvprobe.text.transcript import Message, Part, Tokens, Transcript
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 SINKS, WINDOW, TAIL = 4, 16, 32
 """Slots at the start that sink windows keep, last queries that SnapKV looks at, and slots that stay unquantised."""
@@ -97,7 +99,7 @@ KINDS = {
     "sliding": Kind("sliding window", lambda room: SlidingWindow(room.amount), "#56b4e9", "v"),
     "sinks": Kind("sinks + window (StreamingLLM)", _sinks, "#0072b2", "o"),
     "sinks-gapped": Kind(
-        "sinks + window (gapped)", lambda room: replace(_sinks(room), law="gapped"), "#0072b2", "s", "--"
+        "sinks + window (gapped)", lambda room: replace(_sinks(room), mode="gapped"), "#0072b2", "s", "--"
     ),
     RANDOM: Kind("random eviction", lambda room: RandomEviction(room.amount, room.seed), "#7f7f7f", "x", baseline=True),
     "random-heads": Kind(

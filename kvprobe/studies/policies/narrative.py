@@ -307,7 +307,7 @@ def _random_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="Against random eviction",
         paragraphs=[
-            "A policy that scores slots must beat one that draws lots. But lots often lose the first slots, on which many "
+            "A policy that scores slots must beat one that draws at random. But random draws often lose the first slots, on which many "
             "models park attention that they need for nothing else; a policy may beat random eviction by keeping those and know "
             f"nothing more. So there is a second baseline, random eviction that spares the first {SINKS} slots.",
             "Differences are between conditions of the same conversations; above zero is better, and a policy is said to beat a "

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, estimate, wilson
 from kvprobe.studies.robustness.collect import (
     CONTROL,
@@ -20,7 +21,6 @@ from kvprobe.studies.robustness.collect import (
     rates,
 )
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.tasks.task import Task, rankable, too_hard
 
 Rows = Any
@@ -125,7 +125,7 @@ def _task(table: Rows, config: Config, task: Task, tasks: int) -> dict[str, Any]
         for rate in rates(config):
             level[name, rate] = Answers(main[(main["fault"] == name) & (main["rate"] == rate)], items)
     can = rankable(float(accuracy.mean()), task.chance)
-    ranked = [name for name in kinds(config) if not KINDS[name].control]
+    ranked = [name for name in kinds(config) if not CATALOGUE[name].control]
     lost = {
         name: np.mean([accuracy - level[name, rate].right(headline) for rate in rates(config)], axis=0)
         for name in ranked
@@ -255,7 +255,7 @@ def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: S
         return Answers(rows[chosen], items)
 
     found = []
-    for fault in SEED_FAULTS:
+    for fault in REPORTED_FAULTS:
         usual = answers(fault, "fresh", "slot").right(scorer)
         for timing in TIMINGS:
             for unit in PROCEDURE_UNITS:
@@ -311,7 +311,7 @@ def _controls(table: Rows, config: Config, dtype: str, all_visible: bool) -> dic
         "allowed": allowed,
     }
     for name in kinds(config):
-        if KINDS[name].control:
+        if CATALOGUE[name].control:
             rows = table[(table["group"] == MAIN) & (table["fault"] == name)]
             entry = {"fault": name, "rows": len(rows), "kl": _largest(rows), "same": int(rows["same"].sum())}
             holds = _within(rows, allowed, config) and (config.follow or bool(rows["same"].all()))

@@ -13,13 +13,13 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trial_settings import TIMINGS, chosen, percents
 from kvprobe.experiments.trials import Case
 from kvprobe.faults import NotANumber, Scope
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.fault import When
 from kvprobe.faults.scope import Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.studies.published import Published, published
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.tasks.task import Task
 
 WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
@@ -32,7 +32,7 @@ NOT_A_NUMBER = "nan"
 
 def kinds(config: Config) -> tuple[str, ...]:
     """The faults that a config names; an unknown one is refused."""
-    return chosen("faults", config.faults, KINDS)
+    return chosen("faults", config.faults, CATALOGUE)
 
 
 def rates(config: Config) -> tuple[float, ...]:
@@ -82,7 +82,7 @@ def cases(config: Config) -> list[Case]:
     if config.procedure > 0:
         found += [
             _case(PROCEDURE, name, config.procedure, repeat, timing, unit)
-            for name in SEED_FAULTS
+            for name in REPORTED_FAULTS
             for timing in TIMINGS
             for unit in PROCEDURE_UNITS
             for repeat in every
@@ -100,9 +100,9 @@ def collect(model: Model, config: Config, run: Run, tasks: Sequence[Task]) -> pd
 
 
 def _case(group: str, name: str, rate: float, repeat: int, timing: str, unit: str) -> Case:
-    kind = KINDS[name]
-    drawn = kind.unit(unit)
+    named = CATALOGUE[name]
+    drawn = named.unit(unit)
     at, transient = WHEN[timing]
-    fault = kind.make(scope=Scope(rate=rate / 100, parts=kind.parts, unit=drawn), at=at, transient=transient)
+    fault = named.make(scope=Scope(rate=rate / 100, parts=named.parts, unit=drawn), at=at, transient=transient)
     labels = {"group": group, "fault": name, "rate": rate, "repeat": repeat, "timing": timing, "unit": drawn}
     return Case(labels, Trial(fault, repeat))

@@ -18,8 +18,8 @@ from kvprobe.erasing import interchange
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.patching import Cell
-from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
+from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.carriers.groups import EVERY_LAYER
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles
 from kvprobe.studies.use.read import PARTS, Layout
