@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
+from kvprobe.cache.slots import Plan
 from kvprobe.errors import UserError
 from kvprobe.memory import forward, hf, logical, vllm
 from kvprobe.memory.caches import Layer
 from kvprobe.memory.config import Config
 from kvprobe.memory.forward import Kernel, Logits, Phase
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan
 from kvprobe.memory.widths import Widths
 
 EngineName = Literal["hf", "vllm", "logical"]

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprobe.files import Limits, filled
 from kvprobe.plain_data import Limits, filled
 from kvprobe.text.transcript import Message, Transcript
 
