@@ -147,7 +147,8 @@ def _words(hint: Any) -> str:
         return " or ".join(map(_words, get_args(hint)))
     kind = get_origin(hint) or hint
     known = {int: "a whole number", float: "a number", NoneType: "None", bool: "True or False", str: "a name"}
-    return known.get(kind, kind.__name__)
+    name: str = kind.__name__
+    return known.get(kind, name)
 
 
 def _unreadable(text: str) -> str:
