@@ -88,8 +88,7 @@ class Needs:
     def phases(self) -> dict[str, Phase]:
         """What is needed beside the weights while the prompt is read and at the last generated token.
 
-        A policy or a format that acts only every few tokens lets the cache grow in between: where an earlier token
-            needs
+        A policy or a format that acts only every few tokens lets the cache grow in between. If an earlier token needs
         more than both, its phase is included.
         """
         before = [self.generating(step)._last_phase for step in self._fuller_steps()]

@@ -74,8 +74,9 @@ def rows(budget: Needs) -> list[tuple[str, str, int, int, int]]:
         key = (str(layer), budget.bytes_per_token[number], budget.logical[number], budget.allocated[number])
         alike.setdefault(key, []).append(number)
     return [
-        (_ranges(numbers), f"{len(numbers)} × {kind}", *(len(numbers) * size for size in sizes))
-        for (kind, *sizes), numbers in alike.items()
+        (_ranges(numbers), f"{count} × {kind}", count * per_token, count * logical, count * allocated)
+        for (kind, per_token, logical, allocated), numbers in alike.items()
+        for count in [len(numbers)]
     ]
 
 

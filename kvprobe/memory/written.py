@@ -43,13 +43,13 @@ def plan_of(policy: Any) -> Plan:
     rounds = [count for count in counts if isinstance(count, Rounds)]
     if len(rounds) > 1 or (rounds and evicts):
         raise UserError(
-            f"{policy} rounds slots and evicts some, and which of them are rounded depends on which went; give one of "
-            "the two."
+            f"{policy} both rounds and evicts slots, so the number of rounded slots depends on which are evicted; "
+            "give one of the two."
         )
     if len(evicts) > 1 and any(count.beta is not None or not count.even for count in evicts):
         raise UserError(
-            f"{policy} has budgets that differ by layer or head in a chain, so its settings do not say which slots stay; "
-            "give one policy."
+            f"{policy} has budgets that differ by layer or head in a chain, so its settings do not determine the "
+            "number of retained slots; give one policy."
         )
     return Plan(str(policy), evicts, rounds[0] if rounds else None)
 
@@ -147,7 +147,8 @@ def _words(hint: Any) -> str:
         return " or ".join(map(_words, get_args(hint)))
     kind = get_origin(hint) or hint
     known = {int: "a whole number", float: "a number", NoneType: "None", bool: "True or False", str: "a name"}
-    return known.get(kind, kind.__name__)
+    name: str = kind.__name__
+    return known.get(kind, name)
 
 
 def _unreadable(text: str) -> str:

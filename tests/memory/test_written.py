@@ -218,17 +218,20 @@ def test_texts_are_read_as_python_reads_them(text: str, policy: Policy):
 UNREADABLE = [
     "", "   ", "SlidingWindow", "64", "SlidingWindow(", "SlidingWindow)", "SlidingWindow(64", "SlidingWindow(64) |",
     "SlidingWindow(64); TOVA(8)", "x = SlidingWindow(64)", "policies.SlidingWindow(64)", "SlidingWindow(64)(8)",
-    "SlidingWindow(64) or TOVA(8)", "SlidingWindow(64) & TOVA(8)", "[SlidingWindow(64)]", "lambda: 0", "SlidingWindow(w)",
+    "SlidingWindow(64) or TOVA(8)", "SlidingWindow(64) & TOVA(8)", "[SlidingWindow(64)]", "lambda: 0",
+    "SlidingWindow(w)",
     "SlidingWindow(60 + 4)", "SlidingWindow(*[64])", "SlidingWindow(**{'window': 64})", "SlidingWindow(window:=64)",
     "SlidingWindow(TOVA(8))", "LayerBudgets(64)", "LayerBudgets('SnapKV(64)')", "SlidingWindow(64)\x00", "\ud800",
-    "(" * 300, "-" * 400 + "1", "SlidingWindow(" * 60, "(SlidingWindow(64) | " * 20, "SlidingWindow(64) if 1 else TOVA(8)",
+    "(" * 300, "-" * 400 + "1", "SlidingWindow(" * 60, "(SlidingWindow(64) | " * 20,
+    "SlidingWindow(64) if 1 else TOVA(8)",
     "await SlidingWindow(64)", "f'{SlidingWindow(64)}'", "SlidingWindow(64)\nTOVA(8)",
 ]  # fmt: skip
 WRONG = [
     ("SlidingWindw(64)", "SlidingWindow"), ("Sliding(64)", "SlidingWindow"), ("eval(1)", "eval"),
     ("Chain(TOVA(8))", "Chain"), ("Scored(8)", "Scored"), ("__import__('os')", "__import__"),
     ("MaskSpans(('m0',))", "MaskSpans"), ("PruneToolResults()", "PruneToolResults"),
-    ("RestartInPlace(4)", "RestartInPlace"), ("RestartRebuilt(4)", "RestartRebuilt"), ("ZeroValues('m0')", "ZeroValues"),
+    ("RestartInPlace(4)", "RestartInPlace"), ("RestartRebuilt(4)", "RestartRebuilt"),
+    ("ZeroValues('m0')", "ZeroValues"),
     ("SlidingWindow()", "window"), ("SinkWindow(4)", "window"), ("SinkWindow(window=4)", "sinks"),
     ("RandomEviction(8)", "seed"), ("Quantise()", "bits"), ("H2O(recent=4)", "budget"), ("LayerBudgets()", "policy"),
     ("SlidingWindow(64, 64)", "at most 1"), ("SlidingWindow(windw=64)", "window"), ("TOVA(8, evry=1)", "every"),
@@ -241,7 +244,8 @@ WRONG = [
 ]  # fmt: skip
 UNFIT = [
     "SlidingWindow(None)", "SinkWindow(None, 8)", "SinkWindow(4, None)", "TOVA(None)", "RandomEviction(8, None)",
-    "Quantise(None)", "Quantise(4, None)", "Quantise(4, 32, None)", "LayerBudgets(Quantise(4))", "HeadBudgets(Quantise(4))",
+    "Quantise(None)", "Quantise(4, None)", "Quantise(4, 32, None)", "LayerBudgets(Quantise(4))",
+    "HeadBudgets(Quantise(4))",
     "LayerBudgets(SinkWindow(4, 60))", "HeadBudgets(SlidingWindow(64))", "LayerBudgets(HeadBudgets(TOVA(8)))",
     "LayerBudgets(TOVA(8), every=2)", "H2O(8, 9)", "SnapKV(8)", "SnapKV(64, 0)",
     "SnapKV(64, 16, 4)", "RandomEviction(8, 0, sinks=9)", "RandomEviction(8, 0, mode='contiguous')",

@@ -1,9 +1,9 @@
-// Attention of chosen layer and head: its pattern by CircuitsVis, and the text as one of its tokens attends to it.
+// Attention in a chosen layer and head: its pattern by CircuitsVis, and the text coloured by the attention of one token.
 "use strict";
 
-// A pattern's cell is blank below the one and of full colour from the other.
+// A cell of a pattern is blank below the first weight, and has full colour from the second on.
 const [LEAST_SHOWN, MOST_SHOWN] = [0.002, 0.5];
-// Weights come as the square root's share of 255: see kvprobe/report/views/attention.py.
+// Weights are stored as 255 times their square root; see kvprobe/report/views/attention.py.
 const weightOf = (level) => Number(((level / 255) ** 2).toPrecision(3));
 const PALETTE = Array.from({ length: 256 }, (_, level) => colour(level / 255).map(Math.round));
 
@@ -14,7 +14,7 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
   const perHead = starts.pop();
   const shown = tokens.map((token) => token.replaceAll("\t", "⇥").replaceAll("\n", "↵\n"));
   const named = (slot) => `${slot} '${tokens[slot].replaceAll("\n", "↵")}'`;
-  // For labels on a canvas or an axis, which know no style.
+  // For labels on a canvas or an axis, which have no text style.
   const labels = shown.map((token, slot) => `${isDamaged.has(slot) ? "▲" : ""}${isMasked.has(slot) ? struckThrough(token) : token}`);
 
   const view = make("div", "heads");
@@ -57,7 +57,7 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
     draw();
   }
 
-  // Views of the same layers and heads, as before and after a mask, go together.
+  // Views of the same layers and heads, such as before and after a mask, show the same choice.
   function pick(layer, which) {
     choose(layer, which);
     document.dispatchEvent(new CustomEvent("head", { detail: { by: view, layer: layers[layer], head: heads[which] } }));
@@ -89,7 +89,7 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
     attend(row);
   }
 
-  // Colours the text by what one query pays to each of its slots.
+  // Colours the text by the attention of one query to each slot.
   function attend(at) {
     if (!levels) return;
     const paid = rowOf(head, at);
@@ -126,7 +126,7 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
     attend(row);
     see(spans[queries[row]]);
   });
-  // Scrolls the text alone, and not the page.
+  // Scrolls the text, not the page.
   const see = ({ offsetTop, offsetHeight }) => {
     const [above, below] = [offsetTop + offsetHeight + 8 - text.clientHeight, offsetTop - 8];
     text.scrollTop = Math.min(Math.max(text.scrollTop, above), below);
@@ -164,8 +164,8 @@ async function unpacked(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Returns what draws a pattern in place of the one before. CircuitsVis has no way to take a pattern down, and Chart.js keeps
-// every chart that is not: so one component of ours stays, and React takes down what it held when the key changes.
+// Returns a function that draws a pattern in place of the one before. CircuitsVis cannot remove a pattern, and Chart.js keeps
+// every chart that is not removed. So one component of ours is permanent, and React removes its content when the key changes.
 function circuitsVisPattern(place, name) {
   let [held, props, key] = [null, null, 0];
   class Held {

@@ -1,4 +1,4 @@
-// Draws every view of the page in place of its words: maps here, attention by attention.js, all else by CircuitsVis.
+// Replaces the words of every view by a drawing: maps here, attention in attention.js, token views by CircuitsVis.
 "use strict";
 addEventListener("DOMContentLoaded", () => {
   for (const [number, view] of document.querySelectorAll("[data-component]").entries()) {
@@ -17,7 +17,7 @@ addEventListener("DOMContentLoaded", () => {
   }
 });
 
-// Blue above zero and red below, as CircuitsVis and TransformerLens colour; ColorBrewer's RdBu, which any colour vision tells apart.
+// Blue above zero and red below, as CircuitsVis and TransformerLens colour; ColorBrewer's RdBu, which readers with any colour vision can distinguish.
 function colour(share) {
   if (share === null) return [168, 168, 168];
   const above = [[247, 247, 247], [209, 229, 240], [146, 197, 222], [67, 147, 195], [33, 102, 172], [5, 48, 97]];
@@ -39,7 +39,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis }, words) {
   const frame = make("div", "map-cells", scroll);
   make("div", "map-corner", scroll, `${rowAxis} ↑\n${columnAxis} →`);
   const columnStep = labels(scroll, "map-columns", columns, 72);
-  // A label needs 12 pixels; a cell too small to be pointed at needs 3.
+  // A label needs 12 pixels, and a cell 3, to be pointed at.
   const [narrowest, lowest] = [Math.max(3, 12 / columnStep), Math.max(3, 12 / rowStep)];
   const width = `min-width: ${narrowest * columns.length}px; max-width: ${48 * columns.length}px`;
   frame.style.cssText = `${width}; height: ${Math.max(lowest, Math.min(20, 480 / rows.length)) * rows.length}px`;
@@ -108,7 +108,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis }, words) {
   return map;
 }
 
-// One label in so many that at most `most` are shown; returns the step between them.
+// Shows every n-th label, so that there are at most `most`; returns n.
 function labels(parent, name, texts, most) {
   const step = Math.ceil(texts.length / most);
   const axis = make("div", name, parent);
