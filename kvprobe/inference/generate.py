@@ -53,7 +53,7 @@ class Generation:
             UserError: there are several rows; use `texts`.
         """
         if len(self.texts) != 1:
-            raise UserError(f"`text` is of one row, but there are {len(self.texts)}; take one from `texts`.")
+            raise UserError(f"`text` is of one row, but there are {len(self.texts)} rows; take one from `texts`.")
         return self.texts[0]
 
 

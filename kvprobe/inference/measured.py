@@ -223,6 +223,7 @@ def _empty_cache(model: PreTrainedModel, budget: Budget) -> Cache:
 @contextmanager
 def _kernel(model: PreTrainedModel, kernel: str) -> Iterator[None]:
     before = model.config._attn_implementation
+    assert before is not None  # the lanes refuse such a model
     model.set_attn_implementation(kernel)
     try:
         yield

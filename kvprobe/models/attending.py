@@ -58,6 +58,7 @@ def attention_replaced(
     """
     layers = {id(module): layer for layer, module in enumerate(modules)}
     before = plain.config._attn_implementation
+    assert before is not None  # the lanes refuse such a model
 
     def attend(
         module: nn.Module,

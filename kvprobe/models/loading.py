@@ -82,7 +82,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     if problems["missing_keys"]:
         missing = ", ".join(sorted(problems["missing_keys"])[:3])
         raise UserError(
-            f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …); fetch them again."
+            f"The weights in {folder} lack {len(problems['missing_keys'])} tensors ({missing} …); fetch them again."
         )
     if unused := _unused_layers(model, problems["unexpected_keys"]):
         raise UserError(

@@ -201,7 +201,7 @@ def test_captured_tensors_hold_no_more_memory_than_what_was_asked_for(tiny: Mode
 
 @pytest.mark.parametrize("lane", ["auto", "plain", "hooked"])
 def test_a_family_that_the_blocks_do_not_have_is_refused(tiny_models: dict[str, Model], lane: str):
-    with pytest.raises(UserError, match="no 'resid_mid'"):
+    with pytest.raises(UserError, match="does not compute 'resid_mid'"):
         capture(tiny_models["gpt_neox"].lanes, ROWS, ["resid_mid"], lane=lane)
 
 

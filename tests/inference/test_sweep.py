@@ -531,7 +531,7 @@ def test_a_past_of_several_rows_or_another_model_is_refused(
 
 
 def test_several_prompts_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="A sweep answers one prompt; there are 2"):
+    with pytest.raises(UserError, match="A sweep answers one prompt, but there are 2"):
         tiny_llama.sweep([PROMPT, OTHER], [Zeros()])
 
 
