@@ -105,7 +105,8 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
 def recovered(spliced: pd.DataFrame) -> float:
     """From the table of `splice`: 1 − (KL with the reconstruction in place) / (KL with the mean activation in
     place)."""
-    return 1 - float(spliced["kl_spliced"].sum() / spliced["kl_mean"].sum())
+    with_reconstruction, with_mean = spliced[["kl_spliced", "kl_mean"]].to_numpy(float).sum(0)
+    return 1 - float(with_reconstruction / with_mean)
 
 
 def _predictions(model: Model, text: Tokens) -> Float[Tensor, "predicted vocab"]:
