@@ -1,3 +1,5 @@
+"""Flipped bits."""
+
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,7 @@ def all_bits(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "bit"), EVERY_BIT)
-def test_a_flip_is_the_xor_of_one_bit_for_every_pattern_and_twice_gives_it_back(name: str, bit: int):
+def test_a_flip_is_the_xor_of_one_bit_for_every_pattern_and_a_second_flip_restores_it(name: str, bit: int):
     patterns = all_bits(name)
     bits = torch.full((len(patterns),), bit)
     once = flipped(from_bits(name, patterns), bits)
@@ -136,7 +138,7 @@ def test_a_flip_in_a_coarser_cache_is_still_a_flip_or_is_refused(stored: str):
     assert changed == sum(each.numel() for each in cache.keys + cache.values), f"{int(damage.count[0])} vectors struck"
 
 
-def test_what_becomes_infinite_is_named():
+def test_a_flip_that_gives_nan_is_reported_with_its_place():
     cache = square_cache(1)
     cache.keys[1][0, 1, 5, 2] = 1.5
     fault = BitFlips(bit=30, scope=Scope(layers=[1], heads=[1], slots=[5], parts="k", unit="slot"))
@@ -158,6 +160,14 @@ def test_what_becomes_infinite_is_named():
     ],
     ids=str,
 )
-def test_a_bit_that_is_none_is_refused(unchecked: None, settings: dict[str, Any], sentence: str):
+def test_a_bit_or_field_that_does_not_exist_is_refused(unchecked: None, settings: dict[str, Any], sentence: str):
     with pytest.raises(UserError, match=sentence):
         BitFlips(**settings)
+
+
+def test_bit_flips_draw_single_numbers_by_default():
+    cache = square_cache(0)
+    found, _ = after(BitFlips(bit=31, scope=Scope(count=1, unit="number")), cache)
+    changed = [int((a != b).sum()) for a, b in zip(found.keys + found.values, cache.keys + cache.values, strict=True)]
+    assert changed == [1] * (2 * LAYERS)
+    assert BitFlips().scope.unit == "number"
