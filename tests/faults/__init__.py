@@ -141,7 +141,8 @@ def both(cache: KVCache) -> list[tuple[str, int, Tensor]]:
 
 
 def outlying(slots: int, dtype: torch.dtype = torch.float32) -> KVCache:
-    """A cache in which every layer, head and channel has a mean and a deviation of its own, and channels vary together."""
+    """A cache in which every layer, head and channel has a mean and a deviation of its own, and channels vary
+    together."""
     cache = square_cache(0, slots, dtype=torch.float32)
     rng = torch.Generator().manual_seed(1)
 

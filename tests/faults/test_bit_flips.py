@@ -126,7 +126,8 @@ def test_a_finer_cache_is_rounded_to_the_dtype_first(name: str):
 
 @pytest.mark.parametrize("stored", ["bf16", "fp16"])
 def test_a_flip_in_a_coarser_cache_is_still_a_flip_or_is_refused(stored: str):
-    """Models are bfloat16 on a GPU. A flip of a low bit of fp32 that bfloat16 rounds away would be a fault that never was."""
+    """Models are bfloat16 on a GPU. A flip of a low bit of fp32 that bfloat16 rounds away would be a fault that never
+    was."""
     cache = square_cache(1, dtype=LAYOUTS[stored].dtype)
     try:
         found, damage = after(BitFlips(scope=Scope(unit="slot")), cache)

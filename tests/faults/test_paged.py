@@ -176,7 +176,7 @@ def test_overlapping_pages_of_unequal_width_are_refused():
 
 @pytest.mark.parametrize("fault", [Permuted(), WrongPointers(block=4)], ids=str)
 def test_exchanging_whole_slots_of_a_reindexed_cache_changes_nothing(tiny_llama: Model, fault: Fault):
-    """The control that `Permuted` and `WrongPointers` promise, on the cache that every eviction policy leaves behind."""
+    """The control of `Permuted` and `WrongPointers`, on a cache as an eviction policy leaves it."""
     cache = tiny_llama.as_seen(reindexed(tiny_llama))
     question = random_tokens(4, {"question": 3}, start=int(cache.ledger.following[0]))
     expected = tiny_llama.extend(cache, question)[1]

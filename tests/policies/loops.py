@@ -1,4 +1,4 @@
-"""Which slots stay under each policy, by loops over slots that are written from its docstring, and helpers for tests."""
+"""Which slots stay under each policy, by loops over slots written from its docstring; helpers for tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -127,9 +127,9 @@ PROTECTED: dict[type[Policy], Callable[..., int]] = {
 
 
 def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: int, once: bool) -> list[int]:
-    """The slots of each layer as PyramidKV's code has them, written from its description: the last layer is given a share of
-    what is chosen beside the window, the first as much as brings their mean back, and layers between them fall in whole
-    steps. Short prompts are cut to the same budget everywhere."""
+    """The slots of each layer as PyramidKV's code has them, written from its description: the last layer is given a
+    share of what is chosen beside the window, the first as much as brings their mean back, and layers between them fall
+    in whole steps. Short prompts are cut to the same budget everywhere."""
     choose = budget - window
     if length < budget or layers == 1 or (once and length < choose * 2):
         return [budget] * layers
@@ -150,8 +150,8 @@ def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
 
 
 def ada_by_hand(scores: list[list[float]], choose: int, floor: float) -> list[int]:
-    """How many of its slots each head keeps, as Ada-KV's code has it, beside its window: its number among the best of all heads,
-    drawn towards an equal share, and rounded."""
+    """How many of its slots each head keeps, as Ada-KV's code has it, beside its window: its number among the best of
+    all heads, drawn towards an equal share, and rounded."""
     if choose > len(scores[0]):
         return [len(head) for head in scores]
     ranked = sorted(((score, head) for head, row in enumerate(scores) for score in row), reverse=True)
@@ -252,7 +252,8 @@ def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Slots
 
 
 def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Slots]) -> None:
-    """The policy leaves these slots, in order and as they were; others are gone or dead; positions follow its position mode."""
+    """The policy leaves these slots, in order and as they were; others are gone or dead; positions follow its position
+    mode."""
     after = policy.act(before).cache
     for row in range(before.cache.batch):
         old, new = before.cache.ledger, after.ledger

@@ -71,7 +71,8 @@ def grids(numbers: np.ndarray, bits: int) -> list[tuple[np.ndarray, float]]:
 
 
 def groups_of_numbers(cache: KVCache, row: int, slots: list[int], group: int) -> list[tuple[str, tuple]]:
-    """Where the numbers lie that share a scale, in one group of slots: a key's channel, so many of a value's channels."""
+    """Where the numbers lie that share a scale, in one group of slots: a key's channel, so many of a value's
+    channels."""
     found: list[tuple[str, tuple]] = []
     for layer in range(cache.n_layers):
         for head in range(cache.n_kv_heads):
