@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvprobe.errors import UserError
 from kvprobe.faults import BitFlips, Draws, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, flipped
-from tests.faults import after, square_cache
+from tests.faults import LAYERS, after, square_cache
 
 INTEGERS = {"fp32": (torch.int32, np.uint32), "bf16": (torch.int16, np.uint16), "fp16": (torch.int16, np.uint16)}
 WIDTH = {"fp32": 32, "bf16": 16, "fp16": 16}
