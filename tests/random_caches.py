@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 NAMES = ("system", "T1", "summary", "T2")
 

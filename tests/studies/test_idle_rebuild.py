@@ -305,7 +305,7 @@ def test_every_session_is_eight_turns_with_its_summary_after_the_third():
     for session in sessions():
         segments = conversation(session).segments
         assert segments == ("system", *SUMMARISED, "summary", *(f"T{turn}" for turn in range(4, TURNS + 1)))
-    with pytest.raises(UserError, match="has 7 turns; expected 8"):
+    with pytest.raises(UserError, match="has 7 turns; give 8"):
         dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7])
 
 

@@ -29,7 +29,7 @@ from kvprobe.inference.sweep import prepare
 from kvprobe.report.page import write_report
 from kvprobe.stats import wilson
 from kvprobe.studies.robustness.analyse import analyse
-from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, beside, cases, kinds
+from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, beside, cases
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.narrative import findings, headline, warnings
@@ -40,7 +40,7 @@ from kvprobe.tasks.task import prompt
 from kvprobe.wording import estimate_of
 from tests.models import CHATML, N_LAYERS
 
-SMALL = Config(tasks="retrieve", samples=2, faults=",".join(CATALOGUE), rates="10,50", repeats=2)
+SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
 
 
 def run_on(model: Model, config: Config, root: Path) -> Run:
@@ -60,7 +60,7 @@ def test_there_is_a_case_for_each_fault_rate_and_repeat_and_for_each_control():
     assert len(main) == len(main.drop_duplicates(["fault", "rate", "repeat"])) == len(CATALOGUE) * 2 * 2
     assert len(procedure.drop_duplicates(["fault", "timing", "unit", "repeat"])) == 3 * 3 * 3 * 2
     assert set(procedure["rate"]) == {SMALL.procedure}
-    assert labels[labels["group"] == CONTROL]["fault"].tolist() == [kinds(SMALL)[0], NOT_A_NUMBER]
+    assert labels[labels["group"] == CONTROL]["fault"].tolist() == [SMALL.faults[0], NOT_A_NUMBER]
     without = {case.labels["group"] for case in cases(replace(SMALL, procedure=0.0))}
     assert without == {MAIN, CONTROL}
 
@@ -119,7 +119,7 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
     for name in ("accuracy_by_rate", "kl_by_rate"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()
-    page = write_report(finished).read_text()
+    page = write_report(finished.path, finished.report).read_text()
     assert all(kind.label.replace("&", "&amp;") in page for kind in CATALOGUE.values())
 
 
@@ -179,13 +179,15 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers(
 
 
 def test_without_kl_the_study_still_runs_and_says_so(tiny_llama: Model, tmp_path: Path):
-    config = Config(tasks="retrieve", samples=2, faults="zeros,permuted", rates="50", procedure=0.0, follow=False)
+    config = Config(
+        tasks=("retrieve",), samples=2, faults=("zeros", "permuted"), rates=(50.0,), procedure=0.0, follow=False
+    )
     run = run_on(tiny_llama, config, tmp_path)
     assert all(each["kl"] is None for each in run.metrics["tasks"]["retrieve"]["levels"])
     assert not (run.path / "figures" / "kl_by_rate.png").exists()
     assert "KL was not measured" in " ".join(run.report["warnings"])
     assert "not measured" in " ".join(_section(run.report, "Controls")["points"])
-    assert write_report(run).is_file()
+    assert write_report(run.path, run.report).is_file()
 
 
 Right = Callable[[str, float, int], bool]
@@ -229,7 +231,13 @@ def made_up(
     return pd.DataFrame(rows)
 
 
-MADE_UP = Config(tasks="recite", samples=20, faults="gaussian,zeros,distractor,permuted", rates="10,50", procedure=0.0)
+MADE_UP = Config(
+    tasks=("recite",),
+    samples=20,
+    faults=("gaussian", "zeros", "distractor", "permuted"),
+    rates=(10.0, 50.0),
+    procedure=0.0,
+)
 
 
 def numbers(table: pd.DataFrame, config: Config = MADE_UP, **facts: Any) -> dict[str, Any]:
@@ -304,7 +312,7 @@ def test_the_opposite_order_and_none_at_all_are_worded_too():
 
 
 def test_a_cliff_needs_more_than_a_point_below_half():
-    """9 of 20 is below half, but not surely; 3 of 20 is."""
+    """9 of 20 is below half, but not significantly; 3 of 20 is."""
     found = numbers(made_up(lambda fault, rate, item: item < (9 if rate == 10 else 3), MADE_UP))
     assert found["tasks"]["recite"]["cliffs"]["zeros"] == 50.0
 
@@ -395,8 +403,10 @@ def test_few_items_are_warned_of():
     assert warnings(numbers(made_up(graded, MADE_UP)), MADE_UP) == []
 
 
-def test_published_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
-    config = replace(MADE_UP, tasks=f"gsm8k:{_questions(tmp_path, 20)}", published="seed001-7b", rates="10,50,60")
+def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
+    config = replace(
+        MADE_UP, tasks=(f"gsm8k:{_questions(tmp_path, 20)}",), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0)
+    )
     task = find_task(config.tasks)
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
     table["score_strict"], table["score_flexible"] = table["score_exact"], True
@@ -419,15 +429,12 @@ def test_published_numbers_stand_beside_measured_ones_with_their_own_intervals(t
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"faults": "gaussian,zero"}, "did you mean 'zeros'"),
-        ({"tasks": "resite"}, "did you mean 'recite'"),
-        ({"published": "seed001-8b"}, "did you mean 'seed001-7b'"),
-        ({"published": "seed001-7b"}, "which is about gsm8k"),
-        ({"rates": "0,10"}, "'0' is no rate"),
-        ({"rates": "10,101"}, "'101' is no rate"),
-        ({"rates": "10,10"}, "each once"),
-        ({"timing": "often"}, "no value called 'often'"),
-        ({"unit": "slots"}, "did you mean 'slot'"),
+        ({"faults": ("gaussian", "zero")}, "did you mean 'zeros'"),
+        ({"tasks": ("resite",)}, "did you mean 'recite'"),
+        ({"reported": "canarypwn-8b"}, "did you mean 'canarypwn-7b'"),
+        ({"reported": "canarypwn-7b"}, "which is about gsm8k"),
+        ({"rates": (0.0, 10.0)}, "'rates' has 0; expected percents above 0, up to 100"),
+        ({"rates": (10.0, 101.0)}, "'rates' has 101"),
         ({"samples": 1}, "2 to 100000"),
         ({"repeats": 0}, "1 to 1000"),
         ({"procedure": 101.0}, "0 to 100"),
@@ -441,8 +448,8 @@ def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
         study.run(Config(**settings), tmp_path)
 
 
-def test_a_published_table_without_any_of_the_faults_is_refused(tmp_path: Path):
-    config = Config(tasks=f"gsm8k:{_questions(tmp_path, 2)}", published="seed001-bands-7b")
+def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
+    config = Config(tasks=(f"gsm8k:{_questions(tmp_path, 2)}",), reported="canarypwn-bands-7b")
     with pytest.raises(UserError, match="name one of those"):
         beside(config, [find_task(config.tasks)])
 
@@ -450,13 +457,13 @@ def test_a_published_table_without_any_of_the_faults_is_refused(tmp_path: Path):
 GSM8K_PRESETS = [name for name in presets() if name.startswith("gsm8k")]
 
 
-def test_the_presets_of_gsm8k_are_the_seeds_settings():
+def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
     assert len(GSM8K_PRESETS) == 4
     for name in GSM8K_PRESETS:
         preset = presets()[name]
         config = from_mapping(Config, preset.settings)
-        assert kinds(config) == REPORTED_FAULTS
-        assert "seed 001" in preset.source
+        assert config.faults == REPORTED_FAULTS
+        assert "canarypwn" in preset.source
         table = beside(config, [find_task("gsm8k")])
         assert table is not None
         assert config.model.endswith(table.model)
@@ -473,10 +480,10 @@ def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
     assert task["clean"]["strict"]["mean"] == 0
     assert not task["rankable"]
     assert "Faults are not ranked on gsm8k" in run.report["answer"]
-    (table,) = _section(run.report, "Beside the seed's numbers")["tables"]
+    (table,) = _section(run.report, "Beside the article's numbers")["tables"]
     assert len(table["rows"]) == 1 + 3 * 10
     assert table["rows"][0][:4] == ["sound cache", "0 %", "66.0 % (56.3 to 74.5)", "0.0 % (0.0 to 27.8)"]
-    page = write_report(run).read_text()
+    page = write_report(run.path, run.report).read_text()
     assert "39.0 % (30.0 to 48.8)" in page
     assert run.metrics["controls"]["nothing"]["holds"]
 

@@ -10,7 +10,7 @@ from kvprobe.report.document import AttentionView, Figure, Report, Section, Tabl
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.analyse import FILTER, POISON
 from kvprobe.studies.filter_poison.collect import STRUCK
-from kvprobe.studies.filter_poison.config import FALSE, Config, families
+from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
@@ -316,7 +316,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
         ],
         points=[
             f"{said(family, percentage)}. Damage: {plain(estimate_of(damage[family]), 3)} nats, median {damage[family]['median']:.3f}."
-            for family, percentage in families(config).items()
+            for family, percentage in config.rates.items()
         ],
     )
 

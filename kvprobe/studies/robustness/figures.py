@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.experiments.maps import map_of
+from kvprobe.experiments.reported import Reported
 from kvprobe.faults.catalogue import CATALOGUE, ENGINE, WRITTEN
 from kvprobe.report.document import HeatMap
 from kvprobe.report.plots import save, styled
 from kvprobe.stats import wilson
-from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.styles import STYLES
@@ -23,7 +23,7 @@ from kvprobe.wording import ends, estimate_of, percent
 Value = Callable[[Mapping[str, Any]], Mapping[str, float] | None]
 
 
-def draw_all(metrics: Mapping[str, Any], config: Config, table: Published | None, name: str, folder: Path) -> None:
+def draw_all(metrics: Mapping[str, Any], config: Config, table: Reported | None, name: str, folder: Path) -> None:
     """Draw every figure into `folder` as PNG and SVG; `name` is the model's."""
     matplotlib.use("Agg")
     title = f"{name}, {metrics['items']} items of each task"
@@ -32,7 +32,7 @@ def draw_all(metrics: Mapping[str, Any], config: Config, table: Published | None
         save(kl_by_rate(metrics, title), folder / "kl_by_rate")
 
 
-def accuracy_by_rate(metrics: Mapping[str, Any], table: Published | None, title: str) -> Any:
+def accuracy_by_rate(metrics: Mapping[str, Any], table: Reported | None, title: str) -> Any:
     """Accuracy against the share that is struck: a panel per task and family of faults, a line per fault, the sound
     cache's accuracy and chance; published accuracies hollow and dashed beside what was measured."""
     figure, grid, families = _panels(metrics, title)
@@ -151,7 +151,7 @@ def _lines(axis: Any, metrics: Mapping[str, Any], task: str, faults: Sequence[st
         )
 
 
-def _published(axis: Any, table: Published, faults: Sequence[str]) -> None:
+def _published(axis: Any, table: Reported, faults: Sequence[str]) -> None:
     """What was published, with the intervals of its sample size."""
     for name, shift in zip(faults, _offsets(len(faults), table.rates), strict=True):
         if name not in table.rows:

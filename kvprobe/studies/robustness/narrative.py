@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.reproduce import reproduce_section
 from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Passage, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
-from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.collect import cases
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import shown_task
@@ -33,14 +33,14 @@ QUESTION = (
     "conversation, a neighbouring block. How much of the cache can be damaged, and how, before answers go wrong?"
 )
 FEW = 20
-"""Items below which little can be told apart."""
+"""Items below which little can be distinguished."""
 
 
 def narrate(
     metrics: Mapping[str, Any],
     config: Config,
     tasks: Sequence[Task],
-    table: Published | None,
+    table: Reported | None,
     model: Model,
     environment: Mapping[str, Any],
 ) -> Report:
@@ -100,7 +100,7 @@ def headline(metrics: Mapping[str, Any]) -> str:
 
 
 def findings(metrics: Mapping[str, Any]) -> list[str]:
-    """What costs most on each task, where the cliffs are, and whether seed 001's order is found."""
+    """What costs most on each task, where the cliffs are, and whether canarypwn's order is found."""
     judged = {name: task for name, task in metrics["tasks"].items() if task["rankable"]}
     told = [_answer_of(name, task, metrics["rates"]) for name, task in judged.items()]
     told += [_seed_order(name, task) for name, task in judged.items() if _claims(task)]
@@ -181,7 +181,7 @@ def _cliff_sentence(task: Mapping[str, Any], faults: Sequence[str], rates: Seque
 
 
 def _claims(task: Mapping[str, Any]) -> list[tuple[str, str, Estimate]]:
-    """Seed 001's order of its three faults, as far as it was measured: what each costs more than the next."""
+    """Canarypwn's order of its three faults, as far as it was measured: what each costs more than the next."""
     order = list(pairwise(REPORTED_FAULTS))
     found = {tuple(each["faults"]): each["lost"] for each in task["contrasts"] if each["lost"]}
     return [(*pair, estimate_of(found[pair])) for pair in order if pair in found]
@@ -193,7 +193,7 @@ def _seed_order(name: str, task: Mapping[str, Any]) -> str:
         f"{verdict(more, 'found', 'reversed', 'not found')} ({points(more)})"
         for first, second, more in _claims(task)
     ]
-    return f"Of seed 001's order, on {shown_task(name)}: {'; '.join(claims)}."
+    return f"Of canarypwn's order, on {shown_task(name)}: {'; '.join(claims)}."
 
 
 def _clean(task: Mapping[str, Any]) -> str:
@@ -217,7 +217,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
             f"What is drawn: {UNITS[config.unit]}; the drawn share is the rate, of all slots that hold a token by then, those of the "
             f"answer included. Damage is {TIMINGS[config.timing]}. Faults of pages strike whole blocks of 16 slots, in all "
             "layers, and their rate is a share of blocks; faults that move whole vectors never strike single numbers. Where a "
-            "rate is less than one slot or block, a lot decides whether one is struck, so that the rate is met on average.",
+            "rate is less than one slot or block, chance decides whether one is struck, so that the rate is met on average.",
             f"{metrics['items']} items of each task; {config.repeats} draw{'s' if config.repeats > 1 else ''} of each fault, rate and "
             "item. Accuracies have Wilson intervals over items (repeats are averaged first: they are no new items); "
             "differences and KL have jackknife intervals over items, paired. All are 95 % intervals; see docs/intervals.md.",

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.report.document import Figure, Section, Table
 from kvprobe.stats import wilson
-from kvprobe.studies.published import Published
 from kvprobe.studies.robustness.analyse import CONTRASTS
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
@@ -42,7 +42,7 @@ def accuracy_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 "accuracy_by_rate",
                 "Right answers with Wilson intervals. Grey band and dashed line: sound cache; dotted: chance. Points of one rate are "
                 "drawn side by side. Controls are not drawn."
-                + (" Hollow: published, with the intervals of their sample size." if config.published else ""),
+                + (" Hollow: published, with the intervals of their sample size." if config.reported else ""),
             )
         ],
         maps=loss_maps(metrics),
@@ -128,7 +128,7 @@ def distance_section(metrics: Mapping[str, Any], config: Config) -> Section:
     )
 
 
-def beside_section(metrics: Mapping[str, Any], config: Config, table: Published, model: str) -> Section:
+def beside_section(metrics: Mapping[str, Any], config: Config, table: Reported, model: str) -> Section:
     """What was published and what was measured, rate by rate."""
     tables = []
     for name, task in metrics["tasks"].items():
@@ -145,19 +145,19 @@ def beside_section(metrics: Mapping[str, Any], config: Config, table: Published,
                 columns=[
                     "fault",
                     "struck",
-                    "the seed's own",
+                    "canarypwn",
                     *(f"measured ({each})" for each in task["scorers"]),
                     "intervals",
                 ],
                 rows=rows,
                 caption=f"{table.source}: {table.model}, {table.samples} items. Measured: {model}, {metrics['items']} items. “Apart” "
-                f"means that the two intervals (the seed's, and the measured one of {task['scorers'][0]}) do not overlap.",
+                f"means that the two intervals (the article's, and the measured one of {task['scorers'][0]}) do not overlap.",
             )
         )
     return Section(
-        title="Beside the seed's numbers",
+        title="Beside the article's numbers",
         paragraphs=[
-            f"The seed's table, with Wilson intervals for its {table.samples} items, beside what was measured here."
+            f"The article's table, with Wilson intervals for its {table.samples} items, beside what was measured here."
             + (
                 ""
                 if model.lower().endswith(table.model.lower())
@@ -166,7 +166,7 @@ def beside_section(metrics: Mapping[str, Any], config: Config, table: Published,
         ],
         tables=tables,
         points=[
-            "The seed's text does not say whether an entry of the cache is a slot, a slot of one layer or a number, nor whether damage is "
+            "The article does not say whether an entry of the cache is a slot, a slot of one layer or a number, nor whether damage is "
             f"redrawn for each token, or stays. Here: {UNITS[config.unit]}; {TIMINGS[config.timing]}.",
             "Nor does it give its prompt, or how it found the answer in what the model wrote; measured columns follow lm-evaluation-harness.",
             "Its distractor is an unrelated prompt that it does not print; here it is small talk, drawn for each item.",
@@ -194,10 +194,10 @@ def procedure_section(metrics: Mapping[str, Any], config: Config) -> Section:
         if task["rankable"]:
             found += [_procedure_point(name, fault, cells) for fault in REPORTED_FAULTS]
     return Section(
-        title="What the seed leaves open",
+        title="What the article leaves open",
         paragraphs=[
-            "Seed 001 replaces a share of the cache's entries “during autoregressive decoding”. Its text does not say what an entry is, "
-            "nor whether damage is redrawn or stays. Here are its three faults at one rate, every way: "
+            "Canarypwn's article replaces a share of the cache's entries “during autoregressive decoding”. It does not say what an "
+            "entry is, nor whether damage is redrawn or stays. Here are its three faults at one rate, every way: "
             + "; ".join(f"{name}, {text}" for name, text in TIMINGS.items())
             + ". By slot: "
             + f"{UNITS['slot']}; by layer: {UNITS['layer']}; by number: {UNITS['number']}.",
@@ -298,7 +298,7 @@ def _procedure_cell(each: Mapping[str, Any]) -> str:
 
 
 def _procedure_point(name: str, fault: str, cells: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> str:
-    """Which readings of the seed's procedure differ significantly from fresh damage to whole slots."""
+    """Which readings of the article's procedure differ significantly from fresh damage to whole slots."""
     differing = [
         f"{timing} by {unit} ({points(beyond)} lost)"
         for (each, timing, unit), cell in cells.items()
