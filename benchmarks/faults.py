@@ -1,4 +1,4 @@
-"""A sweep of faults as rows of one batch, beside the plain way: one prompt and one condition at a time, prefilled each time.
+"""A sweep of faults as rows of one batch, compared with one prompt and one condition at a time, prefilled each time.
 
 Both strike the same slots with the same noise, and must first give the same answers, token for token.
 
@@ -32,36 +32,36 @@ def conditions(at: int | str, transient: bool) -> list[Fault]:
 
 
 def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache) -> list[int]:
-    """One prompt, one condition: read the prompt, damage what the library's own cache holds, and decode."""
+    """One prompt, one condition: read the prompt, damage the cache of transformers, and decode."""
     network = model.lanes.plain
     past = DynamicCache()
     with torch.no_grad():
         network(torch.tensor([ids[:-1]]), past_key_values=past, use_cache=True)
     clean = model_cache(past, ids[:-1])
     context = FaultContext(clean, {"distractor": donor})
-    said, token = [], ids[-1]
+    answer, token = [], ids[-1]
     for step in range(NEW_TOKENS):
         tensors = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in past.layers]
         for layer, (keys, values) in zip(past.layers, tensors, strict=True):
             layer.keys, layer.values = keys, values
         damage = None
         if fault.due(step):
-            ledger = model_cache(past, [*ids[:-1], *([ids[-1], *said][:step])]).ledger
+            ledger = model_cache(past, [*ids[:-1], *([ids[-1], *answer][:step])]).ledger
             damage = strike([fault], [Draws()], [0], tensors, ledger, context, step, remember=fault.transient)
         with torch.no_grad():
             logits = network(torch.tensor([[token]]), past_key_values=past, use_cache=True).logits
         if damage is not None and fault.transient:
-            # The cache has grown into new tensors: put back what stood in the old slots of these.
+            # The cache has grown into new tensors: restore the old slots in these.
             damage.undo()
             for layer, (keys, values) in zip(past.layers, tensors, strict=True):
                 layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : values.shape[2]] = keys, values
         token = int(logits[0, -1].argmax())
-        said.append(token)
-    return said
+        answer.append(token)
+    return answer
 
 
 def model_cache(past: DynamicCache, ids: Sequence[int]) -> kv.KVCache:
-    """The library's cache with a ledger."""
+    """The cache of transformers with a ledger."""
     ledger = new_slots([Tokens.of(ids)], past.layers[0].keys.device)
     copies = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
     return kv.KVCache(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), ledger)

@@ -1,7 +1,7 @@
-"""What decoding costs under a policy that acts after every token, beside decoding with nothing evicted.
+"""What decoding costs under a policy that acts after every token, compared with decoding without eviction.
 
-A policy that never has anything to evict must first give the very tokens of unbounded decoding; and the memory held
-must be what the ledger says, byte for byte.
+A policy that never has anything to evict must first give the same tokens as unbounded decoding, and the memory held
+must equal the ledger's count, byte for byte.
 
     make benchmark          or          python benchmarks/policies.py --repeats 7
 """
@@ -42,8 +42,10 @@ def main() -> None:
         ("quantised, 4 bits (simulated)", Quantise(4, tail=2 * LENGTH), Quantise(4), ""),
     ):
         assert decode(idle).tokens == decode(None).tokens, f"{name}: an idle policy changes what is decoded"
-        for kept in decode(tight).trace if limit else ():
-            assert kept.nbytes == kept.footprint, f"{name}: {kept.nbytes} bytes held, the ledger says {kept.footprint}"
+        for snapshot in decode(tight).trace if limit else ():
+            assert snapshot.nbytes == snapshot.footprint, (
+                f"{name}: {snapshot.nbytes} bytes held, the ledger says {snapshot.footprint}"
+            )
         ours, theirs, ratio = paired(lambda tight=tight: decode(tight), lambda: decode(None), arguments.repeats)
         report(f"decode {NEW_TOKENS} tokens: {name}", ours, theirs, ratio, limit)
 

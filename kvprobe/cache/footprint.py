@@ -2,7 +2,7 @@
 
 kvprobe itself holds every number in the model's dtype, in tensors of one length for all layers and heads, so that it
 can be captured and patched. An engine that stores less is priced here from the ledger. `Codes.pack` of
-`kvprobe.policies.quantise` makes the bytes of quantised slots; a test holds their number equal to the one computed
+`kvprobe.policies.codes` makes the bytes of quantised slots; a test holds their number equal to the one computed
 here.
 """
 

@@ -80,7 +80,7 @@ class FaultContext:
     def __post_init__(self) -> None:
         if self.cache.batch != 1:
             raise UserError(
-                f"A fault context has one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
+                f"A fault context has one row, but this cache has {self.cache.batch}; take one with KVCache.rows."
             )
         for name, donor in self.donors.items():
             if donor.batch != 1 or donor.shape != self.cache.shape:

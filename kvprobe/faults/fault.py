@@ -87,11 +87,11 @@ class Fault(ABC):
         self, cache: KVCache, draws: Sequence[Draws] | None = None, contexts: Sequence[FaultContext] | None = None
     ) -> KVCache:
         """The cache with this fault written into it; see `KVCache.corrupt`."""
-        rows = range(cache.batch)
-        given = [Draws(sample=row) for row in rows] if draws is None else draws
-        return corrupt(
-            cache, self, [FaultContext(cache.rows([row])) for row in rows] if contexts is None else contexts, given
-        )[0]
+        if draws is None:
+            draws = [Draws(sample=row) for row in range(cache.batch)]
+        if contexts is None:
+            contexts = [FaultContext(cache.rows([row])) for row in range(cache.batch)]
+        return corrupt(cache, self, contexts, draws)[0]
 
     def __str__(self) -> str:
         return short_repr(self)

@@ -1,14 +1,17 @@
-"""Contexts of random numbers, one fault of each kind, and what was struck."""
+"""Fault contexts of random numbers, a registry with one fault of each kind, and helpers that strike."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotary
+from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     Damage,
@@ -33,9 +36,13 @@ from kvprobe.faults import (
     Zeros,
 )
 from kvprobe.faults.strike import strike
-from tests.random_caches import random_cache
+from kvprobe.inference.model import Model
+from tests.random_caches import random_cache, random_tokens
 
 FIRST = Draws()
+PARTS = ("k", "v")
+UNITS = ("slot", "layer", "head", "number")
+SEEDS = st.integers(0, 2**31)
 LAYERS, HEADS, WIDTH, SLOTS = 3, 2, 8, 22
 GROUP, TOKENS = 2, 3
 """Query heads to a KV head, and tokens whose queries a context knows."""
@@ -61,7 +68,7 @@ DONATED: list[Fault] = [
     Splice(above=1),
 ]
 EVERY: list[Fault] = [*NO_MODEL, *DONATED, Gaussian(matched="effect"), PositionShift(by=3)]
-"""One fault of each kind, at rate 1, where more than one kind of noise or format is one."""
+"""The registry: one fault of each kind, at rate 1, and of each way to match noise or to point."""
 
 
 def square_cache(seed: int, slots: int = SLOTS, dtype: torch.dtype = torch.float32, **settings: Any) -> KVCache:
@@ -123,3 +130,37 @@ def same_bits(one: KVCache, other: KVCache) -> bool:
         a.dtype == b.dtype and torch.equal(a.contiguous().view(view[a.dtype]), b.contiguous().view(view[b.dtype]))
         for a, b in zip(one.keys + one.values, other.keys + other.values, strict=True)
     )
+
+
+def both(cache: KVCache) -> list[tuple[str, int, Tensor]]:
+    """Part, layer and `[heads, slots, d]` of a cache of one row."""
+    pairs = zip(cache.keys, cache.values, strict=True)
+    return [
+        (part, layer, tensor[0]) for layer, pair in enumerate(pairs) for part, tensor in zip(PARTS, pair, strict=True)
+    ]
+
+
+def outlying(slots: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    """A cache in which every layer, head and channel has a mean and a deviation of its own, and channels vary
+    together."""
+    cache = square_cache(0, slots, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(1)
+
+    def shaped(tensor: Tensor) -> Tensor:
+        mixing = torch.randn(HEADS, WIDTH, WIDTH, generator=rng)
+        return (tensor @ mixing + 5 * torch.randn(1, HEADS, 1, WIDTH, generator=rng)).to(dtype)
+
+    return KVCache(tuple(map(shaped, cache.keys)), tuple(map(shaped, cache.values)), cache.ledger)
+
+
+def reindexed(model: Model) -> KVCache:
+    """A cache with a segment evicted and its positions closed up."""
+    tokens = random_tokens(3, {"system": 4, "T1": 6, "T2": 8})
+    return model.prefill(tokens).evict("T1").reindex("contiguous")
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    """The sentence with which a call is refused."""
+    with pytest.raises(UserError, match=r".") as caught:
+        act()
+    return str(caught.value)

@@ -1,3 +1,5 @@
+"""Flipped bits."""
+
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from kvprobe.errors import UserError
 from kvprobe.faults import BitFlips, Draws, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, flipped
-from tests.faults import after, square_cache
+from tests.faults import LAYERS, after, square_cache
 
 INTEGERS = {"fp32": (torch.int32, np.uint32), "bf16": (torch.int16, np.uint16), "fp16": (torch.int16, np.uint16)}
 WIDTH = {"fp32": 32, "bf16": 16, "fp16": 16}
@@ -43,7 +45,7 @@ def all_bits(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "bit"), EVERY_BIT)
-def test_a_flip_is_the_xor_of_one_bit_for_every_pattern_and_twice_gives_it_back(name: str, bit: int):
+def test_a_flip_is_the_xor_of_one_bit_for_every_pattern_and_a_second_flip_restores_it(name: str, bit: int):
     patterns = all_bits(name)
     bits = torch.full((len(patterns),), bit)
     once = flipped(from_bits(name, patterns), bits)
@@ -124,7 +126,8 @@ def test_a_finer_cache_is_rounded_to_the_dtype_first(name: str):
 
 @pytest.mark.parametrize("stored", ["bf16", "fp16"])
 def test_a_flip_in_a_coarser_cache_is_still_a_flip_or_is_refused(stored: str):
-    """Models are bfloat16 on a GPU. A flip of a low bit of fp32 that bfloat16 rounds away would be a fault that never was."""
+    """Models are bfloat16 on a GPU. A flip of a low bit of fp32 that bfloat16 rounds away would be a fault that never
+    was."""
     cache = square_cache(1, dtype=LAYOUTS[stored].dtype)
     try:
         found, damage = after(BitFlips(scope=Scope(unit="slot")), cache)
@@ -136,7 +139,7 @@ def test_a_flip_in_a_coarser_cache_is_still_a_flip_or_is_refused(stored: str):
     assert changed == sum(each.numel() for each in cache.keys + cache.values), f"{int(damage.count[0])} vectors struck"
 
 
-def test_what_becomes_infinite_is_named():
+def test_a_flip_that_gives_nan_is_reported_with_its_place():
     cache = square_cache(1)
     cache.keys[1][0, 1, 5, 2] = 1.5
     fault = BitFlips(bit=30, scope=Scope(layers=[1], heads=[1], slots=[5], parts="k", unit="slot"))
@@ -158,6 +161,14 @@ def test_what_becomes_infinite_is_named():
     ],
     ids=str,
 )
-def test_a_bit_that_is_none_is_refused(unchecked: None, settings: dict[str, Any], sentence: str):
+def test_a_bit_or_field_that_does_not_exist_is_refused(unchecked: None, settings: dict[str, Any], sentence: str):
     with pytest.raises(UserError, match=sentence):
         BitFlips(**settings)
+
+
+def test_bit_flips_draw_single_numbers_by_default():
+    cache = square_cache(0)
+    found, _ = after(BitFlips(bit=31, scope=Scope(count=1, unit="number")), cache)
+    changed = [int((a != b).sum()) for a, b in zip(found.keys + found.values, cache.keys + cache.values, strict=True)]
+    assert changed == [1] * (2 * LAYERS)
+    assert BitFlips().scope.unit == "number"

@@ -71,7 +71,8 @@ def grids(numbers: np.ndarray, bits: int) -> list[tuple[np.ndarray, float]]:
 
 
 def groups_of_numbers(cache: KVCache, row: int, slots: list[int], group: int) -> list[tuple[str, tuple]]:
-    """Where the numbers lie that share a scale, in one group of slots: a key's channel, so many of a value's channels."""
+    """Where the numbers lie that share a scale, in one group of slots: a key's channel, so many of a value's
+    channels."""
     found: list[tuple[str, tuple]] = []
     for layer in range(cache.n_layers):
         for head in range(cache.n_kv_heads):
@@ -149,7 +150,7 @@ def test_a_constant_group_moves_by_no_more_than_a_step_of_float16(number: float,
     assert len(found.unique()) == 1
 
 
-def test_two_numbers_are_told_apart_by_a_single_bit():
+def test_a_single_bit_separates_two_numbers():
     numbers = torch.tensor([0.25, -1.5, 0.25])[None, None, :, None]
     assert torch.equal(codes_of_keys(numbers, QuantisationFormat(1, 3)).numbers(), numbers)
 

@@ -1,0 +1,86 @@
+"""Impossible settings, and fault contexts that lack something."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from kvprobe.faults import (
+    Distractor,
+    Fault,
+    FaultContext,
+    Fp8Saturation,
+    Fp8Scale,
+    Gaussian,
+    OverlappingKV,
+    PositionShift,
+    QuantisationNoise,
+    Scope,
+    Splice,
+    StaleBlock,
+    WrongPointers,
+    Zeros,
+)
+from kvprobe.inference.model import Model
+from tests.faults import (
+    SLOTS,
+    after,
+    refusal,
+    square_cache,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Zeros(at=-1), "Zeros has at=-1; it must be 'every', or a step, 0 or more."),
+        (lambda: Zeros(at="always"), "at='always'; it must be 'every'"),
+        (lambda: Gaussian("leyer"), "did you mean 'layer'"),
+        (lambda: Gaussian(scale=-1.0), "scale=-1.0; it must be 0 or more"),
+        (lambda: Gaussian(scale=float("inf")), "scale=inf; it must be 0 or more"),
+        (lambda: Gaussian(scale=float("nan")), "scale=nan; it must be 0 or more"),
+        (lambda: WrongPointers("swaped"), "did you mean 'swapped'"),
+        (lambda: WrongPointers(block=0), "WrongPointers has block=0; it must be at least 1."),
+        (lambda: StaleBlock(block=-4), "StaleBlock has block=-4; it must be at least 1."),
+        (lambda: OverlappingKV(last="K"), "'K'"),
+        (lambda: Splice(above=-1), "above=-1; it must be a layer, 0 or more"),
+        (lambda: Fp8Scale(0.0), "Fp8Scale has factor=0.0; it must be above 0."),
+        (lambda: Fp8Saturation(float("nan")), "Fp8Saturation has room=nan; it must be above 0."),
+        (lambda: Fp8Scale(1.0, "e4m4"), "did you mean 'e4m3'"),
+        (lambda: QuantisationNoise(9), "bits from 1 to 8"),
+        (lambda: QuantisationNoise(4, 0), "group of at least 1"),
+    ],
+)
+def test_impossible_settings_of_a_fault_are_refused(unchecked: None, make: Callable[[], Fault], sentence: str):
+    assert sentence in refusal(make)
+
+
+def test_a_fault_context_that_lacks_something_is_refused_in_one_sentence():
+    cache = square_cache(0)
+    bare = FaultContext(cache, {"other": square_cache(1)})
+    short = FaultContext(cache, {"scaffold": square_cache(1, SLOTS - 1)})
+    assert "no donor called 'distractor'; known are 'other'" in refusal(
+        lambda: after(Distractor(), cache, context=bare)
+    )
+    assert "no donor called 'scaffold'" in refusal(lambda: after(Splice(above=0), cache, context=bare))
+    assert "no donor called 'distractor'" in refusal(lambda: cache.corrupt(StaleBlock(block=4)))
+    assert "no rotary frequencies" in refusal(lambda: after(PositionShift(by=1), cache, context=bare))
+    assert "needs the fault context's queries" in refusal(lambda: after(Gaussian("effect"), cache, context=bare))
+    assert "has 21 slots and the cache 22" in refusal(lambda: after(Splice(above=0), cache, context=short))
+    assert "cannot be quantised in groups of 3; give a divisor" in refusal(
+        lambda: after(QuantisationNoise(4, 3), cache)
+    )
+
+
+def test_the_remedy_that_a_refusal_names_exists():
+    cache = square_cache(0)
+    for fault in (PositionShift(by=1), Gaussian("effect")):
+        sentence = refusal(lambda fault=fault: after(fault, cache, context=FaultContext(cache)))
+        for name in re.findall(r"Model\.(\w+)", sentence):
+            assert hasattr(Model, name), sentence
+
+
+def test_a_fault_prints_the_settings_that_are_not_defaults():
+    assert str(Gaussian("channel", scale=2.0, at="every")) == "Gaussian(at=every, matched=channel, scale=2.0)"
+    assert str(Zeros()) == "Zeros()"
+    assert str(Splice(above=3, scope=Scope(rate=0.5))) == "Splice(scope=Scope(rate=0.5), above=3)"

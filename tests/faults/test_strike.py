@@ -1,0 +1,109 @@
+"""Writing into a cache: undo, rows, and reports of NaN and infinity."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.faults import (
+    Draws,
+    FaultContext,
+    Gaussian,
+    NonFinite,
+    NotANumber,
+    Permuted,
+    Scope,
+    Zeros,
+)
+from kvprobe.faults.strike import strike
+from kvprobe.inference.model import Model
+from tests.faults import (
+    PARTS,
+    SLOTS,
+    WIDTH,
+    after,
+    both,
+    context_of,
+    refusal,
+    reindexed,
+    same_bits,
+    square_cache,
+)
+
+
+def test_overlapping_strikes_undone_in_reverse_order_leave_no_trace():
+    cache, context = square_cache(0), context_of(square_cache(0))
+    pairs = [(keys.clone(), values.clone()) for keys, values in zip(cache.keys, cache.values, strict=True)]
+    damages = [
+        strike([fault], [Draws()], [0], pairs, cache.ledger, context, remember=True)
+        for fault in (Gaussian("raw", scope=Scope(rate=0.6)), Zeros(scope=Scope(rate=0.4, unit="number")))
+    ]
+    for damage in reversed(damages):
+        damage.undo()
+    assert all(torch.equal(pair[0], before) for pair, before in zip(pairs, cache.keys, strict=True))
+    assert all(torch.equal(pair[1], before) for pair, before in zip(pairs, cache.values, strict=True))
+
+
+def test_a_reindexed_cache_is_refused_until_its_keys_are_rotated(tiny_llama: Model):
+    assert "Model.as_seen" in refusal(lambda: reindexed(tiny_llama).corrupt(Zeros()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("part", PARTS)
+def test_nan_and_infinity_are_reported_with_their_place(value: float, part: Any):
+    scope = Scope(layers=[1], heads=[1], slots=[7, 9], parts=part)
+    found, damage = after(NotANumber(value, scope=scope), square_cache(0), step=3)
+    assert damage.nonfinite == {0: NonFinite(part, 1, 1, 7, 3)}
+    assert str(damage.nonfinite[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
+    bad = (found.keys if part == "k" else found.values)[1][0, 1]
+    assert not bad[[7, 9]].isfinite().any()
+    assert sum(int((~each.isfinite()).sum()) for _, _, each in both(found)) == 2 * WIDTH
+
+
+def test_a_single_nan_is_reported():
+    _, damage = after(NotANumber(scope=Scope(count=1, unit="number", layers=[2], parts="v")), square_cache(0))
+    assert damage.nonfinite[0].layer == 2
+    assert damage.nonfinite[0].part == "v"
+    assert damage.count.tolist() == [1]
+
+
+def test_finite_numbers_whose_sum_overflows_are_not_reported():
+    cache = square_cache(0, dtype=torch.float16)
+    for each in cache.keys + cache.values:
+        each.fill_(6e4)
+    found, damage = after(Permuted(), cache)
+    assert not damage.nonfinite
+    assert same_bits(found, cache)
+
+
+def test_corrupt_needs_as_many_contexts_and_draws_as_rows():
+    cache = square_cache(0).fork(2)
+    contexts = [FaultContext(cache.rows([0]))] * 2
+    assert "2 rows, but there are 1 fault contexts and 2 draws" in refusal(
+        lambda: cache.corrupt(Zeros(), contexts=contexts[:1])
+    )
+    assert "2 rows, but there are 2 fault contexts and 3 draws" in refusal(
+        lambda: cache.corrupt(Zeros(), draws=[Draws()] * 3)
+    )
+
+
+def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():
+    short, long = square_cache(1, slots=9), square_cache(2, slots=SLOTS)
+    both = KVCache.join([short, long])
+    draws = [Draws(sample=4), Draws(sample=5)]
+    for fault in (Zeros(scope=Scope(rate=0.4)), Zeros(scope=Scope(rate=0.4, unit="head")), Gaussian("raw")):
+        found = both.corrupt(fault, draws=draws)
+        for row, cache in enumerate((short, long)):
+            alone = cache.corrupt(fault, draws=draws[row : row + 1])
+            held = slice(0, cache.slots)
+            for mine, own in zip(found.keys + found.values, alone.keys + alone.values, strict=True):
+                assert torch.equal(mine[row, :, held], own[0]), (fault, row)
+
+
+def test_corrupt_strikes_each_row_now_with_draws_of_its_own():
+    cache = square_cache(3)
+    fault = Zeros(scope=Scope(rate=0.5), at=7, transient=True)
+    found = cache.fork(3).corrupt(fault)
+    for row in range(3):
+        assert same_bits(found.rows([row]), after(fault, cache, Draws(sample=row))[0])
