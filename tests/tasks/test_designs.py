@@ -41,7 +41,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     [
         (lambda: Target("one", ("a",)), "at least two"),
         (lambda: Target("twice", ("a", "a")), "all of them different"),
-        (lambda: Target("nothing", ("a", "b"), ()), "at least one place"),
+        (lambda: Target("nothing", ("a", "b"), ()), "has no place; give it at least one"),
         (lambda: Design((), Target("t", ("a", "b"))), "has no samples"),
         (lambda: Design((Sample(CHAT, (0, 1), "x"),), Target("t", ("a", "b"))), "needs 1"),
         (lambda: Design((Sample(CHAT, (2,), "x"),), Target("t", ("a", "b"))), "0 to 1"),

@@ -108,7 +108,7 @@ def test_an_inconsistent_memo_is_refused():
         Memo(THINGS, 0, "value")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="question called 'price'"):
         Memo(THINGS, 0, asked="price")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="names 6"):
+    with pytest.raises(UserError, match="names place 6"):
         Memo(THINGS, 6)
     with pytest.raises(UserError, match="lists 2"):
         Memo(THINGS[:2], 0)
