@@ -76,7 +76,7 @@ def main() -> None:
 
     copy(idle_rebuild.run(IdleConfig(), RUNS), "drift_by_layer", "rebuilt_cache")
     copy(policies.run(PoliciesConfig(), RUNS), "quality_by_memory", "policies")
-    few = PoliciesConfig(model="gemma3-270m", samples=4, length=420, budgets="10,20,50,100")
+    few = PoliciesConfig(model="gemma3-270m", samples=4, length=420, budgets=(10, 20, 50, 100))
     copy(policies.run(few, RUNS), "quality_by_memory", "policies-gemma")
 
     finished = bands.run(BandsConfig(), RUNS)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         patch_sweep,
     )
     from kvprobe.policies.policy import Scene
-    from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.probing.claims import Probing
     from kvprobe.probing.probe import probe
@@ -68,7 +68,7 @@ _HOMES = {
     "Part": "kvprobe.text.messages",
     "PatchMap": "kvprobe.patching",
     "Patterns": "kvprobe.attention",
-    "Probe": "kvprobe.probes.published_probe",
+    "Probe": "kvprobe.probes.probe",
     "Probing": "kvprobe.probing.claims",
     "Run": "kvprobe.experiments.runs",
     "Sample": "kvprobe.tasks.designs",

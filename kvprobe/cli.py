@@ -7,27 +7,36 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
-from cyclopts import App, Parameter, Token
+from cyclopts import App, CycloptsError, Group, Parameter, Token
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
-from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
 from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, find
 
 
-def _whole(kind: Any, tokens: Sequence[Token]) -> int:
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
     """A flag's whole number; cyclopts would round 3.5."""
     try:
         return int(tokens[0].value)
     except ValueError as error:
-        raise UserError(f"{tokens[0].value!r} is no whole number.") from error
+        raise UserError(f"{tokens[0].value!r} is not a whole number.") from error
+
+
+def _whole_numbers(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    try:
+        return tuple(int(token.value) for token in tokens)
+    except ValueError as error:
+        values = " ".join(token.value for token in tokens)
+        raise UserError(f"Invalid value for {tokens[0].keyword}: {values!r} are not whole numbers.") from error
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+EVERY_STUDY = Group("Every study", sort_key=2)
 
 app = App(
     name="kvprobe",
@@ -39,37 +48,41 @@ app.command(runs_app)
 
 
 def main() -> None:
-    """Entry point. What the user can mend is one sentence and exit code 2; a defect of kvprobe, 70; an interruption, 130."""
+    """Entry point of the command line.
+
+    Exit codes: 2 for what the user can mend, in one sentence; 70 for a defect of kvprobe; 130 for an interruption.
+    """
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        _add_run_commands(arguments)
-        app(arguments)
+        if arguments[:1] == ["run"]:
+            _add_run_commands(arguments)
+        app(arguments, exit_on_error=False, print_error=False)
     except BrokenPipeError:
-        # Whoever was reading has read enough; what is still in the buffer must not be an error either.
+        # The reader has closed the pipe; what is still in the buffer must not be an error either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (UserError, OSError) as error:
+    except (UserError, CycloptsError, OSError) as error:
         print(f"kvprobe: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nkvprobe: interrupted; the same command goes on from here.", file=sys.stderr)
+        print("\nkvprobe: interrupted; give the same command again to resume.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if debug:
-            raise
-        print(f"kvprobe: {_reported(error)}", file=sys.stderr)
+            traceback.print_exception(error)
+        print(f"kvprobe: {_defect(error)}", file=sys.stderr)
         sys.exit(70)
 
 
-def _reported(error: Exception) -> str:
-    """The sentence for an error that nobody expected, whose traceback is written to a file."""
+def _defect(error: Exception) -> str:
+    """The sentence for an unexpected error; writes its traceback to a file."""
     file, path = tempfile.mkstemp(prefix="kvprobe-", suffix=".txt")
     with os.fdopen(file, "w", encoding="utf-8") as written:
         traceback.print_exception(error, file=written)
     return (
-        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {str(error)[:200]}); the traceback is in {path}, and "
-        f"--debug prints it; please report it."
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); please report "
+        f"it with the traceback, which is in {path} and is printed with --debug."
     )
 
 
@@ -100,7 +113,8 @@ def report(run: Path) -> None:
     from kvprobe.experiments.runs import Run
     from kvprobe.report.page import write_report
 
-    print(write_report(Run.load(run)))
+    finished = Run.load(run)
+    print(write_report(finished.path, finished.report))
 
 
 @app.command
@@ -109,7 +123,8 @@ def view(run: Path) -> None:
     from kvprobe.experiments.runs import Run
     from kvprobe.report.page import write_views
 
-    print(write_views(Run.load(run)))
+    finished = Run.load(run)
+    print(write_views(finished.path, finished.report))
 
 
 @app.command
@@ -182,7 +197,7 @@ def scan(
 
     conversation = read_chat(chat)
     from kvprobe.inference.model import load
-    from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 
@@ -257,12 +272,12 @@ def budget(
         import matplotlib
 
         matplotlib.use("Agg")
-        from kvprobe.report.plots import memory as drawn
+        from kvprobe.report.plots import memory as memory_plot
         from kvprobe.report.plots import save
 
         figure.parent.mkdir(parents=True, exist_ok=True)
         bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
-        save(drawn(found), bare)
+        save(memory_plot(found), bare)
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
@@ -308,9 +323,9 @@ def _add_run_command(command: str, preset: Preset) -> None:
     ) -> None:
         from kvprobe.report.page import write_report
 
-        chosen = study.config(**dataclasses.asdict(config or flags()))
+        chosen = study.config(**as_mapping(config or flags()))
         directory = study.run(chosen, out, name)
-        page = write_report(directory)
+        page = write_report(directory.path, directory.report)
         print(f"\n{directory.report['answer']}\n\nReport: {page}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
@@ -318,13 +333,27 @@ def _add_run_command(command: str, preset: Preset) -> None:
     runs_app.command(run, name=command)
 
 
-def _with_defaults(config: Any) -> type[Any]:
+def _with_defaults(config: Settings) -> type[Settings]:
     """The config's dataclass with its values as the defaults, for the command line to show and fill."""
     kind = type(config)
     fields = [
-        (field.name, Whole if field.type is int else field.type, dataclasses.field(default=getattr(config, field.name)))
-        for field in dataclasses.fields(config)
+        (name, Annotated[setting, _parameter(name, setting)], dataclasses.field(default=getattr(config, name)))
+        for name, setting in types_of(kind).items()
     ]
-    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
+
+
+def _parameter(name: str, kind: Any) -> Parameter:
+    """How a setting is given: one value, or several after one flag."""
+    options: dict[str, Any] = {"group": EVERY_STUDY} if name in LAST else {}
+    if kind in (int, tuple[int, ...]):
+        options["converter"] = _whole if kind is int else _whole_numbers
+    if get_origin(kind) is tuple:
+        options |= {
+            "consume_multiple": True,
+            "negative": "",
+            "show_default": lambda values: " ".join(map(str, values)),
+        }
+    return Parameter(**options)

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from kvprobe.cli import app
+from kvprobe import cli
+from kvprobe.cli import app, main
 from kvprobe.inference.model import Model
 
 
@@ -61,6 +63,12 @@ def test_flags_show_the_presets_own_defaults():
         (["run", "leakage", "--model", "smollm2-135"], "smollm2-135m"),
         (["run", "leakage", "--dtype", "float23"], "float32"),
         (["run", "leakage", "--samples", "7"], "expected 96"),
+        (["run", "bands", "--timing", "frsh"], "fresh"),
+        (["run", "bands", "--parts", "q"], "kv"),
+        (["run", "bands", "--rates", "1,2"], "--rates"),
+        (["run", "bands", "--rates", "1", "200"], "expected percents"),
+        (["run", "bands", "--rates"], "'rates'"),
+        (["run", "policies", "--budgets", "20", "50.5"], "--budgets"),
         (["doctor", "smollm2-135"], "smollm2-135m"),
         (["run", "absent.yaml"], "no file"),
         (["report", "absent"], "not a run directory"),
@@ -71,9 +79,10 @@ def test_flags_show_the_presets_own_defaults():
 )
 def test_a_mistake_is_answered_with_the_near_match(arguments: list[str], near: str):
     done = kvprobe(*arguments)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert near in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("kvprobe: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_yaml_file_gives_its_settings_as_defaults(tmp_path: Path):
@@ -82,6 +91,48 @@ def test_a_yaml_file_gives_its_settings_as_defaults(tmp_path: Path):
     assert "[default: 12]" in kvprobe("run", str(path), "--help").stdout.replace("\n", " ")
     path.write_text("study: leakage\nsettings: {contxts: 12}\n")
     assert "contexts" in kvprobe("run", str(path)).stderr
+
+
+def test_flags_take_several_values_and_show_their_defaults_so():
+    shown = " ".join(kvprobe("run", "bands-qwen2.5-7b", "--help").stdout.replace("│", " ").split())
+    assert "[default: 1.0 2.0 4.0]" in shown
+    assert "[default: quarters halves]" in shown
+    cli._add_run_commands(["run", "bands"])
+    arguments = ["run", "bands", "--rates", "4", "0.5", "--parts", "k", "v", "--no-follow"]
+    _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    config = bound.kwargs["config"]
+    assert (config.rates, config.parts, config.follow, config.samples) == ((0.5, 4.0), ("k", "v"), False, 14)
+
+
+def test_a_defect_of_kvprobe_names_the_file_that_holds_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def broken() -> None:
+        raise RuntimeError("the wheel came off")
+
+    monkeypatch.setattr(cli, "app", lambda *_, **__: broken())
+    monkeypatch.setattr(sys, "argv", ["kvprobe", "ls"])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    said = capsys.readouterr().err
+    assert exited.value.code == 70
+    assert "defect of kvprobe" in said
+    assert "the wheel came off" in said
+    assert "Traceback" not in said
+    (file,) = (Path(word.rstrip(",;")) for word in said.split() if word.startswith(tempfile.gettempdir()))
+    assert file.read_text().startswith("Traceback")
+    file.unlink()
+
+
+def test_debug_shows_the_traceback_of_a_defect_and_changes_no_other_answer():
+    raising = "from kvprobe import cli; cli.app = lambda *_, **__: 1 / 0; cli.main()"
+    done = subprocess.run([sys.executable, "-c", raising, "ls", "--debug"], capture_output=True, text=True, check=False)
+    assert done.returncode == 70
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    done = kvprobe("--debug", "run", "leakge")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(

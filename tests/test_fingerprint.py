@@ -27,7 +27,7 @@ def test_reading_and_truncating_change_no_fingerprint():
     before = model.fingerprint
     model.tokenizer("a b c", truncation=True, max_length=2)
     model.prefill("abc")
-    with model.lanes.attending_by(lambda given: given.query):
+    with model.lanes.attention_replaced_by(lambda given: given.query):
         assert fingerprint(model.lanes.plain, model.tokenizer) == before
 
 

@@ -33,7 +33,7 @@ Slots = Bool[Tensor, "batch slots"] | Int[Tensor, "chosen"] | Sequence[int]
 class Damages(Protocol):
     """A fault, as far as a cache knows: see `kvprobe.faults`."""
 
-    def corrupt(self, cache: "KVCache", draws: Any, hosts: Any) -> "KVCache": ...
+    def corrupt(self, cache: "KVCache", draws: Any, contexts: Any) -> "KVCache": ...
 
 
 @dataclass(frozen=True)
@@ -220,20 +220,20 @@ class KVCache:
         )
 
     def corrupt(
-        self, fault: "Damages", *, draws: Sequence[Any] | None = None, hosts: Sequence[Any] | None = None
+        self, fault: "Damages", *, draws: Sequence[Any] | None = None, contexts: Sequence[Any] | None = None
     ) -> "KVCache":
         """The cache with a fault written into it, here and now, whatever the fault says of when.
 
         Args:
-            draws: a `kvprobe.faults.draws.Draws` per row, where its lots come from; seed 0 and the row's number as its
-                sample by default.
-            hosts: a `kvprobe.faults.host.Host` per row, what the fault may know of it (donors, rotary frequencies,
-                queries); only the row's own clean cache by default.
+            draws: a `kvprobe.faults.draws.Draws` per row, the source of its random draws. By default seed 0, with the row's
+                number as its sample.
+            contexts: a `kvprobe.faults.context.FaultContext` per row, what the fault may know of it (donors, rotary
+                frequencies, queries). By default only the row's own clean cache.
 
         Raises:
-            UserError: the fault needs more than its host has; or see `Scope`.
+            UserError: the fault needs more than its context has; or see `Scope`.
         """
-        return fault.corrupt(self, draws, hosts)
+        return fault.corrupt(self, draws, contexts)
 
     def patch(
         self,

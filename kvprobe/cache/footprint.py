@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger, QuantisationFormat
-from kvprobe.memory.slots import Rounds
+from kvprobe.cache.slots import Rounds
 
 
 def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: int) -> int:

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
 from kvprobe.inference.model import Model, load
 
 
 def begin(
-    study: str, config: Any, root: Path, name: str | None, inputs: Mapping[str, str] | None = None
+    study: str, config: Settings, root: Path, name: str | None, inputs: Mapping[str, str] | None = None
 ) -> tuple[Model, Run]:
     """The model that a study's config names, and the directory of the run, new, to be resumed, or finished.
 

@@ -1,28 +1,41 @@
-"""What a report says of how to get its numbers again."""
+"""How a report says to get its numbers again."""
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvprobe.experiments.settings import Settings, types_of
 from kvprobe.report.document import Section
 
 
-def reproduce_section(study: str, config: Any, environment: Mapping[str, Any], also: Sequence[str]) -> Section:
+def reproduce_section(study: str, config: Settings, environment: Mapping[str, Any], also: Sequence[str]) -> Section:
     """The command, versions and machine of a run, and what else there is to know."""
-    flags = " ".join(
-        f"--{field.name.replace('_', '-')} {getattr(config, field.name)}"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    )
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return Section(
         title="Reproduce",
         paragraphs=["On a CPU, the same command with the same seed on the same machine gives the same numbers."],
         points=[
-            f"kvprobe run {study} {flags}".strip(),
+            " ".join(["kvprobe run", study, *flags(config)]),
             f"Seed {config.seed}; model {environment['model']}; {versions}; Python {environment['python']}.",
             f"{environment['machine']}; {environment['device']}"
             + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
             *also,
         ],
     )
+
+
+def flags(config: Settings) -> list[str]:
+    """The settings that differ from their defaults, as flags of the command line."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    changed = {
+        name: getattr(config, name) for name in types_of(type(config)) if getattr(config, name) != defaults[name]
+    }
+    return [_flag(name.replace("_", "-"), value) for name, value in changed.items()]
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([f"--{name}", *(shlex.quote(str(value)) for value in values)])

@@ -1,6 +1,5 @@
 """A run is a directory: what was asked, on what it ran, what came out. An interrupted run resumes."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ import pandas as pd
 import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import Settings, as_mapping
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, write_whole
 from kvprobe.fingerprint import differing
 
@@ -48,7 +48,7 @@ class Run:
     def open(
         cls,
         study: str,
-        config: Any,
+        config: Settings,
         model: str,
         device: str,
         root: Path = Path("runs"),
@@ -57,11 +57,11 @@ class Run:
     ) -> "Run":
         """The directory for this study and config, new or to be resumed.
 
-        Its default name is made from the config, so the same command finds its own unfinished run. One in which nothing was kept
+        Its default name is made from the config, so the same command finds its own unfinished run. One that has no content
         yet, as after a start that failed, is begun anew whatever it was begun with.
 
         Args:
-            config: a dataclass instance.
+            config: its settings.
             model: its fingerprint.
             device: where, and in which dtype, it runs.
             inputs: for settings that name files, a digest of what these hold.
@@ -75,7 +75,7 @@ class Run:
                 f"{name!r} cannot be the name of a run; use letters, digits, dots, dashes and underscores, 100 at most, and choose the "
                 f"folder with --out."
             )
-        settings = {"study": study, "settings": dataclasses.asdict(config)}
+        settings = {"study": study, "settings": as_mapping(config)}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         run = cls(root / (name or f"{study}-{digest}"))
         environment = _environment(model, device, settings, inputs or {})
@@ -83,7 +83,7 @@ class Run:
             wrong = run._mismatch(settings, environment)
             if wrong is None:
                 return cls(run.path, run.environment)
-            if run._kept_something():
+            if run._has_content():
                 raise UserError(wrong)
             _describe(run.path, settings, environment)
         elif run.path.exists() and any(run.path.iterdir()):
@@ -151,16 +151,16 @@ class Run:
         return read_table(path)
 
     def part(self, name: str) -> Path:
-        """Where an intermediate result is kept until the run is finished."""
+        """Where a part, an intermediate file, lies until the run is finished."""
         folder = self.path / "parts"
         folder.mkdir(exist_ok=True)
         return folder / name
 
-    def keep(self, name: str, write: Callable[[Path], object]) -> Path:
-        """An intermediate result: the one that an earlier attempt kept, or what `write` writes now.
+    def write_part(self, name: str, write: Callable[[Path], object]) -> Path:
+        """A part: the file that an earlier attempt wrote, or what `write` writes now.
 
         Raises:
-            UserError: the one that was kept is damaged, or another command has begun the run anew meanwhile.
+            UserError: the file is damaged, or another command has begun the run anew meanwhile.
         """
         path = self.part(name)
         if path.is_file():
@@ -206,7 +206,7 @@ class Run:
                 return f"{self.path} was begun with another {key} ({before[key]}, now {environment[key]}); {way_out}"
         return None
 
-    def _kept_something(self) -> bool:
+    def _has_content(self) -> bool:
         """Whether there is more than the record of a start."""
         record = {"config.yaml", "env.json"}
         return any(

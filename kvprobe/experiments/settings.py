@@ -1,28 +1,95 @@
 """One dataclass is the Python API, the YAML schema and the command-line flags of a study."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from kvprobe.checks import require
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.plain_data import Limits, filled
 
-Config = TypeVar("Config")
+LIMITS = Limits(text=4096, entries=1000)
+"""Of one setting: characters of a text, and values of a list."""
+LAST = ("seed", "device", "dtype")
+"""Settings of every study that come after the study's own where settings are listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every study can be asked for; the config of a study adds its own settings.
+
+    Every value is checked against its type, wherever it comes from. A tuple holds one or more different values, and numbers in it are
+    sorted, smallest first.
+
+    Attributes:
+        model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
+        seed: of random draws.
+        device: auto, cpu, cuda, cuda:1 …
+        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
+
+    Raises:
+        UserError: a value has the wrong type, is out of range, or does not fit the others.
+    """
+
+    model: str = "smollm2-135m"
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, kind in types_of(type(self)).items():
+            object.__setattr__(self, name, _typed(name, kind, getattr(self, name)))
+        require("seed", self.seed, 0)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse values that are out of range or do not fit each other; a study's config has its own rules here."""
+
+
+Config = TypeVar("Config", bound=Settings)
+
+
+@cache
+def types_of(kind: type[Settings]) -> dict[str, Any]:
+    """The type of each setting, in the order in which they are listed: the model, the study's own, then seed, device and dtype."""
+    hints = get_type_hints(kind)
+    names = sorted((field.name for field in fields(kind)), key=LAST.__contains__)
+    return {name: hints[name] for name in names}
 
 
 def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
-    """A config from plain settings.
+    """A config from plain settings, as YAML gives them.
 
     Raises:
-        UserError: an unknown setting (the near match is named) or a value of the wrong type or out of range.
+        UserError: an unknown setting (the near match is named), or a value that the config refuses.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for name, value in settings.items():
-        if name not in fields:
-            raise UserError(unknown("setting", name, fields))
-        expected = fields[name].type
-        if expected is float and type(value) is int:
-            continue
-        if isinstance(expected, type) and type(value) is not expected:
-            raise UserError(f"Setting {name!r} is {value!r}, a {type(value).__name__}; expected a {expected.__name__}.")
-    return kind(**settings)
+    types = types_of(kind)
+    for name in settings:
+        if name not in types:
+            raise UserError(unknown("setting", name, types))
+    return kind(**{name: _typed(name, types[name], value) for name, value in settings.items()})
+
+
+def as_mapping(config: Settings) -> dict[str, Any]:
+    """The settings as YAML and JSON hold them, with lists for tuples; `from_mapping` reads them back."""
+    values = {name: getattr(config, name) for name in types_of(type(config))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    """A setting's value in its type."""
+    if get_origin(kind) is not tuple:
+        return filled(kind, value, f"Setting {name!r}", LIMITS)
+    if not isinstance(value, list | tuple):
+        raise UserError(
+            f"Setting {name!r} is {str(value)[:60]!r}, a {type(value).__name__}; expected a list: (a, b) in Python, [a, b] in YAML, "
+            f"--{name.replace('_', '-')} a b on the command line."
+        )
+    if not 0 < len(value) <= LIMITS.entries:
+        raise UserError(f"Setting {name!r} has {len(value):,} values; expected 1 to {LIMITS.entries:,}.")
+    values = tuple(filled(get_args(kind)[0], entry, f"A value of setting {name!r}", LIMITS) for entry in value)
+    if len(set(values)) < len(values):
+        raise UserError(f"Setting {name!r} is {', '.join(map(str, values))}; expected different values.")
+    return tuple(sorted(values)) if get_args(kind)[0] in (int, float) else values

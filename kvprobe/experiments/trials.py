@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import kept_table
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults import scaffold
-from kvprobe.files import read_table
 from kvprobe.inference.generate import stop_tokens
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Outcome, Trial, first_divergence
@@ -44,7 +42,7 @@ class Sample:
     """One item to be answered.
 
     Attributes:
-        number: over all tasks, which keeps its lots apart from those of others.
+        number: over all tasks, which keeps its draws apart from those of others.
         tokens: up to where the model goes on.
     """
 
@@ -70,18 +68,15 @@ def collect(
         count: items of each task.
         cases_of: the cases of a sample.
     """
-    tables = []
-    with tqdm(total=len(tasks) * count, desc="Damaging and answering", unit="prompt") as bar:
-        for place, task in enumerate(tasks):
-            for index, item in enumerate(task.items(count, seed)):
+    items = [(task, item) for task in tasks for item in task.items(count, seed)]
 
-                def answered(task: Task = task, item: Item = item, number: int = place * count + index) -> pd.DataFrame:
-                    sample = Sample(task, item, number, prompt(item, model.tokenizer))
-                    return answer(model, sample, cases_of(sample), seed, follow=follow)
+    def answered(number: int) -> pd.DataFrame:
+        task, item = items[number]
+        sample = Sample(task, item, number, prompt(item, model.tokenizer))
+        return answer(model, sample, cases_of(sample), seed, follow=follow)
 
-                tables.append(read_table(kept_table(run, f"{place:02d}-{index:05d}", answered)))
-                bar.update()
-    return pd.concat(tables, ignore_index=True)
+    numbers = range(len(items))
+    return table_of_parts(run, numbers, "answers", answered, doing="Damaging and answering", unit="prompt")
 
 
 def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, follow: bool = True) -> pd.DataFrame:

@@ -176,7 +176,7 @@ def test_keys_that_cannot_be_rotated_are_refused_in_a_sentence(kind: str, tiny_m
 def test_keys_rotated_by_other_frequencies_than_the_models_are_refused():
     model = llama(seed=1)
     model.lanes.plain.model.rotary_emb.register_forward_hook(lambda module, args, output: (output[1], output[0]))
-    with pytest.raises(UserError, match="keys of layer 0 of LlamaForCausalLM do not turn with position"):
+    with pytest.raises(UserError, match="keys of layer 0 of LlamaForCausalLM are not rotated by any"):
         _ = model.lanes.rotaries
 
 

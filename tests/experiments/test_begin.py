@@ -10,7 +10,7 @@ import pytest
 import kvprobe.experiments.begin as beginning
 from kvprobe.errors import UserError
 from kvprobe.experiments.begin import begin
-from kvprobe.experiments.parts import kept_table
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.studies.bitflips.config import Config
@@ -64,7 +64,7 @@ def test_a_run_is_neither_resumed_nor_shown_for_another_model(
 ):
     model = llama(tokenizer=tiny_tokenizer())
     run = opened(model, tmp_path, monkeypatch)
-    kept_table(run, "00-00000", lambda: pd.DataFrame({"a": [1]}))
+    table_of_parts(run, [0], "answers", lambda _: pd.DataFrame({"a": [1]}), doing="Answering", unit="prompt")
     if finished:
         run.save_table("samples", pd.DataFrame({"a": [1]}))
         run.finish({}, {})
@@ -100,12 +100,12 @@ def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
     from importlib import import_module
 
     module, path = import_module(f"kvprobe.studies.{study}.study"), tmp_path / "mine.jsonl"
-    config = import_module(f"kvprobe.studies.{study}.config").Config(tasks=str(path), samples=2)
+    config = import_module(f"kvprobe.studies.{study}.config").Config(tasks=(str(path),), samples=2)
     seen: list[dict[str, str]] = []
 
     def stop(*given: Any) -> None:
         seen.append(given[-1])
-        raise ValueError("far enough")
+        raise UserError("far enough")
 
     monkeypatch.setattr(module, "begin", stop)
     for lines in (LINES, LINES[::-1]):

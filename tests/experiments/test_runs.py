@@ -10,70 +10,71 @@ import pytest
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_table, kept_tensors
+from kvprobe.experiments.parts import table_of_parts, table_parts, tensor_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
 from kvprobe.files import write_whole
 
 MODEL = "0" * 16 + "-0-0"
 
 
-@dataclass(frozen=True)
-class Settings:
-    seed: int = 3
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
     samples: int = 10
+    rates: tuple[float, ...] = (1e-7, 2.0)
 
 
 def test_the_same_settings_find_the_same_unfinished_run(tmp_path: Path):
-    first = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
+    first = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
     first.part("piece").write_text("kept")
-    again = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
+    again = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
     assert again.path == first.path
     assert again.part("piece").read_text() == "kept"
 
 
 def test_other_settings_get_another_run(tmp_path: Path):
-    one = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
-    other = Run.open("study", Settings(seed=4), "weights", "cpu, float32", tmp_path)
+    one = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
+    other = Run.open("study", Config(seed=4), "weights", "cpu, float32", tmp_path)
     assert one.path != other.path
 
 
 def test_a_named_run_refuses_other_settings(tmp_path: Path):
-    Run.open("study", Settings(), "weights", "cpu, float32", tmp_path, "mine").part("piece").write_text("kept")
+    Run.open("study", Config(), "weights", "cpu, float32", tmp_path, "mine").part("piece").write_text("kept")
     with pytest.raises(UserError, match="other settings"):
-        Run.open("study", Settings(seed=4), "weights", "cpu, float32", tmp_path, "mine")
+        Run.open("study", Config(seed=4), "weights", "cpu, float32", tmp_path, "mine")
 
 
 def test_an_unfinished_run_refuses_to_go_on_with_other_weights(tmp_path: Path):
-    Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path).part("piece").write_text("kept")
+    Run.open("study", Config(), MODEL, "cpu, float32", tmp_path).part("piece").write_text("kept")
     with pytest.raises(UserError, match=r"begun with another model \(it differs in config\)"):
-        Run.open("study", Settings(), "0" * 16 + "-1-0", "cpu, float32", tmp_path)
+        Run.open("study", Config(), "0" * 16 + "-1-0", "cpu, float32", tmp_path)
 
 
 def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else(tmp_path: Path):
-    run = Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "one"})
+    run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "one"})
     run.part("piece").write_text("kept")
     with pytest.raises(UserError, match="what tasks names held something else"):
-        Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
+        Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
     run.finish({}, {})
     with pytest.raises(UserError, match="what tasks names held something else"):
-        Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
+        Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
 
 
 def test_a_run_of_an_older_format_is_neither_resumed_nor_shown_for_a_new_one(tmp_path: Path):
-    run = Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path)
+    run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
     run.part("piece").write_text("kept")
     run.finish({"accuracy": 0.5}, {})
     environment = run.environment
     del environment["format"], environment["inputs"]
     (run.path / "env.json").write_text(json.dumps(environment))
     with pytest.raises(UserError, match="another version of kvprobe"):
-        Run.open("study", Settings(), MODEL, "cpu, float32", tmp_path)
+        Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
     assert Run.load(run.path).metrics == {"accuracy": 0.5}
 
 
-@pytest.mark.parametrize("other", [{"config": Settings(seed=4)}, {"model": "1-1-1"}, {"study": "another"}], ids=str)
+@pytest.mark.parametrize("other", [{"config": Config(seed=4)}, {"model": "1-1-1"}, {"study": "another"}], ids=str)
 def test_a_start_that_failed_leaves_a_directory_for_the_corrected_command(tmp_path: Path, other: dict[str, Any]):
-    wrong: dict[str, Any] = {"study": "study", "config": Settings(), "model": MODEL, "device": "cpu"}
+    wrong: dict[str, Any] = {"study": "study", "config": Config(), "model": MODEL, "device": "cpu"}
     left = Run.open(**wrong, root=tmp_path, name="mine")
     left.part("first.partial").write_text("half a table")
     run = Run.open(**wrong | other, root=tmp_path, name="mine")
@@ -85,9 +86,9 @@ def test_a_start_without_space_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as full:
         full.setattr("kvprobe.experiments.runs.yaml.safe_dump", no_space)
         with pytest.raises(OSError, match="No space"):
-            Run.open("study", Settings(), MODEL, "cpu", tmp_path, "mine")
+            Run.open("study", Config(), MODEL, "cpu", tmp_path, "mine")
     assert not list(tmp_path.iterdir())
-    assert Run.open("study", Settings(seed=4), MODEL, "cpu", tmp_path, "mine").config["settings"]["seed"] == 4
+    assert Run.open("study", Config(seed=4), MODEL, "cpu", tmp_path, "mine").config["settings"]["seed"] == 4
 
 
 def no_space(*_: object, **__: object) -> str:
@@ -95,30 +96,49 @@ def no_space(*_: object, **__: object) -> str:
 
 
 def test_a_command_whose_run_was_begun_anew_by_another_keeps_nothing_in_it(tmp_path: Path):
-    first = Run.open("study", Settings(), MODEL, "cpu", tmp_path, "mine")
-    second = Run.open("study", Settings(seed=4), MODEL, "cpu", tmp_path, "mine")
+    first = Run.open("study", Config(), MODEL, "cpu", tmp_path, "mine")
+    second = Run.open("study", Config(seed=4), MODEL, "cpu", tmp_path, "mine")
     with pytest.raises(UserError, match="begun anew by another command"):
-        first.keep("piece", lambda path: path.write_text("of the first"))
-    assert second.keep("piece", lambda path: path.write_text("of the second")).read_text() == "of the second"
+        first.write_part("piece", lambda path: path.write_text("of the first"))
+    assert second.write_part("piece", lambda path: path.write_text("of the second")).read_text() == "of the second"
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/b", "/tmp/x", ".hidden", "x" * 101, "a\nb"])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: str):
     with pytest.raises(UserError, match="cannot be the name of a run"):
-        Run.open("study", Settings(), MODEL, "cpu", tmp_path / "runs", name)
+        Run.open("study", Config(), MODEL, "cpu", tmp_path / "runs", name)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("cut", [0, 10, -1, -40])
 def test_a_damaged_part_is_named_with_what_to_do(tmp_path: Path, cut: int):
-    run = Run.open("study", Settings(), MODEL, "cpu", tmp_path)
-    table, tensors = pd.DataFrame({"a": range(9)}), {"a": torch.arange(9)}
-    kept = [kept_table(run, "a", lambda: table), kept_tensors(run, "b", lambda: tensors)]
-    assert kept == [kept_table(run, "a", lambda: table), kept_tensors(run, "b", lambda: tensors)]
-    for path, again in zip(kept, (kept_table, kept_tensors), strict=True):
+    run = Run.open("study", Config(), MODEL, "cpu", tmp_path)
+    bar = {"doing": "Measuring", "unit": "case"}
+    made = {table_parts: pd.DataFrame({"a": range(9)}), tensor_parts: {"a": torch.arange(9)}}
+    for write, content in made.items():
+        (path,) = write(run, [0], "a", lambda _, content=content: content, **bar)
+        assert write(run, [0], "a", pytest.fail, **bar) == [path]
         path.write_bytes(path.read_bytes()[:cut])
         with pytest.raises(UserError, match=rf"{path.name} is damaged .* delete this file, and start the run again"):
-            again(run, path.stem, pytest.fail)
+            write(run, [0], "a", pytest.fail, **bar)
+
+
+def test_parts_are_written_once_in_the_order_of_the_cases(tmp_path: Path):
+    run, measured = Run.open("study", Config(), MODEL, "cpu", tmp_path), []
+
+    def measure(case: str) -> pd.DataFrame:
+        measured.append(case)
+        if measured == ["a", "b"]:
+            raise KeyboardInterrupt
+        return pd.DataFrame({"case": [case]})
+
+    def table() -> pd.DataFrame:
+        return table_of_parts(run, ["a", "b", "c"], "cases", measure, doing="Measuring", unit="case")
+
+    with pytest.raises(KeyboardInterrupt):
+        table()
+    assert list(table()["case"]) == ["a", "b", "c"]
+    assert measured == ["a", "b", "b", "c"]
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path: Path):
@@ -133,12 +153,12 @@ def test_a_foreign_folder_is_not_taken_over(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     with pytest.raises(UserError, match="not a run"):
-        Run.open("study", Settings(), "weights", "cpu, float32", tmp_path, "mine")
+        Run.open("study", Config(), "weights", "cpu, float32", tmp_path, "mine")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
 
 
 def test_finishing_writes_results_and_drops_intermediate_ones(tmp_path: Path):
-    run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
+    run = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
     run.part("piece").write_text("kept")
     assert not run.finished
     run.save_table("samples", pd.DataFrame({"sample": [0, 1]}))
@@ -148,12 +168,13 @@ def test_finishing_writes_results_and_drops_intermediate_ones(tmp_path: Path):
     assert loaded.metrics == {"accuracy": 0.5}
     assert list(loaded.df()["sample"]) == [0, 1]
     assert not (run.path / "parts").exists()
-    assert loaded.config == {"study": "study", "settings": {"seed": 3, "samples": 10}}
+    assert loaded.config == {"study": "study", "settings": as_mapping(Config())}
+    assert from_mapping(Config, loaded.config["settings"]) == Config()
 
 
 def test_the_environment_says_what_it_ran_on(tmp_path: Path):
-    environment = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path).environment
-    assert environment["seed"] == 3
+    environment = Run.open("study", Config(), "weights", "cpu, float32", tmp_path).environment
+    assert environment["seed"] == 0
     assert environment["model"] == "weights"
     assert environment["versions"]["torch"]
     assert json.dumps(environment)
@@ -165,7 +186,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
 
 
 def test_an_unfinished_run_has_no_tables(tmp_path: Path):
-    run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
+    run = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
     with pytest.raises(UserError, match="unfinished"):
         run.df()
     with pytest.raises(UserError, match="unfinished"):

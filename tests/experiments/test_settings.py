@@ -1,12 +1,16 @@
 """Settings from outside: typed, bounded, near matches named."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
-from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.reproduce import flags
+from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
 from kvprobe.studies import STUDIES, find
 from kvprobe.studies.leakage.config import AVAILABLE_CONTEXTS, Config
@@ -18,12 +22,77 @@ def test_an_unknown_setting_names_the_near_one():
         from_mapping(Config, {"sampels": 100})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Every(Settings):
+    """A setting of every type."""
+
+    name: str = "a"
+    count: int = 1
+    share: float = 0.5
+    follow: bool = True
+    kind: Literal["one", "two"] = "one"
+    names: tuple[str, ...] = ("b", "a")
+    counts: tuple[int, ...] = (1,)
+    rates: tuple[float, ...] = (1.0,)
+    kinds: tuple[Literal["one", "two"], ...] = ("one",)
+
+
 @pytest.mark.parametrize(
-    ("setting", "value"), [("samples", "many"), ("samples", 1.5), ("model", 3), ("seed", True), ("seed", None)]
+    ("setting", "value"),
+    [
+        ("name", 3),
+        ("name", "x" * 5000),
+        ("count", "many"),
+        ("count", 1.5),
+        ("count", True),
+        ("count", None),
+        ("count", 10**30),
+        ("share", "half"),
+        ("share", float("nan")),
+        ("follow", 1),
+        ("kind", "three"),
+        ("names", "a,b"),
+        ("names", []),
+        ("names", ["a", "a"]),
+        ("names", ["a", 1]),
+        ("names", list(map(str, range(2000)))),
+        ("counts", 1),
+        ("counts", [1.5]),
+        ("counts", [True]),
+        ("rates", ["1e-7"]),
+        ("rates", [float("inf")]),
+        ("kinds", ["one", "three"]),
+        ("seed", -1),
+    ],
+    ids=lambda value: str(value)[:12],
 )
-def test_a_value_of_the_wrong_type_is_refused(setting: str, value: object):
-    with pytest.raises(UserError, match=setting):
-        from_mapping(Config, {setting: value})
+def test_a_value_of_the_wrong_type_or_size_is_refused_in_one_sentence(setting: str, value: Any):
+    with pytest.raises(UserError, match=f"etting '{setting}'") as refused:
+        from_mapping(Every, {setting: value})
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+def test_a_value_is_held_in_its_type_and_numbers_are_sorted():
+    config = from_mapping(Every, {"share": 1, "names": ["b", "a"], "counts": [3, 1, 2], "rates": [2, 0.5]})
+    assert config == Every(share=1.0, names=("b", "a"), counts=(1, 2, 3), rates=(0.5, 2.0))
+    assert [type(rate) for rate in config.rates] == [float, float]
+
+
+@pytest.mark.parametrize("config", [Every(rates=(1e-7, 3.0)), *(study.config() for study in STUDIES.values())], ids=str)
+def test_a_config_written_as_yaml_is_read_back_equal(config: Settings):
+    assert from_mapping(type(config), yaml.safe_load(yaml.safe_dump(as_mapping(config)))) == config
+
+
+def test_the_flags_that_a_report_prints_give_the_config_again():
+    changed = Every(name="two words", follow=False, rates=(0.5, 2.0), kinds=("one", "two"))
+    assert flags(changed) == ["--name 'two words'", "--no-follow", "--rates 0.5 2.0", "--kinds one two"]
+    assert flags(Every()) == []
+
+
+def test_settings_of_every_study_come_after_its_own():
+    assert next(iter(types_of(Every))) == "model"
+    assert list(types_of(Every))[-3:] == ["seed", "device", "dtype"]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +105,6 @@ def test_a_value_of_the_wrong_type_is_refused(setting: str, value: object):
         {"samples": 10},
         {"samples": 769},
         {"batch": 0},
-        {"seed": -1},
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_was_expected(settings: dict[str, int]):

@@ -1,4 +1,4 @@
-"""Any history of reads and edits leaves a model where one pass without a cache, under masks and turns made by hand, does."""
+"""Any history of reads and edits equals one pass without a cache, under masks and rotations made by hand."""
 
 import random
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Play:
         self.rows = [Row(shape.n_layers, shape.n_kv_heads) for _ in range(self.batch)]
         # TransformerLens computes something else than Cohere does, so nothing can be captured there but K and V.
         self.hooks = type(self.model.lanes.plain).__name__ != "CohereForCausalLM"
-        # Every token of a row has an id of its own, by which it is told from all others.
+        # Each token of a row has its own id.
         self.unread = [random.Random(row).sample(range(VOCABULARY), VOCABULARY) for row in range(self.batch)]
 
     def do(self, kind: str, seed: int) -> None:
@@ -249,7 +249,7 @@ def test_any_history_equals_one_pass_without_a_cache(tiny: Model, lane: Lane, hi
 @pytest.mark.filterwarnings("error:The new tokens start")
 @given(history=histories(), batch=st.integers(2, 3))
 @settings(max_examples=6)
-def test_any_history_of_rows_with_slots_of_their_own_equals_one_pass_for_each(
+def test_any_history_of_a_batch_with_different_slots_equals_one_pass_per_row(
     tiny: Model, lane: Lane, history: list[Op], batch: int
 ):
     play(tiny, lane, history, batch)
@@ -259,7 +259,7 @@ def test_any_history_of_rows_with_slots_of_their_own_equals_one_pass_for_each(
 @given(history=histories(scored=True), batch=st.integers(1, 2))
 @example(history=[("read", 0), ("H2O", 1), ("read", 2), ("TOVA", 3), ("read", 4), ("SnapKV", 5), ("read", 6)], batch=2)
 @settings(max_examples=8)
-def test_any_history_under_policies_that_score_equals_one_pass_without_a_cache(
+def test_any_history_under_attention_policies_equals_one_pass_without_a_cache(
     tiny: Model, history: list[Op], batch: int
 ):
     play(tiny, "hooked", history, batch, watched=True)
@@ -294,7 +294,7 @@ VARIANTS: dict[str, Callable[[], Model]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.filterwarnings("error:The new tokens start")
-def test_any_history_equals_one_pass_whatever_the_rotary_embedding(variant: str):
+def test_any_history_equals_one_pass_with_every_rotary_embedding(variant: str):
     model = VARIANTS[variant]()
 
     @given(history=histories(), batch=st.integers(1, 2))
@@ -317,7 +317,7 @@ def changed(model: Model, change: Callable[[Row], Any]) -> float:
     return relative_difference(whole_pass(model, row).logits, before)
 
 
-def test_the_oracle_feels_turns_masks_and_positions(tiny_gemma: Model):
+def test_the_oracle_depends_on_rotations_masks_and_positions(tiny_gemma: Model):
     def unturned(row: Row) -> None:
         last = row.readings[-1]
         assert any(last.turns)

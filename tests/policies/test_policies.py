@@ -43,7 +43,7 @@ from tests.random_caches import NAMES, assert_bit_identical, random_tokens
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=15)
 
-Kept = set[int]
+Slots = set[int]
 Place = tuple[int, int, int]
 """A layer, a row and a KV head."""
 
@@ -66,12 +66,12 @@ def live_at(scene: Scene, place: Place) -> list[int]:
     return [slot for slot, alive in enumerate(where.tolist()) if alive]
 
 
-def best(slots: list[int], worth: Callable[[int], float], count: int) -> Snapshot:
+def best(slots: list[int], worth: Callable[[int], float], count: int) -> Slots:
     """The slots of highest worth; of equals, the newer."""
     return set(sorted(slots, key=lambda slot: (worth(slot), slot), reverse=True)[: max(0, count)])
 
 
-def newest(slots: list[int], count: int) -> Snapshot:
+def newest(slots: list[int], count: int) -> Slots:
     return set(slots[max(0, len(slots) - count) :])
 
 
@@ -85,11 +85,11 @@ def named(given: Any) -> str:
     return getattr(given, "__name__", None) or str(given)
 
 
-def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Snapshot:
+def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Slots:
     return newest(live_at(scene, place), policy.window)
 
 
-def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Snapshot:
+def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Slots:
     live = live_at(scene, place)
     return set(live[: policy.sinks]) | newest(live, policy.window)
 
@@ -125,7 +125,7 @@ WORTH: dict[type[Policy], Callable[..., Callable[[int], float]]] = {
 }
 
 
-def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     return best(live_at(scene, place), WORTH[type(policy)](policy, scene, place), policy.budget)
 
 
@@ -152,7 +152,7 @@ def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: in
     return [max(1, largest - step * layer + window) for layer in range(layers)]
 
 
-def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     inner, length = policy.policy, max(len(live_at(scene, each)) for each in places(scene) if each[1] == place[1])
     window = PROTECTED[type(inner)](inner)
     counts = pyramid_by_hand(scene.cache.n_layers, inner.budget, window, policy.beta, length, inner.every is None)
@@ -171,7 +171,7 @@ def ada_by_hand(scores: list[list[float]], choose: int, floor: float) -> list[in
     return [round(number * (1 - floor) + int(choose * floor)) for number in among]
 
 
-def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     layer, row, own = place
     inner, heads = policy.policy, range(scene.cache.n_kv_heads)
     worth = {head: WORTH[type(inner)](inner, scene, (layer, row, head)) for head in heads}
@@ -193,7 +193,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     return protected[own] | kept[own]
 
 
-def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     ledger, row = scene.cache.ledger, place[1]
     return {
         slot
@@ -203,7 +203,7 @@ def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     }
 
 
-def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Snapshot:
+def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Slots:
     ledger, row = scene.cache.ledger, place[1]
     results = [name for name in NAMES if name.startswith(policy.prefix)]
     gone = results[: max(0, len(results) - policy.keep_last)]
@@ -214,11 +214,11 @@ def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Snaps
     }
 
 
-def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Snapshot:
+def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Slots:
     return set(live_at(scene, place))
 
 
-Loop = Callable[..., Snapshot]
+Loop = Callable[..., Slots]
 POLICIES: list[tuple[Policy, Loop]] = [
     (SlidingWindow(1), window_by_loop),
     (SlidingWindow(4), window_by_loop),
@@ -257,11 +257,11 @@ SPANS: list[tuple[Policy, Loop]] = [
 ]
 
 
-def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Snapshot]:
+def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Slots]:
     return {place: loop(policy, scene, place) for place in places(scene)}
 
 
-def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Snapshot]) -> None:
+def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Slots]) -> None:
     """The policy leaves these slots, in order and as they were; others are gone or dead; positions follow its position mode."""
     after = policy.act(before).cache
     for row in range(before.cache.batch):
@@ -358,7 +358,7 @@ def test_a_budget_is_met_exactly_wherever_there_are_slots_enough(policy: Scored,
 def test_layer_budgets_are_those_of_pyramidkv(
     budget: int, window: int, beta: int, length: int, layers: int, expected: list[int]
 ):
-    counts = LayerBudgets(SnapKV(budget, window), beta).counts(layers, length).tolist()
+    counts = LayerBudgets(SnapKV(budget, window), beta).slot_count.layer_counts(layers, length)
     assert counts == expected == pyramid_by_hand(layers, budget, window, beta, length, once=True)
 
 
@@ -369,7 +369,7 @@ def test_layer_budgets_fall_and_add_up_to_the_whole_but_for_their_rounding(
 ):
     budget = data.draw(st.integers(1, 40))
     policy = H2O(budget, data.draw(st.integers(0, budget)), every=data.draw(st.sampled_from([None, 1])))
-    counts = LayerBudgets(policy, beta).counts(layers, length).tolist()
+    counts = LayerBudgets(policy, beta).slot_count.layer_counts(layers, length)
     assert min(counts) >= 1
     assert counts == sorted(counts, reverse=True)
     assert max(counts) <= max(length, budget)
@@ -481,10 +481,10 @@ def test_random_eviction_per_head_draws_every_head_for_itself():
 @few
 def test_random_eviction_spares_the_sinks_and_draws_the_rest_as_without_them(scene: Scene, sinks: int, per_head: bool):
     kept = RandomEviction(4, 7, per_head=per_head, sinks=sinks).keep(scene)
-    lots = RandomEviction(1, 7, per_head=per_head).scores(scene)
+    drawn = RandomEviction(1, 7, per_head=per_head).scores(scene)
     for place in places(scene):
         live = live_at(scene, place)
-        expected = set(live[:sinks]) | best(live[sinks:], lambda slot, p=place: float(lots[p][slot]), 4 - sinks)
+        expected = set(live[:sinks]) | best(live[sinks:], lambda slot, p=place: float(drawn[p][slot]), 4 - sinks)
         assert set(torch.nonzero(kept[place])[:, 0].tolist()) == expected
 
 

@@ -15,7 +15,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.policies import Quantise, Scene, SlidingWindow
-from kvprobe.policies.quantise import Codes, codes_of_keys, codes_of_values
+from kvprobe.policies.codes import Codes, codes_of_keys, codes_of_values
 from tests.policies.scenes import with_token
 from tests.random_caches import assert_bit_identical, copy_of, random_cache, random_tokens
 
@@ -158,7 +158,7 @@ def test_two_numbers_are_told_apart_by_a_single_bit():
 def test_numbers_that_float16_cannot_reach_are_refused(number: float):
     cache = random_cache(0, batch=1)
     cache.keys[1][0, 0, 0, 0] = number
-    with pytest.raises(UserError, match="beyond float16"):
+    with pytest.raises(UserError, match="beyond 65,504"):
         quantise(cache, Quantise(4, group=5, tail=0))
 
 

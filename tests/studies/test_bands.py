@@ -47,7 +47,7 @@ def said_of(task: Any) -> str:
 # --- which rows are struck where
 
 
-def test_bands_cover_the_layers_once_under_the_names_of_the_published_table():
+def test_bands_cover_the_layers_once_under_the_names_of_the_reported_table():
     found = {band.name: band.layers for band in cut_bands(Config(), 28)}
     assert found == {
         "quarter 1": range(0, 7),
@@ -66,7 +66,7 @@ def test_bands_cover_the_layers_once_under_the_names_of_the_published_table():
 
 
 def test_every_band_meets_every_noise_part_and_rate_once_and_a_control_comes_first():
-    every = cases(Config(rates="4,1"), 30)
+    every = cases(Config(rates=(4.0, 1.0)), 30)
     labels = pd.DataFrame([case.labels for case in every])
     assert labels["group"].value_counts().to_dict() == {SINGLES: 30 * 4 * 3, CUTS: 7 * 4 * 3 * 2, CONTROL: 1}
     assert not labels.duplicated().any()
@@ -110,7 +110,7 @@ def config(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Config:
         said = deep.generate(Transcript.from_messages([{"role": "user", "content": question}]), max_new_tokens=64)
         lines.append({"prompt": question, "answer": said.text.strip()})
     path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    return Config(tasks=str(path), samples=3, rates="20,60", noises="layer,effect", single=40.0)
+    return Config(tasks=(str(path),), samples=3, rates=(20.0, 60.0), noises=("layer", "effect"), single=40.0)
 
 
 def run_tiny(model: Model, config: Config, root: Path) -> Run:
@@ -140,7 +140,7 @@ def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
 
 
 def test_the_report_page_says_how_it_was_done_and_what_was_found(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert "The control holds." in page
     assert "drawn anew before each token, and undone after it" in page
     assert "slots are drawn once and struck in all layers" in page
@@ -152,7 +152,7 @@ def test_the_report_page_says_how_it_was_done_and_what_was_found(finished: Run):
 
 def test_a_row_strikes_its_band_and_nothing_else(deep: Model):
     """Struck once, what is written is counted once: bands add up, K and V add up, and all noises strike the same slots."""
-    given = replace(Config(), timing="once", rates="30", single=30.0)
+    given = replace(Config(), timing="once", rates=(30.0,), single=30.0)
     task = Retrieve()
     item = task.items(1, 0)[0]
     sample = trials.Sample(task, item, 0, prompt(item, deep.tokenizer))
@@ -202,7 +202,7 @@ def test_a_model_with_fewer_layers_than_bands_is_refused(tiny_llama: Model, conf
         run_tiny(tiny_llama, config, tmp_path)
 
 
-# --- the preset of the seed's own table, on a tiny Qwen2
+# --- the preset of the article's table, on a tiny Qwen2
 
 
 @pytest.fixture(scope="module")
@@ -255,9 +255,9 @@ def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qw
         table
         for section in run.report["sections"]
         for table in section["tables"]
-        if section["title"] == "Beside the seed's table"
+        if section["title"] == "Beside the article's table"
     ]
-    assert table["columns"][:3] == ["band", "rate (%)", "seed 001"]
+    assert table["columns"][:3] == ["band", "rate (%)", "canarypwn"]
     assert table["columns"][4:] == ["measured: layer", "measured: effect"]
     rows = {(row[0], row[1]): row for row in table["rows"]}
     assert len(rows) == 1 + 6 * 3
@@ -269,7 +269,7 @@ def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qw
     for cell in measured:
         shown = rows[cell["band"], f"{cell['rate']:g}"][5]
         assert shown.startswith(f"{100 * cell['accuracy']['mean']:.1f} %")
-    page = write_report(run).read_text(encoding="utf-8")
+    page = write_report(run.path, run.report).read_text(encoding="utf-8")
     assert "KV Cache is More Robust Than You Think" in page
     assert "Faults are not ranked on gsm8k" in page
     assert any("table is of Qwen2.5-7B-Instruct" in warning for warning in run.report["warnings"])
@@ -287,7 +287,7 @@ def test_the_preset_for_the_small_model_is_the_default():
 
 # --- tables made by hand
 
-MADE_UP = Config(samples=16, rates="1,2", noises="layer,channel", single=5.0)
+MADE_UP = Config(samples=16, rates=(1.0, 2.0), noises=("layer", "channel"), single=5.0)
 LAYERS = 8
 Value = Callable[[dict[str, Any], int], float]
 
@@ -549,7 +549,7 @@ def test_a_control_that_does_not_hold_and_few_items_are_warned_of():
 
 
 def test_the_seeds_table_stands_beside_the_cells_that_were_measured():
-    config = replace(MADE_UP, tasks="gsm8k", published="seed001-bands-7b", bands="quarters")
+    config = replace(MADE_UP, tasks=("gsm8k",), reported="canarypwn-bands-7b", bands=("quarters",))
     table = made_up(config, right=lambda labels, item: float(item < 8), task="gsm8k")
     metrics = analyse(table, config, [GSM8K()])
     (task,) = metrics["tasks"]
@@ -560,7 +560,7 @@ def test_the_seeds_table_stands_beside_the_cells_that_were_measured():
     assert only(task["published"]["rows"], band="half 1", rate=1.0)["difference"] is None
     assert only(task["published"]["rows"], band="quarter 1", rate=4.0)["difference"] is None
     section = seed_section(metrics, task, config, 0, "")
-    # .5 of 16 items against the seed's of 100: told apart from .12, not from .43 to .79 of which .79 twice is near.
+    # .5 of 16 items against the article's of 100: distinguishable from .12, not from .43 to .79 of which .79 twice is near.
     apart = sum(
         each["difference"]["low"] > 0 or each["difference"]["high"] < 0
         for each in task["published"]["rows"]
@@ -582,19 +582,14 @@ def test_the_difference_of_two_shares_is_newcombes():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"bands": "thirds"}, "'bands': There is no value called 'thirds'"),
-        ({"bands": "halves,halves"}, "each once"),
-        ({"noises": "layer,heads"}, "'heads'"),
-        ({"parts": "vk"}, "'vk'"),
-        ({"rates": "0,5"}, "'0' is no rate"),
-        ({"rates": "101"}, "'101' is no rate"),
+        ({"rates": (0.0, 5.0)}, "'rates' has 0; expected percents"),
+        ({"rates": (101.0,)}, "'rates' has 101; expected percents"),
         ({"single": -1.0}, "'single' is -1.0; expected 0 to 100"),
         ({"single": 101.0}, "expected 0 to 100"),
         ({"samples": 1}, "expected 2 to"),
-        ({"timing": "sometimes"}, "'sometimes'"),
-        ({"published": "seed002"}, "'seed002'"),
-        ({"published": "seed001-bands-7b"}, "expected a table of bands on one of this run's tasks"),
-        ({"published": "seed001-7b", "tasks": "gsm8k"}, "a table of gaussian, zeros, distractor"),
+        ({"reported": "canarypwn"}, "'canarypwn-7b'"),
+        ({"reported": "canarypwn-bands-7b"}, "expected a table of bands on one of this run's tasks"),
+        ({"reported": "canarypwn-7b", "tasks": ("gsm8k",)}, "a table of gaussian, zeros, distractor"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):

@@ -17,7 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import Sample
-from kvprobe.faults import Draws, Host
+from kvprobe.faults import Draws, FaultContext
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.strike import corrupt
 from kvprobe.inference.model import Model
@@ -35,7 +35,7 @@ from kvprobe.text.transcript import Tokens
 from kvprobe.wording import estimate_of
 
 PROMPTS = ("the user is at the sea", "a hat is a hat", "it is 12 at the hut")
-RATES = "1e-3,1e-1"
+RATES = (1e-3, 1e-1)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def config(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Confi
         for item in task.items(len(PROMPTS), 0)
     ]
     write([table["text"][0].strip() for table in said])
-    return Config(tasks=str(path), samples=len(PROMPTS), dtypes="bf16,fp16", flips=1, error_rates=RATES)
+    return Config(tasks=(str(path),), samples=len(PROMPTS), dtypes=("bf16", "fp16"), flips=1, error_rates=RATES)
 
 
 def run(config: Config, model: Model, root: Path) -> Run:
@@ -86,7 +86,7 @@ def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype(tiny
     assert len(single) == 2 * (16 + 16 + 32)
     for case in single:
         draws = [Draws(0, sample.number, case.trial.repeat)]
-        struck, damage = corrupt(cache, case.trial.fault, [Host(cache)], draws)
+        struck, damage = corrupt(cache, case.trial.fault, [FaultContext(cache)], draws)
         places_struck = [
             (part, layer, *index)
             for part, mine, theirs in (("k", cache.keys, struck.keys), ("v", cache.values, struck.values))
@@ -99,7 +99,7 @@ def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype(tiny
         assert places_struck[0][3] == case.labels["head"]
         found[case.trial.repeat].add(places_struck[0])
         if case.labels["dtype"] == "fp32":
-            again, _ = corrupt(struck, case.trial.fault, [Host(struck)], draws)
+            again, _ = corrupt(struck, case.trial.fault, [FaultContext(struck)], draws)
             for before, after in zip((*cache.keys, *cache.values), (*again.keys, *again.values), strict=True):
                 torch.testing.assert_close(before, after, rtol=0, atol=0)
     assert [len(each) for each in found.values()] == [1, 1]
@@ -138,7 +138,7 @@ def test_a_run_holds_every_flip_its_numbers_and_a_report(finished: Run, config: 
     assert [each["caption"].split(",")[0] for each in by_bit["maps"]] == [
         each.caption.split(",")[0] for each in bit_maps(task)
     ]
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert "Flipped bits in K and V" in page
     assert "The control holds" in page
     assert "written once, after the prompt" in page
@@ -198,7 +198,7 @@ def made_up(became: Became, config: Config, right: Callable[[int], bool] = lambd
     return analyse(pd.DataFrame(rows), config, SHAPE)
 
 
-MADE_UP = Config(samples=20, dtypes="bf16", flips=4, error_rates="1e-5,1e-4,1e-3")
+MADE_UP = Config(samples=20, dtypes=("bf16",), flips=4, error_rates=(1e-5, 1e-4, 1e-3))
 WRONG = {"right": False, "same": False, "kl": 2.0, "text": " 500."}
 REWORDED = {"same": False, "kl": 0.5, "text": " 531, yes"}
 BROKEN = {"right": False, "same": False, "kl": np.nan, "broken": "K of layer 2, KV head 1, slot 7", "text": ""}
@@ -390,7 +390,7 @@ def test_few_items_and_a_coarse_model_are_warned_of():
     metrics = made_up(lambda *_: {}, MADE_UP)
     assert warnings(metrics, torch.float32) == []
     assert "rounded away again" in warnings(metrics, torch.bfloat16)[0]
-    few = made_up(lambda *_: {}, Config(samples=4, dtypes="bf16", flips=1, error_rates="1e-3"))
+    few = made_up(lambda *_: {}, Config(samples=4, dtypes=("bf16",), flips=1, error_rates=(1e-3,)))
     assert "4 items" in warnings(few, torch.float32)[0]
     seldom = made_up(lambda *_: {}, MADE_UP, right=lambda sample: sample < 11)
     assert "only 11 items are answered rightly" in warnings(seldom, torch.float32)[0]
@@ -402,7 +402,7 @@ def test_every_bit_of_every_dtype_is_struck():
     assert struck == {(name, bit) for name, layout in LAYOUTS.items() for bit in range(layout.bits)}
     rates = [case for case in found if case.labels["group"] == "rate"]
     assert {(case.labels["field"], case.labels["rate"]) for case in rates} == {
-        (field, rate) for field in FIELDS for rate in Config().shares
+        (field, rate) for field in FIELDS for rate in Config().error_rates
     }
     assert {case.labels["dtype"] for case in rates} == {"bf16"}
 
@@ -410,14 +410,10 @@ def test_every_bit_of_every_dtype_is_struck():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dtypes": "bf16,bf61"}, "bf61"),
-        ({"dtypes": "bf16,bf16"}, "each once"),
         ({"flips": 0}, "'flips' is 0; expected 1 to 1000"),
         ({"samples": 1}, "'samples' is 1"),
-        ({"error_rates": "1e-3,none"}, "'none', which is no share"),
-        ({"error_rates": "0"}, "'0', which is no share"),
-        ({"error_rates": "2"}, "'2', which is no share"),
-        ({"seed": -1}, "'seed' is -1"),
+        ({"error_rates": (0.0,)}, "'error_rates' has 0; expected shares"),
+        ({"error_rates": (2.0,)}, "'error_rates' has 2; expected shares"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
@@ -428,4 +424,4 @@ def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, A
 def test_an_unknown_task_is_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beginning, "load", None)
     with pytest.raises(UserError, match="retrieve"):
-        study.run(Config(tasks="retreive"), tmp_path)
+        study.run(Config(tasks=("retreive",)), tmp_path)

@@ -13,6 +13,7 @@ import kvprobe.experiments.begin as beginning
 import kvprobe.studies.carriers.study as study
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.experiments.bands import EVERY_LAYER, named_bands
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate
@@ -20,7 +21,7 @@ from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.analyse import BOTH, COMPARED, analyse, share
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, ask, read_context
 from kvprobe.studies.carriers.config import Config
-from kvprobe.studies.carriers.groups import BEFORE, EVERY_LAYER, GROUPS, KINDS, PARTS, SELF, TOKEN, bands, groups
+from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, TOKEN, groups
 from kvprobe.studies.carriers.narrative import answer_carriers, answer_codes, checks
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
 from kvprobe.tasks.passcode import Context
@@ -123,10 +124,10 @@ def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_befo
 
 
 def test_bands_hold_every_layer_once():
-    cut = bands(30, 4)
+    cut = named_bands(30, 4)
     assert [layer for name, band in cut.items() if name != EVERY_LAYER for layer in band] == list(range(30))
     assert cut[EVERY_LAYER] == tuple(range(30))
-    assert list(bands(3, 6)) == ["0", "1", "2", EVERY_LAYER]
+    assert list(named_bands(3, 6)) == ["0", "1", "2", EVERY_LAYER]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -14,7 +14,7 @@ import kvprobe.studies.compaction.study as study
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.stats import Estimate
 from kvprobe.studies.compaction import collect as collecting
 from kvprobe.studies.compaction.analyse import OUTCOMES

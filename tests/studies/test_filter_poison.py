@@ -20,13 +20,13 @@ from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.analyse import FILTER, MATCHED, POISON, analyse, heads_by_half
 from kvprobe.studies.filter_poison.collect import NONE, STRUCK, cases_of, fault_of, struck_of
-from kvprobe.studies.filter_poison.config import FALSE, Config, families
+from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.narrative import answer, controls, removed, told_of, warnings
 from kvprobe.tasks.facts import Fact
 from tests.models import llama, tiny_tokenizer
 
-FAMILIES = "zeros:50,distractor:50,false"
-SMALL = Config(kinds="code", prompts=4, families=FAMILIES, suffix=3, top=3, random=4)
+FAMILIES = ("zeros:50", "distractor:50", FALSE)
+SMALL = Config(kinds=("code",), prompts=4, families=FAMILIES, suffix=3, top=3, random=4)
 N_LAYERS, N_HEADS = 4, 4
 
 
@@ -60,7 +60,7 @@ def finished(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_every_component_is_restored_in_every_family(finished: Run):
     maps = finished.df("maps")
-    assert set(maps["family"]) == {NONE, *families(SMALL)}
+    assert set(maps["family"]) == {NONE, *SMALL.rates}
     counts = maps[maps["family"] == FALSE].groupby(["prompt", "kind"]).size()
     assert set(counts.xs("head", level="kind")) == {N_LAYERS * N_HEADS}
     assert set(counts.xs("attn", level="kind")) == set(counts.xs("mlp", level="kind")) == {N_LAYERS}
@@ -109,7 +109,7 @@ def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
 
 
 def test_the_report_has_every_figure_and_map(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     for figure in ("strips", "heads", "states", "tested"):
         assert (finished.path / "figures" / f"{figure}.png").is_file()
     assert page.count("<img") == 4
@@ -173,7 +173,7 @@ def table(pi: dict[tuple[int, int], float], prompts: int = 8, noise: float = 0.0
 
 
 PI = {(0, 0): 0.4, (0, 1): 0.0, (0, 2): 0.0, (1, 0): -0.4, (1, 1): 0.0, (1, 2): 0.0}
-TWO = Config(families="zeros:50,false", top=1, random=6)
+TWO = Config(families=("zeros:50", "false"), top=1, random=6)
 
 
 def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
@@ -287,8 +287,8 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"families": "zeros:30"}, {"families": "zeros:0,false"}, {"families": "zeros,false"}, {"families": "false:3,zeros:30"},
-        {"families": "zeros:30,zeros:50"}, {"prompts": 13}, {"suffix": 0}, {"kinds": "codes"}, {"random": 1}, {"top": 0},
+        {"families": ("zeros:30",)}, {"families": ("zeros:0", "false")}, {"families": ("zeros", "false")}, {"families": ("false:3", "zeros:30")},
+        {"families": ("zeros:30", "zeros:50")}, {"prompts": 13}, {"suffix": 0}, {"random": 1}, {"top": 0},
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
@@ -300,7 +300,7 @@ def test_one_conversation_is_refused_before_anything_is_run(deep: Model, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beginning, "load", lambda *_, **__: deep)
         with pytest.raises(UserError, match="no other half"):
-            study.run(Config(kinds="code", prompts=1, families=FAMILIES), tmp_path)
+            study.run(Config(kinds=("code",), prompts=1, families=FAMILIES), tmp_path)
 
 
 def test_a_few_verdicts_that_chance_may_give_are_called_so():
@@ -315,4 +315,4 @@ def test_a_few_verdicts_that_chance_may_give_are_called_so():
 
 def test_a_fault_that_does_not_exist_is_refused(deep: Model, tmp_path: Path):
     with pytest.raises(UserError, match="fault"):
-        run_tiny(deep, tmp_path, Config(kinds="code", families="zeroes:30,false"))
+        run_tiny(deep, tmp_path, Config(kinds=("code",), families=("zeroes:30", "false")))

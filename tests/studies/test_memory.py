@@ -19,7 +19,7 @@ from kvprobe.studies.memory.analyse import analyse, slope
 from kvprobe.studies.memory.config import Config
 from kvprobe.studies.memory.narrative import answer_growth, answer_peak, answer_time
 
-SMALL = Config(contexts="48,160", prompt=24, new=4, timed="8,32,96", repeats=2)
+SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=2)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def test_the_worst_error_keeps_its_sign_and_context():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"contexts": "64,x"}, "'x'"),
-        ({"timed": "64,128"}, "at least 3"),
+        ({"contexts": (64, 3)}, "'contexts' is 3; expected 4 to 131072"),
+        ({"timed": (64, 128)}, "at least 3"),
         ({"memory": "24G"}, "24GiB"),
         ({"repeats": 1}, "'repeats'"),
         ({"new": 1}, "'new'"),

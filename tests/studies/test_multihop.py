@@ -21,8 +21,8 @@ from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
+from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
-from kvprobe.probing.sweep import read_outs
 from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.multihop.analyse import Analysis, analyse
@@ -36,7 +36,7 @@ from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, 
 from kvprobe.text.transcript import Tokens
 from tests.models import llama, tiny_tokenizer
 
-SMALL = Config(sessions=8, samples=32, folds=3, families="v")
+SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
 CODES = ("48213", "90577", "33662")
 N_LAYERS, SHALLOW = 10, 3
 ROUND_OFF = 1e-5
@@ -167,7 +167,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Anal
 def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(
     planted: Callable[[Config], Analysis],
 ):
-    metrics = planted(Config(sessions=12, samples=240, folds=3, families="v")).metrics
+    metrics = planted(Config(sessions=12, samples=240, folds=3, families=("v",))).metrics
     mean = {
         (split, arm): [each["mean"] for each in metrics["accuracy"][split][arm]] for split in SPLITS for arm in ARMS
     }
@@ -221,7 +221,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
         assert (finished.path / "figures" / f"{name}.svg").is_file()
     assert "The control holds" in json.dumps(finished.report)
     assert finished.metrics["light_cone"]["hop-forced"][SHALLOW]["there"] is None
-    assert "hop-forced: only the last summary in view" in write_report(finished).read_text()
+    assert "hop-forced: only the last summary in view" in write_report(finished.path, finished.report).read_text()
 
 
 def test_a_finished_run_is_found_again_and_not_run(finished: Run, shallow: Model, monkeypatch: pytest.MonkeyPatch):
@@ -326,7 +326,7 @@ def test_runs_of_distances_are_joined():
         ({"sessions": 31}, "Setting 'sessions' is 31; expected 5 to 30"),
         ({"sessions": 4}, "Setting 'sessions' is 4; expected 5 to 30"),
         ({"samples": 361}, "not a multiple of the 30 sessions; expected 360 or 390"),
-        ({"families": "k,q"}, "'q'"),
+        ({"families": ("resid_post",)}, "expected k_pre, k or v as well"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], match: str):

@@ -41,7 +41,7 @@ from kvprobe.tasks.facts import Fact, pair
 from tests.models import llama, tiny_tokenizer
 
 N_LAYERS = 4
-SMALL = Config(kinds="code,name", facts=3, step=2, check=8)
+SMALL = Config(kinds=("code", "name"), facts=3, step=2, check=8)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_swapped_residual_stream_at_the_first_layer_makes_the_donor(finished: 
 
 
 def test_the_report_has_every_map_view_and_figure(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     for heading in (
         "What was found",
         "Layer by segment",
@@ -179,12 +179,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
 
 def test_a_model_that_can_do_too_little_is_told_so(deep: Model, tiny_facts: tuple[Fact, ...], tmp_path: Path):
     unable = (tiny_facts[-1],)
-    run = run_tiny(deep, unable, tmp_path, Config(kinds="name", facts=1, check=8))
+    run = run_tiny(deep, unable, tmp_path, Config(kinds=("name",), facts=1, check=8))
     assert run.report["answer"].startswith(
         "Too few facts to say: the model says the right value in both runs of 0 of 1"
     )
     assert "What was found" not in [section["title"] for section in run.report["sections"]]
-    write_report(run)
+    write_report(run.path, run.report)
 
 
 # --- which runs there are
@@ -194,8 +194,8 @@ def test_ways_take_each_fact_both_ways_or_in_turn(
     deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(collecting, "facts", lambda _: tiny_facts)
-    both = cases_of(Config(kinds="code,name", facts=3, ways=2), deep.tokenizer)
-    one = cases_of(Config(kinds="code,name", facts=3, ways=1), deep.tokenizer)
+    both = cases_of(Config(kinds=("code", "name"), facts=3, ways=2), deep.tokenizer)
+    one = cases_of(Config(kinds=("code", "name"), facts=3, ways=1), deep.tokenizer)
     assert [case.fact for case in both[::2]] == [case.fact for case in one] == [fact.id for fact in tiny_facts]
     for there, back in zip(both[::2], both[1::2], strict=True):
         assert (there.base, there.donor) == (back.donor, back.base)
@@ -336,7 +336,7 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
         from_mapping(Config, presets()[name].settings)
 
 
-@pytest.mark.parametrize("wrong", [{"kinds": "codes"}, {"facts": 13}, {"ways": 3}, {"step": -1}, {"check": 0}])
+@pytest.mark.parametrize("wrong", [{"facts": 13}, {"ways": 3}, {"step": -1}, {"check": 0}])
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Config(**wrong)

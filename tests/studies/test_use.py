@@ -14,11 +14,11 @@ import torch
 import kvprobe.experiments.begin as beginning
 import kvprobe.studies.use.study as study
 from kvprobe.errors import UserError
+from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
 from kvprobe.stats import Estimate
-from kvprobe.studies.carriers.groups import EVERY_LAYER
 from kvprobe.studies.use import collect as collecting
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import cases_of, chosen_places, collect_effects, fit_halves

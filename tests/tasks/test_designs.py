@@ -1,11 +1,13 @@
 """Designs: labels crossed with contexts, and what is no design."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.studies.leakage.config import KINDS as CONFIGURED
+from kvprobe.studies.leakage.config import SecretKind
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import KINDS, secret
@@ -91,7 +93,7 @@ def test_each_label_has_many_texts(smol: Model, kind: str):
 def test_a_code_s_labels_are_its_digits_and_the_study_knows_all_kinds():
     assert secret("code").labels("40213") == (4, 0, 2, 1, 3)
     assert secret("topic").target.classes[secret("topic").labels("jazz")[0]] == "music"
-    assert CONFIGURED == KINDS
+    assert get_args(SecretKind) == KINDS
     with pytest.raises(UserError, match="did you mean 'topic'"):
         secret("topc")
     context = secret("name").contexts[3]

@@ -1,6 +1,6 @@
 """From rows to numbers: what noise costs in each band, which bands differ significantly, and whether another scale agrees.
 
-Each item gives one row of every case, from shared lots, so all comparisons are paired and items are the clusters.
+Each item gives one row of every case, from shared draws, so all comparisons are paired and items are the clusters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,17 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from kvprobe.experiments.trial_settings import chosen, percents
+from kvprobe.experiments.reported import Reported, reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, leave_one_out, wilson
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config
-from kvprobe.studies.published import Published, published
 from kvprobe.tasks.task import Task, rankable, too_hard
 from kvprobe.wording import estimate_of
 
 Range = tuple[float, float]
 POSITIVE: Range = (0.0, inf)
 LAST, BUFFER = "quarter 4", "quarter 3"
-"""Seed 001 finds the last quarter the most sensitive, and calls the third a buffer."""
+"""Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""
 SPLITS = 200
 """Halvings of the items behind each self-agreement."""
 FEWEST_TO_HALVE = 6
@@ -121,7 +120,7 @@ def statistic(
 def analyse(table: Any, config: Config, tasks: Sequence[Task]) -> dict[str, Any]:
     """The numbers of a run, task by task."""
     control = table[table["group"] == CONTROL]
-    beside = published(config.published) if config.published else None
+    beside = reported(config.reported) if config.reported else None
     return {
         "layers": int(control["last"].max()) + 1,
         "bands": _layers_of(table[table["group"] == CUTS]),
@@ -134,7 +133,7 @@ def _layers_of(rows: Any) -> dict[str, list[int]]:
     return {str(row["band"]): [int(row["first"]), int(row["last"])] for row in found.to_dict("records")}
 
 
-def _task(rows: Any, config: Config, task: Task, beside: Published | None, tasks: int) -> dict[str, Any]:
+def _task(rows: Any, config: Config, task: Task, beside: Reported | None, tasks: int) -> dict[str, Any]:
     measured = Measured.of(rows)
     accuracy = float(measured.clean.mean())
     judged = rankable(accuracy, task.chance)
@@ -199,18 +198,17 @@ def _broken(rows: Any) -> dict[str, Any]:
 
 def conditions(config: Config) -> list[tuple[str, str]]:
     """Each noise with each part, in a fixed order whatever the config's."""
-    noises, parts = chosen("noises", config.noises, NOISES), chosen("parts", config.parts, PARTS)
-    return [(noise, part) for part in PARTS if part in parts for noise in NOISES if noise in noises]
+    return [(noise, part) for part in PARTS if part in config.parts for noise in NOISES if noise in config.noises]
 
 
 def together(config: Config) -> list[float | None]:
     """The rates, and None for all of them together."""
-    return [*percents("rates", config.rates), None]
+    return [*config.rates, None]
 
 
 def band_names(config: Config, cut: str) -> list[str]:
     """The names of a cut's bands; none if the config has no such cut."""
-    return names_of(cut) if cut in chosen("bands", config.bands, BANDS) else []
+    return names_of(cut) if cut in config.bands else []
 
 
 def _orders(measured: Measured, config: Config, measures: Sequence[str], tasks: int) -> list[dict[str, Any]]:
@@ -372,8 +370,8 @@ def _keys_against_values(measured: Measured, config: Config, measures: Sequence[
     return found
 
 
-def _beside(table: Published, task: Mapping[str, Any]) -> dict[str, Any]:
-    """A published table, and how far each of its accuracies is from the one that was measured."""
+def _beside(table: Reported, task: Mapping[str, Any]) -> dict[str, Any]:
+    """A reported table, and how far each of its accuracies is from the one that was measured."""
     cells = {
         (cell["band"], cell["rate"]): cell["accuracy"]
         for cell in task["cells"]

@@ -1,6 +1,6 @@
 """Noise in every band of layers and in every single layer, at every scale and rate, as rows of one batch for each prompt.
 
-All rows of a prompt share their lots: whatever the band, the scale or the part, the same slots are struck at one rate, and
+All rows of a prompt share random draws: whatever the band, the scale or the part, the same slots are struck at one rate, and
 those of a lower rate are among those of a higher one. With `unit="slot"` they are the same in all layers, too.
 """
 
@@ -10,7 +10,6 @@ from typing import cast
 import pandas as pd
 
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import chosen, listed, percents
 from kvprobe.experiments.trials import Case
 from kvprobe.experiments.trials import collect as collect_trials
 from kvprobe.faults import Gaussian, Scope, bands
@@ -19,7 +18,7 @@ from kvprobe.faults.gaussian import Matched
 from kvprobe.faults.scope import Parts, Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.studies.bands.config import BANDS, NOISES, PARTS, Config
+from kvprobe.studies.bands.config import BANDS, Config
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task
 
@@ -55,7 +54,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
 
 def tasks_of(config: Config) -> list[Task]:
     """The tasks of a config, in its order."""
-    return [find_task(name) for name in listed("tasks", config.tasks, str)]
+    return [find_task(name) for name in config.tasks]
 
 
 def cut_bands(config: Config, n_layers: int) -> list[Band]:
@@ -65,7 +64,7 @@ def cut_bands(config: Config, n_layers: int) -> list[Band]:
         UserError: the model has fewer layers than bands.
     """
     found = []
-    for cut in chosen("bands", config.bands, BANDS):
+    for cut in config.bands:
         pieces = bands(n_layers, BANDS[cut])
         found += [Band(name, layers) for name, layers in zip(names_of(cut), pieces, strict=True)]
     return found
@@ -82,16 +81,14 @@ def cases(config: Config, n_layers: int) -> list[Case]:
     Cases of one noise stand side by side, because rows that are damaged alike are written together.
     """
     whole = Band("all", range(n_layers))
-    noises = chosen("noises", config.noises, NOISES)
-    parts = chosen("parts", config.parts, PARTS)
-    found = [_case(config, CONTROL, whole, noises[0], parts[0], 0.0)]
+    found = [_case(config, CONTROL, whole, config.noises[0], config.parts[0], 0.0)]
     singles = single_bands(n_layers) if config.single else []
-    for noise in noises:
-        for part in parts:
+    for noise in config.noises:
+        for part in config.parts:
             found += [
                 _case(config, CUTS, band, noise, part, rate)
                 for band in cut_bands(config, n_layers)
-                for rate in percents("rates", config.rates)
+                for rate in config.rates
             ]
             found += [_case(config, SINGLES, band, noise, part, config.single) for band in singles]
     return found

@@ -14,7 +14,7 @@ from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
 from kvprobe.models.geometry import Geometry
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, jackknife, wilson
-from kvprobe.studies.bitflips.collect import FIELDS, dtypes_of, tasks_of
+from kvprobe.studies.bitflips.collect import FIELDS, tasks_of
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import Task, too_hard
 from kvprobe.wording import estimate_of
@@ -61,7 +61,7 @@ def _task(table: Rows, task: Task, config: Config, shape: Geometry) -> dict[str,
     numbers = (slots - 1) * shape.n_layers * shape.n_kv_heads * 2 * shape.d_head
     single, rates = rows[rows["group"] == "single"], rows[rows["group"] == "rate"]
     # Of the headline: exponent against mantissa and the rates, on every task. Their intervals hold together.
-    claims = len(tasks_of(config)) * (1 + len(config.shares))
+    claims = len(tasks_of(config)) * (1 + len(config.error_rates))
     return {
         "task": task.name,
         "scorer": task.scorers[0],
@@ -74,7 +74,7 @@ def _task(table: Rows, task: Task, config: Config, shape: Geometry) -> dict[str,
         "numbers": numbers,
         "dtypes": [
             _dtype(single[single["dtype"] == dtype], dtype, shape.n_layers, problem is None, claims)
-            for dtype in dtypes_of(config)
+            for dtype in config.dtypes
         ],
         "rates": [
             _rate(
@@ -83,7 +83,7 @@ def _task(table: Rows, task: Task, config: Config, shape: Geometry) -> dict[str,
                 claims,
             )
             for field in FIELDS
-            for rate in config.shares
+            for rate in config.error_rates
         ],
         "control": _control(rows, single),
         "broken": {"single": _broken(single), "rate": _broken(rates)},
@@ -278,7 +278,7 @@ def _examples(single: Rows) -> list[dict[str, Any]]:
 
 
 def harm(summary: Mapping[str, Any], ranked: bool) -> Estimate:
-    """What breaks of some flips; or, where that cannot be told, what does not stay the same."""
+    """What breaks of some flips; or, where the task is too hard for that, what does not stay the same."""
     if ranked:
         return estimate_of(summary["right"]["breaks"])
     return estimate_of(summary["same"]).complement()

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import pandas as pd
 
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.experiments.trials import Case, Sample
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
@@ -33,7 +31,7 @@ _WHERE = 0x62
 
 @dataclass(frozen=True)
 class Place:
-    """Where a flip strikes; slot and channel are drawn by the scope, from the lots of the flip's number."""
+    """Where a flip strikes; slot and channel are drawn by the scope, from the draws of the flip's number."""
 
     flip: int
     layer: int
@@ -47,12 +45,7 @@ class Place:
 
 def tasks_of(config: Config) -> list[Task]:
     """The tasks that a config names."""
-    return [find_task(name) for name in listed("tasks", config.tasks, str)]
-
-
-def dtypes_of(config: Config) -> tuple[Stored, ...]:
-    """The dtypes that a config names, which it has checked; error rates are measured in the first."""
-    return listed("dtypes", config.dtypes, lambda name: cast(Stored, name))
+    return [find_task(name) for name in config.tasks]
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
@@ -74,10 +67,9 @@ def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
     Labels: `group` (single, rate, control), `dtype`, `field`, `bit` (0 the lowest of the mantissa), `flip`, `layer`,
     `head`, `part` and `rate` (share of all numbers).
     """
-    dtypes = dtypes_of(config)
-    # Flips outermost: rows that lie together then draw from the same lots, which are kept for a short while.
+    # Flips outermost: rows that lie together then share random draws, which are cached for a short while.
     for place in places(config, sample.number, shape):
-        for dtype in dtypes:
+        for dtype in config.dtypes:
             for bit in range(LAYOUTS[dtype].bits):
                 labels = {
                     "group": "single",
@@ -92,9 +84,9 @@ def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
                 }
                 yield Case(labels, Trial(BitFlips(dtype, bit=bit, scope=place.scope), repeat=place.flip))
     for name, field in FIELDS.items():
-        for rate in config.shares:
-            yield _everywhere("rate", dtypes[0], name, field, rate)
-    for dtype in dtypes:
+        for rate in config.error_rates:
+            yield _everywhere("rate", config.dtypes[0], name, field, rate)
+    for dtype in config.dtypes:
         yield _everywhere("control", dtype, ANY, None, 0.0)
 
 

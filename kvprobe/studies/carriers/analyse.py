@@ -1,4 +1,4 @@
-"""From swaps to numbers: what share of the hidden turn's effect each group of slots carries, and how surely.
+"""From swaps to numbers: what share of the hidden turn's effect each group of slots carries, with intervals.
 
 Each conversation is a cluster. Shares are pooled: the mean effect over the mean way from base to donor, so that a question on
 which the two caches hardly differ does not count the most. Shares of groups need not add up to one.
@@ -10,11 +10,12 @@ from typing import Any
 
 import pandas as pd
 
+from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.patching.pairs import pooled, summarise
 from kvprobe.stats import estimate, wilson
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.config import Config
-from kvprobe.studies.carriers.groups import BEFORE, EVERY_LAYER, GROUPS, SELF, TOKEN
+from kvprobe.studies.carriers.groups import BEFORE, GROUPS, SELF, TOKEN
 from kvprobe.wording import estimate_of
 
 CLAIMS = 4

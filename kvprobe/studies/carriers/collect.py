@@ -1,33 +1,31 @@
 """Patching between two caches that differ in what their slots have seen, and in nothing else.
 
 A conversation is read up to its cut twice: whole, the hidden turn being dropped afterwards (retained), and without that
-turn, at the same positions (recomputed). What stays are the same tokens at the same places. Groups of slots are swapped
+turn, at the same positions (recomputed). Both hold the same tokens at the same places. Groups of slots are swapped
 from one into the other and a question is read after them. A third cache is retained of a conversation with another code
 in the hidden turn. One table per conversation is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import kept_table
+from kvprobe.experiments.bands import named_bands
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.files import read_table
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
-from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
+from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.carriers.config import Config
-from kvprobe.studies.carriers.groups import HIDDEN, bands, cells, code_cells, groups, token_cells
+from kvprobe.studies.carriers.groups import HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
 from kvprobe.text.transcript import Tokens, Transcript
@@ -59,18 +57,17 @@ class Asked:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """The tables of all conversations (see `read_context`), one after the other; `context` is their number."""
-    every = list(zip(contexts(), compactions(), strict=True))[: config.contexts]
+    conversations = list(zip(contexts(), compactions(), strict=True))[: config.contexts]
     codes = draw_codes(config.contexts + SPARE, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    tables = []
-    with tqdm(total=config.contexts, desc="Patching conversations", unit="pair") as bar:
-        for number, (context, compaction) in enumerate(every):
-            own, spare = codes[number], codes[config.contexts + number :]
-            # Another first digit, so that one token tells the two codes apart.
-            other = next(code for code in spare if code[0] != own[0])
-            read = partial(read_context, model, context, compaction, (own, other), config, example=number == 0)
-            tables.append(read_table(kept_table(run, f"context-{number:03d}", read)).assign(context=number))
-            bar.update()
-    return pd.concat(tables, ignore_index=True)
+
+    def read(number: int) -> pd.DataFrame:
+        code, spare = codes[number], codes[config.contexts + number :]
+        # Another first digit, so that one token tells the two codes apart.
+        other = next(candidate for candidate in spare if candidate[0] != code[0])
+        table = read_context(model, *conversations[number], (code, other), config, example=number == 0)
+        return table.assign(context=number)
+
+    return table_of_parts(run, range(config.contexts), "patched", read, doing="Patching conversations", unit="pair")
 
 
 def read_context(
@@ -96,7 +93,7 @@ def read_context(
     gone = own.without(HIDDEN).tokens(model.tokenizer)
     recomputed = model.prefill(gone[: gone.span("ask").start])
 
-    slots, layers = groups(retained.ledger), bands(model.geometry.n_layers, config.bands)
+    slots, layers = groups(retained.ledger), named_bands(model.geometry.n_layers, config.bands)
     tables = []
     for question in QUESTIONS:
         asked = ask(model, own, context, compaction, codes[0], question)

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-import numpy as np
-
 from kvprobe.cache.ledger import Ledger
+from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.patching import Cell
 
 HIDDEN = "T2"
@@ -17,7 +16,6 @@ KINDS = ("summary request", "summary text", "summary delimiters", "later text", 
 UNIONS = {"summary": KINDS[:3], "later turns": KINDS[3:], "all after": KINDS}
 GROUPS = (*KINDS, *UNIONS)
 PARTS = ("K", "V", "KV")
-EVERY_LAYER = "all"
 SELF = "base itself"
 """Every slot swapped for the base's own: nothing may change."""
 TOKEN = "token"
@@ -47,16 +45,9 @@ def groups(ledger: Ledger) -> dict[str, Slots]:
     return kinds | unions | {BEFORE: tuple(range(named[0]))}
 
 
-def bands(layers: int, count: int) -> dict[str, Slots]:
-    """All layers in bands of nearly equal size, by name, and all together."""
-    cut = [tuple(part.tolist()) for part in np.array_split(range(layers), min(count, layers))]
-    named = {str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}": part for part in cut}
-    return named | {EVERY_LAYER: tuple(range(layers))}
-
-
 def cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]:
-    """What is swapped: every group at all layers and every kind in every band, K and V apart where it is told; and the
-    controls."""
+    """What is swapped: every group at all layers and every kind in every band, K and V separately where the study reports it;
+    and the controls."""
     everywhere = layers[EVERY_LAYER]
 
     def cell(group: str, band: str, part: str) -> Cell:

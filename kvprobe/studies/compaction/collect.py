@@ -8,7 +8,6 @@ for. Arms that no code can reach are read once per context. One file per context
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,15 @@ import torch
 from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import write_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, Arm
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, compactions
@@ -43,30 +42,18 @@ def collect(model: Model, config: Config, run: Run) -> list[Path]:
     """One file of tensors per context (see `read_context`), in order; answers as text in its metadata."""
     per_context = config.samples // config.contexts
     codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    every = list(zip(contexts(), compactions(), strict=True))
-    paths = []
-    with tqdm(total=config.contexts, desc="Reading under every arm", unit="conversation") as bar:
-        for index, (context, compaction) in enumerate(every[: config.contexts]):
-            others = [each for each, _ in every if each != context]
-            filler = others[index % len(others) :] + others[: index % len(others)]
-            own = codes[index * per_context : (index + 1) * per_context]
-            write = partial(_write_context, model, context, compaction, filler, own, config)
-            paths.append(run.keep(f"context-{index:03d}.safetensors", write))
-            bar.update()
-    return paths
+    conversations = list(zip(contexts(), compactions(), strict=True))
 
+    def write(index: int, path: Path) -> None:
+        context, compaction = conversations[index]
+        others = [other for other, _ in conversations if other != context]
+        filler = others[index % len(others) :] + others[: index % len(others)]
+        own_codes = codes[index * per_context : (index + 1) * per_context]
+        tensors, texts = read_context(model, context, compaction, filler, own_codes, config)
+        save_file(tensors, path, metadata={"texts": json.dumps(texts)})
 
-def _write_context(
-    model: Model,
-    context: Context,
-    compaction: Compaction,
-    filler: Sequence[Context],
-    codes: Sequence[str],
-    config: Config,
-    path: Path,
-) -> None:
-    tensors, texts = read_context(model, context, compaction, filler, codes, config)
-    save_file(tensors, path, metadata={"texts": json.dumps(texts)})
+    cases = range(config.contexts)
+    return write_parts(run, cases, "arms.safetensors", write, doing="Reading under every arm", unit="conversation")
 
 
 def read_context(
@@ -102,7 +89,7 @@ def read_context(
 
 
 def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int) -> tuple[dict[str, Tensor], KVCache]:
-    """What T3's slots hold of the code under each arm, and what the model says of it; and the cache of the first code's
+    """What T3's slots hold of the code under each arm, and what the model answers about it; and the cache of the first code's
     conversation up to T3."""
     start, ask, answer = whole[0].part("code").start, whole[0].span("ask").start, whole[0].part("answer")
     prefix = model.prefill(whole[0][:start])
@@ -206,12 +193,12 @@ def _attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows
     masks = torch.stack([first.expand_as(system), system & ~first, hidden, summaries])
     shares: dict[int, Tensor] = {}
 
-    def hear(layer: int, pattern: Tensor) -> None:
+    def observe(layer: int, pattern: Tensor) -> None:
         before, own = pattern[..., :past].mean(2), pattern[..., past:].sum(-1).mean(2)
         shared = torch.einsum("bhs,gbs->bhg", before.float(), masks.float())
         shares[layer] = torch.cat([shared, own[..., None].float()], -1)
 
-    with model.lanes.hooked.attending(hear):
+    with model.lanes.hooked.observing_patterns(observe):
         model.extend(rows, _onwards(rows, [turn] * rows.batch), lane="hooked")
     return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)
 

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import Settings
 
 AVAILABLE_CONTEXTS = 48
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
     """Settings of the compaction study.
 
     Attributes:
-        model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
         contexts: different conversations; each is asked three questions and continued under every arm.
         samples: codes in all, for leak and use; each context gets samples / contexts of its own.
         folds: test folds of the probes.
@@ -21,28 +21,21 @@ class Config:
         answer: tokens of an answer to a question.
         batch: codes that are read side by side.
         seed: of codes and folds.
-        device: auto, cpu, cuda, cuda:1 …
-        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """
 
-    model: str = "smollm2-135m"
     contexts: int = AVAILABLE_CONTEXTS
     samples: int = 768
     folds: int = 5
     continuation: int = 32
     answer: int = 16
     batch: int = 16
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         require("folds", self.folds, 3, 20)
         require("contexts", self.contexts, self.folds, AVAILABLE_CONTEXTS)
         require("continuation", self.continuation, 1, 512)
         require("answer", self.answer, 1, 256)
         require("batch", self.batch, 1)
-        require("seed", self.seed, 0)
         require("samples", self.samples, max(self.contexts * 2, 10 * self.folds), 40_000)
         if self.samples % self.contexts:
             below = self.samples - self.samples % self.contexts

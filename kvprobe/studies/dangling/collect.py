@@ -16,12 +16,11 @@ import torch
 from kvprobe.attention import Patterns, attend, dangling
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff
-from kvprobe.studies.dangling.config import Config, sizes
+from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
 from kvprobe.text.transcript import Tokens
@@ -63,9 +62,9 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     Raises:
         UserError: more heads are to see the turn again than there are.
     """
-    picked = [fact for kind in listed("kinds", config.kinds, str) for fact in facts((kind,))[: config.prompts]]
+    picked = [fact for kind in config.kinds for fact in facts((kind,))[: config.prompts]]
     heads = model.geometry.n_layers * model.geometry.n_kv_heads
-    if (most := sizes(config)[-1]) >= heads:
+    if (most := config.rescued[-1]) >= heads:
         raise UserError(
             f"Setting 'rescued' asks for {most} KV heads, but {model.name} has {heads}; give numbers below that."
         )
@@ -79,7 +78,7 @@ def cases_of(config: Config, model: Model) -> list[Case]:
 
 def collect(model: Model, cases: Sequence[Case], run: Run) -> pd.DataFrame:
     """Attention by head (`grid` is heads, see `kvprobe.attention.dangling`, by `arm`) and outcomes (`grid` is arms)."""
-    return kept_tables(
+    return table_of_parts(
         run, cases, "arms", lambda case: measure(model, case), doing="Hiding a turn", unit="conversation"
     )
 
@@ -111,7 +110,7 @@ def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
 def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
     """The cache in each arm; gaps can be closed only where keys turn with position."""
     found = {FULL: clean, MASKED: clean.mask(HIDDEN)}
-    if model.lanes.turns:
+    if model.lanes.can_reindex:
         found[CLOSED] = clean.evict(HIDDEN).reindex()
     return found
 
@@ -140,7 +139,7 @@ def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
         ranked = [(int(layer), int(head)) for layer, head in mass.sort_values(ascending=False).index]
         rng = np.random.default_rng([config.seed, 2, int(half)])
         sets: dict[tuple[str, int, int], Sequence[KVHead]] = {}
-        for size in sizes(config):
+        for size in config.rescued:
             sets[TOP, size, 0] = ranked[:size]
             for number in range(config.random):
                 sets[RANDOM, size, number] = [every[place] for place in rng.permutation(len(every))[:size]]
@@ -154,7 +153,7 @@ def collect_rescues(model: Model, cases: Sequence[Case], by_half: Mapping[int, S
     def measure(case: Case) -> pd.DataFrame:
         return rescue(model, case, by_half[1 - case.half]).assign(prompt=case.name, half=case.half)
 
-    return kept_tables(run, cases, "rescues", measure, doing="Giving heads their turn back", unit="conversation")
+    return table_of_parts(run, cases, "rescues", measure, doing="Giving heads their turn back", unit="conversation")
 
 
 def rescue(model: Model, case: Case, sets: Sets) -> pd.DataFrame:
@@ -183,10 +182,10 @@ def in_view_of(clean: KVCache, heads: Sequence[KVHead]) -> KVCache:
 
 
 def collect_memos(config: Config, run: Run) -> pd.DataFrame:
-    """What the model `ordinal` says of memos that it was not trained on; see `measure_memos`."""
+    """What the model `ordinal` answers to memos that it was not trained on; see `measure_memos`."""
     model = load("ordinal", device=config.device, dtype=config.dtype)
     verbs = list(VERBS)
-    return kept_tables(
+    return table_of_parts(
         run, verbs, "memos", lambda verb: measure_memos(model, verb, config), doing="Asking about lists", unit="verb"
     )
 

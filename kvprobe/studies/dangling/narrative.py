@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, Figure, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
@@ -260,8 +259,8 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
 
 
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
-    fact = facts(listed("kinds", config.kinds, str)[:1])[0]
-    passages = passages_of(conversation(fact, fact.values[0]), struck=(HIDDEN,))
+    fact = facts(config.kinds[:1])[0]
+    passages = passages_of(conversation(fact, fact.values[0]), masked=(HIDDEN,))
     return Section(
         title="What was done",
         paragraphs=[

@@ -1,23 +1,23 @@
 """Settings of the features study. Imports nothing heavy, so that the command line can show them at once."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvprobe.checks import require
-from kvprobe.experiments.trial_settings import chosen, listed
+from kvprobe.experiments.settings import Settings
 
 AVAILABLE_CONTEXTS = 48
-KINDS = ("topk", "jumprelu")
+TRAIN = "train"
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
     """Settings of the features study.
 
     Attributes:
-        model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
-        dictionaries: what to study: dictionaries by name or folder, commas between; or `train`, to train them first.
-        places: where to train them, each a family and a layer: resid_post.7, v.7, k_pre.7 …; commas between.
-        kind: of the dictionaries that are trained: topk or jumprelu.
+        dictionaries: what to study: dictionaries by name or folder; or `train`, to train them first.
+        places: where to train them, each a family and a layer: resid_post.7, v.7, k_pre.7 …
+        kind: of the dictionaries that are trained.
         width: latents of each.
         active: latents of a token.
         written: texts that the model writes to train on.
@@ -27,14 +27,11 @@ class Config:
         codes: different codes in each of them.
         folds: test folds; probes are trained on the others.
         seed: of texts, dictionaries, codes and folds.
-        device: auto, cpu, cuda, cuda:1 …
-        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """
 
-    model: str = "smollm2-135m"
-    dictionaries: str = "train"
-    places: str = "resid_post.7,v.7,k_pre.7"
-    kind: str = "topk"
+    dictionaries: tuple[str, ...] = (TRAIN,)
+    places: tuple[str, ...] = ("resid_post.7", "v.7", "k_pre.7")
+    kind: Literal["topk", "jumprelu"] = "topk"
     width: int = 1024
     active: int = 32
     written: int = 384
@@ -43,14 +40,8 @@ class Config:
     contexts: int = AVAILABLE_CONTEXTS
     codes: int = 8
     folds: int = 5
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
 
-    def __post_init__(self) -> None:
-        listed("dictionaries", self.dictionaries, str)
-        listed("places", self.places, str)
-        chosen("kind", self.kind, KINDS)
+    def validate(self) -> None:
         require("width", self.width, 2)
         require("active", self.active, 1, self.width)
         require("written", self.written, 0)
@@ -59,4 +50,8 @@ class Config:
         require("contexts", self.contexts, 6, AVAILABLE_CONTEXTS)
         require("folds", self.folds, 3, min(20, self.contexts))
         require("codes", self.codes, 2, 1000)
-        require("seed", self.seed, 0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the dictionaries are trained by this run."""
+        return self.dictionaries == (TRAIN,)

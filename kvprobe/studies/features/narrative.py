@@ -12,7 +12,6 @@ from kvprobe.studies.features.analyse import ARMS, FLIPS, PARTS
 from kvprobe.studies.features.collect import HIDDEN_SEGMENTS, READERS, RESTARTED, SPLICED
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.figures import ARM_NAMES, READER_NAMES, SET_NAMES, curves_file
-from kvprobe.studies.features.prepare import TRAIN
 from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, points
 
@@ -58,7 +57,7 @@ def narrate(
                 environment,
                 also=[
                     "Data: samples.parquet (quality), differences.parquet, curves.parquet, exchanges.parquet and metrics.json beside this page"
-                    + ("; the dictionaries are in dictionaries/." if config.dictionaries == TRAIN else "."),
+                    + ("; the dictionaries are in dictionaries/." if config.trains else "."),
                     "k-sparse probing: Gurnee et al. 2023 (arXiv 2305.01610). TopK: arXiv 2406.04093; JumpReLU: arXiv 2407.14435.",
                 ],
             ),
@@ -189,7 +188,7 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _read_section(config: Config) -> Section:
     context = contexts()[0]
     code = "48213"
-    passages = passages_of(conversation(context, code), struck=HIDDEN_SEGMENTS, marked=code, told=("T2", "T3"))
+    passages = passages_of(conversation(context, code), masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "T3"))
     return Section(
         title="What is read",
         paragraphs=[
@@ -230,8 +229,8 @@ def _quality_section(metrics: Mapping[str, Any], config: Config) -> Section:
     source = (
         "They were trained by this run on hand-written conversations of other tasks and on texts that the model wrote itself, a narrow "
         "distribution; none of the conversations below was among them."
-        if config.dictionaries == TRAIN
-        else f"They were loaded: {config.dictionaries}."
+        if config.trains
+        else f"They were loaded: {', '.join(config.dictionaries)}."
     )
     return Section(
         title="How good the dictionaries are",

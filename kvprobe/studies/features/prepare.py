@@ -7,39 +7,37 @@ from pathlib import Path
 import pandas as pd
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
-from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, record, self_written, train
+from kvprobe.saes import Dictionary, Place, Recipe, Shards, record, self_written, train
 from kvprobe.saes.dictionary import content_digest
 from kvprobe.studies.features.config import Config
 from kvprobe.tasks import facts, sessions
 from kvprobe.text.transcript import Tokens
 
-TRAIN = "train"
 AT_ONCE = 128
 """Texts that are written side by side."""
 
 
 def places_of(config: Config) -> tuple[Place, ...]:
     """Where dictionaries are to be trained."""
-    return listed("places", config.places, Place.parse)
+    return tuple(map(Place.parse, config.places))
 
 
-def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures], Shards]:
+def prepare(model: Model, config: Config, run: Run) -> tuple[list[Dictionary], Shards]:
     """The dictionaries to be studied, and a recording of texts at their places.
 
     They are trained on what is recorded: hand-written conversations (`kvprobe.tasks.facts` and `sessions`) and texts that the model
     writes. None of them is a conversation that is studied.
     """
     texts = hand_written(model)
-    if config.dictionaries == TRAIN:
+    if config.trains:
         places = places_of(config)
         shards = record(model, texts + written(model, config, run), places, recording(run))
         return [_trained(model, config, run, shards, place) for place in places], shards
-    loaded = [SparseFeatures.load(name, model) for name in listed("dictionaries", config.dictionaries, str)]
+    loaded = [Dictionary.load(name, model) for name in config.dictionaries]
     places = [features.place for features in loaded]
     if len(set(places)) != len(places):
         raise UserError(f"Two dictionaries read {places[0]}; give one for each place.")
@@ -48,9 +46,9 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures
 
 def content_of(config: Config) -> str:
     """A digest of the files of the dictionaries that a config names; none of those that are trained."""
-    if config.dictionaries == TRAIN:
+    if config.trains:
         return ""
-    return digest([content_digest(name).encode() for name in listed("dictionaries", config.dictionaries, str)])
+    return digest([content_digest(name).encode() for name in config.dictionaries])
 
 
 def recording(run: Run) -> Path:
@@ -77,16 +75,16 @@ def written(model: Model, config: Config, run: Run) -> list[Tokens]:
             [{"text": row, "id": token} for row, text in zip(block, texts, strict=True) for token in text.ids]
         )
 
-    table = kept_tables(run, blocks, "written", measure, doing="Writing texts to train on", unit="block")
+    table = table_of_parts(run, blocks, "written", measure, doing="Writing texts to train on", unit="block")
     return [Tokens.of(list(ids)) for _, ids in table.groupby("text")["id"]]
 
 
-def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Place) -> SparseFeatures:
+def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Place) -> Dictionary:
     folder = run.path / "dictionaries" / str(place)
     if not folder.is_dir():
-        recipe = Recipe(config.kind, config.width, config.active, config.tokens, seed=config.seed)  # pyright: ignore[reportArgumentType] - checked
+        recipe = Recipe(config.kind, config.width, config.active, config.tokens, seed=config.seed)
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         train(shards, place, recipe, model.name).save(partial).replace(folder)
     # As it is saved, so that a resumed run has the same: saving rounds TopK dictionaries in the last digit.
-    return SparseFeatures.load(folder, model)
+    return Dictionary.load(folder, model)

@@ -11,7 +11,7 @@ from kvprobe.layers import Component, by_chance, verdicts
 from kvprobe.layers.layer_map import LEAST
 from kvprobe.stats import DIFFERENCE, estimate, jackknife, leave_one_out, ratio
 from kvprobe.studies.filter_poison.collect import LOOKS, NONE, Heads
-from kvprobe.studies.filter_poison.config import Config, families
+from kvprobe.studies.filter_poison.config import Config
 
 POISON, FILTER = "poison", "filter"
 MATCHED = " (random)"
@@ -66,7 +66,7 @@ def _matched(
 
 def analyse(maps: Any, states: Any, heads: Any, by_half: Mapping[int, Heads], config: Config) -> dict[str, Any]:
     """All numbers of a run."""
-    names = list(families(config))
+    names = list(config.rates)
     verdict = called(maps, config)
     single = verdict[verdict["kind"] != "band"]
     control = maps.loc[maps["family"] == NONE, ["damage", "restored", "noised"]]
@@ -142,7 +142,7 @@ def _states(states: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _baselines(single: Any, states: Any) -> dict[str, float]:
-    """Rank correlations over layers of what is told without damage with the mean index of attention and of MLP."""
+    """Rank correlations over layers of what is measured without damage with the mean index of attention and of MLP."""
     clean = states[states["family"] == NONE].groupby("layer")[["angle", "drop"]].median()
     found = {}
     for kind in ("attn", "mlp"):

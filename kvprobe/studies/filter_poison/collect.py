@@ -16,18 +16,17 @@ from torch import Tensor
 from kvprobe.attention import attend, contribution, lift
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
+from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.layers import Component, layer_map, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
-from kvprobe.studies.filter_poison.config import FALSE, Config, families
-from kvprobe.studies.robustness.kinds import KINDS
+from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.text.transcript import Tokens
 
@@ -72,11 +71,10 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     Raises:
         UserError: a family is no fault that there is.
     """
-    for family in families(config):
-        if family not in (*KINDS, FALSE):
-            raise UserError(unknown("fault", family, (*KINDS, FALSE)))
-    kinds = listed("kinds", config.kinds, str)
-    picked = [fact for kind in kinds for fact in facts((kind,))[: config.prompts]]
+    for family in config.rates:
+        if family not in (*CATALOGUE, FALSE):
+            raise UserError(unknown("fault", family, (*CATALOGUE, FALSE)))
+    picked = [fact for kind in config.kinds for fact in facts((kind,))[: config.prompts]]
     found = []
     for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
         own = pair(fact, model.tokenizer)
@@ -105,7 +103,7 @@ def collect(model: Model, config: Config, cases: Sequence[Case], run: Run) -> tu
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
-    table = kept_tables(run, cases, "map", measure, doing="Restoring components", unit="conversation")
+    table = table_of_parts(run, cases, "map", measure, doing="Restoring components", unit="conversation")
     of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi", *LOOKS)]
     states = table.loc[table["kind"] == STATE, of_states]
     of_maps = [name for name in table if name not in of_states or name in _SHARED]
@@ -128,7 +126,7 @@ def collect_heads(
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
-    return kept_tables(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
+    return table_of_parts(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
 
 
 def looks(model: Model, case: Case, clean: KVCache, damaged: KVCache) -> pd.DataFrame:
@@ -154,7 +152,7 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
     """For each family the clean cache and the damaged one."""
     clean = model.prefill(case.true)
     found = [(NONE, clean, clean)] if control else []
-    for family, percent in families(config).items():
+    for family, percent in config.rates.items():
         if family == FALSE:
             found.append((family, clean, model.prefill(case.false)))
             continue
@@ -164,17 +162,17 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
             if fault.lender == "distractor"
             else {}
         )
-        host = prepare(model.lanes, clean, [fault], donors)
+        context = prepare(model.lanes, clean, [fault], donors)
         draws = [Draws(seed=config.seed, sample=case.number)]
-        found.append((family, clean, clean.corrupt(fault, draws=draws, hosts=[host])))
+        found.append((family, clean, clean.corrupt(fault, draws=draws, contexts=[context])))
     return found
 
 
 def fault_of(family: str, percent: float) -> Fault:
     """The fault of the robustness study under this name, striking so many slots of what was said."""
-    kind = KINDS[family]
-    scope = Scope(rate=percent / 100, segments=STRUCK, parts=kind.parts, unit=kind.unit("slot"))
-    return kind.make(scope=scope, at=0, transient=False)
+    named = CATALOGUE[family]
+    scope = Scope(rate=percent / 100, segments=STRUCK, parts=named.parts, unit=named.unit("slot"))
+    return named.make(scope=scope, at=0, transient=False)
 
 
 def _labelled(table: pd.DataFrame, case: Case, family: str) -> pd.DataFrame:

@@ -7,17 +7,15 @@ given themselves. One file per session is kept, so an interrupted collection res
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tensors
+from kvprobe.experiments.parts import tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -59,10 +57,14 @@ class Rows:
 
 def collect(model: Model, config: Config, run: Run) -> list[Path]:
     """One file of tensors per session (see `read_session`), in order."""
-    return [
-        kept_tensors(run, f"session-{index:03d}", partial(read_session, model, session, config.continuation))
-        for index, session in enumerate(tqdm(sessions()[: config.sessions], desc="Reading sessions", unit="session"))
-    ]
+    return tensor_parts(
+        run,
+        sessions()[: config.sessions],
+        "session",
+        lambda session: read_session(model, session, config.continuation),
+        doing="Reading sessions",
+        unit="session",
+    )
 
 
 def read_session(model: Model, session: Session, continuation: int) -> dict[str, Tensor]:
@@ -124,7 +126,7 @@ def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
 
 def question(tokens: Tokens, turn: int) -> Tokens:
     """The user's message of a turn and the header of the answer, but for the header's last token: that one is read with
-    the answer, whose first token is told from it."""
+    the answer, whose first token is predicted from it."""
     return tokens[tokens.span(f"T{turn}").start : tokens.part(f"reply{turn}").start - 1]
 
 

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_tensors
+from kvprobe.experiments.parts import tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import Context, conversation
 from kvprobe.tasks.secrets import secret
@@ -44,17 +43,14 @@ def collect(model: Model, config: Config, run: Run, part: str = "context") -> li
     hidden = secret(config.secret)
     per_context = config.samples // config.contexts
     texts = hidden.draw(config.contexts, per_context, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    paths = []
-    with tqdm(total=config.samples, desc="Reading conversations", unit="conversation") as bar:
-        for index, (context, own) in enumerate(zip(hidden.contexts, texts, strict=False)):
 
-            def read(context: Context = context, own: Sequence[str] = own) -> dict[str, Tensor]:
-                labels = torch.tensor([hidden.labels(text) for text in own])
-                return {**read_context(model, context, own, config.batch), "labels": labels}
+    def read(conversation: tuple[Context, Sequence[str]]) -> dict[str, Tensor]:
+        context, secrets = conversation
+        labels = torch.tensor([hidden.labels(text) for text in secrets])
+        return {**read_context(model, context, secrets, config.batch), "labels": labels}
 
-            paths.append(kept_tensors(run, f"{part}-{index:03d}", read))
-            bar.update(per_context)
-    return paths
+    conversations = list(zip(hidden.contexts, texts, strict=False))
+    return tensor_parts(run, conversations, part, read, doing="Reading conversations", unit="context")
 
 
 def read_context(model: Model, context: Context, secrets: Sequence[str], batch: int) -> dict[str, Tensor]:

@@ -1,24 +1,23 @@
 """Settings of the leakage study. Imports nothing heavy, so that the command line can show them at once."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.names import unknown
+from kvprobe.experiments.settings import Settings
 
-KINDS = ("code", "name", "topic", "sentiment")
-"""Of secret; see `kvprobe.tasks.secrets`."""
-
+SecretKind = Literal["code", "name", "topic", "sentiment"]
+"""See `kvprobe.tasks.secrets`."""
 AVAILABLE_CONTEXTS = 48
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
     """Settings of the leakage study.
 
     Attributes:
-        model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
-        secret: what the hidden turn holds: code, name, topic or sentiment.
+        secret: what the hidden turn holds.
         contexts: different conversations; with 1, every sample shares one template.
         samples: conversations in all; each context gets samples / contexts secrets of its own.
         folds: test folds; probes are trained on the others.
@@ -26,30 +25,21 @@ class Config:
         untrained: also read everything with a model of the same kind before it learned anything (twice the time).
         batch: conversations that are read side by side.
         seed: of secrets, folds and permutations.
-        device: auto, cpu, cuda, cuda:1 …
-        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """
 
-    model: str = "smollm2-135m"
-    secret: str = "code"
+    secret: SecretKind = "code"
     contexts: int = AVAILABLE_CONTEXTS
     samples: int = 768
     folds: int = 5
     permutations: int = 49
     untrained: bool = False
     batch: int = 32
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
 
-    def __post_init__(self) -> None:
-        if self.secret not in KINDS:
-            raise UserError(unknown("kind of secret", self.secret, KINDS))
+    def validate(self) -> None:
         require("contexts", self.contexts, 1, AVAILABLE_CONTEXTS)
         require("folds", self.folds, 3, 20)
         require("permutations", self.permutations, 1, 10_000)
         require("batch", self.batch, 1)
-        require("seed", self.seed, 0)
         if 1 < self.contexts < self.folds:
             raise UserError(
                 f"Setting 'contexts' is {self.contexts}; expected 1, or at least as many as folds ({self.folds})."

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.measured import measure, storage_bytes
 from kvprobe.inference.model import Model
@@ -24,7 +24,7 @@ def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
         predicted = model.budget(context=context, new=GENERATED)
         found = measure(model, predicted)
         assert found.generating is not None
-        reading, generating = (predicted.moments[name].total for name in ("reading", "generating"))
+        reading, generating = (predicted.phases[name].total for name in ("reading", "generating"))
         rows = [
             ("weights", predicted.weights, found.weights),
             ("cache", predicted.cache, found.cache),
@@ -36,7 +36,7 @@ def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
             [{"context": context, "what": what, "predicted": said, "measured": seen} for what, said, seen in rows]
         )
 
-    return kept_tables(run, config.lengths, "peak", peak, doing="Measuring peaks", unit="prompt")
+    return table_of_parts(run, config.contexts, "peak", peak, doing="Measuring peaks", unit="prompt")
 
 
 @torch.inference_mode()
@@ -66,7 +66,7 @@ def collect_growth(model: Model, config: Config, run: Run) -> pd.DataFrame:
             )
         return pd.DataFrame(rows)
 
-    return kept_tables(run, [0], "growth", grow, doing="Watching a cache grow", unit="conversation")
+    return table_of_parts(run, [0], "growth", grow, doing="Watching a cache grow", unit="conversation")
 
 
 @torch.inference_mode()
@@ -97,7 +97,7 @@ def collect_times(model: Model, config: Config, run: Run) -> pd.DataFrame:
                 rows.append({"length": length, "repeat": repeat, "cached": with_cache, "anew": without})
         return pd.DataFrame(rows).assign(difference=difference)
 
-    return kept_tables(run, config.timed_lengths, "time", timed, doing="Timing tokens", unit="length")
+    return table_of_parts(run, config.timed, "time", timed, doing="Timing tokens", unit="length")
 
 
 def _ids(model: Model, length: int) -> torch.Tensor:

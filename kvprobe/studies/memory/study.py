@@ -24,7 +24,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     model, directory = begin(NAME, config, root, name)
     if directory.finished:
         return directory
-    longest = max(*config.lengths, *config.timed_lengths, config.prompt + config.new)
+    longest = max(*config.contexts, *config.timed, config.prompt + config.new)
     model.lanes.refuse_far_positions(torch.tensor([[longest - 1]]))
     peaks = collect_peaks(model, config, directory)
     growth = collect_growth(model, config, directory)

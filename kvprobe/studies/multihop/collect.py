@@ -7,25 +7,21 @@ is the same and costs less. One file per session is kept, so an interrupted run 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import kept_tensors
+from kvprobe.experiments.parts import tensor_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_seen
 from kvprobe.studies.multihop.config import Config
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation, sessions
@@ -33,7 +29,7 @@ from kvprobe.tasks.passcode import draw_codes
 from kvprobe.text.transcript import Tokens
 
 SHOWN = "T1 shown"
-"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it were told."""
+"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the code."""
 USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
 
 Place = tuple[str, int]
@@ -48,24 +44,17 @@ def place(arm: Arm, distance: int) -> Place:
 PLACES: tuple[Place, ...] = tuple(dict.fromkeys(place(arm, distance) for arm in ARMS for distance in DISTANCES))
 
 
-def families_of(config: Config) -> tuple[Family, ...]:
-    """The families of a config, in its order."""
-    found: Any = listed("families", config.families, str)
-    return found
-
-
 def collect(model: Model, config: Config, run: Run) -> list[Path]:
     """One file of tensors per session (see `read_session`), in order."""
     per_session = config.samples // config.sessions
     codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    paths = []
-    with tqdm(total=config.samples, desc="Reading sessions", unit="session") as bar:
-        for index, session in enumerate(sessions()[: config.sessions]):
-            own = codes[index * per_session : (index + 1) * per_session]
-            read = partial(read_session, model, session, own, families_of(config), config.batch)
-            paths.append(kept_tensors(run, f"session-{index:03d}", read))
-            bar.update(per_session)
-    return paths
+    chosen = sessions()[: config.sessions]
+
+    def read(index: int) -> dict[str, Tensor]:
+        own_codes = codes[index * per_session : (index + 1) * per_session]
+        return read_session(model, chosen[index], own_codes, config.families, config.batch)
+
+    return tensor_parts(run, range(config.sessions), "session", read, doing="Reading sessions", unit="session")
 
 
 def read_session(

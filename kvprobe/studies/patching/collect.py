@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import kept_tables
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of
@@ -59,7 +58,7 @@ Bands = Mapping[str, Mapping[int, range]]
 
 def cases_of(config: Config, tokenizer: Tokenizer) -> list[Case]:
     """The runs of a config. The metric is positive where the model says the base's own value."""
-    found, per_kind = [], dict.fromkeys(listed("kinds", config.kinds, str), 0)
+    found, per_kind = [], dict.fromkeys(config.kinds, 0)
     chosen = []
     for fact in facts(tuple(per_kind)):
         per_kind[fact.kind] += 1
@@ -101,7 +100,7 @@ def collect(model: Model, cases: Sequence[Case], config: Config, run: Run) -> pd
     Columns: `grid`, those of `kvprobe.patching.pairs.table_of` (`cluster` is the fact), `kind`, `half`, `able` (the model says each
     run's own value), and for attribution `score` and `linear`.
     """
-    return kept_tables(run, cases, "maps", lambda case: measure(model, case, config), doing="Patching", unit="pair")
+    return table_of_parts(run, cases, "maps", lambda case: measure(model, case, config), doing="Patching", unit="pair")
 
 
 def measure(model: Model, case: Case, config: Config) -> pd.DataFrame:
@@ -135,7 +134,7 @@ def collect_bands(model: Model, cases: Sequence[Case], table: pd.DataFrame, band
     todo = [case for case in cases if case.number in known]
     if not bands or not todo:
         return table
-    more = kept_tables(
+    more = table_of_parts(
         run, todo, "bands", lambda case: measure_bands(model, case, bands), doing="Patching bands", unit="pair"
     )
     return pd.concat([table, more], ignore_index=True)
@@ -160,7 +159,7 @@ def collect_example(model: Model, cases: Sequence[Case], table: pd.DataFrame, ru
     todo = [case for case in cases if case.number in known][:1]
     if not todo:
         return None
-    return kept_tables(
+    return table_of_parts(
         run, todo, "example", lambda case: measure_slots(model, case), doing="Patching slots", unit="pair"
     )
 

@@ -25,7 +25,7 @@ TOLERANCE = {"kl": 0.1, "agreement": 0.05, "code": 0.05, "instructions": 0.05}
 JUDGED = (20, 50)
 """At which budgets, or those nearest to them, policies are held against random eviction."""
 ABOVE_CHANCE = 0.1
-"""By how much the full cache must surely exceed chance for a measure to tell anything."""
+"""By how much the full cache must significantly exceed chance for a measure to show anything."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def analyse(collected: Collected, config: Config) -> dict[str, Any]:
 
 def judged_budgets(config: Config) -> list[int]:
     """The measured budgets nearest to those at which policies are judged."""
-    nearest = (min(config.percents, key=lambda percent: abs(percent - wanted)) for wanted in JUDGED)
+    nearest = (min(config.budgets, key=lambda percent: abs(percent - wanted)) for wanted in JUDGED)
     return list(dict.fromkeys(nearest))
 
 
@@ -159,7 +159,7 @@ def _against(collected: Collected, config: Config) -> list[dict[str, Any]]:
                 rival = level
                 if kind.bits:
                     larger = [
-                        each for each in config.percents if memory[collected.number(baseline, each)] >= memory[own]
+                        each for each in config.budgets if memory[collected.number(baseline, each)] >= memory[own]
                     ]
                     if not larger:
                         continue
@@ -180,7 +180,7 @@ def _enough(collected: Collected, config: Config) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for name, kind in KINDS.items():
-        numbers = [collected.number(name, level) for level in kind.bits or config.percents]
+        numbers = [collected.number(name, level) for level in kind.bits or config.budgets]
         memory = collected.values["memory"][numbers].mean(1)
         order = np.argsort(-memory)
         found[name] = {"least_measured": float(memory.min())}
@@ -217,7 +217,7 @@ def least_memory(
 
 def _unchanged(collected: Collected, config: Config) -> dict[str, Any] | None:
     """How far policies that may keep everything, and round nothing, are from the full cache; None if none may."""
-    if 100 not in config.percents:
+    if 100 not in config.budgets:
         return None
     numbers = [collected.number(name, 100) for name, kind in KINDS.items() if not kind.rounds]
     return {

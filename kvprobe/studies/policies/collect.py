@@ -1,6 +1,6 @@
 """Every policy at every budget on the cache of the same conversation, and what the model says from what is left.
 
-A conversation is read once, with attention watched, and each condition acts on that cache: what stays is retained, never
+A conversation is read once, with attention watched, and each condition acts on that cache: the slots left are retained, never
 read again. What is said afterwards is teacher-forced, in two passes for each condition: the continuation that the model
 itself gives with the full cache, and five questions as rows of one batch. One file per sample is kept, so an interrupted
 run resumes.
@@ -8,7 +8,6 @@ run resumes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import kept_table
+from kvprobe.experiments.parts import table_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -159,7 +158,7 @@ class Condition:
 
 def conditions(config: Config) -> list[Condition]:
     """All conditions but the full cache, kind by kind."""
-    return [Condition(name, level) for name, kind in KINDS.items() for level in kind.bits or config.percents]
+    return [Condition(name, level) for name, kind in KINDS.items() for level in kind.bits or config.budgets]
 
 
 @dataclass(frozen=True)
@@ -195,18 +194,18 @@ class Said:
 
 def collect(model: Model, config: Config, run: Run) -> list[Path]:
     """One table per sample (see `read_sample`), in order."""
-    paths, count = [], len(conditions(config)) + 1
-    with tqdm(total=config.samples * count, desc="Evicting and asking", unit="condition") as bar:
-        for sample in range(config.samples):
-            paths.append(
-                kept_table(run, f"sample-{sample:05d}", partial(read_sample, model, config, sample, bar.update))
-            )
-            bar.update((sample + 1) * count - bar.n)
-    return paths
+    return table_parts(
+        run,
+        range(config.samples),
+        "sample",
+        lambda sample: read_sample(model, config, sample),
+        doing="Evicting and asking",
+        unit="conversation",
+    )
 
 
-def read_sample(model: Model, config: Config, sample: int, done: Callable[[], Any] = lambda: None) -> pd.DataFrame:
-    """One row per condition, the full cache first; `done` is called after each.
+def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:
+    """One row per condition, the full cache first.
 
     Columns: `memory` (share of the full cache's), `bytes` (as a 16-bit cache) and `bytes_held` (by kvprobe); `kl` in
     nats and `agreement` of the most likely token, means over the continuation; `code` (share of its tokens that are the
@@ -239,11 +238,9 @@ def read_sample(model: Model, config: Config, sample: int, done: Callable[[], An
         return known | condition | memory | outcomes_of(script, said, full)
 
     rows = [row(FULL, FULL, 100, scene.cache, full)]
-    done()
-    for condition in conditions(config):
+    for condition in tqdm(conditions(config), desc="Policies", unit="condition", leave=False):
         cache = model.apply(condition.policy(len(tokens), config.seed), scene)
         rows.append(row(condition.name, condition.kind, condition.level, cache, say(model, cache, script)))
-        done()
     return pd.DataFrame(rows)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, estimate, wilson
 from kvprobe.studies.robustness.collect import (
     CONTROL,
@@ -16,11 +17,8 @@ from kvprobe.studies.robustness.collect import (
     NOT_A_NUMBER,
     PROCEDURE,
     PROCEDURE_UNITS,
-    kinds,
-    rates,
 )
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.tasks.task import Task, rankable, too_hard
 
 Rows = Any
@@ -34,7 +32,7 @@ CONTRASTS = {
     ("distractor", "distractor-matched"): "an unrelated conversation's slots as they are against moved and scaled ones",
     ("foreign-block", "distractor"): "an unrelated conversation's slots in whole blocks against single slots",
 }
-"""Pairs of faults whose difference says why one of them hurts; the first two are claims of seed 001."""
+"""Pairs of faults whose difference says why one of them hurts; the first two are claims of canarypwn's article."""
 UNCHANGED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.02}
 """Nats of KL that slots in another order may cost by rounding, by the dtype of the model."""
 KL_NEEDS = 2
@@ -99,8 +97,8 @@ def analyse(
     reach = int((table["slots"] + table["task"].map(longest)).max())
     return {
         "items": config.samples,
-        "rates": list(rates(config)),
-        "faults": list(kinds(config)),
+        "rates": list(config.rates),
+        "faults": list(config.faults),
         "reach": reach,
         "window": window,
         "tasks": {task.name: _task(table, config, task, len(tasks)) for task in tasks},
@@ -121,18 +119,18 @@ def _task(table: Rows, config: Config, task: Task, tasks: int) -> dict[str, Any]
     accuracy = clean.right(headline)
     level: dict[tuple[str, float], Answers] = {}
     main = mine[mine["group"] == MAIN]
-    for name in kinds(config):
-        for rate in rates(config):
+    for name in config.faults:
+        for rate in config.rates:
             level[name, rate] = Answers(main[(main["fault"] == name) & (main["rate"] == rate)], items)
     can = rankable(float(accuracy.mean()), task.chance)
-    ranked = [name for name in kinds(config) if not KINDS[name].control]
+    ranked = [name for name in config.faults if not CATALOGUE[name].control]
     lost = {
-        name: np.mean([accuracy - level[name, rate].right(headline) for rate in rates(config)], axis=0)
+        name: np.mean([accuracy - level[name, rate].right(headline) for rate in config.rates], axis=0)
         for name in ranked
     }
-    kl = {name: np.mean([level[name, rate].kl for rate in rates(config)], axis=0) for name in ranked}
+    kl = {name: np.mean([level[name, rate].kl for rate in config.rates], axis=0) for name in ranked}
     # Rows that broke have no KL: without them a fault would look milder than it is.
-    sound = [name for name in ranked if not any(level[name, rate].broken for rate in rates(config))]
+    sound = [name for name in ranked if not any(level[name, rate].broken for rate in config.rates)]
     whole = {name: kl[name] for name in sound if bool(np.isfinite(kl[name]).all())}
     return {
         "chance": task.chance,
@@ -214,10 +212,10 @@ def _cliffs(
 ) -> dict[str, float | None]:
     """The lowest rate at which accuracy is significantly below half of the clean one; None where none has."""
     found: dict[str, float | None] = {}
-    for name in kinds(config):
+    for name in config.faults:
         fallen = (
             rate
-            for rate in rates(config)
+            for rate in config.rates
             if estimate(level[name, rate].right(scorer) - clean / 2, within=DIFFERENCE).below()
         )
         found[name] = next(fallen, None)
@@ -245,7 +243,7 @@ def _contrasts(
 
 
 def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: Sequence[int]) -> list[dict[str, Any]]:
-    """Seed 001's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
+    """Canarypwn's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
     rows = mine[mine["group"] == PROCEDURE]
     if rows.empty:
         return []
@@ -255,7 +253,7 @@ def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: S
         return Answers(rows[chosen], items)
 
     found = []
-    for fault in SEED_FAULTS:
+    for fault in REPORTED_FAULTS:
         usual = answers(fault, "fresh", "slot").right(scorer)
         for timing in TIMINGS:
             for unit in PROCEDURE_UNITS:
@@ -284,7 +282,7 @@ def _examples(mine: Rows, config: Config) -> dict[str, Any]:
 
 def middle_rate(config: Config) -> float:
     """The rate at which tables that show one of them stand."""
-    return rates(config)[(len(rates(config)) - 1) // 2]
+    return config.rates[(len(config.rates) - 1) // 2]
 
 
 def _controls(table: Rows, config: Config, dtype: str, all_visible: bool) -> dict[str, Any]:
@@ -310,8 +308,8 @@ def _controls(table: Rows, config: Config, dtype: str, all_visible: bool) -> dic
         "reordered": [],
         "allowed": allowed,
     }
-    for name in kinds(config):
-        if KINDS[name].control:
+    for name in config.faults:
+        if CATALOGUE[name].control:
             rows = table[(table["group"] == MAIN) & (table["fault"] == name)]
             entry = {"fault": name, "rows": len(rows), "kl": _largest(rows), "same": int(rows["same"].sum())}
             holds = _within(rows, allowed, config) and (config.follow or bool(rows["same"].all()))

@@ -1,6 +1,6 @@
 """Every fault at every rate, with its controls, as the cases of each prompt.
 
-What is written and answered is `kvprobe.experiments.trials`' affair; here stands which cases there are.
+`kvprobe.experiments.trials` writes and answers prompts; this module says which cases there are.
 """
 
 from collections.abc import Sequence
@@ -9,60 +9,58 @@ import pandas as pd
 
 from kvprobe.errors import UserError
 from kvprobe.experiments import trials
+from kvprobe.experiments.reported import Reported, reported
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import TIMINGS, chosen, percents
+from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.experiments.trials import Case
 from kvprobe.faults import NotANumber, Scope
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.fault import When
 from kvprobe.faults.scope import Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.studies.published import Published, published
+from kvprobe.names import unknown
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.tasks.task import Task
 
 WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
 """When each timing strikes, and whether its damage is undone after the read."""
 PROCEDURE_UNITS: tuple[Unit, ...] = ("slot", "layer", "number")
-"""What seed 001 may have meant by an entry of the cache."""
+"""What canarypwn may have meant by an entry of the cache."""
 MAIN, PROCEDURE, CONTROL = "main", "procedure", "control"
 NOT_A_NUMBER = "nan"
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The faults that a config names; an unknown one is refused."""
-    return chosen("faults", config.faults, KINDS)
+def require_known_faults(config: Config) -> None:
+    """Refuse a fault that there is not."""
+    for name in config.faults:
+        if name not in CATALOGUE:
+            raise UserError(f"Setting 'faults': {unknown('fault', name, CATALOGUE)}")
 
 
-def rates(config: Config) -> tuple[float, ...]:
-    """In percent, smallest first."""
-    return percents("rates", config.rates)
-
-
-def beside(config: Config, tasks: Sequence[Task]) -> Published | None:
-    """The published table that a config names.
+def beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
+    """The reported table that a config names.
 
     Raises:
         UserError: it is unknown, or nothing of this study can stand beside it.
     """
-    if not config.published:
+    if not config.reported:
         return None
-    found = published(config.published)
+    found = reported(config.reported)
     if not any(same_task(task.name, found) for task in tasks):
         raise UserError(
-            f"Setting 'published' names {found.name!r}, which is about {found.task}, but the tasks are {config.tasks!r}; add "
-            f"that task, or leave 'published' empty."
+            f"Setting 'reported' names {found.name!r}, which is about {found.task}, but the tasks are {', '.join(config.tasks)}; add "
+            f"that task, or leave 'reported' empty."
         )
-    if not set(kinds(config)) & set(found.rows):
+    if not set(config.faults) & set(found.rows):
         raise UserError(
-            f"Setting 'published' names {found.name!r}, which has {', '.join(found.rows)}, but the faults are "
-            f"{config.faults!r}; name one of those, or leave 'published' empty."
+            f"Setting 'reported' names {found.name!r}, which has {', '.join(found.rows)}, but the faults are "
+            f"{', '.join(config.faults)}; name one of those, or leave 'reported' empty."
         )
     return found
 
 
-def same_task(task: str, table: Published) -> bool:
+def same_task(task: str, table: Reported) -> bool:
     """Whether a table is about this task, wherever its items were read from."""
     return task.partition(":")[0] == table.task
 
@@ -75,19 +73,19 @@ def cases(config: Config) -> list[Case]:
     every = range(config.repeats)
     found = [
         _case(MAIN, name, rate, repeat, config.timing, config.unit)
-        for name in kinds(config)
-        for rate in rates(config)
+        for name in config.faults
+        for rate in config.rates
         for repeat in every
     ]
     if config.procedure > 0:
         found += [
             _case(PROCEDURE, name, config.procedure, repeat, timing, unit)
-            for name in SEED_FAULTS
+            for name in REPORTED_FAULTS
             for timing in TIMINGS
             for unit in PROCEDURE_UNITS
             for repeat in every
         ]
-    found.append(_case(CONTROL, kinds(config)[0], 0.0, 0, config.timing, config.unit))
+    found.append(_case(CONTROL, config.faults[0], 0.0, 0, config.timing, config.unit))
     one_slot = {"group": CONTROL, "fault": NOT_A_NUMBER, "repeat": 0, "timing": "once", "unit": "slot"}
     found.append(Case(one_slot, Trial(NotANumber(scope=Scope(count=1)))))
     return found
@@ -100,9 +98,9 @@ def collect(model: Model, config: Config, run: Run, tasks: Sequence[Task]) -> pd
 
 
 def _case(group: str, name: str, rate: float, repeat: int, timing: str, unit: str) -> Case:
-    kind = KINDS[name]
-    drawn = kind.unit(unit)
+    named = CATALOGUE[name]
+    drawn = named.unit(unit)
     at, transient = WHEN[timing]
-    fault = kind.make(scope=Scope(rate=rate / 100, parts=kind.parts, unit=drawn), at=at, transient=transient)
+    fault = named.make(scope=Scope(rate=rate / 100, parts=named.parts, unit=drawn), at=at, transient=transient)
     labels = {"group": group, "fault": name, "rate": rate, "repeat": repeat, "timing": timing, "unit": drawn}
     return Case(labels, Trial(fault, repeat))

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from kvprobe.experiments.begin import begin
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import listed
 from kvprobe.studies.robustness.analyse import analyse
-from kvprobe.studies.robustness.collect import beside, collect, kinds
+from kvprobe.studies.robustness.collect import beside, collect, require_known_faults
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
 from kvprobe.studies.robustness.narrative import narrate
@@ -20,11 +19,11 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     """Run the study (or resume, or find it finished) and return its directory.
 
     Raises:
-        UserError: an unknown fault, task or published table, a setting that does not fit the model, or a directory that
+        UserError: an unknown fault, task or reported table, a setting that does not fit the model, or a directory that
             holds another run.
     """
-    tasks = listed("tasks", config.tasks, find_task)
-    kinds(config)
+    tasks = [find_task(name) for name in config.tasks]
+    require_known_faults(config)
     table = beside(config, tasks)
     inputs = {"tasks": items_digest(tasks, config.samples, config.seed)}
     model, directory = begin(NAME, config, root, name, inputs)

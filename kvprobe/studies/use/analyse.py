@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.patching.pairs import pooled, summarise
 from kvprobe.probing.intervals import held_out
 from kvprobe.stats import SHARE, estimate, wilson
-from kvprobe.studies.carriers.groups import EVERY_LAYER
 from kvprobe.studies.use.collect import Place
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SWAP, VIEWS
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles

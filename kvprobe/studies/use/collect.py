@@ -5,20 +5,18 @@ One file per conversation and stage is kept, so an interrupted run resumes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 
-from kvprobe.experiments.parts import kept_tables, kept_tensors
+from kvprobe.experiments.bands import EVERY_LAYER, named_bands
+from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.studies.carriers.groups import EVERY_LAYER, bands
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     ERASE,
@@ -83,13 +81,12 @@ def cases_of(config: Config, tokenizer: Encoder) -> list[Case]:
 
 def collect_reads(model: Model, cases: Sequence[Case], config: Config, run: Run) -> list[dict[str, Tensor]]:
     """What `read_turn` gives for each conversation."""
-    found = []
-    with tqdm(total=len(cases) * config.codes, desc="Reading conversations", unit="conversation") as bar:
-        for case in cases:
-            read = partial(read_turn, model, case.context, case.codes, config.batch)
-            found.append(load_file(kept_tensors(run, f"{case.number:05d}-read", read)))
-            bar.update(config.codes)
-    return found
+
+    def read(case: Case) -> dict[str, Tensor]:
+        return read_turn(model, case.context, case.codes, config.batch)
+
+    paths = tensor_parts(run, cases, "read", read, doing="Reading conversations", unit="conversation")
+    return [load_file(path) for path in paths]
 
 
 def fit_halves(reads: Sequence[Mapping[str, Tensor]], config: Config) -> tuple[Erasers, Erasers]:
@@ -109,7 +106,7 @@ def collect_effects(
     run: Run,
 ) -> pd.DataFrame:
     """All edits in all conversations, with erasers that were fitted on the other half; see `measure`."""
-    layers = bands(model.geometry.n_layers, config.bands)
+    layers = named_bands(model.geometry.n_layers, config.bands)
     names = [LEACE, INLP, FULL, *random_names(config.randoms)]
 
     def every(case: Case) -> pd.DataFrame:
@@ -120,7 +117,7 @@ def collect_effects(
             tables.append(measure(model, scene, view, others, cells(view, scene.layout, layers, config.randoms)))
         return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
 
-    return kept_tables(run, cases, "effects", every, doing="Erasing and exchanging", unit="conversation")
+    return table_of_parts(run, cases, "effects", every, doing="Erasing and exchanging", unit="conversation")
 
 
 def chosen_places(table: Any) -> tuple[Place, Place]:
@@ -146,7 +143,7 @@ def collect_doses(
     run: Run,
 ) -> pd.DataFrame:
     """The same edits at several strengths, at the place that the other half chose."""
-    layers = bands(model.geometry.n_layers, config.bands)
+    layers = named_bands(model.geometry.n_layers, config.bands)
     names = [LEACE, *random_names(1), FULL]
 
     def doses(case: Case) -> pd.DataFrame:
@@ -161,7 +158,7 @@ def collect_doses(
             tables.append(measure(model, scene, view, others, wanted).assign(strength=strength))
         return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
 
-    return kept_tables(run, cases, "doses", doses, doing="Dose and response", unit="conversation")
+    return table_of_parts(run, cases, "doses", doses, doing="Dose and response", unit="conversation")
 
 
 def tell(

@@ -3,40 +3,33 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
+from kvprobe.experiments.settings import Settings
 
 AVAILABLE_CONTEXTS = 48
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
     """Settings of the use study.
 
     Attributes:
-        model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
         contexts: different conversations; erasers are fitted on one half and tried on the other, and the reverse.
         codes: that each conversation is read with, its own.
         bands: bands that the layers are cut into.
         randoms: random subspaces beside each eraser.
         batch: conversations that are read side by side.
         seed: of codes and random subspaces.
-        device: auto, cpu, cuda, cuda:1 …
-        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
     """
 
-    model: str = "smollm2-135m"
     contexts: int = 16
     codes: int = 24
     bands: int = 5
     randoms: int = 2
     batch: int = 32
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         require("contexts", self.contexts, 6, AVAILABLE_CONTEXTS)
         require("codes", self.codes, 12, 10_000)
         require("bands", self.bands, 1, 64)
         require("randoms", self.randoms, 1, 20)
         require("batch", self.batch, 1)
-        require("seed", self.seed, 0)

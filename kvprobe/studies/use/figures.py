@@ -8,10 +8,10 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
+from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.experiments.maps import map_of
 from kvprobe.report.document import HeatMap
 from kvprobe.report.plots import heat, save, styled
-from kvprobe.studies.carriers.groups import EVERY_LAYER
 from kvprobe.studies.use.analyse import found
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SWAP, TURN_MASKED

@@ -1,4 +1,4 @@
-"""Published tables, to be shown beside what was measured."""
+"""Tables that others reported, to be shown beside what was measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)
-class Published:
+class Reported:
     """Accuracies by condition and rate, as someone reported them.
 
     Attributes:
-        source: who, where, which table.
+        source: author, title, table.
         samples: items behind each accuracy.
         clean: accuracy without any fault.
         rates: in percent, of which `rows` hold one accuracy each.
@@ -38,19 +38,23 @@ class Published:
         return self.rows[row][self.rates.index(rate)]
 
 
-def published(name: str) -> Published:
-    """A table by name; an unknown one is refused."""
+def reported(name: str) -> Reported:
+    """A table by name.
+
+    Raises:
+        UserError: kvprobe has no table of this name.
+    """
     if name not in tables():
-        raise UserError(unknown("published table", name, tables()))
+        raise UserError(unknown("reported table", name, tables()))
     return tables()[name]
 
 
 @cache
-def tables() -> dict[str, Published]:
-    """All tables that kvprobe knows."""
-    entries = yaml.safe_load(resources.files("kvprobe.studies").joinpath("published.yaml").read_text(encoding="utf-8"))
+def tables() -> dict[str, Reported]:
+    """All tables that kvprobe has."""
+    text = resources.files("kvprobe.experiments").joinpath("reported.yaml").read_text(encoding="utf-8")
     return {
-        name: Published(
+        name: Reported(
             name=name,
             source=entry["source"],
             model=entry["model"],
@@ -60,5 +64,5 @@ def tables() -> dict[str, Published]:
             rates=tuple(map(float, entry["rates"])),
             rows={row: tuple(map(float, values)) for row, values in entry["rows"].items()},
         )
-        for name, entry in entries.items()
+        for name, entry in yaml.safe_load(text).items()
     }
