@@ -222,7 +222,7 @@ class KVCache:
     def corrupt(
         self, fault: "Damages", *, draws: Sequence[Any] | None = None, contexts: Sequence[Any] | None = None
     ) -> "KVCache":
-        """The cache with a fault written into it, here and now, whatever the fault says of when.
+        """The cache with a fault written into it, now, whatever time the fault itself names.
 
         Args:
             draws: a `kvprobe.faults.draws.Draws` per row, the source of its random draws. By default seed 0, with the row's
