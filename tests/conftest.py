@@ -1,4 +1,4 @@
-"""Annotations are checked while the tests run, nothing reaches for the hub, and torch keeps to the cores that it may use."""
+"""Tests run with checked annotations, without the hub, and on the cores that torch may use."""
 
 import os
 from collections.abc import Iterator

@@ -94,17 +94,17 @@ def copy_of(cache: KVCache) -> KVCache:
     return KVCache(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
 
 
-def assert_same_ledger(found: Ledger, expected: Ledger) -> None:
+def assert_same_ledger(actual: Ledger, expected: Ledger) -> None:
     for name in (*COLUMNS, "live", "following"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert (found.names, found.quantisation) == (expected.names, expected.quantisation)
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert (actual.names, actual.quantisation) == (expected.names, expected.quantisation)
 
 
-def assert_bit_identical(found: KVCache, expected: KVCache) -> None:
-    for layer, pairs in enumerate(zip(found.keys + found.values, expected.keys + expected.values, strict=True)):
+def assert_bit_identical(actual: KVCache, expected: KVCache) -> None:
+    for layer, pairs in enumerate(zip(actual.keys + actual.values, expected.keys + expected.values, strict=True)):
         assert pairs[0].dtype == pairs[1].dtype
         assert torch.equal(*pairs), f"tensor {layer} differs"
-    assert_same_ledger(found.ledger, expected.ledger)
+    assert_same_ledger(actual.ledger, expected.ledger)
 
 
 def random_tokens(seed: int, segments: dict[str, int], start: int = 0) -> Tokens:
@@ -117,6 +117,6 @@ def random_tokens(seed: int, segments: dict[str, int], start: int = 0) -> Tokens
     return tokens
 
 
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest expected number."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())

@@ -41,53 +41,53 @@ def test_replicates_equal_a_slow_loop_that_leaves_each_cluster_out():
 
 def test_symmetric_independent_values_have_students_interval():
     values = np.array([-4.0, -3, -2, -1, -0.5, 0.5, 1, 2, 3, 4]) + 7
-    found = estimate(values)
+    estimated = estimate(values)
     expected = reference.t.interval(0.95, 9, loc=values.mean(), scale=reference.sem(values))
-    assert (found.low, found.high) == pytest.approx(expected)
-    assert (found.smallest, found.largest, found.clusters) == pytest.approx((3.0, 11.0, 10))
+    assert (estimated.low, estimated.high) == pytest.approx(expected)
+    assert (estimated.smallest, estimated.largest, estimated.clusters) == pytest.approx((3.0, 11.0, 10))
 
 
 def test_the_end_on_the_side_of_the_long_tail_is_moved_out_and_the_other_is_not():
     values = np.array([1.0, 1, 1, 2, 2, 2, 3, 3, 4, 15])
     expected = reference.t.interval(0.95, 9, loc=values.mean(), scale=reference.sem(values))
-    found, mirrored = estimate(values), estimate(-values)
-    assert found.low == pytest.approx(expected[0])
-    assert found.high > expected[1]
-    assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
+    estimated, mirrored = estimate(values), estimate(-values)
+    assert estimated.low == pytest.approx(expected[0])
+    assert estimated.high > expected[1]
+    assert (mirrored.low, mirrored.high) == pytest.approx((-estimated.high, -estimated.low))
 
 
 @pytest.mark.parametrize("clusters", [1, 2, FEWEST - 1])
 def test_few_clusters_have_a_range_and_no_interval_and_support_no_claim(clusters: int):
     values = np.linspace(5, 6, clusters)
-    found = estimate(values)
-    assert not found.has_interval
-    assert not any((found.above(0.0), found.below(10.0), found.differs(0.0)))
-    assert (found.smallest, found.largest) == pytest.approx((values.min(), values.max()))
-    written = plain(found)
+    estimated = estimate(values)
+    assert not estimated.has_interval
+    assert not any((estimated.above(0.0), estimated.below(10.0), estimated.differs(0.0)))
+    assert (estimated.smallest, estimated.largest) == pytest.approx((values.min(), values.max()))
+    written = plain(estimated)
     assert "range" in written
     assert f"over {clusters}; too few for an interval" in written
-    record = json.loads(json.dumps(found.record(), allow_nan=False))
+    record = json.loads(json.dumps(estimated.record(), allow_nan=False))
     assert record["low"] is None
-    assert str(estimate_of(record)) == str(found)
+    assert str(estimate_of(record)) == str(estimated)
 
 
 def test_claims_and_intervals_agree():
-    found = Estimate(0.5, 0.2, 0.8)
-    assert (found.above(0.1), found.differs(0.1), found.above(0.2)) == (True, True, False)
-    assert (found.below(0.9), found.below(0.8), found.differs(0.5)) == (True, False, False)
-    rest = found.complement()
+    estimated = Estimate(0.5, 0.2, 0.8)
+    assert (estimated.above(0.1), estimated.differs(0.1), estimated.above(0.2)) == (True, True, False)
+    assert (estimated.below(0.9), estimated.below(0.8), estimated.differs(0.5)) == (True, False, False)
+    rest = estimated.complement()
     assert (rest.low, rest.high) == pytest.approx((0.2, 0.8))
-    assert ((-found).low, (-found).high) == pytest.approx((-0.8, -0.2))
+    assert ((-estimated).low, (-estimated).high) == pytest.approx((-0.8, -0.2))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_shares_that_are_all_alike_have_an_interval_with_a_width_inside_their_range(share: float):
-    found = estimate(np.full(12, share), within=SHARE)
-    assert 0.2 < found.high - found.low < 0.5
-    assert (found.low if share == 0 else found.high) == share
+    estimated = estimate(np.full(12, share), within=SHARE)
+    assert 0.2 < estimated.high - estimated.low < 0.5
+    assert (estimated.low if share == 0 else estimated.high) == share
     unchanged = estimate(np.zeros(12), within=DIFFERENCE)
     assert unchanged.low == -unchanged.high < -0.2
-    assert percent(found).count(" to ") == 1
+    assert percent(estimated).count(" to ") == 1
 
 
 def test_leaving_the_only_cluster_with_a_denominator_out_gives_no_interval():
@@ -133,9 +133,9 @@ def test_wilson_is_the_textbooks_interval_and_stays_inside():
         (0, 20, 0.0, 0.1611),
         (1, 29, 0.0061, 0.1718),
     ):
-        found = wilson(successes, trials)
-        assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+        estimated = wilson(successes, trials)
+        assert (estimated.low, estimated.high) == pytest.approx((low, high), abs=5e-5)
         mirrored = wilson(trials - successes, trials)
-        assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
+        assert (mirrored.low, mirrored.high) == pytest.approx((1 - estimated.high, 1 - estimated.low))
     with pytest.raises(UserError, match="must lie in 0 to 2"):
         wilson(3, 2)

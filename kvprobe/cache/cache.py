@@ -225,8 +225,8 @@ class KVCache:
         """The cache with a fault written into it, here and now, whenever the fault would strike by itself.
 
         Args:
-            draws: a `kvprobe.faults.draws.Draws` per row, the source of its random draws. By default seed 0, with the row's
-                number as its sample.
+            draws: a `kvprobe.faults.draws.Draws` per row, the source of its random draws. By default seed 0, with the
+                row's number as its sample.
             contexts: a `kvprobe.faults.context.FaultContext` per row, what the fault may know of it (donors, rotary
                 frequencies, queries). By default only the row's own clean cache.
 

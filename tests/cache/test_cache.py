@@ -139,13 +139,13 @@ def test_a_head_out_of_range_is_refused(head: int):
 def test_eviction_keeps_the_positions_and_contents_of_the_rest():
     cache = random_cache(6, gaps=True, layers=3, kv_heads=2)
     evicted = cache.evict("T1")
-    kept = [slot for slot in range(cache.slots) if cache.ledger.segments[0, slot] != NAMES.index("T1")]
-    assert evicted.slots == len(kept)
+    rest = [slot for slot in range(cache.slots) if cache.ledger.segments[0, slot] != NAMES.index("T1")]
+    assert evicted.slots == len(rest)
     for name in ("tokens", "positions", "segments", "recomputed"):
-        assert torch.equal(getattr(evicted.ledger, name), getattr(cache.ledger, name)[:, kept]), name
-    assert torch.equal(evicted.ledger.live, cache.ledger.live[..., kept])
+        assert torch.equal(getattr(evicted.ledger, name), getattr(cache.ledger, name)[:, rest]), name
+    assert torch.equal(evicted.ledger.live, cache.ledger.live[..., rest])
     for before, after in zip(cache.keys + cache.values, evicted.keys + evicted.values, strict=True):
-        assert torch.equal(after, before[:, :, kept])
+        assert torch.equal(after, before[:, :, rest])
 
 
 def test_eviction_keeps_what_was_masked_in_some_heads_only():
@@ -172,11 +172,11 @@ def test_rows_that_lose_different_numbers_of_slots_are_padded_and_not_live():
     evicted = cache.evict(slots=gone)
     assert evicted.slots == 6
     for row, lost in enumerate(gone):
-        kept = torch.nonzero(~lost)[:, 0]
-        count = len(kept)
-        assert torch.equal(evicted.ledger.positions[row, :count], cache.ledger.positions[row, kept])
-        assert torch.equal(evicted.keys[2][row, :, :count], cache.keys[2][row][:, kept])
-        assert torch.equal(evicted.values[1][row, :, :count], cache.values[1][row][:, kept])
+        rest = torch.nonzero(~lost)[:, 0]
+        count = len(rest)
+        assert torch.equal(evicted.ledger.positions[row, :count], cache.ledger.positions[row, rest])
+        assert torch.equal(evicted.keys[2][row, :, :count], cache.keys[2][row][:, rest])
+        assert torch.equal(evicted.values[1][row, :, :count], cache.values[1][row][:, rest])
         assert evicted.ledger.live[:, row, :, :count].all()
         assert not evicted.ledger.live[:, row, :, count:].any()
         assert (evicted.ledger.segments[row, count:] == PADDING).all()

@@ -38,9 +38,9 @@ def rewrite(path: Path, changes: dict[str, torch.Tensor | None] | None = None, *
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         notes = file.metadata()
     merged = tensors | (changes or {})
-    kept = {name: tensor for name, tensor in merged.items() if tensor is not None}
+    altered = {name: tensor for name, tensor in merged.items() if tensor is not None}
     written = {k: v for k, v in (notes | metadata).items() if v is not None and k != "digest"}
-    save_file(kept, path, metadata=written | {"digest": _digest(kept, written)})
+    save_file(altered, path, metadata=written | {"digest": _digest(altered, written)})
 
 
 @given(

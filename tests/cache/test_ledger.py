@@ -12,11 +12,11 @@ from tests.random_caches import NAMES, assert_same_ledger, ledgers, random_ledge
 
 @given(ledgers(), st.lists(st.sampled_from(NAMES), min_size=1))
 def test_a_slot_is_in_the_segments_that_its_number_names(ledger: Ledger, names: list[str]):
-    found = ledger.in_segments(names)
+    inside = ledger.in_segments(names)
     for row in range(ledger.batch):
         for slot in range(ledger.slots):
             number = int(ledger.segments[row, slot])
-            assert found[row, slot].item() == (number != PADDING and NAMES[number] in names)
+            assert inside[row, slot].item() == (number != PADDING and NAMES[number] in names)
 
 
 def test_an_unknown_segment_is_refused_with_all_names_where_none_is_near():
@@ -54,9 +54,9 @@ def test_a_ledger_is_uniform_only_without_a_layer_or_head_axis():
 
 @given(ledgers(), st.data())
 def test_taking_slots_gathers_row_by_row_and_blanks_the_padding(ledger: Ledger, data: st.DataObject):
-    kept = data.draw(st.integers(1, ledger.slots))
-    index = st.lists(st.integers(0, ledger.slots - 1), min_size=kept, max_size=kept)
-    blank = st.lists(st.booleans(), min_size=kept, max_size=kept)
+    length = data.draw(st.integers(1, ledger.slots))
+    index = st.lists(st.integers(0, ledger.slots - 1), min_size=length, max_size=length)
+    blank = st.lists(st.booleans(), min_size=length, max_size=length)
     slots = torch.tensor([data.draw(index) for _ in range(ledger.batch)])
     padding = torch.tensor([data.draw(blank) for _ in range(ledger.batch)])
     taken = ledger.take(slots, padding)
@@ -109,8 +109,8 @@ def test_appending_merges_names_and_widens_liveness(
                 parts = [
                     part.live[layer % part.live.shape[0], row, head % part.live.shape[2]] for part in (first, second)
                 ]
-                found = joined.live[layer % joined.live.shape[0], row, head % joined.live.shape[2]]
-                assert torch.equal(found, torch.cat(parts))
+                live = joined.live[layer % joined.live.shape[0], row, head % joined.live.shape[2]]
+                assert torch.equal(live, torch.cat(parts))
     assert torch.equal(joined.tokens, torch.cat([first.tokens, second.tokens], 1))
     assert torch.equal(joined.positions, torch.cat([first.positions, second.positions], 1))
     assert torch.equal(joined.recomputed, torch.cat([first.recomputed, second.recomputed], 1))

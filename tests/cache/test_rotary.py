@@ -24,8 +24,8 @@ seeds = st.integers(0, 2**31)
 places = st.integers(0, 2000)
 
 
-def scaled(rope_type: str, **given: float) -> Model:
-    return llama(rope_parameters={"rope_type": rope_type, "rope_theta": 1e4} | given)
+def scaled(rope_type: str, **scaling: float) -> Model:
+    return llama(rope_parameters={"rope_type": rope_type, "rope_theta": 1e4} | scaling)
 
 
 def smollm3() -> Model:
@@ -67,13 +67,13 @@ def at(*positions: int) -> torch.Tensor:
 
 def by_complex_numbers(key: list[float], rotary: Rotary, distance: int) -> list[float]:
     """One key, each pair of whose numbers is multiplied by e^(i × distance × frequency)."""
-    turned = list(key)
+    rotated = list(key)
     pairs = len(rotary.frequencies)
     for pair, frequency in enumerate(rotary.frequencies.tolist()):
         first, second = (pair, pair + pairs) if rotary.layout == "half" else (2 * pair, 2 * pair + 1)
         number = complex(key[first], key[second]) * cmath.exp(1j * distance * frequency)
-        turned[first], turned[second] = number.real, number.imag
-    return turned
+        rotated[first], rotated[second] = number.real, number.imag
+    return rotated
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,12 +85,12 @@ def test_rotation_multiplies_pairs_as_complex_numbers_and_leaves_the_rest(
     rotary = rotary_of(pairs, layout)
     keys = noise(seed, 1, 2, len(ends), 2 * pairs + rest)
     starts = ends[1:] + ends[:1]
-    turned = Rotation.between(rotary, at(*starts), at(*ends)).of(keys)
+    rotated = Rotation.between(rotary, at(*starts), at(*ends)).of(keys)
     for head in range(2):
         for slot, (start, end) in enumerate(zip(starts, ends, strict=True)):
             expected = by_complex_numbers(keys[0, head, slot].tolist(), rotary, end - start)
-            torch.testing.assert_close(turned[0, head, slot], torch.tensor(expected), rtol=0, atol=2e-6)
-    assert torch.equal(turned[..., 2 * pairs :], keys[..., 2 * pairs :])
+            torch.testing.assert_close(rotated[0, head, slot], torch.tensor(expected), rtol=0, atol=2e-6)
+    assert torch.equal(rotated[..., 2 * pairs :], keys[..., 2 * pairs :])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,8 +118,8 @@ def test_a_rotated_key_is_the_key_computed_at_the_new_position(rotary_model: Mod
     word = seed % 64
     there, here = (prefill(rotary_model.lanes, [Tokens.of([word], start=place)]) for place in (start, end))
     for rotary, one, other in zip(rotary_model.lanes.rotaries, there.keys, here.keys, strict=True):
-        turned = one if rotary is None else Rotation.between(rotary, at(start), at(end)).of(one)
-        assert relative_difference(turned, other) < 1e-6
+        rotated = one if rotary is None else Rotation.between(rotary, at(start), at(end)).of(one)
+        assert relative_difference(rotated, other) < 1e-6
 
 
 def test_rotary_frequencies_follow_the_formula():
@@ -136,11 +136,11 @@ def test_rotary_frequencies_follow_the_formula():
 def test_each_kind_of_layer_has_the_rotary_of_its_kind():
     windowed = {"rope_type": "default", "rope_theta": 100.0}
     full = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}
-    found = gemma3(rope_parameters={"sliding_attention": windowed, "full_attention": full}).lanes.rotaries
-    assert found[0] is found[1]
+    rotaries = gemma3(rope_parameters={"sliding_attention": windowed, "full_attention": full}).lanes.rotaries
+    assert rotaries[0] is rotaries[1]
     for rotary, frequencies in (
-        (found[0], 100.0 ** -(torch.arange(4) / 4)),
-        (found[2], 1e5 ** -(torch.arange(4) / 4) / 2),
+        (rotaries[0], 100.0 ** -(torch.arange(4) / 4)),
+        (rotaries[2], 1e5 ** -(torch.arange(4) / 4) / 2),
     ):
         assert rotary is not None
         torch.testing.assert_close(rotary.frequencies, frequencies)
@@ -188,11 +188,13 @@ def test_many_reindexings_in_bfloat16_are_one_bit_for_bit():
     for _ in range(200):
         gone = torch.arange(again.slots) == again.slots // 2
         again = again.evict(slots=gone[None]).reindex()
-    kept = torch.isin(whole.ledger.positions, again.ledger.origins)
-    once = whole.select(slots=kept).reindex()
+    retained = torch.isin(whole.ledger.positions, again.ledger.origins)
+    once = whole.select(slots=retained).reindex()
     assert again.slots == 10
     assert_bit_identical(again, once)
-    assert all(torch.equal(found, keys[:, :, kept[0]]) for found, keys in zip(again.keys, whole.keys, strict=True))
+    assert all(
+        torch.equal(stored, keys[:, :, retained[0]]) for stored, keys in zip(again.keys, whole.keys, strict=True)
+    )
     question = [random_tokens(1, {"question": 3}, start=10)]
     assert torch.equal(extend(model.lanes, again, question)[1], extend(model.lanes, once, question)[1])
 
@@ -205,8 +207,8 @@ def test_reading_after_reindexing_again_and_again_leaves_the_stored_keys_as_they
         before = copy_of(shorter)
         cache, _ = extend(tiny_llama.lanes, shorter, [random_tokens(step, {"T1": 1}, start=shorter.slots)])
         assert_bit_identical(shorter, before)
-        for found, keys in zip(cache.keys + cache.values, shorter.keys + shorter.values, strict=True):
-            assert torch.equal(found[:, :, :-1], keys)
+        for stored, keys in zip(cache.keys + cache.values, shorter.keys + shorter.values, strict=True):
+            assert torch.equal(stored[:, :, :-1], keys)
     assert cache.ledger.origins[0].tolist() == [6, 7, 7, 7, 7, 7, 7, 7]
     assert cache.ledger.positions[0].tolist() == list(range(8))
 
@@ -217,9 +219,9 @@ def test_reindexing_counts_the_live_slots_and_leaves_tensors_and_the_rest_alone(
     cache = random_cache(seed, gaps=True, padded=True, some_masked=True, layers=3, kv_heads=2)
     closed = cache.reindex()
     for row in range(cache.batch):
-        kept = cache.ledger.kept[row]
-        assert closed.ledger.positions[row, kept].tolist() == list(range(int(kept.sum())))
-        assert closed.ledger.following[row] == kept.sum()
+        live = cache.ledger.kept[row]
+        assert closed.ledger.positions[row, live].tolist() == list(range(int(live.sum())))
+        assert closed.ledger.following[row] == live.sum()
     assert_bit_identical(replace(closed, ledger=cache.ledger), cache)
     for name in ("tokens", "origins", "segments", "live"):
         assert torch.equal(getattr(closed.ledger, name), getattr(cache.ledger, name)), name
@@ -259,8 +261,8 @@ def test_the_naive_mode_feeds_keys_as_they_were_to_queries_counted_by_length(tin
 def test_the_naive_mode_differs_from_the_contiguous_one(tiny_llama: Model):
     cache = shortened(tiny_llama)
     question = [random_tokens(1, {"question": 3}, start=cache.slots)]
-    found = [extend(tiny_llama.lanes, cache.reindex(mode), question, logits=3)[1] for mode in ("naive", "contiguous")]
-    assert relative_difference(*found) > 1e-3
+    logits = [extend(tiny_llama.lanes, cache.reindex(mode), question, logits=3)[1] for mode in ("naive", "contiguous")]
+    assert relative_difference(*logits) > 1e-3
 
 
 def test_distances_are_all_that_the_positions_of_rotary_keys_are(rotary_model: Model):

@@ -15,12 +15,12 @@ def visible_by_loop(ledger: Ledger, queries: int, window: int | None) -> torch.T
         for row in range(batch):
             for head in range(heads):
                 for query in range(queries):
-                    own = slots - queries + query
-                    for slot in range(own):
-                        gap = int(ledger.positions[row, own]) - int(ledger.positions[row, slot])
+                    place = slots - queries + query
+                    for slot in range(place):
+                        gap = int(ledger.positions[row, place]) - int(ledger.positions[row, slot])
                         near = window is None or gap < window
                         seen[layer, row, head, query, slot] = bool(ledger.live[layer, row, head, slot]) and near
-                    seen[layer, row, head, query, own] = True
+                    seen[layer, row, head, query, place] = True
     return seen
 
 

@@ -22,7 +22,7 @@ def test_crossing_gives_every_context_its_own_texts_with_their_labels():
         for name in "xy"
     }
     design = Design.crossed(made, [["0", "1"], ["1", "1"]], lambda text: (int(text),), Target("bit", ("no", "yes")))
-    assert [(each.context, each.labels, each.transcript.messages[0].text) for each in design.samples] == [
+    assert [(sample.context, sample.labels, sample.transcript.messages[0].text) for sample in design.samples] == [
         ("x", (0,), "x0"),
         ("x", (1,), "x1"),
         ("y", (1,), "y1"),
@@ -43,7 +43,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     [
         (lambda: Target("one", ("a",)), "at least two"),
         (lambda: Target("twice", ("a", "a")), "all of them different"),
-        (lambda: Target("nothing", ("a", "b"), ()), "at least one place"),
+        (lambda: Target("nothing", ("a", "b"), ()), "has no place; give it at least one"),
         (lambda: Design((), Target("t", ("a", "b"))), "has no samples"),
         (lambda: Design((Sample(CHAT, (0, 1), "x"),), Target("t", ("a", "b"))), "needs 1"),
         (lambda: Design((Sample(CHAT, (2,), "x"),), Target("t", ("a", "b"))), "0 to 1"),
@@ -85,7 +85,7 @@ def test_each_label_has_many_texts(smol: Model, kind: str):
     assert len(counts) == len(hidden.target.classes)
     drawn = hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
     assert drawn == hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
-    assert all(len(set(own)) == 12 for own in drawn)
+    assert all(len(set(texts)) == 12 for texts in drawn)
     with pytest.raises(UserError, match="were asked for in each context"):
         hidden.draw(1, 1000, np.random.default_rng(1), smol.tokenizer)
 

@@ -24,10 +24,10 @@ every_fact = pytest.mark.parametrize("fact", facts(), ids=lambda fact: fact.id)
 @pytest.fixture(scope="module", params=["its own template", "no template"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     """SmolLM2's, with its chat template and, as base models have it, without one."""
-    found = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
+    loaded = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
     if request.param == "no template":
-        found.chat_template = None
-    return found
+        loaded.chat_template = None
+    return loaded
 
 
 def test_there_are_as_many_facts_of_each_kind_and_no_text_stands_twice():
@@ -71,28 +71,30 @@ def test_the_two_prompts_agree_slot_by_slot_but_for_the_value(fact: Fact, tokeni
 
 @every_fact
 def test_prompt_suffix_and_answer_are_what_the_chat_template_writes(fact: Fact, tokenizer: Any):
-    found = pair(fact, tokenizer)
+    conversations = pair(fact, tokenizer)
     template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
-    for prompt, answer, value in zip(found.prompts, found.answers, fact.values, strict=True):
+    for prompt, answer, value in zip(conversations.prompts, conversations.answers, fact.values, strict=True):
         roles = ["system", *["user", "assistant"] * 4]
         texts = [*(getattr(fact, name) for name in TEXTS), f"{fact.lead} {value}".strip()]
         texts[3] = fact.fact_user.format(fact=value)
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = [*prompt.ids, *found.suffix.ids, answer]
+        ids = [*prompt.ids, *conversations.suffix.ids, answer]
         assert whole[: len(ids)] == ids
-        assert prompt.positions + found.suffix.positions == tuple(range(len(ids) - 1))
-        assert set(found.suffix.segments) == {"question"}
+        assert prompt.positions + conversations.suffix.positions == tuple(range(len(ids) - 1))
+        assert set(conversations.suffix.segments) == {"question"}
 
 
 @every_fact
 def test_the_answers_differ_and_are_found_in_the_value_alone(fact: Fact, tokenizer: Any):
-    found = pair(fact, tokenizer)
-    assert len(set(found.answers)) == 2
-    prompt = found.prompts[0]
+    conversations = pair(fact, tokenizer)
+    assert len(set(conversations.answers)) == 2
+    prompt = conversations.prompts[0]
     value = prompt.part("value")
-    assert not {*prompt.ids[: value.start], *prompt.ids[value.stop :], *found.suffix.ids} & set(found.answers)
+    assert not {*prompt.ids[: value.start], *prompt.ids[value.stop :], *conversations.suffix.ids} & set(
+        conversations.answers
+    )
 
 
 @every_fact
@@ -102,9 +104,9 @@ def test_prompts_are_a_conversation_long(fact: Fact, smol: Model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_answers_with_the_value_in_its_prompt(kind: str, smol: Model):
-    found = pair(facts((kind,))[-1], smol.tokenizer)
-    _, logits = smol.extend(smol.prefill(list(found.prompts)), [found.suffix] * 2)
-    assert logits[:, -1, list(found.answers)].argmax(-1).tolist() == [0, 1]
+    conversations = pair(facts((kind,))[-1], smol.tokenizer)
+    _, logits = smol.extend(smol.prefill(list(conversations.prompts)), [conversations.suffix] * 2)
+    assert logits[:, -1, list(conversations.answers)].argmax(-1).tolist() == [0, 1]
 
 
 def test_values_of_different_length_are_refused(smol: Model):

@@ -112,10 +112,10 @@ def test_items_are_the_first_of_a_local_file(tmp_path: Path, smol: Model):
     assert task.available == 5
     assert task.items(2, 0) == task.items(5, 9)[:2]
     assert [item.answer for item in task.items(5, 0)] == [f"{number},000" for number in range(1, 6)]
-    for row, each in zip(ROWS, task.items(5, 0), strict=True):
-        assert task.score(row["answer"], each) == {"strict": True, "flexible": True}
-        assert each.chat.messages[-1].text.startswith(row["question"] + "\n\n")
-        assert smol.tokenizer.decode(prompt(each, smol.tokenizer).ids).endswith("<|im_start|>assistant\n")
+    for row, item in zip(ROWS, task.items(5, 0), strict=True):
+        assert task.score(row["answer"], item) == {"strict": True, "flexible": True}
+        assert item.chat.messages[-1].text.startswith(row["question"] + "\n\n")
+        assert smol.tokenizer.decode(prompt(item, smol.tokenizer).ids).endswith("<|im_start|>assistant\n")
 
 
 def test_more_items_than_there_are_are_refused(tmp_path: Path):

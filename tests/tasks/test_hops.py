@@ -20,10 +20,10 @@ every_session = pytest.mark.parametrize("session", sessions(), ids=lambda sessio
 @pytest.fixture(scope="module", params=["its own template", "no template"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     """SmolLM2's, with its chat template and, as base models have it, without one."""
-    found = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
+    loaded = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
     if request.param == "no template":
-        found.chat_template = None
-    return found
+        loaded.chat_template = None
+    return loaded
 
 
 def texts(session: Session) -> list[str]:
@@ -32,9 +32,9 @@ def texts(session: Session) -> list[str]:
 
 
 def test_there_are_as_many_sessions_as_settings_allow_and_no_text_stands_twice():
-    every = [text for session in sessions() for text in texts(session)]
+    all_texts = [text for session in sessions() for text in texts(session)]
     assert len(sessions()) == AVAILABLE_SESSIONS
-    assert len(set(every)) == len(every)
+    assert len(set(all_texts)) == len(all_texts)
     assert len({session.id for session in sessions()}) == len(sessions())
 
 

@@ -102,7 +102,7 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
         ({"prompt": "x", "answer": "y", "chance": True}, "'chance' is True"),
         ({"prompt": "x", "answer": "y", "chance": "0"}, "'chance' is '0'"),
         ({"prompt": "x", "answer": "y", "id": 7}, "'id' is 7"),
-        ({"prompt": "x", "answer": "y", "id": "line-1"}, "that of line 1 as well"),
+        ({"prompt": "x", "answer": "y", "id": "line-1"}, "also that of line 1"),
         ({"prompt": [], "answer": "y"}, "at least one message"),
         ({"prompt": {"role": "user"}, "answer": "y"}, "'prompt' is .*; it must be a text"),
         ({"prompt": ["x"], "answer": "y"}, "must be objects with 'role' and 'content'"),

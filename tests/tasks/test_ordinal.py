@@ -82,12 +82,12 @@ def test_a_swap_exchanges_two_things_of_the_block_and_nothing_else(split: str, s
 def test_every_place_reference_and_question_is_drawn_about_equally_often(split: str):
     rng = np.random.default_rng(0)
     memos = [draw(split, rng) for _ in range(1200)]  # pyright: ignore[reportArgumentType]
-    for found, kinds in (
+    for drawn, kinds in (
         ([memo.place for memo in memos], len(PLACES)),
         ([memo.reference for memo in memos], len(VERBS)),
         ([memo.asked for memo in memos], len(ASKED)),
     ):
-        counts = np.unique(np.array(found), return_counts=True)[1]
+        counts = np.unique(np.array(drawn), return_counts=True)[1]
         # Five standard deviations of a fair draw.
         assert len(counts) == kinds
         assert np.abs(counts - 1200 / kinds).max() < 5 * (1200 / kinds * (1 - 1 / kinds)) ** 0.5
@@ -108,7 +108,7 @@ def test_an_inconsistent_memo_is_refused():
         Memo(THINGS, 0, "value")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="question called 'price'"):
         Memo(THINGS, 0, asked="price")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="names 6"):
+    with pytest.raises(UserError, match="names place 6"):
         Memo(THINGS, 6)
     with pytest.raises(UserError, match="lists 2"):
         Memo(THINGS[:2], 0)

@@ -152,10 +152,10 @@ def test_items_that_cannot_be_asked_are_refused(change: dict[str, Any], sentence
 
 
 def test_tasks_are_found_by_the_name_that_they_give(tmp_path: Path):
-    problems, own = tmp_path / "problems.jsonl", tmp_path / "own.jsonl"
+    problems, custom = tmp_path / "problems.jsonl", tmp_path / "own.jsonl"
     problems.write_text('{"question": "How many?", "answer": "#### 7"}')
-    own.write_text('{"prompt": "How many?", "answer": "7"}')
-    kinds = DRAWN | {"gsm8k": GSM8K, f"gsm8k:{problems}": GSM8K, str(own): JSONLines}
+    custom.write_text('{"prompt": "How many?", "answer": "7"}')
+    kinds = DRAWN | {"gsm8k": GSM8K, f"gsm8k:{problems}": GSM8K, str(custom): JSONLines}
     for name, kind in kinds.items():
         task = find_task(name)
         assert isinstance(task, Task)

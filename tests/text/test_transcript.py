@@ -101,8 +101,8 @@ def test_segments_of_any_messages_decode_to_what_was_rendered(
     expected = {f"m{index}": text for index, text in enumerate(rendered)}
     if generation_prompt:
         expected["generation"] = "<|im_start|>assistant\n"
-    found = {name: tokenizer.decode(tokens.ids[tokens.span(name)]) for name in tokens.names}
-    assert found == expected
+    decoded = {name: tokenizer.decode(tokens.ids[tokens.span(name)]) for name in tokens.names}
+    assert decoded == expected
     assert list(tokens.ids) == tokenizer.apply_chat_template(
         messages, add_generation_prompt=generation_prompt, return_dict=False
     )
@@ -141,12 +141,12 @@ def test_unknown_and_repeated_parts_are_refused(tokenizer: Any):
 def test_leaving_segments_out_keeps_the_positions_of_the_rest(chat: Transcript, tokenizer: Any, gone: tuple[str, ...]):
     whole = chat.tokens(tokenizer, generation_prompt=True)
     rest = chat.without(*gone).tokens(tokenizer, generation_prompt=True)
-    kept = [index for index, name in enumerate(whole.segments) if name not in gone]
-    assert rest.positions == tuple(kept)
-    assert rest.ids == tuple(whole.ids[index] for index in kept)
-    assert rest.segments == tuple(whole.segments[index] for index in kept)
-    assert rest.parts == tuple(whole.parts[index] for index in kept)
-    assert rest.recomputed == tuple(index > whole.span(gone[0]).start for index in kept)
+    visible = [index for index, name in enumerate(whole.segments) if name not in gone]
+    assert rest.positions == tuple(visible)
+    assert rest.ids == tuple(whole.ids[index] for index in visible)
+    assert rest.segments == tuple(whole.segments[index] for index in visible)
+    assert rest.parts == tuple(whole.parts[index] for index in visible)
+    assert rest.recomputed == tuple(index > whole.span(gone[0]).start for index in visible)
 
 
 def test_contiguous_positions_close_the_gap_and_changes_nothing_else(chat: Transcript, tokenizer: Any):
