@@ -101,7 +101,6 @@ def fit_sites(
     predicted, information, inner = [], [], []
     for family in features.tensors:
         for _, seen, size in features.batches(family, split):
-            # Sites that the labels cannot reach are rightly constant.
             result = calibrated_probes(
                 seen,
                 labels.to(seen.device),
@@ -109,7 +108,6 @@ def fit_sites(
                 len(features.target.classes),
                 contexts=contexts,
                 size=size,
-                may_be_constant=True,
             )
             predicted.append(result.predicted.cpu())
             information.append(result.information.mean(1).cpu())
