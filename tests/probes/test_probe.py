@@ -43,7 +43,7 @@ def refused(folder: Path, match: str) -> None:
     assert "\n" not in sentence
 
 
-def test_a_probe_comes_back_from_its_folder_as_it_was(tiny_llama: Model, folder: Path):
+def test_a_probe_survives_saving_and_loading(tiny_llama: Model, folder: Path):
     probe, back = made_probe(tiny_llama, VALUES), Probe.load(folder)
     assert back.card == probe.card
     features = torch.randn(4, 3, 16)
@@ -250,7 +250,7 @@ def test_the_card_in_words_follows_its_numbers(tiny_llama: Model):
     assert "60.0 % (50.0 to 70.0)" in card_page(card)
 
     def other(*measures: Measure) -> Card:
-        split = [each for each in card.measures if each.split != "leave-context-out"]
+        split = [measure for measure in card.measures if measure.split != "leave-context-out"]
         return dataclasses.replace(card, measures=(*split, *measures))
 
     accuracy = Measure("accuracy", "leave-context-out", 0.6, 0.5, 0.7)
@@ -272,10 +272,10 @@ def test_a_probe_is_shown_to_read_only_where_permuted_labels_are_read_worse(tiny
     assert "labels permuted within conversations are read as well" in card_page(with_p(0.2))
 
 
-def test_a_card_of_few_contexts_has_no_intervals_and_promises_nothing(tiny_llama: Model, tmp_path: Path):
+def test_a_card_of_few_contexts_has_no_intervals_and_no_claim(tiny_llama: Model, tmp_path: Path):
     made = made_probe(tiny_llama, VALUES).card
     few = dataclasses.replace(
-        made, measures=tuple(dataclasses.replace(each, low=None, high=None) for each in made.measures)
+        made, measures=tuple(dataclasses.replace(measure, low=None, high=None) for measure in made.measures)
     )
     few.write(tmp_path)
     assert Card.read(tmp_path) == few
