@@ -113,8 +113,7 @@ def fit_sites(
             information.append(result.information.mean(1).cpu())
             inner.append(result.inner_accuracy.cpu())
             done(len(seen))
-    sites = tuple((family, site) for family in features.tensors for site in features.sites[family])
-    return Fits(sites, torch.cat(predicted), torch.cat(information), torch.cat(inner))
+    return Fits(features.family_sites, torch.cat(predicted), torch.cat(information), torch.cat(inner))
 
 
 def chosen(fits: Fits, folds: Int[np.ndarray, "samples"]) -> Chosen:
