@@ -135,7 +135,7 @@ def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
     stream = made_probe(tiny_llama, ProbeInput("resid_post", 1, None, "mean"))
     captured = tiny_llama.capture(CHAT, ["v"], layers=[1])
     for match, read in {
-        "say which": lambda: values.read(tiny_llama, cache),
+        "name the segment": lambda: values.read(tiny_llama, cache),
         "did you mean 'T2'": lambda: values.read(tiny_llama, cache, "T22"),
         "no slots": lambda: values.read(tiny_llama, cache.evict("T2"), "T2"),
         "no cache holds": lambda: stream.read(tiny_llama, cache, "T2"),
@@ -173,7 +173,7 @@ BAD_CARDS = {
     "month must be": lambda path: path.write_text("a: 2026-13-45"),
     "aliases": lambda path: path.write_text(path.read_text().replace("layer: 1", LAUGHS)),
     "format": changed(lambda card: card.update(format="kvprobe-probe-1")),
-    "no fingerprint": changed(lambda card: card.update(weights=card["weights"][:16])),
+    "not the fingerprint": changed(lambda card: card.update(weights=card["weights"][:16])),
     "'layer' is -1": changed(lambda card: card["site"].update(layer=-1)),
     "'agreed' is 1.5": changed(lambda card: card["training"].update(agreed=1.5)),
     "'contexts' is -3": changed(lambda card: card["training"].update(contexts=-3)),
@@ -228,8 +228,8 @@ BAD_WEIGHTS = {
     "not hold the weights": altered(lambda held: held.update(weights=torch.zeros(3))),
     "not float32": altered(lambda held: held.update(mean=held["mean"].double())),
     "not finite": altered(lambda held: held["mean"].fill_(torch.nan)),
-    "below zero": altered(lambda held: held["deviation"].fill_(-1)),
-    "other weights than its card": altered(lambda held: held["weights"].mul_(-1)),
+    "not above zero": altered(lambda held: held["deviation"].fill_(-1)),
+    "does not match the digest": altered(lambda held: held["weights"].mul_(-1)),
 }
 
 
