@@ -56,7 +56,7 @@ def candidate_probe(
     subtracted = restart if less_restart else None
     picks = [pick for pick in probing.picks[UNSEEN] if _varies(features, subtracted, pick)]
     # Where nothing can be read, folds may choose sites that do not vary; then any other site is as good.
-    candidates = picks or [site for site in _sites(features) if _varies(features, subtracted, site)]
+    candidates = picks or [pick for pick in features.family_sites if _varies(features, subtracted, pick)]
     if not candidates:
         raise UserError(
             "All sites show the same in all samples, so there is no probe to propose; read other segments or families."
@@ -90,10 +90,6 @@ def candidate_probe(
         folds=folds,
         seed=seed,
     )
-
-
-def _sites(features: Features) -> list[tuple[Family, Site]]:
-    return [(family, site) for family in features.tensors for site in features.sites[family]]
 
 
 def _varies(features: Features, restart: Features | None, pick: tuple[Family, Site]) -> bool:

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.probing.calibration import fit_temperature
 from kvprobe.probing.gram import one_hot_answers
-from kvprobe.probing.linear import LinearProbes, check_features, check_problem, check_variation, log_frequency
+from kvprobe.probing.linear import LinearProbes, check_features, check_problem, log_frequency
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
 from kvprobe.probing.splits import fold_numbers
 
@@ -76,7 +77,10 @@ def fitted_probe(
     check_problem(labels, fold, classes, contexts)
     check_features(features[None])
     floor = VARIANCE_FLOOR * features.square().mean().sqrt()
-    check_variation(features[None], floor[None])
+    if not bool((features.std(0, correction=0) > floor).any()):
+        raise UserError(
+            "All features are constant over the samples, so there is nothing to read; fit a probe of another site."
+        )
 
     def fit(rows: Bool[Tensor, "samples"], penalties: Sequence[float]) -> _Ridge:
         return _ridge(features[rows], labels[:, rows], classes, penalties, floor, through_origin)

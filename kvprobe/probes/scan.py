@@ -34,13 +34,13 @@ LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (
     "unproven probe",
 )
 VERDICTS = {
-    LEAK: "the hidden messages make the predicted class more likely, by so many bits that nine of ten such readings were "
-    "right in the probe's training conversations, each held out in turn",
+    LEAK: "the hidden messages make the predicted class more likely, by so many bits that nine of ten such readings "
+    "were right in the probe's training conversations, each held out in turn",
     NONE: "they do not make it more likely, or not by enough",
     FAR: "the exchange lies farther from the probe's training samples than 99 % of the held-out conversations, so its "
     "probabilities need not hold",
-    OTHERWISE: "the probe was trained on slots that were read in view of the hidden text and not after its mask, or the "
-    "reverse, or on the hidden text itself, so its card does not apply to these",
+    OTHERWISE: "the probe was trained on slots that were read in view of the hidden text and not after its mask, or "
+    "the reverse, or on the hidden text itself, so its card does not apply to these",
     UNPROVEN: "in conversations that it had not seen, the probe was not shown to read more than chance and more "
     "than the restart",
 }

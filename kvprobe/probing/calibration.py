@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.probing.linear import check_features, check_problem, check_variation, log_frequency
-from kvprobe.probing.ridge import VARIANCE_FLOOR, RidgeEvidence, ridge_evidence
+from kvprobe.probing.linear import check_problem, log_frequency
+from kvprobe.probing.ridge import RidgeEvidence, ridge_evidence
 
 COLDEST, HOTTEST = 1e-3, 1e3
 """Bounds of the search for the best temperature; at the hottest, nothing is left of the evidence."""
@@ -67,7 +67,6 @@ def calibrated_probes(
     *,
     contexts: Int[np.ndarray, "samples"] | None = None,
     size: Float[Tensor, "probes"] | None = None,
-    may_be_constant: bool = False,
 ) -> CalibratedResult:
     """Cross-validated probes of every target, with calibrated probabilities, a few probes at a time.
 
@@ -76,13 +75,12 @@ def calibrated_probes(
         labels: class number of each sample, per target.
         folds: outer test fold of each sample; fold f takes fold f + 1 as its inner fold.
         contexts: number of each sample's context, where no context may be in two folds.
-        size: root mean square of what the probes read before any centring, by which constant features are recognised;
-            that of `features` by default.
-        may_be_constant: for a floor or control, whose features may rightly be constant.
+        size: root mean square of what the probes read before any centring, by which constant features are recognised
+            (they carry no information); that of `features` by default.
 
     Raises:
         UserError: fewer than three folds or an empty one, a context in two folds, labels out of range or of one
-            class, fewer samples than classes, features that are constant or not finite.
+            class, fewer samples than classes, or features that are not finite.
     """
     check_problem(labels, folds, classes, contexts)
     count, targets = int(folds.max()) + 1, len(labels)
@@ -99,11 +97,7 @@ def calibrated_probes(
     for first in range(0, len(features), chunk):
         here = slice(first, first + chunk)
         seen = features[here]
-        check_features(seen)
-        rms = seen.square().mean((1, 2)).sqrt() if size is None else size[here]
-        if not may_be_constant:
-            check_variation(seen, VARIANCE_FLOOR * rms, first)
-        result = ridge_evidence(seen, labels, folds, classes, size=rms)
+        result = ridge_evidence(seen, labels, folds, classes, size=None if size is None else size[here])
         temperature, log_probability = calibrated(result, labels, folds, classes)
         out.predicted[here] = result.predicted
         out.confidence[here] = log_probability.gather(-1, result.predicted[..., None])[..., 0].exp()

@@ -73,6 +73,12 @@ class Features:
         flat: dict[Family, Tensor] = {family: tensor.flatten(1, 2) for family, tensor in tensors.items()}
         return cls(flat, sites, rows, labels, contexts, target, texts)
 
+    @property
+    def family_sites(self) -> tuple[tuple[Family, Site], ...]:
+        """Family and site of every probe, in order."""
+        pairs: list[tuple[Family, Site]] = [(family, site) for family in self.tensors for site in self.sites[family]]
+        return tuple(pairs)
+
     def batches(
         self, family: Family, split: Split
     ) -> Iterator[tuple[slice, Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]]:

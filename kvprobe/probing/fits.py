@@ -101,7 +101,6 @@ def fit_sites(
     predicted, information, inner = [], [], []
     for family in features.tensors:
         for _, seen, size in features.batches(family, split):
-            # Sites that the labels cannot reach are rightly constant.
             result = calibrated_probes(
                 seen,
                 labels.to(seen.device),
@@ -109,14 +108,12 @@ def fit_sites(
                 len(features.target.classes),
                 contexts=contexts,
                 size=size,
-                may_be_constant=True,
             )
             predicted.append(result.predicted.cpu())
             information.append(result.information.mean(1).cpu())
             inner.append(result.inner_accuracy.cpu())
             done(len(seen))
-    sites = tuple((family, site) for family in features.tensors for site in features.sites[family])
-    return Fits(sites, torch.cat(predicted), torch.cat(information), torch.cat(inner))
+    return Fits(features.family_sites, torch.cat(predicted), torch.cat(information), torch.cat(inner))
 
 
 def chosen(fits: Fits, folds: Int[np.ndarray, "samples"]) -> Chosen:

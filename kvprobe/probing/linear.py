@@ -86,23 +86,3 @@ def check_features(features: Float[Tensor, "probes samples dim"]) -> None:
     """
     if not bool(torch.isfinite(features).all()):
         raise UserError("Features hold NaN or infinity; a probe needs finite numbers.")
-
-
-def check_variation(
-    features: Float[Tensor, "probes samples dim"], floor: Float[Tensor, "probes"], first: int = 0
-) -> None:
-    """Refuse a probe whose features are all constant.
-
-    Args:
-        floor: standard deviation up to which a feature is constant but for round-off.
-        first: number of the first probe.
-
-    Raises:
-        UserError: no feature of some probe varies by more than its floor.
-    """
-    still = torch.nonzero(features.std(1, correction=0).amax(1) <= floor)[:, 0].tolist()
-    if still:
-        raise UserError(
-            f"All features of probe {first + still[0]} are constant over the samples, so there is nothing to read; "
-            "drop the probe, or pass may_be_constant=True if it is a floor or a control."
-        )

@@ -50,7 +50,7 @@ def probe_features(
     Raises:
         UserError: features of which none varies, fewer contexts than folds, or what `check_problem` refuses.
     """
-    from scipy.stats import false_discovery_control
+    from scipy.stats import false_discovery_control  # slow to import
 
     _check(features, permutations)
     single = len(np.unique(features.contexts)) == 1

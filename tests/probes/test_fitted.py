@@ -42,11 +42,11 @@ def test_accuracy_and_bits_on_new_samples_are_what_theory_allows(signal: float):
     )
 
 
-def of_one_context_only(contexts: int, each: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+def of_one_context_only(contexts: int, samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """A strong signal whose direction is another in each context."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, CLASSES, (1, contexts * each), generator=generator)
-    number = np.repeat(np.arange(contexts), each)
+    labels = torch.randint(0, CLASSES, (1, contexts * samples), generator=generator)
+    number = np.repeat(np.arange(contexts), samples)
     directions = 3 * torch.randn(contexts, CLASSES, 40, generator=generator)
     features = directions[torch.from_numpy(number), labels[0]]
     return features + torch.randn(features.shape, generator=generator), labels, number

@@ -43,7 +43,7 @@ def refused(folder: Path, match: str) -> None:
     assert "\n" not in sentence
 
 
-def test_a_probe_comes_back_from_its_folder_as_it_was(tiny_llama: Model, folder: Path):
+def test_a_probe_survives_saving_and_loading(tiny_llama: Model, folder: Path):
     probe, back = made_probe(tiny_llama, VALUES), Probe.load(folder)
     assert back.card == probe.card
     features = torch.randn(4, 3, 16)
@@ -135,7 +135,7 @@ def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
     stream = made_probe(tiny_llama, ProbeInput("resid_post", 1, None, "mean"))
     captured = tiny_llama.capture(CHAT, ["v"], layers=[1])
     for match, read in {
-        "say which": lambda: values.read(tiny_llama, cache),
+        "name the segment": lambda: values.read(tiny_llama, cache),
         "did you mean 'T2'": lambda: values.read(tiny_llama, cache, "T22"),
         "no slots": lambda: values.read(tiny_llama, cache.evict("T2"), "T2"),
         "no cache holds": lambda: stream.read(tiny_llama, cache, "T2"),
@@ -173,7 +173,7 @@ BAD_CARDS = {
     "month must be": lambda path: path.write_text("a: 2026-13-45"),
     "aliases": lambda path: path.write_text(path.read_text().replace("layer: 1", LAUGHS)),
     "format": changed(lambda card: card.update(format="kvprobe-probe-1")),
-    "no fingerprint": changed(lambda card: card.update(weights=card["weights"][:16])),
+    "not the fingerprint": changed(lambda card: card.update(weights=card["weights"][:16])),
     "'layer' is -1": changed(lambda card: card["site"].update(layer=-1)),
     "'agreed' is 1.5": changed(lambda card: card["training"].update(agreed=1.5)),
     "'contexts' is -3": changed(lambda card: card["training"].update(contexts=-3)),
@@ -228,8 +228,8 @@ BAD_WEIGHTS = {
     "not hold the weights": altered(lambda held: held.update(weights=torch.zeros(3))),
     "not float32": altered(lambda held: held.update(mean=held["mean"].double())),
     "not finite": altered(lambda held: held["mean"].fill_(torch.nan)),
-    "below zero": altered(lambda held: held["deviation"].fill_(-1)),
-    "other weights than its card": altered(lambda held: held["weights"].mul_(-1)),
+    "not above zero": altered(lambda held: held["deviation"].fill_(-1)),
+    "does not match the digest": altered(lambda held: held["weights"].mul_(-1)),
 }
 
 
@@ -250,7 +250,7 @@ def test_the_card_in_words_follows_its_numbers(tiny_llama: Model):
     assert "60.0 % (50.0 to 70.0)" in card_page(card)
 
     def other(*measures: Measure) -> Card:
-        split = [each for each in card.measures if each.split != "leave-context-out"]
+        split = [measure for measure in card.measures if measure.split != "leave-context-out"]
         return dataclasses.replace(card, measures=(*split, *measures))
 
     accuracy = Measure("accuracy", "leave-context-out", 0.6, 0.5, 0.7)
@@ -272,10 +272,10 @@ def test_a_probe_is_shown_to_read_only_where_permuted_labels_are_read_worse(tiny
     assert "labels permuted within conversations are read as well" in card_page(with_p(0.2))
 
 
-def test_a_card_of_few_contexts_has_no_intervals_and_promises_nothing(tiny_llama: Model, tmp_path: Path):
+def test_a_card_of_few_contexts_has_no_intervals_and_no_claim(tiny_llama: Model, tmp_path: Path):
     made = made_probe(tiny_llama, VALUES).card
     few = dataclasses.replace(
-        made, measures=tuple(dataclasses.replace(each, low=None, high=None) for each in made.measures)
+        made, measures=tuple(dataclasses.replace(measure, low=None, high=None) for measure in made.measures)
     )
     few.write(tmp_path)
     assert Card.read(tmp_path) == few

@@ -30,7 +30,7 @@ MESSAGES = [
 CHAT = Transcript.from_messages(MESSAGES)
 
 
-def test_each_segment_is_read_from_the_cache_that_a_user_would_have_and_beside_its_restart(tiny_llama: Model):
+def test_each_segment_is_read_from_the_users_cache_and_from_its_restart(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
     table = scan(tiny_llama, CHAT, ["m1"], [probe]).df()
     assert list(table["segment"]) == ["m2", "m2", "m3+m4", "m3+m4"]
@@ -109,7 +109,7 @@ def test_slots_that_saw_the_hidden_text_are_judged_by_probes_of_such_slots(tiny_
     assert set(zip(judged["masked"], judged["probe"], strict=True)) == {(False, "direct"), (True, "retained")}
 
 
-def test_messages_are_hidden_once_they_were_answered_or_later_if_so_asked(tiny_llama: Model):
+def test_messages_are_hidden_after_their_answer_or_after_until(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
 
     def masked(mask: list[str], **settings: Any) -> str:

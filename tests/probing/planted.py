@@ -16,8 +16,8 @@ def planted(
     labels = torch.randint(0, classes, (targets, samples), generator=generator)
     dim = targets * classes + spare
     pushed = torch.zeros(samples, dim)
-    for target, each in enumerate(labels):
-        pushed[torch.arange(samples), target * classes + each] = signal
+    for target, row in enumerate(labels):
+        pushed[torch.arange(samples), target * classes + row] = signal
     features = pushed + torch.randn(probes, samples, dim, generator=generator)
     mixing = torch.linalg.qr(torch.randn(probes, dim, dim, generator=generator)).Q * torch.logspace(-1, 1, dim)
     folds = torch.randperm(samples, generator=generator) % 5

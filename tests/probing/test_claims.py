@@ -64,54 +64,57 @@ def lead(probing: Probing, split: str, reading: str) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Probing]:
-    out = {}
+def probings() -> dict[str, Probing]:
+    results = {}
     for kind in ("shared", "own", "none"):
         features, _ = planted(kind, 3.0)
-        out[kind] = probe_features(features, {FLOOR: floor_of(features)}, permutations=39, rng=np.random.default_rng(0))
-    return out
+        results[kind] = probe_features(
+            features, {FLOOR: floor_of(features)}, permutations=39, rng=np.random.default_rng(0)
+        )
+    return results
 
 
-def test_a_shared_signal_is_read_in_contexts_never_seen_at_the_accuracy_that_theory_gives(found: dict[str, Probing]):
-    assert accuracy(found["shared"], "paired") == pytest.approx(bayes_accuracy(CLASSES, 3.0), abs=0.07)
+def test_a_shared_signal_is_read_in_unseen_contexts_at_the_accuracy_of_theory(probings: dict[str, Probing]):
+    assert accuracy(probings["shared"], "paired") == pytest.approx(bayes_accuracy(CLASSES, 3.0), abs=0.07)
     # Where it is not centred, the contexts' variance adds to that of the noise, which it equals.
     best = bayes_accuracy(CLASSES, 3.0 / np.sqrt(2))
-    assert accuracy(found["shared"], "leave-context-out") == pytest.approx(best, abs=0.08)
+    assert accuracy(probings["shared"], "leave-context-out") == pytest.approx(best, abs=0.08)
     for split in ("random", "leave-context-out", "paired"):
-        assert lead(found["shared"], split, FLOOR)[0] > 0.2
-        assert lead(found["shared"], split, CONTROL)[0] > 0.2
+        assert lead(probings["shared"], split, FLOOR)[0] > 0.2
+        assert lead(probings["shared"], split, CONTROL)[0] > 0.2
 
 
-def test_a_signal_of_each_context_s_own_is_not_read_in_others(found: dict[str, Probing]):
-    low, high = lead(found["own"], "leave-context-out", FLOOR)
+def test_a_signal_that_differs_between_contexts_is_not_read_in_others(probings: dict[str, Probing]):
+    low, high = lead(probings["own"], "leave-context-out", FLOOR)
     assert low <= 0 <= high
-    assert accuracy(found["own"], "leave-context-out") < 0.35
+    assert accuracy(probings["own"], "leave-context-out") < 0.35
 
 
-def test_without_a_signal_nothing_leads(found: dict[str, Probing]):
+def test_without_a_signal_nothing_leads(probings: dict[str, Probing]):
     for split in ("random", "leave-context-out", "paired"):
-        assert lead(found["none"], split, FLOOR)[0] <= 0
-        assert accuracy(found["none"], split) < 0.35
-        table = found["none"].table
+        assert lead(probings["none"], split, FLOOR)[0] <= 0
+        assert accuracy(probings["none"], split) < 0.35
+        table = probings["none"].table
         assert table[table["split"] == split]["p_family"].min() > 0.05
 
 
-def test_a_scan_finds_the_layer_with_the_signal_alone(found: dict[str, Probing]):
-    table = found["shared"].table
+def test_only_the_layer_with_the_signal_is_detected(probings: dict[str, Probing]):
+    table = probings["shared"].table
     for _, rows in table.groupby("split"):
         assert (rows[rows["layer"] == 1]["p_family"] == 1 / 40).all()
         assert (rows[rows["layer"] == 0]["p_family"] > 0.05).all()
+        assert (rows["q"] >= rows["p"]).all()
         assert rows[rows["layer"] == 1]["leak_low"].min() > 0
         assert rows[rows["layer"] == 1]["bits_low"].min() > 0.2
         assert rows[rows["layer"] == 0]["bits"].max() < 0.05
         assert rows[rows["layer"] == 1]["eta_squared"].min() > rows[rows["layer"] == 0]["eta_squared"].max()
 
 
-def test_bits_codelength_and_sparse_curves_agree_that_there_is_something(found: dict[str, Probing]):
-    codes = found["shared"].codelength.set_index("split")
+def test_bits_codelength_and_sparse_curves_agree_on_a_signal(probings: dict[str, Probing]):
+    codes = probings["shared"].codelength.set_index("split")
     assert codes.loc["paired", "saved_low"] > 0.5
-    assert found["none"].codelength.set_index("split").loc["leave-context-out", "saved_high"] < 0.2
-    curve = found["shared"].sparse.query("split == 'paired'").set_index("k")["accuracy"]
+    assert probings["none"].codelength.set_index("split").loc["leave-context-out", "saved_high"] < 0.2
+    curve = probings["shared"].sparse.query("split == 'paired'").set_index("k")["accuracy"]
     assert curve[4] > curve[1] + 0.1
     assert curve[8] > 0.7
 
@@ -128,24 +131,24 @@ def test_memorised_labels_are_not_selective():
     assert "p" not in probing.table
 
 
-def test_a_text_that_tells_the_label_is_its_own_control():
+def test_a_text_that_gives_the_label_away_is_its_own_control():
     features, answers = planted("none", 0.0)
     texts = tuple((int(label), 7) for label in answers[0])
-    told = features_of(features.tensors["v"][:, ::2], answers, texts=texts)
-    probing = probe_features(told, {}, permutations=0, rng=np.random.default_rng(0))
+    telling = features_of(features.tensors["v"][:, ::2], answers, texts=texts)
+    probing = probe_features(telling, {}, permutations=0, rng=np.random.default_rng(0))
     assert accuracy(probing, "leave-context-out", "text") == 1
     assert lead(probing, "leave-context-out", "text")[1] < -0.5
 
 
-def test_labels_that_follow_the_context_are_told_by_it():
+def test_labels_that_follow_the_context_are_read_from_it():
     features, _ = planted("none", 0.0, context=3.0)
     generator = torch.Generator().manual_seed(2)
     liked = torch.randint(0, CLASSES, (CONTEXTS,), generator=generator)[HOMES]
     free = torch.rand(len(HOMES), generator=generator) < 0.3
     answers = torch.where(free, labels(3)[0], liked)[None]
-    own = features_of(features.tensors["v"][:, ::2], answers)
-    # One null of this kind; how often one is called, test_scan.py counts.
-    probing = probe_features(own, {}, permutations=39, rng=np.random.default_rng(1))
+    features = features_of(features.tensors["v"][:, ::2], answers)
+    # One null of this kind; how often one is called, test_permutation.py counts.
+    probing = probe_features(features, {}, permutations=39, rng=np.random.default_rng(1))
     assert accuracy(probing, "random") > 0.45
     assert accuracy(probing, "random", "context") > 0.6
     assert lead(probing, "random", "context")[0] <= 0
@@ -176,8 +179,8 @@ def test_a_control_task_of_two_classes_and_few_contexts_never_has_one_class_alon
         probe_features(features, {}, folds=3, permutations=0, rng=np.random.default_rng(seed))
 
 
-def test_of_noise_the_sparse_curves_of_chosen_sites_read_no_more_than_chance():
-    """Sites are chosen per fold: one chosen on all samples, and scored on them, would be flattered."""
+def test_sparse_curves_of_chosen_sites_stay_at_chance_for_noise():
+    """Sites are chosen per fold: one chosen on all samples, and scored on them, would be inflated."""
     read = []
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -188,32 +191,32 @@ def test_of_noise_the_sparse_curves_of_chosen_sites_read_no_more_than_chance():
     assert np.mean(read) == pytest.approx(1 / CLASSES, abs=0.025)
 
 
-def test_without_a_floor_a_claim_is_held_against_the_strongest_reading_without_slots():
+def test_without_a_floor_a_claim_is_compared_with_the_strongest_reading_without_slots():
     features, _ = planted("none", 0.0, context=3.0)
     generator = torch.Generator().manual_seed(1)
     liked = torch.randint(0, CLASSES, (CONTEXTS,), generator=generator)[HOMES]
     answers = torch.where(torch.rand(len(HOMES), generator=generator) < 0.2, labels(3)[0], liked)[None]
-    own = features_of(features.tensors["v"][:, ::2], answers)
-    probing = probe_features(own, {}, permutations=0, rng=np.random.default_rng(1))
+    features = features_of(features.tensors["v"][:, ::2], answers)
+    probing = probe_features(features, {}, permutations=0, rng=np.random.default_rng(1))
     assert str(probing).startswith("random: not detected above the context")
 
 
-def test_the_same_generator_gives_the_same_claim(found: dict[str, Probing]):
+def test_the_same_generator_gives_the_same_claim(probings: dict[str, Probing]):
     features, _ = planted("shared", 3.0)
     again = probe_features(features, {FLOOR: floor_of(features)}, permutations=39, rng=np.random.default_rng(0))
-    assert again.table.equals(found["shared"].table)
-    assert again.summary.equals(found["shared"].summary)
+    assert again.table.equals(probings["shared"].table)
+    assert again.summary.equals(probings["shared"].summary)
 
 
-def test_a_claim_says_what_was_read_above_what(found: dict[str, Probing]):
-    said = str(found["shared"]).splitlines()
+def test_a_claim_names_what_was_read_and_above_which_floor(probings: dict[str, Probing]):
+    said = str(probings["shared"]).splitlines()
     assert [line.split(":")[0] for line in said] == ["random", "leave-context-out", "paired"]
     assert all("decodable above the restart" in line and "not" not in line for line in said)
     assert all("chance 25%" in line and "selectivity" in line for line in said)
-    assert "not detected" in str(found["none"]).splitlines()[1]
+    assert "not detected" in str(probings["none"]).splitlines()[1]
 
 
-def test_what_cannot_be_claimed_is_refused_in_a_sentence():
+def test_impossible_probings_are_refused_in_a_sentence():
     features, answers = planted("shared", 1.0)
     rng = np.random.default_rng(0)
     still = features_of(torch.ones(len(HOMES), 2, DIM), answers)

@@ -19,7 +19,7 @@ def drawn(seed: int = 0) -> torch.Tensor:
     return torch.randint(0, CLASSES, (2, SAMPLES), generator=torch.Generator().manual_seed(seed))
 
 
-def test_noise_costs_at_least_the_uniform_code_and_hardly_more():
+def test_noise_costs_slightly_more_than_the_uniform_code():
     features = torch.randn(3, SAMPLES, 16, generator=torch.Generator().manual_seed(1))
     table = description(features, drawn(), HOMES, CLASSES).df()
     assert len(table) == 6
@@ -37,13 +37,13 @@ def test_noisy_symbols_cost_little_more_than_their_entropy():
     shown = torch.nn.functional.one_hot((labels + noise) % CLASSES, CLASSES).float()
     table = description(shown, labels, HOMES, CLASSES).df()
     entropy = -rate * log2(rate) - (1 - rate) * log2((1 - rate) / (CLASSES - 1))
-    own = table[table.probe == table.target]
+    one_target = table[table.probe == table.target]
     error = (noise > 0).double().mean(1).numpy()
     empirical = -(1 - error) * log2(rate) - error * log2((1 - rate) / (CLASSES - 1))
     assert abs(empirical - entropy).max() < 0.15
-    assert (own.bits > empirical).all()
-    assert (own.bits < empirical + 0.25).all()
-    assert (own.low > 1.3).all()
+    assert (one_target.bits > empirical).all()
+    assert (one_target.bits < empirical + 0.25).all()
+    assert (one_target.low > 1.3).all()
     other = table[table.probe != table.target]
     assert (other.bits > 1.97).all()
 
@@ -59,7 +59,7 @@ def test_a_clear_signal_needs_few_bits_and_a_weaker_one_more():
     assert table.saved_low[3] > 1
 
 
-def test_what_the_context_tells_is_in_the_context_code_and_not_saved_by_a_probe():
+def test_what_the_context_gives_away_is_in_the_context_code_and_not_saved_by_a_probe():
     generator = torch.Generator().manual_seed(4)
     liked = torch.randint(0, CLASSES, (CONTEXTS,), generator=generator)[HOMES]
     labels = torch.where(torch.rand(SAMPLES, generator=generator) < 0.8, liked, drawn()[0])[None]
@@ -92,16 +92,16 @@ def test_the_code_is_the_bayesian_mixture_of_its_candidates_and_sees_no_label_ea
         return (sharp * torch.nn.functional.one_hot(guess, classes)).log_softmax(-1)[:, None, None][:, :, :, 0, 0]
 
     monkeypatch.setattr("kvprobe.probing.description.ridge_log_probs", predict)
-    found = description(features, labels, np.arange(40), CLASSES, split="random", blocks=(0.1, 0.25, 1.0))
-    assert found.ends == (4, 10, 40)
-    assert asked == [(start, end - start) for start, end in pairwise(found.ends)]
+    result = description(features, labels, np.arange(40), CLASSES, split="random", blocks=(0.1, 0.25, 1.0))
+    assert result.ends == (4, 10, 40)
+    assert asked == [(start, end - start) for start, end in pairwise(result.ends)]
     order = np.argsort(np.random.default_rng(0).permutation(40), kind="stable")[4:]
     evidence = []
     for sharp in (0.0, 1.0, 4.0, 0.0):
         right = sharp - log(np.exp(sharp) + CLASSES - 1)
         evidence.append(sum(right if sample % 2 == 0 else right - sharp for sample in order))
     expected = 4 * 2 - log2(np.mean(np.exp(evidence)))
-    assert found.df().bits[0] * 40 == pytest.approx(expected, rel=1e-6)
+    assert result.df().bits[0] * 40 == pytest.approx(expected, rel=1e-6)
 
 
 def test_blocks_keep_contexts_whole():

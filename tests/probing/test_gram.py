@@ -19,7 +19,7 @@ CLASSES = 4
 def whole(features: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Moments by their definitions, in fp64."""
     seen = features[:, rows].double()
-    answers = torch.cat([torch.nn.functional.one_hot(each[rows], CLASSES) for each in labels], 1).double()
+    answers = torch.cat([torch.nn.functional.one_hot(row[rows], CLASSES) for row in labels], 1).double()
     centred = seen - seen.mean(1, keepdim=True)
     return {
         "features": seen.mean(1),
@@ -31,8 +31,8 @@ def whole(features: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor) -> d
 
 def assert_same(moments: Moments, expected: dict[str, torch.Tensor]) -> None:
     for name, tensor in expected.items():
-        found = getattr(moments, name)
-        assert (found - tensor).abs().max() <= 2e-6 * tensor.abs().max(), name
+        measured = getattr(moments, name)
+        assert (measured - tensor).abs().max() <= 2e-6 * tensor.abs().max(), name
 
 
 @settings(max_examples=25)
@@ -65,9 +65,9 @@ def test_means_a_thousand_times_the_deviation_do_not_cancel():
     gathered = FoldMoments(5, CLASSES)
     for row in range(300):
         gathered.update(features[:, [row]], labels[:, [row]], folds[[row]])
-    found, expected = gathered.of(range(5)), whole(features, labels, torch.ones(300, dtype=torch.bool))
+    measured, expected = gathered.of(range(5)), whole(features, labels, torch.ones(300, dtype=torch.bool))
     deviation = (expected["gram"].diagonal(dim1=1, dim2=2)).sqrt()
-    apart = (found.gram - expected["gram"]) / deviation[:, :, None] / deviation[:, None]
+    apart = (measured.gram - expected["gram"]) / deviation[:, :, None] / deviation[:, None]
     assert apart.abs().max() < 1e-6
 
 
@@ -108,7 +108,7 @@ def test_a_stream_is_let_go_of_batch_by_batch():
     def batches() -> Iterator[torch.Tensor]:
         for first in range(0, 200, 20):
             batch = features[:, first : first + 20].clone()
-            assert sum(each() is not None for each in passed) <= 1
+            assert sum(reference() is not None for reference in passed) <= 1
             passed.append(weakref.ref(batch))
             yield batch
 

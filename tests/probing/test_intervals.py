@@ -40,9 +40,9 @@ def test_intervals_hold_what_is_read_on_average_and_would_not_with_the_fits_held
         fold = fold_numbers(split, HOMES, 8, np.random.default_rng(seed))
         hits = fit_sites(features, split, fold).predicted.eq(features.labels).double().mean(1).numpy()
         truth = hits.mean() if signal else 1 / CLASSES
-        for found, of in ((held, held_out_means), (fixed, means)):
+        for covered, of in ((held, held_out_means), (fixed, means)):
             _, low, high = of(hits, HOMES, SHARE)
-            found += list((low <= truth) & (truth <= high))
+            covered += list((low <= truth) & (truth <= high))
     # The percentile bootstrap of these hits holds 84 to 96 %.
     assert np.mean(held) >= 0.94
     assert np.mean(fixed) < np.mean(held)
@@ -50,10 +50,10 @@ def test_intervals_hold_what_is_read_on_average_and_would_not_with_the_fits_held
 
 def test_a_mean_is_that_of_the_samples_and_its_interval_stays_a_share():
     hits = np.repeat([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], EACH)
-    found = held_out(hits, HOMES, SHARE)
-    assert found.mean == pytest.approx(0.875)
-    assert 0 <= found.low < found.mean < found.high <= 1
-    assert (found.smallest, found.largest) == (0, 1)
+    estimate = held_out(hits, HOMES, SHARE)
+    assert estimate.mean == pytest.approx(0.875)
+    assert 0 <= estimate.low < estimate.mean < estimate.high <= 1
+    assert (estimate.smallest, estimate.largest) == (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_few_contexts_give_a_range_and_no_claim():
     assert "over 5; too few for an interval" in said
 
 
-def test_of_40_probings_of_noise_hardly_any_claims_something():
+def test_at_most_a_few_of_40_probings_of_noise_claim_anything():
     claims = 0
     for seed in range(40):
         features = drawn(0.0, 1, 100 + seed)

@@ -49,7 +49,7 @@ def best(probing: kv.Probing, split: str, family: str) -> float:
     return float(table[(table["split"] == split) & (table["family"] == family)]["accuracy"].max())
 
 
-def test_a_digit_in_view_is_read_from_values_in_conversations_never_seen(tiny_llama: Model, design: Design):
+def test_a_digit_in_view_is_read_from_values_in_unseen_conversations(tiny_llama: Model, design: Design):
     probing = probe(tiny_llama, design, "T1", families=["v"], folds=3, permutations=0)
     assert probing.chance == 0.25
     assert best(probing, "leave-context-out", "v") > 0.55
@@ -82,7 +82,7 @@ def test_one_call_returns_floors_controls_p_values_and_use(hidden: kv.Probing):
     assert set(hidden.use["condition"]) == set(USE_ARMS)
 
 
-def test_what_is_hidden_is_read_no_better_than_the_restart_floor(hidden: kv.Probing):
+def test_hidden_text_is_read_no_better_than_the_restart_floor(hidden: kv.Probing):
     leads = hidden.summary[hidden.summary["reading"] == "restart"]
     assert (leads["lead_smallest"] <= 0).all()
     assert "decodable" not in str(hidden)
@@ -110,7 +110,9 @@ def test_the_answer_is_never_read(tiny_llama: Model, design: Design):
 
 
 def test_each_head_is_a_site_of_its_own(tiny_llama: Model, design: Design):
-    joined, apart = (read_features(tiny_llama, design, "T1", families=["k"], per_head=each) for each in (False, True))
+    joined, apart = (
+        read_features(tiny_llama, design, "T1", families=["k"], per_head=per_head) for per_head in (False, True)
+    )
     heads, d_head = tiny_llama.geometry.n_kv_heads, tiny_llama.geometry.d_head
     for head in range(heads):
         torch.testing.assert_close(
@@ -126,7 +128,7 @@ def test_conversations_that_do_not_differ_are_read_once(tiny_llama: Model, desig
     assert (features.rows[:4] == features.rows[4:8]).all()
 
 
-def test_single_slots_are_read_where_they_stand(tiny_llama: Model):
+def test_single_slots_are_read_at_their_place(tiny_llama: Model):
     transcripts = {place: conversation(place, 1) for place in PLACES}
     design = Design.token_identity(transcripts, tiny_llama.tokenizer, "T1", most=3)
     features = read_features(tiny_llama, design, "T1", families=["v", "resid_post"])
@@ -150,7 +152,7 @@ def test_a_slot_keeps_its_token_after_a_restart(tiny_llama: Model):
     assert float(probing.table["floor"].max()) > 0.9
 
 
-def test_whether_a_slot_is_damaged_is_read_from_the_layers_that_were_struck(tiny_llama: Model):
+def test_damage_of_a_slot_is_read_from_the_struck_layers(tiny_llama: Model):
     transcripts = {place: conversation(place, 1) for place in PLACES}
     fault = Zeros(scope=Scope(rate=0.4, layers=[1], parts="v", segments=["T1"]))
     features = damaged_slots(tiny_llama, transcripts, fault, "T1")
@@ -166,7 +168,7 @@ def test_whether_a_slot_is_damaged_is_read_from_the_layers_that_were_struck(tiny
         damaged_slots(tiny_llama, transcripts, Zeros(), "T1")
 
 
-def test_what_is_done_to_a_cache_before_it_is_read_is_the_user_s_own(tiny_llama: Model):
+def test_a_cache_can_be_treated_before_it_is_read(tiny_llama: Model):
     transcripts = [conversation(place, digit) for place in PLACES for digit in (0, 1)]
     struck = np.random.default_rng(0).integers(0, 2, len(transcripts))
     design = Design.labelled(transcripts, struck.tolist(), [place for place in PLACES for _ in (0, 1)], "damaged")
@@ -174,12 +176,14 @@ def test_what_is_done_to_a_cache_before_it_is_read_is_the_user_s_own(tiny_llama:
     def treat(cache: KVCache, sample: int) -> KVCache:
         return cache.corrupt(Zeros()) if struck[sample] else cache
 
-    clean, hit = (read_features(tiny_llama, design, "T2", families=["v"], treat=each) for each in (None, treat))
+    clean, hit = (
+        read_features(tiny_llama, design, "T2", families=["v"], treat=treatment) for treatment in (None, treat)
+    )
     changed = (clean.tensors["v"][clean.rows] - hit.tensors["v"][hit.rows]).abs().amax((1, 2)) > 1e-4
     assert changed.tolist() == struck.astype(bool).tolist()
 
 
-def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, design: Design):
+def test_use_equals_reading_the_answer_token_by_token(tiny_llama: Model, design: Design):
     use = measure_use(tiny_llama, design, "T2", ["T1"])
     assert len(use) == len(design.samples) * len(USE_ARMS)
     for arm in USE_ARMS:
@@ -189,8 +193,8 @@ def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, des
         past = tiny_llama.prefill(tokens[:turn]) if turn else None
         past = past.mask("T1") if past is not None and arm == "retained" else past
         expected = tiny_llama.extend(past, tokens[turn:answer])[1][0, -1].log_softmax(-1)[tokens.ids[answer]]
-        found = use[(use["sample"] == 5) & (use["condition"] == arm)]["logprob"].iloc[0]
-        assert found == pytest.approx(float(expected), abs=1e-4)
+        logprob = use[(use["sample"] == 5) & (use["condition"] == arm)]["logprob"].iloc[0]
+        assert logprob == pytest.approx(float(expected), abs=1e-4)
     means = use.groupby("condition")["logprob"].mean()
     assert abs(means["full"] - means["retained"]) > 1e-3
     # Without knowledge of the answer, no answer is preferred on average.
@@ -200,7 +204,7 @@ def test_use_is_that_of_reading_the_answer_token_by_token(tiny_llama: Model, des
         measure_use(tiny_llama, alone, "T2", ["T1"])
 
 
-def test_where_nothing_can_be_asked_nothing_is_said_of_use(tiny_llama: Model, design: Design):
+def test_use_is_absent_where_nothing_can_be_asked(tiny_llama: Model, design: Design):
     transcripts = {place: conversation(place, 1) for place in PLACES}
     slots = Design.token_identity(transcripts, tiny_llama.tokenizer, "T2", most=3)
     assert not can_be_asked(tiny_llama, slots, "T2")
@@ -214,19 +218,19 @@ def test_where_nothing_can_be_asked_nothing_is_said_of_use(tiny_llama: Model, de
 
 def test_conversations_of_a_context_may_be_of_any_length_before_what_is_read(tiny_llama: Model):
     """Nothing, a message, or that message and one more: rows of one batch could be empty, or read another's cache."""
-    system, told = {"role": "system", "content": "be kind"}, {"role": "user", "content": "the mill has 4."}
+    system, digit_turn = {"role": "system", "content": "be kind"}, {"role": "user", "content": "the mill has 4."}
     before = {"role": "user", "content": "a barn it is"}
     chats = [
-        Transcript.from_messages([told], ["T1"]),
-        Transcript.from_messages([system, told], ["system", "T1"]),
-        Transcript.from_messages([system, before, told], ["system", "T0", "T1"]),
+        Transcript.from_messages([digit_turn], ["T1"]),
+        Transcript.from_messages([system, digit_turn], ["system", "T1"]),
+        Transcript.from_messages([system, before, digit_turn], ["system", "T0", "T1"]),
     ]
     design = Design.labelled(chats, ["a", "b", "a"], ["one", "one", "one"])
     features = read_features(tiny_llama, design, "T1", families=["v"])
     for number, chat in enumerate(chats):
         expected = tiny_llama.capture(chat, ["v"], segments=["T1"]).stack("v")[1, 0, :, -1].flatten()
-        found = features.at("v", Site(1, None, "last"))[0, number]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        vector = features.at("v", Site(1, None, "last"))[0, number]
+        torch.testing.assert_close(vector, expected, atol=1e-5, rtol=0)
 
 
 def test_unknown_segments_and_wrong_orders_are_refused(tiny_llama: Model, design: Design):

@@ -64,7 +64,7 @@ def test_the_penalty_is_the_best_on_the_inner_fold_and_the_largest_of_equals():
         assert float(result.inner_accuracy[1, fold]) == pytest.approx(max(scores))
 
 
-def test_labels_of_the_test_fold_change_nothing_in_it():
+def test_predictions_of_a_fold_do_not_depend_on_its_labels():
     features, labels, folds = problem()
     shuffled = labels.clone()
     shuffled[:, folds == 2] = (labels[:, folds == 2] + 1) % CLASSES
@@ -87,7 +87,7 @@ def test_scale_and_shift_of_features_do_not_matter():
     torch.testing.assert_close(moved.predicted, ridge_probes(features, labels, folds, CLASSES).predicted)
 
 
-def test_a_planted_signal_is_found_and_noise_is_not():
+def test_a_planted_signal_is_read_and_noise_is_not():
     accuracy = {}
     for signal in (0.0, 3.0):
         features, labels, folds = problem(seed=5, signal=signal)

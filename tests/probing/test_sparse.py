@@ -53,7 +53,7 @@ def test_variance_between_contexts_hides_a_signal_only_from_the_total():
     assert float(within[0, 0, 5]) > 0.2
 
 
-def test_what_only_the_context_tells_has_no_eta_squared_within_contexts():
+def test_labels_that_follow_the_context_have_no_eta_squared_within_contexts():
     homes = np.repeat(np.arange(30), EACH)
     labels = torch.from_numpy(homes % CLASSES)[None]
     features = torch.randn(1, 240, 4, generator=torch.Generator().manual_seed(0))
@@ -105,15 +105,15 @@ def test_each_fold_is_answered_by_probes_on_the_dimensions_that_it_chose():
     for fold in range(5):
         test = torch.from_numpy(folds == fold)
         for target in range(2):
-            own = features[:, :, curves.chosen[0, fold, target]].contiguous()
+            seen = features[:, :, curves.chosen[0, fold, target]].contiguous()
             asked = labels[target : target + 1]
-            predicted = ridge_probes(own, asked, torch.from_numpy(folds), CLASSES).predicted[0]
+            predicted = ridge_probes(seen, asked, torch.from_numpy(folds), CLASSES).predicted[0]
             hits += int(predicted.eq(asked)[:, test].sum())
     assert curves.chosen.unique(dim=1).shape[1] > 1
     assert curves.df().accuracy[0] == pytest.approx(hits / labels.numel())
 
 
-def test_labels_of_a_fold_change_nothing_of_what_it_chose():
+def test_a_fold_chooses_dimensions_without_its_own_labels():
     features, labels, homes, folds = planted(1.0)
     changed = labels.clone()
     changed[:, folds == 2] = (changed[:, folds == 2] + 1) % CLASSES

@@ -1,4 +1,4 @@
-"""Transfer between places on planted data: where the answer is known, the table says it."""
+"""Transfer between places on planted data: the table gives the known answer."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,8 @@ def places(*frames: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     contexts = np.repeat(np.arange(CONTEXTS), EACH)
     features = []
     for number, frame in enumerate(frames):
-        own = frame.expand(CONTEXTS, -1, -1)[torch.from_numpy(contexts)]
-        pushed = SIGNAL * own[torch.arange(SAMPLES), labels[0]]
+        frames_of_samples = frame.expand(CONTEXTS, -1, -1)[torch.from_numpy(contexts)]
+        pushed = SIGNAL * frames_of_samples[torch.arange(SAMPLES), labels[0]]
         features.append(pushed + torch.randn(pushed.shape, generator=generator) + 7 * number)
     return torch.stack(features), labels, contexts, contexts % 5
 
@@ -34,7 +34,7 @@ def frame(seed: int, contexts: int = 1) -> torch.Tensor:
     return (rotation * triangle.diagonal(dim1=1, dim2=2).sign()[:, None])[:, :CLASSES]
 
 
-def test_probes_pass_between_places_that_share_their_directions_and_no_others():
+def test_probes_transfer_only_between_places_that_share_their_directions():
     shared, other = frame(1), frame(2)
     # A place that holds each class where the shared one holds the next: what is read there is always another class.
     table = transfer(*places(shared, shared, other, shared.roll(1, 1)), CLASSES, places=["a", "b", "c", "d"])
@@ -49,18 +49,18 @@ def test_probes_pass_between_places_that_share_their_directions_and_no_others():
     assert (table["high"] - table["low"]).between(0.001, 0.1).all()
 
 
-def test_directions_that_differ_between_contexts_pass_to_no_new_context():
+def test_directions_that_differ_between_contexts_do_not_transfer_to_new_contexts():
     features, labels, contexts, folds = places(frame(3, CONTEXTS), frame(3, CONTEXTS))
     assert transfer(features, labels, contexts, folds, CLASSES)["accuracy"].max() < 0.3
     mixed = torch.arange(SAMPLES) % 5
     assert transferred(features, labels, mixed, CLASSES)[0, 0].eq(labels).float().mean() < 0.4
 
 
-def test_at_its_own_place_a_probe_says_what_it_always_said():
+def test_the_diagonal_holds_the_predictions_of_ridge():
     features, labels, _, folds = places(frame(1), frame(2))
-    found = transferred(features, labels, torch.from_numpy(folds), CLASSES)
+    predicted = transferred(features, labels, torch.from_numpy(folds), CLASSES)
     expected = ridge_probes(features, labels, torch.from_numpy(folds), CLASSES).predicted
-    assert torch.equal(found.diagonal(dim1=0, dim2=1).permute(2, 0, 1), expected)
+    assert torch.equal(predicted.diagonal(dim1=0, dim2=1).permute(2, 0, 1), expected)
 
 
 @pytest.mark.parametrize("fading", [0.001, 1000.0])
@@ -71,7 +71,7 @@ def test_neither_an_offset_nor_a_fading_of_the_signal_is_an_obstacle(fading: flo
     assert table["accuracy"].min() > bayes_accuracy(CLASSES, SIGNAL) - 0.03
 
 
-def test_what_no_probe_can_answer_for_is_refused():
+def test_bad_input_is_refused():
     features, labels, contexts, folds = places(frame(1), frame(2))
     with pytest.raises(UserError, match="Context 3 is in more than one fold"):
         transfer(features, labels, contexts, np.where(np.arange(SAMPLES) == 3 * EACH, 4, folds), CLASSES)

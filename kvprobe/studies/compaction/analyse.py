@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features
 from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
@@ -162,7 +163,7 @@ def _probe(
             folds = fold_numbers(split, collected.contexts, config.folds, rng)
             for arm in ARMS:
                 rows = np.arange(len(collected.contexts)) if arm in RETAINED else collected.contexts
-                tensors = {family: collected.features[arm.name, family] for family in FAMILIES}
+                tensors: dict[Family, Tensor] = {family: collected.features[arm.name, family] for family in FAMILIES}
                 features = Features.of_read_outs(tensors, rows, labels, collected.contexts, TARGET)
                 fits = fit_sites(features, split, folds)
                 tables.append(fits.accuracies(labels, collected.contexts, arm=arm.name, split=split))

@@ -58,7 +58,7 @@ class Collected:
 
     def joined(self, condition: str, at: Place) -> Features:
         """What probes read at a place, all families."""
-        tensors = {family: self.features(condition, at, family) for family in self.families}
+        tensors: dict[Family, Tensor] = {family: self.features(condition, at, family) for family in self.families}
         return Features.of_read_outs(tensors, self.rows(condition), self.labels, self.contexts, TARGET)
 
     def vectors(
