@@ -1,8 +1,9 @@
-"""Last-token patterns of a long prompt, all layers and heads: peak memory and time beside the hooked lane's whole patterns.
+"""Last-token patterns of a long prompt, all layers and heads: peak memory and time beside the hooked lane's patterns.
 
-Each side runs in a process of its own, so that the peaks do not mix; both must give the same weights. The peak is what the
-process held at most, less what it held before (weights and imports) and less the cache that it gives back. The hooked lane
-is one pass over the prompt, as `run_with_hooks` is; it needs heads × length² numbers a layer, several times over.
+Each lane runs in a process of its own, so that the peaks do not mix; both must give the same weights. The peak is the
+most memory that the process held, minus what it held before (weights and imports) and minus the cache that it returns.
+The hooked lane is one pass over the prompt, as `run_with_hooks` is; it needs heads × length² numbers a layer, several
+times over.
 
     python benchmarks/attention.py --length 4096          # the plain lane alone: add --plain-only
 """
@@ -40,22 +41,22 @@ def main() -> None:
         measure(arguments)
         return
     lanes = ["plain"] if arguments.plain_only else ["plain", "hooked"]
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for lane in lanes:
             out = Path(folder) / f"{lane}.npz"
-            own = ["--model", arguments.model, "--length", str(arguments.length), "--lane", lane, "--out", str(out)]
-            subprocess.run([sys.executable, __file__, *own], check=True)
-            found[lane] = dict(np.load(out))
+            flags = ["--model", arguments.model, "--length", str(arguments.length), "--lane", lane, "--out", str(out)]
+            subprocess.run([sys.executable, __file__, *flags], check=True)
+            results[lane] = dict(np.load(out))
     print(f"{arguments.model}, {arguments.length} tokens, last-token patterns of all layers and heads\n")
     print(f"{'lane':10}{'seconds':>10}{'MB above weights and cache':>30}{'cache, MB':>12}")
-    for lane, each in found.items():
-        print(f"{lane:10}{each['seconds']:10.1f}{each['above'] / 1e6:30.0f}{each['cache'] / 1e6:12.0f}")
-    if len(found) == 2:
-        worst = np.abs(found["plain"]["weights"] - found["hooked"]["weights"]).max()
+    for lane, result in results.items():
+        print(f"{lane:10}{result['seconds']:10.1f}{result['above'] / 1e6:30.0f}{result['cache'] / 1e6:12.0f}")
+    if len(results) == 2:
+        worst = np.abs(results["plain"]["weights"] - results["hooked"]["weights"]).max()
         print(f"\nlargest difference between their weights: {worst:.1e}")
         assert worst < 1e-5
-    assert found["plain"]["above"] < LIMIT
+    assert results["plain"]["above"] < LIMIT
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -64,20 +65,20 @@ def measure(arguments: argparse.Namespace) -> None:
     model = kv.load(arguments.model)
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 20_000, (arguments.length,), generator=rng).tolist()
-    # What is loaded at the first pass, by whichever lane, is no part of it.
+    # What a lane loads at its first pass is not counted.
     kv.attend(model, Tokens.of(ids[:8]), lane=arguments.lane)
     chunk = arguments.length if arguments.lane == "hooked" else CHUNK
     watched = Peak()
     start = time.perf_counter()
     with watched:
-        found = kv.attend(model, Tokens.of(ids), lane=arguments.lane, chunk=chunk)
+        patterns = kv.attend(model, Tokens.of(ids), lane=arguments.lane, chunk=chunk)
     seconds = time.perf_counter() - start
-    above = watched.bytes - found.cache.nbytes
-    np.savez(arguments.out, weights=found.weights.numpy(), seconds=seconds, above=above, cache=found.cache.nbytes)
+    above = watched.bytes - patterns.cache.nbytes
+    np.savez(arguments.out, weights=patterns.weights.numpy(), seconds=seconds, above=above, cache=patterns.cache.nbytes)
 
 
 class Peak:
-    """The most memory that this process holds, above what it holds at the start: sampled, and checked with the kernel's count."""
+    """The most memory that this process holds above what it held at the start, sampled and checked with the kernel."""
 
     def __enter__(self) -> "Peak":
         self.before = psutil.Process().memory_info().rss

@@ -1,9 +1,9 @@
 """How often the intervals of probes hold the truth, and how often a probing claims something of noise.
 
-Features are drawn of contexts that each add an offset of their own; labels push some of them, by a strength that differs between
-contexts, or none (noise). The truth is what the same procedure reads on average over all draws of contexts of this number; of
-noise, accuracy is chance. Half the sites of a design are searched, as a study does: each fold is read at the site that did best
-on its inner fold. The floor is one vector a context.
+Features are drawn of contexts that each add an offset of their own; labels push some of them, by a strength that
+differs between contexts, or none (noise). The truth is what the same procedure reads on average over all draws of
+contexts of this number; of noise, accuracy is chance. Half the sites of a design are searched, as a study does: each
+fold is read at the site that did best on its inner fold. The floor is one vector a context.
 
     OMP_NUM_THREADS=1 python benchmarks/coverage_probes.py [--quick]
 """
@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from coverage import table, write
 
-from kvprobe.probing.claims import FLOOR, probe_features
+from kvprobe.probing.claims import FLOOR
 from kvprobe.probing.controls import hash_control
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites
 from kvprobe.probing.intervals import held_out
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
 from kvprobe.tasks.designs import Target

@@ -15,7 +15,7 @@ from timing import header, paired, report
 from transformers import DynamicCache
 
 import kvprobe as kv
-from kvprobe.faults import Distractor, Draws, Fault, Gaussian, Host, Scope, Zeros
+from kvprobe.faults import Distractor, Draws, Fault, FaultContext, Gaussian, Scope, Zeros
 from kvprobe.faults.strike import strike
 from kvprobe.inference.forward import new_slots
 from kvprobe.text.transcript import Tokens
@@ -38,7 +38,7 @@ def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache
     with torch.no_grad():
         network(torch.tensor([ids[:-1]]), past_key_values=past, use_cache=True)
     clean = model_cache(past, ids[:-1])
-    host = Host(clean, {"distractor": donor})
+    context = FaultContext(clean, {"distractor": donor})
     said, token = [], ids[-1]
     for step in range(NEW_TOKENS):
         tensors = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in past.layers]
@@ -47,7 +47,7 @@ def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache
         damage = None
         if fault.due(step):
             ledger = model_cache(past, [*ids[:-1], *([ids[-1], *said][:step])]).ledger
-            damage = strike([fault], [Draws()], [0], tensors, ledger, host, step, remember=fault.transient)
+            damage = strike([fault], [Draws()], [0], tensors, ledger, context, step, remember=fault.transient)
         with torch.no_grad():
             logits = network(torch.tensor([[token]]), past_key_values=past, use_cache=True).logits
         if damage is not None and fault.transient:

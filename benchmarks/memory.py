@@ -1,10 +1,10 @@
-"""The budget beside the formulas of two public calculators, on published configs, as the table of docs/memory.md.
+"""The budget beside the formulas of two public calculators, on configs from the hub, as the table of docs/memory.md.
 
-Each model at the longest context that it was made for, one conversation, two bytes a number. The formulas are applied to
-the published config as it is, fields that it leaves out included:
+Each model has the longest context that it was trained for, one conversation, and two bytes a number. The formulas are
+applied to the config as it is published, without the fields that it leaves out:
 
-- the KV cache calculator in the documentation of LMCache (LMCache/LMCache, docs/source/_static/kv_cache_calculator.html at
-  375a749c, Apache-2.0), which has one formula for most models, and two by name;
+- the KV cache calculator in the documentation of LMCache (LMCache/LMCache at 375a749c, Apache-2.0,
+  docs/source/_static/kv_cache_calculator.html), which has one formula for most models, and two for single models;
 - hf-mem (alvarobartt/hf-mem, src/hf_mem/safetensors/kv_cache.py at e9946791, MIT, there called experimental).
 
 python benchmarks/memory.py
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.memory.budget import budget
-from kvprobe.memory.sources import shelf
+from kvprobe.memory.sources import shipped_configs
 
 CHOSEN = (
     "Qwen/Qwen3-8B",
@@ -38,7 +38,7 @@ BYTES = 2
 
 
 def lmcache(name: str, config: Mapping[str, Any], tokens: int) -> float | None:
-    """Bytes by LMCache's calculator; None where the config lacks a field that it takes."""
+    """Bytes by LMCache's calculator; None if the config lacks a field that it needs."""
     layers = config.get("num_hidden_layers")
     if "DeepSeek" in name and "kv_lora_rank" in config:
         return layers * tokens * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * BYTES
@@ -51,14 +51,14 @@ def lmcache(name: str, config: Mapping[str, Any], tokens: int) -> float | None:
 
 
 def hf_mem(config: Mapping[str, Any], tokens: int) -> float | None:
-    """Bytes by hf-mem; None where the config lacks a field without which it gives no number."""
+    """Bytes by hf-mem; None if the config lacks a field that it needs."""
     if any(name not in config for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")):
         return None
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     if "sliding_window_pattern" in config:
         full = layers // config["sliding_window_pattern"]
     elif "layer_types" in config:
-        full = sum(each in ("attention", "full_attention", "global_attention") for each in config["layer_types"])
+        full = sum(kind in ("attention", "full_attention", "global_attention") for kind in config["layer_types"])
     else:
         full = layers
     window = min(config.get("sliding_window") or tokens, tokens)
@@ -73,7 +73,7 @@ def table() -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in CHOSEN:
-        published = json.loads(shelf()[name].read_text(encoding="utf-8"))
+        published = json.loads(shipped_configs()[name].read_text(encoding="utf-8"))
         config = published.get("text_config", published)
         first = budget(name, dtype="bfloat16")
         tokens = min(first.trained_context or 2048, 131_072)
@@ -83,8 +83,8 @@ def table() -> list[str]:
         )
         logical = sum(read.logical)
         cells = [name, f"{tokens:,}", _size(logical)]
-        cells += [_size(each) for each in (read.cache, grown.cache, blocks.cache)]
-        cells += [_beside(found, logical) for found in (lmcache(name, config, tokens), hf_mem(config, tokens))]
+        cells += [_size(size) for size in (read.cache, grown.cache, blocks.cache)]
+        cells += [_beside(size, logical) for size in (lmcache(name, config, tokens), hf_mem(config, tokens))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -93,8 +93,8 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def _beside(found: float | None, logical: int) -> str:
-    return "none" if found is None else f"{_size(found)} ({100 * (found / logical - 1):+.0f} %)"
+def _beside(size: float | None, logical: int) -> str:
+    return "none" if size is None else f"{_size(size)} ({100 * (size / logical - 1):+.0f} %)"
 
 
 if __name__ == "__main__":

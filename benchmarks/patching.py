@@ -1,11 +1,11 @@
-"""A map of patched cells with kvprobe, beside the libraries that a user would pick instead: same cells, same run, same results.
+"""A map of patched cells with kvprobe, beside the libraries that a user would pick instead: same cells, same results.
 
-kvprobe sweeps the whole map, layer × slot × {K, V}. The others take seconds for a cell, whatever its layer, so they are timed on a
-sample of it. What they compute is in `patched_forward.py`. Rounds alternate which goes first, and a ratio is the median of the
-rounds' own.
+kvprobe sweeps the whole map, layer × slot × {K, V}. The others take seconds for a cell, at any layer, so they are timed
+on a sample of it. What they compute is in `patched_forward.py`. Each round begins with another contender, and a ratio
+is the median of the ratios of the rounds.
 
     make benchmark          or          python benchmarks/patching.py --tokens 512 --repeats 3
-    python benchmarks/patching.py --memory --tokens 2048 --slots 2048       only the memory of one sweep, over every slot
+    python benchmarks/patching.py --memory --tokens 2048 --slots 2048       only the memory of one sweep
 """
 
 import argparse
@@ -24,15 +24,15 @@ from patched_forward import Part, Patch, Setting, by_bridge, by_extend, by_nnsig
 
 import kvprobe as kv
 from kvprobe.patching import LogitDiff, patch_sweep
-from kvprobe.patching.patch_sweep import ROWS
+from kvprobe.patching.rows import ROWS
 
 SUFFIX = 6
 PARTS: tuple[Part, ...] = ("K", "V")
 BATCHES = (2, 4, 8, 16)
 SAMPLED_TOKENS = 2048
-"""The others read batches of cells at so many layers that their prompts sum up to this: longer prompts need fewer to be timed."""
+"""Tokens of all prompts that the others read in a round; with longer prompts they read fewer cells."""
 STRIDE = 61
-"""Every so-manieth cell of the map is read by `extend` too; prime, so that all layers, slots and parts take part."""
+"""The step at which cells of the map are read by `extend` too; prime, so that all layers, slots and parts occur."""
 BOUND = 1e-3
 """Values may differ by this share of the largest effect on the map."""
 LIMITS = {(512, "alone"): "60", (512, "batched"): "30", (2048, "alone"): "150"}
@@ -91,17 +91,18 @@ def compare(model: kv.Model, length: int, slots: int, repeats: int) -> None:
     clean = float(metric(model.extend(setting.base, setting.suffix)[1][0]))
     effect = max(abs(value - clean) for value in ours.values.values())
     widest = 0.0
-    for each in contenders:
-        gap = max(abs(value - ours.values[key]) for key, value in each.values.items())
-        assert gap <= BOUND * effect, f"{each.name} is {gap:.1e} from the sweep, where {BOUND * effect:.1e} is allowed"
+    for contender in contenders:
+        gap = max(abs(value - ours.values[key]) for key, value in contender.values.items())
+        allowed = BOUND * effect
+        assert gap <= allowed, f"{contender.name} is {gap:.1e} from the sweep, where {allowed:.1e} is allowed"
         widest = max(widest, gap)
     table(model, length, contenders, over)
     print(f"equal: logit differences within {widest:.1e}; the bound is {BOUND} of the largest effect, {effect:.2f}")
     work, rate = flops(model, length), statistics.median(rates)
     times = statistics.median(taken / ours.cells * rate / work for taken, rate in zip(ours.seconds, rates, strict=True))
     print(
-        f"floor: {work / 1e9:.2f} GFLOP a cell at the {rate / 1e9:.0f} GFLOP/s of torch.mm is {1e3 * work / rate:.1f} ms; "
-        f"the sweep takes {times:.2f} times that",
+        f"floor: {work / 1e9:.2f} GFLOP a cell at the {rate / 1e9:.0f} GFLOP/s of torch.mm is {1e3 * work / rate:.1f} "
+        f"ms; the sweep takes {times:.2f} times that",
         flush=True,
     )
 
@@ -113,16 +114,17 @@ def all_contenders(setting: Setting, metric: LogitDiff, over: Sequence[int]) -> 
     cells = keys(layers, over)
 
     def sweep(layers: Sequence[int] = layers) -> dict[Key, float]:
-        given = (setting.base, setting.donor, setting.suffix, metric, {"layer": layers, "slot": over})
-        swept = patch_sweep(model, *given, parts=("K", "V"), progress=False)
-        return dict(zip(keys(layers, over), swept.values.tolist(), strict=True))
+        grid = {"layer": layers, "slot": over}
+        runs = (setting.base, setting.donor, setting.suffix)
+        patched = patch_sweep(model, *runs, metric, grid, parts=("K", "V"), progress=False)
+        return dict(zip(keys(layers, over), patched.values.tolist(), strict=True))
 
     sweep(layers[-1:])
     bridge = by_bridge(setting)
     batch = best_batch(bridge, over)
     between = evenly(layers, max(2, SAMPLED_TOKENS // length) + 2)[1:-1]
     sample: list[Key] = [
-        (layer, PARTS[turn % 2], slot) for turn, layer in enumerate(between) for slot in evenly(over, batch)
+        (layer, PARTS[number % 2], slot) for number, layer in enumerate(between) for slot in evenly(over, batch)
     ]
     alone, together = (LIMITS.get((length, which), "") for which in ("alone", "batched"))
     contenders = [
@@ -166,7 +168,7 @@ def batched(name: str, patch: Patch, metric: LogitDiff, cells: Sequence[Key], li
 
 
 def best_batch(patch: Patch, slots: Sequence[int]) -> int:
-    """How many cells to a pass cost least for each; a batch that does clearly worse than a smaller one ends the search."""
+    """The cells to a pass that cost least per cell; a batch clearly slower than a smaller one ends the search."""
     patch(0, "K", slots[:1])
     best, least = 1, float("inf")
     for batch in BATCHES:
@@ -181,10 +183,10 @@ def best_batch(patch: Patch, slots: Sequence[int]) -> int:
 
 
 def rounds(contenders: Sequence[Contender], repeats: int, rate: Callable[[], float]) -> list[float]:
-    """Time all contenders `repeats` times, each round beginning with another; the matmul rate around the first one in each."""
+    """Time all contenders `repeats` times, each round beginning with another; the matmul rate of each round."""
     rates = []
-    for turn in range(repeats):
-        first = turn % len(contenders)
+    for number in range(repeats):
+        first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             before = rate() if contender is contenders[0] else 0.0
             start = time.perf_counter()
@@ -203,16 +205,17 @@ def table(model: kv.Model, length: int, contenders: Sequence[Contender], slots: 
     )
     print(f"{'':40}{'cells':>8}{'seconds':>10}{'ms a cell':>12}{'× sweep':>10}  at least")
     ours = contenders[0]
-    for each in contenders:
+    for contender in contenders:
         ratio = statistics.median(
-            (theirs / each.cells) / (mine / ours.cells) for theirs, mine in zip(each.seconds, ours.seconds, strict=True)
+            (theirs / contender.cells) / (own / ours.cells)
+            for theirs, own in zip(contender.seconds, ours.seconds, strict=True)
         )
-        seconds = statistics.median(each.seconds)
-        print(f"{each.name:40}{each.cells:8}{seconds:10.1f}{1e3 * each.per_cell:12.1f}{ratio:10.1f}  {each.limit}")
+        seconds, per_cell = statistics.median(contender.seconds), 1e3 * contender.per_cell
+        print(f"{contender.name:40}{contender.cells:8}{seconds:10.1f}{per_cell:12.1f}{ratio:10.1f}  {contender.limit}")
 
 
 def flops(model: kv.Model, length: int) -> float:
-    """What a cell cannot do without, on average over layers: from the patched layer on, the products of the suffix's tokens
+    """The least work of a cell, on average over layers: from the patched layer on, the products of the suffix's tokens
     with the weights and with the slots; and one token's logits."""
     shape, network = model.geometry, model.lanes.plain
     weights = sum(parameter.numel() for parameter in network.model.layers[0].parameters())
@@ -236,17 +239,18 @@ def matmul_rate(model: kv.Model, times: int = 50) -> float:
 
 
 def memory(name: str, length: int, slots: int) -> None:
-    """Print how far one sweep over every layer, both prompts' caches included, raises this process's peak above the weights."""
+    """Print how far one sweep over every layer, with both prompts' caches, raises the peak above the weights."""
     model = kv.load(name, device="cpu", dtype="float32")
     Setting.drawn(model, 8, SUFFIX)
     loaded = psutil.Process().memory_info().rss
     setting = Setting.drawn(model, length, SUFFIX)
     grid = {"layer": None, "slot": evenly(range(length), slots)}
-    swept = patch_sweep(model, setting.base, setting.donor, setting.suffix, furthest(setting), grid, parts=("KV",))
+    patched = patch_sweep(model, setting.base, setting.donor, setting.suffix, furthest(setting), grid, parts=("KV",))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
-        f"memory: a sweep of {len(swept.cells)} cells ({model.geometry.n_layers} layers × {len(grid['slot'])} slots of K and V) at "
-        f"{length} tokens peaks {(peak - loaded) / 2**30:.2f} GiB above the {loaded / 2**30:.2f} GiB of the loaded model; at most 2",
+        f"memory: a sweep of {len(patched.cells)} cells ({model.geometry.n_layers} layers × {len(grid['slot'])} slots "
+        f"of K and V) at {length} tokens peaks {(peak - loaded) / 2**30:.2f} GiB above the {loaded / 2**30:.2f} GiB "
+        "of the loaded model; at most 2",
         flush=True,
     )
 

@@ -38,13 +38,15 @@ if TYPE_CHECKING:
         patch_sweep,
     )
     from kvprobe.policies.policy import Scene
-    from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.probing.claims import Probing
     from kvprobe.probing.probe import probe
     from kvprobe.report import plots, views
     from kvprobe.tasks.designs import Design, Sample, Target
-    from kvprobe.text.transcript import Message, Part, Tokens, Transcript
+    from kvprobe.text.messages import Message, Part
+    from kvprobe.text.tokens import Tokens
+    from kvprobe.text.transcript import Transcript
 
 _HOMES = {
     "Attribution": "kvprobe.patching",
@@ -59,14 +61,14 @@ _HOMES = {
     "LogProb": "kvprobe.patching",
     "LogitDiff": "kvprobe.patching",
     "Measured": "kvprobe.inference.measured",
-    "Message": "kvprobe.text.transcript",
+    "Message": "kvprobe.text.messages",
     "Model": "kvprobe.inference.model",
     "Pair": "kvprobe.patching",
     "PairMaps": "kvprobe.patching",
-    "Part": "kvprobe.text.transcript",
+    "Part": "kvprobe.text.messages",
     "PatchMap": "kvprobe.patching",
     "Patterns": "kvprobe.attention",
-    "Probe": "kvprobe.probes.published_probe",
+    "Probe": "kvprobe.probes.probe",
     "Probing": "kvprobe.probing.claims",
     "Run": "kvprobe.experiments.runs",
     "Sample": "kvprobe.tasks.designs",
@@ -74,7 +76,7 @@ _HOMES = {
     "Snapshot": "kvprobe.inference.under_policy",
     "Sweep": "kvprobe.inference.sweep",
     "Target": "kvprobe.tasks.designs",
-    "Tokens": "kvprobe.text.transcript",
+    "Tokens": "kvprobe.text.tokens",
     "Transcript": "kvprobe.text.transcript",
     "Trial": "kvprobe.inference.sweep",
     "UserError": "kvprobe.errors",

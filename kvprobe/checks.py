@@ -1,4 +1,4 @@
-"""Settings that a person gives: refused in a sentence where they are not the numbers that they should be."""
+"""Checks of numbers that a user gives."""
 
 import operator
 from typing import Any
@@ -7,7 +7,7 @@ from kvprobe.errors import UserError
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this is a whole number; `True`, `3.0` and NaN are none."""
+    """Whether this is a whole number; `True`, `3.0` and NaN are not."""
     try:
         operator.index(value)
     except TypeError:
@@ -16,20 +16,20 @@ def is_whole(value: Any) -> bool:
 
 
 def require_whole(owner: str, name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Refuse what is no whole number, or not in this range."""
+    """Refuse anything but a whole number in this range."""
     if not is_whole(value) or value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise UserError(f"{owner} has {name}={str(value)[:40]}; it must be a whole number, {expected}.")
 
 
 def require_share(owner: str, name: str, value: Any) -> None:
-    """Refuse what is no number from 0 to 1."""
+    """Refuse anything but a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise UserError(f"{owner} has {name}={str(value)[:40]}; it must be 0 to 1.")
 
 
 def require(name: str, value: int | float, low: int | float, high: int | float | None = None) -> None:
-    """Refuse a number that is not between `low` and `high`."""
+    """Refuse a number outside `low` to `high`."""
     if not (value >= low and (high is None or value <= high)):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise UserError(f"Setting {name!r} is {value}; expected {expected}.")

@@ -113,7 +113,8 @@ def report(run: Path) -> None:
     from kvprobe.experiments.runs import Run
     from kvprobe.report.page import write_report
 
-    print(write_report(Run.load(run)))
+    finished = Run.load(run)
+    print(write_report(finished.path, finished.report))
 
 
 @app.command
@@ -122,7 +123,8 @@ def view(run: Path) -> None:
     from kvprobe.experiments.runs import Run
     from kvprobe.report.page import write_views
 
-    print(write_views(Run.load(run)))
+    finished = Run.load(run)
+    print(write_views(finished.path, finished.report))
 
 
 @app.command
@@ -195,7 +197,7 @@ def scan(
 
     conversation = read_chat(chat)
     from kvprobe.inference.model import load
-    from kvprobe.probes.published_probe import Probe
+    from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 
@@ -270,12 +272,12 @@ def budget(
         import matplotlib
 
         matplotlib.use("Agg")
-        from kvprobe.report.plots import memory as drawn
+        from kvprobe.report.plots import memory as memory_plot
         from kvprobe.report.plots import save
 
         figure.parent.mkdir(parents=True, exist_ok=True)
         bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
-        save(drawn(found), bare)
+        save(memory_plot(found), bare)
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
@@ -323,7 +325,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
 
         chosen = study.config(**as_mapping(config or flags()))
         directory = study.run(chosen, out, name)
-        page = write_report(directory)
+        page = write_report(directory.path, directory.report)
         print(f"\n{directory.report['answer']}\n\nReport: {page}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]

@@ -1,7 +1,7 @@
-"""What a model is known by: one hash of its weights, one of its config, one of its tokenizer with the chat template.
+"""The identity of a model: a hash of its weights, one of its config, and one of its tokenizer with the chat template.
 
-Numbers depend on all three. What does not decide them is left out: paths, versions, dtypes (weights are hashed as they are),
-which kernel runs, how a tokenizer pads.
+Results depend on all three. Settings that change no result are left out: paths, versions, dtypes (weights are hashed
+as they are), the kernel, the padding of a tokenizer.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 from kvprobe.errors import UserError
 
 PARTS = ("weights", "config", "tokenizer or chat template")
-"""What the parts of a fingerprint stand for, in their order; a hyphen stands between them."""
+"""The parts of a fingerprint, in order; they are joined by hyphens."""
 
 _INDIFFERENT = {
     "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation", "use_cache", "return_dict",
@@ -28,7 +28,7 @@ def fingerprint(plain: Any, tokenizer: Any, rounded: torch.dtype | None = None) 
     """The fingerprint of a Hugging Face model and its tokenizer (or None), the same wherever they were loaded from.
 
     Args:
-        rounded: take the weights as they are in this dtype.
+        rounded: dtype to which weights are rounded first.
     """
     return "-".join((_weights(plain, rounded), _config(plain), _tokenizer(tokenizer)))
 
@@ -38,26 +38,26 @@ def differing(one: str, other: str) -> str:
     ours, theirs = one.split("-"), other.split("-")
     if not len(ours) == len(theirs) == len(PARTS):
         return "fingerprint of another format"
-    return ", ".join(part for part, own, its in zip(PARTS, ours, theirs, strict=True) if own != its)
+    return ", ".join(part for part, one, other in zip(PARTS, ours, theirs, strict=True) if one != other)
 
 
 def digest(pieces: Iterable[bytes | memoryview], size: int = 8) -> str:
-    """One hash of several pieces, each of which keeps its borders."""
-    found = hashlib.blake2b(digest_size=size)
+    """One hash of several pieces and the borders between them."""
+    hasher = hashlib.blake2b(digest_size=size)
     for piece in pieces:
-        found.update(len(piece).to_bytes(8, "little"))
-        found.update(piece)
-    return found.hexdigest()
+        hasher.update(len(piece).to_bytes(8, "little"))
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 class Maker:
-    """The model that made a cache, by its fingerprint, which is taken when it is first asked for: hashing weights takes time.
+    """The model that made a cache, known by its fingerprint.
 
-    A model is not kept in memory for its caches' sake.
+    The fingerprint is computed when first needed, because hashing weights takes time. Caches keep no model in memory.
     """
 
     def __init__(self, model: Any) -> None:
-        """`model`: a fingerprint, or what has one."""
+        """`model`: a fingerprint, or an object that has one."""
         self._model = (lambda: model) if isinstance(model, str) else weakref.ref(model)
 
     @cached_property
@@ -65,13 +65,13 @@ class Maker:
         """See `kvprobe.fingerprint.fingerprint`.
 
         Raises:
-            UserError: the model is gone, and nobody asked before.
+            UserError: the model is no longer in memory, and the fingerprint was not computed before.
         """
         model = self._model()
         if model is None:
             raise UserError(
-                "The model that made this cache is no longer in memory, so its fingerprint cannot be taken; save or use the cache "
-                "while it is, or give up the check with dataclasses.replace(cache, made_by=None)."
+                "The model that made this cache is no longer in memory, so its fingerprint cannot be computed; save or "
+                "use the cache earlier, or give up the check with dataclasses.replace(cache, made_by=None)."
             )
         return model if isinstance(model, str) else model.fingerprint
 
@@ -81,28 +81,28 @@ class Maker:
 
 
 def _weights(plain: Any, rounded: torch.dtype | None) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(plain.state_dict().items()):
-        found.update(name.encode())
-        taken = tensor.detach().to(rounded) if rounded is not None and tensor.is_floating_point() else tensor.detach()
-        found.update(taken.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+        hasher.update(name.encode())
+        weights = tensor.detach().to(rounded) if rounded is not None and tensor.is_floating_point() else tensor.detach()
+        hasher.update(weights.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def _config(plain: Any) -> str:
-    # What differs from the defaults, so that a setting which a later transformers adds changes nothing.
+    # Only differences from the defaults, so that a new setting of a later transformers changes nothing.
     stops = getattr(getattr(plain, "generation_config", None), "eos_token_id", None)
     return digest([_json([type(plain).__name__, _decisive(plain.config.to_diff_dict()), stops])], 4)
 
 
 def _decisive(settings: Any) -> Any:
-    """Settings without those that decide no number, at any depth."""
+    """Settings without those that change no result, at any depth."""
     if isinstance(settings, dict):
-        kept = {str(key): value for key, value in settings.items()}
+        named = {str(key): value for key, value in settings.items()}
         return {
-            key: _decisive(value) for key, value in kept.items() if key not in _INDIFFERENT and not key.startswith("_")
+            key: _decisive(value) for key, value in named.items() if key not in _INDIFFERENT and not key.startswith("_")
         }
-    return [_decisive(each) for each in settings] if isinstance(settings, list | tuple) else settings
+    return [_decisive(setting) for setting in settings] if isinstance(settings, list | tuple) else settings
 
 
 def _tokenizer(tokenizer: Any) -> str:

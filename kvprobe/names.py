@@ -1,4 +1,4 @@
-"""How things are named in sentences: unknown names with their near matches, and operators as one would write them."""
+"""Names and values in sentences: unknown names with their near matches, operators and plain data in short."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One sentence for an unknown `name` of some `kind`, with near matches first and else all that is known."""
+    """One sentence for an unknown `name` of some `kind`: with its near matches, or else with all known names."""
     known = list(known)
     near = get_close_matches(str(name), known, n=3, cutoff=0.6)
     if near:
@@ -17,10 +17,15 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known))}."
 
 
-def described(operator: Any) -> str:
-    """A dataclass as one would write it."""
-    given = [(field, getattr(operator, field.name)) for field in fields(operator) if field.init]
-    shown = ", ".join(
-        f"{field.name}={value}" for field, value in given if field.default is MISSING or value != field.default
+def short_repr(operator: Any) -> str:
+    """A dataclass as one would write it, without the fields that have their default."""
+    values = [(field, getattr(operator, field.name)) for field in fields(operator) if field.init]
+    arguments = ", ".join(
+        f"{field.name}={value}" for field, value in values if field.default is MISSING or value != field.default
     )
-    return f"{type(operator).__name__}({shown})"
+    return f"{type(operator).__name__}({arguments})"
+
+
+def shown(content: Any) -> str:
+    """Plain data in at most 60 characters; of a list or mapping only its size."""
+    return f"of {len(content)} entries" if isinstance(content, list | dict) else repr(content)[:60]

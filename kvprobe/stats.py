@@ -1,8 +1,8 @@
 """Intervals from leaving out one cluster (a context) at a time, because samples of one context are not independent.
 
-The delete-one-cluster jackknife needs nothing but a statistic's value without each cluster, so it serves means, differences,
-ratios, slopes and refitted probes alike. The quantile is Student's t, and the end on the side of a long tail is moved out. Fewer
-than `FEWEST` clusters give a range and no interval. docs/intervals.md has the measured coverage.
+The delete-one-cluster jackknife needs only a statistic's value without each cluster, so it serves means, differences,
+ratios, slopes and refitted probes. The quantile is Student's t, and the end on the side of a long tail is moved out.
+Fewer than `FEWEST` clusters give a range and no interval. docs/intervals.md reports the measured coverage.
 """
 
 from dataclasses import asdict, dataclass
@@ -30,8 +30,8 @@ class Estimate:
 
     Attributes:
         low, high: ends of the interval; NaN without one.
-        clusters: how many independent clusters the number comes from; 0 where that is not known.
-        smallest, largest: of the clusters' values; NaN where they are not known.
+        clusters: number of independent clusters; 0 where that is not known.
+        smallest, largest: range of the clusters' values; NaN where it is not known.
     """
 
     mean: float
@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """What a figure draws about the number: the interval, or the range where there is none."""
+        """Ends of the error bar of the number: the interval, or the range where there is none."""
         return (self.low, self.high) if self.has_interval else (self.smallest, self.largest)
 
     def above(self, value: float = 0.0) -> bool:
@@ -66,11 +66,11 @@ class Estimate:
         return Estimate(-self.mean, -self.high, -self.low, self.clusters, -self.largest, -self.smallest)
 
     def complement(self) -> "Estimate":
-        """What a share leaves of 1."""
+        """1 minus this share."""
         return Estimate(1 - self.mean, 1 - self.high, 1 - self.low, self.clusters, 1 - self.largest, 1 - self.smallest)
 
     def record(self) -> dict[str, Any]:
-        """The fields as strict JSON holds them: a number that is missing is None."""
+        """The fields for strict JSON: NaN and infinity become None."""
         return {name: value if isfinite(value) else None for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Estimate:
 
 
 def leave_one_out(clusters: int) -> Int[np.ndarray, "clusters clusters"]:
-    """Weights whose row g takes every cluster once and leaves g out: `weights @ sums / weights @ sizes` are the replicates."""
+    """Weights whose row g takes all clusters but g: `weights @ sums / weights @ sizes` are the replicates of a mean."""
     return 1 - np.eye(clusters, dtype=int)
 
 
@@ -92,15 +92,17 @@ def interval(
 ) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
     """The 95 % interval of each quantity, from its value without each cluster; NaN with fewer than `FEWEST` clusters.
 
-    The jackknife's pseudo-values take the place of independent observations: half the width is Student's t with one degree of
-    freedom fewer than clusters, times their standard error. The end on the side of the longer tail is moved out by Johnson's
-    correction for skewness (1978), enlarged since few clusters hide most of their skewness, and less so in a limited range. Where
-    clusters are all alike at 0 or 1, as single trials can be, they could be so by luck: with a limited range the interval is then as
-    wide as Wilson's for none of so many trials. docs/intervals.md measures what these choices give.
+    The jackknife's pseudo-values take the place of independent observations: half the width is their standard error
+    times Student's t, with one degree of freedom fewer than clusters. The end on the side of the longer tail is moved
+    out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide most of
+    their skewness; it is enlarged less in a limited range. Clusters that are all alike at 0 or 1 can be so by chance:
+    with a limited range the interval is then as wide as Wilson's for 0 successes in as many trials. docs/intervals.md
+    reports the coverage.
 
     Args:
-        within: the natural range of the quantities, `SHARE` or `DIFFERENCE`, at which intervals end.
-        comparisons: how many of them a claim is picked from; together they then exclude the truth in 5 % of cases (Bonferroni).
+        within: the natural range of the quantities, `SHARE` or `DIFFERENCE`, which limits the intervals.
+        comparisons: number of intervals among which a claim is chosen; all of them together exclude the truth in at
+            most 5 % of cases (Bonferroni).
     """
     estimate, pseudo = np.asarray(estimate, float), pseudo_values(estimate, replicates)
     count = pseudo.shape[-1]
@@ -108,24 +110,24 @@ def interval(
         missing = np.full(estimate.shape, nan)
         return missing, missing.copy()
     quantile = float(stdtrit(count - 1, 1 - 0.025 / comparisons))
-    apart = pseudo - pseudo.mean(-1, keepdims=True)
-    variance = (apart**2).mean(-1) * count / (count - 1)
+    deviations = pseudo - pseudo.mean(-1, keepdims=True)
+    variance = (deviations**2).mean(-1) * count / (count - 1)
     alike = variance <= (1e-12 * np.maximum(1.0, np.abs(estimate))) ** 2
     spread = np.sqrt(np.where(alike, 1.0, variance))
-    third = (apart**3).mean(-1) * count**2 / ((count - 1) * (count - 2))
+    third = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2))
     limited = bool(np.isfinite(within).all())
     hidden = 1.5 if limited else 1 + 40 / count
     shift = hidden * (1 / 6 + quantile**2 / 3) * third / (spread**2 * count)
     half = quantile * spread / np.sqrt(count)
-    by_luck = np.where(limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile**2 / (count + quantile**2), 0.0)
-    below, above = (np.where(alike, by_luck, half + np.maximum(0, side * shift)) for side in (-1, 1))
+    by_chance = np.where(limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile**2 / (count + quantile**2), 0.0)
+    below, above = (np.where(alike, by_chance, half + np.maximum(0, side * shift)) for side in (-1, 1))
     return np.asarray(np.maximum(estimate - below, within[0])), np.asarray(np.minimum(estimate + above, within[1]))
 
 
 def pseudo_values(
     estimate: Num[np.ndarray, "*quantities"] | float, replicates: Num[np.ndarray, "*quantities clusters"]
 ) -> Float[np.ndarray, "*quantities clusters"]:
-    """What each cluster contributes to an estimate (Tukey's pseudo-values); for a mean of equal clusters, their own means."""
+    """Each cluster's contribution (Tukey's pseudo-values); the clusters' means, for a mean of clusters of one size."""
     count = replicates.shape[-1]
     return count * np.asarray(estimate, float)[..., None] - (count - 1) * np.asarray(replicates, float)
 
@@ -136,7 +138,7 @@ def jackknife(
     within: tuple[float, float] = UNBOUNDED,
     comparisons: int = 1,
 ) -> Estimate:
-    """One quantity with its interval and the range of what clusters contribute; see `interval`."""
+    """One quantity with its interval and the range of the clusters' contributions; see `interval`."""
     low, high = interval(estimate, replicates, within, comparisons)
     pseudo = np.clip(pseudo_values(estimate, replicates), *within)
     ends = (float(pseudo.min()), float(pseudo.max())) if len(pseudo) > 1 else (float(estimate), float(estimate))
@@ -149,7 +151,7 @@ def ratio(
     within: tuple[float, float] = UNBOUNDED,
     comparisons: int = 1,
 ) -> Estimate:
-    """The sum of one quantity over clusters as a share of the sum of another; NaN where that sum is zero."""
+    """The sum of one quantity over clusters divided by the sum of another; NaN where the latter is zero."""
     top, bottom = np.asarray(top, float), np.asarray(bottom, float)
     with np.errstate(divide="ignore", invalid="ignore"):
         whole, without = top.sum() / bottom.sum(), (top.sum() - top) / (bottom.sum() - bottom)
@@ -191,15 +193,19 @@ def means(
 
 
 def wilson(successes: int | float, trials: int) -> Estimate:
-    """A share with its 95 % Wilson interval, which stays inside 0 to 1 and is honest for few trials.
+    """A share with its 95 % Wilson interval, which stays inside 0 to 1 and covers the truth also with few trials.
 
     Args:
-        successes: may be a mean over repetitions times the number of independent trials; the interval is then wide enough.
+        successes: also a mean over repetitions times the number of independent trials; the interval is then
+            conservative.
+
+    Raises:
+        UserError: `successes` is outside 0 to `trials`, or there is no trial.
     """
     if not 0 <= successes <= trials or trials < 1:
         raise UserError(f"Successes must lie in 0 to {trials}, the number of trials; got {successes} of {trials}.")
     z, share = 1.959963984540054, successes / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
-    # Rounding can leave the ends a hair beyond the share itself, at 0 and 1.
+    # At 0 and 1, rounding can put an end slightly beyond the share itself.
     return Estimate(share, max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share)), trials)

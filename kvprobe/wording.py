@@ -9,7 +9,7 @@ from kvprobe.stats import FEWEST, Estimate
 
 
 def estimate_of(values: Mapping[str, Any]) -> Estimate:
-    """An estimate as `metrics.json` holds it, whatever stands beside its numbers."""
+    """An estimate from its entry in `metrics.json`; other keys of the entry are ignored."""
     known = {field.name: values[field.name] for field in dataclasses.fields(Estimate) if field.name in values}
     missing: Any = nan
     return Estimate(**{name: missing if value is None else value for name, value in known.items()})
@@ -32,7 +32,7 @@ def signed(value: Estimate, digits: int = 3) -> str:
 
 
 def span(value: Estimate, written: Callable[[float], str]) -> str:
-    """The interval; with too few clusters for one, the range of their values, and why."""
+    """The interval; or, with too few clusters for one, the range of their values and the reason."""
     if value.has_interval:
         return f"{written(value.low)} to {written(value.high)}"
     if isnan(value.smallest):
@@ -41,26 +41,26 @@ def span(value: Estimate, written: Callable[[float], str]) -> str:
 
 
 def ends(values: Mapping[str, Any]) -> tuple[float, float]:
-    """What a figure draws about a number of `metrics.json`: its interval, or the range where there is none."""
+    """Ends of the error bar of a number in `metrics.json`: its interval, or the range where there is none."""
     return estimate_of(values).ends
 
 
 def whiskers(values: Mapping[str, Any]) -> list[list[float]]:
-    """How far `ends` are below and above the number, as error bars take it."""
+    """Distances of `ends` below and above the number, in the form that matplotlib's error bars take."""
     low, high = ends(values)
     return [[values["mean"] - low], [high - values["mean"]]]
 
 
 def verdict(value: Estimate, above: str, below: str, neither: str) -> str:
-    """What is said of a number by the side of zero on which its interval lies; without an interval, `neither`."""
+    """One of three phrases, by the side of zero on which the interval lies; without an interval, `neither`."""
     return above if value.above() else below if value.below() else neither
 
 
 def few_clusters(count: int, of: str) -> str | None:
-    """What a report says where there are too few clusters for an interval, and so for a claim; None where there are enough."""
+    """A report's sentence where there are too few clusters for an interval or a claim; None where there are enough."""
     if count >= FEWEST:
         return None
     return (
-        f"{count} {of} are too few for an interval, which takes {FEWEST}. Ranges over {of} are given instead, and nothing is "
-        f"claimed."
+        f"{count} {of} are too few for an interval, which takes {FEWEST}. Ranges over {of} are given instead, and "
+        f"nothing is claimed."
     )

@@ -1,13 +1,13 @@
 """Trains the model `ordinal`, whose summaries hold a payload or a pointer by construction.
 
-`python models/train_ordinal.py FOLDER` writes weights, config and tokenizer. Ordinary text cannot tell a payload from
-a pointer, so the loss does: in part of the examples the summary and the question see different lists (interchange
-intervention training, Geiger et al. 2022, arXiv 2112.00826). After `copied` the answer is the thing that the *summary* saw,
-after `located` the thing that stands at that place in the list that the *question* sees; after `chosen` the two always
-see the same list, and the model is free.
+`python models/train_ordinal.py FOLDER` writes weights, config and tokenizer. Ordinary text does not separate a payload
+from a pointer, but this loss does: in part of the examples the summary and the question see different lists
+(interchange intervention training, Geiger et al. 2022, arXiv 2112.00826). After `copied` the answer is the thing that
+the *summary* saw. After `located` it is the thing at that place in the list that the *question* sees. After `chosen`
+both always see the same list, so the model is free to store either.
 
-One pass does this. The list stands there twice, at the same positions; the summary attends to the second copy, the question
-to the first, neither copy to the other. With two equal copies, that is an ordinary run.
+One pass does this. It has two copies of the list, at the same positions: the question attends to the first, the summary
+to the second, and neither copy to the other. With two equal copies, the pass equals an ordinary run.
 """
 
 import math
@@ -53,13 +53,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Example:
-    """A memo of training.
+    """A training example.
 
     Attributes:
         seen: the memo as the question sees it.
         summarised: the memo as the summary saw it: the same, or with two things exchanged.
-        summary_sees: whether the summary sees a list at all.
-        question_sees: whether the question does.
+        summary_sees: whether the summary sees its list.
+        question_sees: whether the question sees its list.
     """
 
     seen: Memo
@@ -69,20 +69,20 @@ class Example:
 
     @property
     def answer(self) -> str:
-        """By payload, what the summary saw; else what the question sees."""
+        """The thing that the summary saw for a payload, otherwise the one that the question sees."""
         return (self.summarised if self.seen.reference == "payload" else self.seen).answer
 
 
 def draw_examples(split: Split, count: int, rng: np.random.Generator) -> list[Example]:
-    """Examples of one split: half of those with a forced reference are interchanged, a quarter half blind."""
+    """Examples of one split. Of those with a forced reference, half have two lists, and a quarter lack one list."""
     return [_example(draw(split, rng), rng) for _ in range(count)]
 
 
 def _example(memo: Memo, rng: np.random.Generator) -> Example:
-    fate = rng.random()
-    if memo.reference == "free" or fate < 0.25:
+    share = rng.random()
+    if memo.reference == "free" or share < 0.25:
         return Example(memo, memo)
-    if fate < 0.5:
+    if share < 0.5:
         payload = memo.reference == "payload"
         return Example(memo, memo, summary_sees=payload, question_sees=not payload)
     return Example(memo, memo.swapped((memo.place + int(rng.integers(1, len(PLACES)))) % len(PLACES)))
@@ -90,11 +90,11 @@ def _example(memo: Memo, rng: np.random.Generator) -> Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples as the model takes them.
+    """Examples as inputs of the model.
 
     Attributes:
         ids: start, list of the question, list of the summary, summary, question, answer.
-        positions: both lists have the same.
+        positions: of the tokens; both lists have the same.
         visible: which slots each token attends to.
     """
 
@@ -114,24 +114,22 @@ class Batch:
         piece = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         causal = torch.ones(len(piece), len(piece), dtype=torch.bool).tril()
         visible = causal.repeat(len(rows), 1, 1)
-        own, other, summary = piece == 1, piece == 2, piece == 3
-        after = piece > 3
-        visible[:, other[:, None] & own] = False
-        visible[:, summary[:, None] & own] = False
-        visible[:, after[:, None] & other] = False
+        questions_list, summarys_list, summary, question = piece == 1, piece == 2, piece == 3, piece > 3
+        visible[:, (summarys_list | summary)[:, None] & questions_list] = False
+        visible[:, question[:, None] & summarys_list] = False
         for row, example in enumerate(examples):
             if not example.summary_sees:
-                visible[row, summary[:, None] & other] = False
+                visible[row, summary[:, None] & summarys_list] = False
             if not example.question_sees:
-                visible[row, after[:, None] & own] = False
+                visible[row, question[:, None] & questions_list] = False
         return cls(ids, positions.expand(len(rows), -1), visible[:, None])
 
 
 def _pieces(example: Example) -> list[list[str]]:
     """The words of an example: start, list of the question, list of the summary, summary, question, answer."""
     start, block, summary, question = (text.split() for text in example.seen.texts())
-    other = example.summarised.texts()[1].split()
-    return [["<bos>", *start], block, other, summary, question, [example.answer, "<eos>"]]
+    summarised_block = example.summarised.texts()[1].split()
+    return [["<bos>", *start], block, summarised_block, summary, question, [example.answer, "<eos>"]]
 
 
 def train(training: Training) -> tuple[LlamaForCausalLM, list[float]]:
@@ -157,7 +155,7 @@ def train(training: Training) -> tuple[LlamaForCausalLM, list[float]]:
 
 
 def answer_loss(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, ""]:
-    """Cross-entropy of the answer and of the end after it; the rest of a memo is random or fixed, and teaches nothing."""
+    """Cross-entropy of the answer and the end after it; the rest of a memo is random or fixed."""
     return torch.nn.functional.cross_entropy(_last_logits(model, batch).flatten(0, 1), batch.ids[:, -2:].flatten())
 
 
@@ -191,7 +189,7 @@ def config_of(training: Training) -> LlamaConfig:
         num_attention_heads=training.heads,
         num_key_value_heads=training.heads // 2,
         max_position_embeddings=256,
-        # Memos are short: at the usual 10,000 most of the frequencies would not turn at all.
+        # Memos are short: with the usual 10,000 most frequencies would hardly rotate keys.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         initializer_range=training.width**-0.5 / 2,
         tie_word_embeddings=False,
@@ -233,7 +231,8 @@ def main() -> None:
     rng = np.random.default_rng([training.seed, training.steps])
     held_out = np.mean([accuracy(model, draw_examples("held_out", 100, rng)) for _ in range(20)])
     print(
-        f"Loss of the last 100 steps {np.mean(losses[-100:]):.4f} nats, {held_out:.1%} of held-out answers right; {folder}."
+        f"Loss of the last 100 steps {np.mean(losses[-100:]):.4f} nats, {held_out:.1%} of held-out answers right; "
+        f"{folder}."
     )
 
 

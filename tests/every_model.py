@@ -1,9 +1,10 @@
-"""Every causal language model of transformers, held to one pass from scratch under masks written here, or refused.
+"""Every causal language model of transformers is compared with one pass from scratch, or refused.
 
     python -m tests.every_model > docs/models.md
 
-For each class, a tiny random model is read by kvprobe in both lanes: after slots were masked, after they were evicted, after
-a gap was closed, beside a longer row, and word by word. What should come out is computed without a cache, without kvprobe.
+For each class, kvprobe reads a tiny random model in both lanes: after slots were masked, after they were evicted, after
+a gap was closed, beside a longer row, and token by token. The expected numbers are computed without a cache and without
+kvprobe, under masks made here.
 """
 
 import sys
@@ -26,7 +27,7 @@ from tests.models.every import NAMES, VOCABULARY, WINDOW, tiny
 ALLOWED = 1e-5
 LENGTH, CUT = 14, 10
 HIDDEN = (6, 7, 8)
-"""Near the end, so that the shortest window reaches back over them."""
+"""Near the end, inside the shortest window."""
 
 UNBUILT = {
     "blt": "parts of fixed size (96 M)",
@@ -50,32 +51,44 @@ UNBUILT = {
 
 
 SCALED = {"beam"}
-"""Model types whose queries are scaled by their absolute position, so that closing a gap rightly changes their logits."""
+"""Model types that scale queries by their absolute position, so closing a gap does change their logits."""
 
 
 HEADER = """# Models
 
-**The gate.** Before kvprobe takes a number from a model, it proves on a few tokens of that very model what it relies on, once, in a
-fraction of a second for a small model: that it is causal; that it obeys the positions it is given (or has no use for any), counted from 0; that
-what hidden slots hold reaches no layer; that masking slots and evicting them is the same; that reading with a cache is reading at once; that rows
-do not disturb each other. The number of KV heads is counted in a cache, since configs do not always say it. The hooked lane must
-compute what the plain one does before anything is read on it, and attention must be a softmax over scaled scores before it is shown or
-replaced. A model that fails is refused in a sentence that says in what; one that fails in part is narrowed. `kvprobe doctor MODEL` shows it.
+kvprobe reads a causal language model only after a test, the gate. The table lists every class of transformers: read, on
+which lanes, or refused.
 
-**The table.** Every causal language model class of transformers that can be built tiny from its config, with random weights: read by
-kvprobe at once, cached, masked, evicted, padded, greedily, and with a gap closed, and compared with one pass from scratch under
-masks made by hand; or refused. `python -m tests.every_model` makes this page, and the tests hold each line of it to {allowed}.
+**The gate.** Before kvprobe takes a number from a model, it tests a few tokens of that very model, once. This takes a
+fraction of a second for a small model. The tests are:
+
+- the model is causal;
+- it respects the positions that it is given, counted from 0, or does not use positions;
+- what hidden slots hold reaches no layer;
+- masking slots and evicting them gives the same result;
+- reading with a cache gives the same result as reading at once;
+- rows do not affect each other.
+
+The number of KV heads is counted in a cache, since configs do not always give it. The hooked lane must compute what the
+plain lane does before anything is read on it. Attention must be a softmax over scaled scores before it is shown or
+replaced. A model that fails is refused with a sentence that says why. A model that fails only one of these two is read
+without it. `kvprobe doctor MODEL` shows the result.
+
+**The table.** It has every causal language model class of transformers that can be built tiny from its config, with
+random weights. kvprobe reads each at once, cached, masked, evicted, padded, greedily, and with a gap closed. The tests
+compare this with one pass from scratch under masks made by hand. "Off by" is the largest difference, relative to the
+largest logit. `python -m tests.every_model` makes this page, and the tests hold each line of it to {allowed}.
 """
 
 
 @dataclass
 class Verdict:
-    """What became of a class.
+    """The result for one class.
 
     Attributes:
-        refusal: the sentence with which it was refused; None if it is read.
+        refusal: the sentence that refuses it; None if it is read.
         errors: by lane and history, the largest difference to the pass from scratch, relative to the largest logit.
-        refusals: sentences with which single things are refused: the hooked lane, closing gaps.
+        refusals: sentences that refuse a part: the hooked lane, closing gaps.
     """
 
     kind: str
@@ -100,7 +113,7 @@ def examine(kind: str) -> Verdict:
     """Read a tiny model of this type in every way, and compare.
 
     Raises:
-        Exception: an error that is no refusal: a defect.
+        Exception: an error that is not a refusal, which is a defect.
     """
     plain, verdict = tiny(kind), Verdict(kind)
     generator = torch.Generator().manual_seed(1)
@@ -112,7 +125,7 @@ def examine(kind: str) -> Verdict:
         return Verdict(kind, str(refusal))
     clean, hidden = from_scratch(model, ids, ()), from_scratch(model, ids, HIDDEN)
     if difference(clean[CUT:], hidden[CUT:]) < 1e-4:
-        raise AssertionError(f"{kind}: hiding slots hardly changes this model, so nothing is shown")
+        raise AssertionError(f"{kind}: hiding slots hardly changes this model, so the comparison shows nothing")
     for lane in lanes_of(model, verdict):
         for name, (found, expected) in histories(model.lanes, lane, ids, clean, hidden).items():
             verdict.errors[f"{lane}, {name}"] = difference(found, expected)
@@ -156,7 +169,7 @@ def histories(
 
 
 def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
-    """With the first slots gone and the gap closed, all distances are as before, and so must be the logits."""
+    """With the first slots evicted and the gap closed, distances are as before, so logits must be too."""
     tokens = Tokens.of(ids)
     first = torch.arange(CUT)[None] < 3
     gapped = extend(model.lanes, None, [tokens[:CUT]], lane)[0].evict(slots=first)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 NAMES = ("system", "T1", "summary", "T2")
 
@@ -97,7 +97,7 @@ def copy_of(cache: KVCache) -> KVCache:
 def assert_same_ledger(found: Ledger, expected: Ledger) -> None:
     for name in (*COLUMNS, "live", "following"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert (found.names, found.grain) == (expected.names, expected.grain)
+    assert (found.names, found.quantisation) == (expected.names, expected.quantisation)
 
 
 def assert_bit_identical(found: KVCache, expected: KVCache) -> None:

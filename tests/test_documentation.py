@@ -148,3 +148,8 @@ def read_line(line: str) -> list[list[str]]:
         kept = " ".join(head.split()[:-2])
         found += [head, *(f"{kept} {alternative}" for alternative in alternatives)]
     return [[STANDS_FOR.get(word, word) for word in shlex.split(each)[1:]] for each in found if each != "kvprobe"]
+
+
+def test_the_readme_says_what_each_room_is_for():
+    rooms = {folder.parent.name for folder in (ROOT / "kvprobe").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", PAGES[0].read_text(), flags=re.MULTILINE)) == rooms

@@ -1,4 +1,4 @@
-"""A fingerprint: the same for the same model however it is loaded, another for all that decides numbers."""
+"""A fingerprint is the same for a model however it is loaded, and differs where a result could."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def test_reading_and_truncating_change_no_fingerprint():
     before = model.fingerprint
     model.tokenizer("a b c", truncation=True, max_length=2)
     model.prefill("abc")
-    with model.lanes.attending_by(lambda given: given.query):
+    with model.lanes.attention_replaced_by(lambda given: given.query):
         assert fingerprint(model.lanes.plain, model.tokenizer) == before
 
 
@@ -64,7 +64,7 @@ def _special(plain: Any, tokenizer: Any) -> None:
     ("part", "change"),
     [(0, _weight), (1, _theta), (1, _norm), (1, _stop), (2, _template), (2, _token), (2, _special)],
 )
-def test_whatever_decides_numbers_is_in_the_fingerprint(part: int, change: Callable[[Any, Any], None]):
+def test_every_setting_that_changes_results_changes_the_fingerprint(part: int, change: Callable[[Any, Any], None]):
     model = llama(tokenizer=tiny_tokenizer())
     plain, tokenizer = copy.deepcopy(model.lanes.plain), copy.deepcopy(model.tokenizer)
     before = fingerprint(plain, tokenizer)
@@ -72,7 +72,7 @@ def test_whatever_decides_numbers_is_in_the_fingerprint(part: int, change: Calla
     assert differing(before, fingerprint(plain, tokenizer)) == PARTS[part]
 
 
-def test_a_model_whose_weights_were_written_since_is_another():
+def test_a_write_to_the_weights_changes_the_fingerprint():
     model = llama()
     before = model.fingerprint
     _weight(model.lanes.plain, None)

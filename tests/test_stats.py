@@ -1,4 +1,4 @@
-"""Intervals: the jackknife by a slow loop, covering where a percentile bootstrap does not, and none from few clusters."""
+"""Intervals: the jackknife equals a slow loop, covers where a bootstrap does not, and gives none from few clusters."""
 
 import json
 
@@ -66,17 +66,17 @@ def test_few_clusters_have_a_range_and_no_interval_and_support_no_claim(clusters
     written = plain(found)
     assert "range" in written
     assert f"over {clusters}; too few for an interval" in written
-    kept = json.loads(json.dumps(found.record(), allow_nan=False))
-    assert kept["low"] is None
-    assert str(estimate_of(kept)) == str(found)
+    record = json.loads(json.dumps(found.record(), allow_nan=False))
+    assert record["low"] is None
+    assert str(estimate_of(record)) == str(found)
 
 
 def test_claims_and_intervals_agree():
     found = Estimate(0.5, 0.2, 0.8)
     assert (found.above(0.1), found.differs(0.1), found.above(0.2)) == (True, True, False)
     assert (found.below(0.9), found.below(0.8), found.differs(0.5)) == (True, False, False)
-    turned = found.complement()
-    assert (turned.low, turned.high) == pytest.approx((0.2, 0.8))
+    rest = found.complement()
+    assert (rest.low, rest.high) == pytest.approx((0.2, 0.8))
     assert ((-found).low, (-found).high) == pytest.approx((-0.8, -0.2))
 
 
@@ -107,9 +107,9 @@ def test_comparisons_widen_intervals_so_that_together_they_hold():
     single, together = 0, 0
     for _ in range(300):
         noise = rng.normal(size=(6, 12))
-        own = np.arange(12)
+        clusters = np.arange(12)
         for comparisons in (1, 6):
-            _, low, high = means(noise, own, comparisons=comparisons)
+            _, low, high = means(noise, clusters, comparisons=comparisons)
             claimed = bool(((low > 0) | (high < 0)).any())
             single, together = single + (claimed and comparisons == 1), together + (claimed and comparisons == 6)
     assert together <= 0.07 * 300 < 0.15 * 300 < single

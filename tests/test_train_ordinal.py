@@ -40,7 +40,7 @@ def other_place(memo: Memo) -> Memo:
     return memo.swapped((memo.place + 2) % len(PLACES))
 
 
-def read(model: Model, some: list[Memo], upto: str) -> KVCache:
+def cache_before(model: Model, some: list[Memo], upto: str) -> KVCache:
     """The cache of these memos before the segment `upto`."""
     return model.prefill([tokens[: tokens.span(upto).start] for tokens in rows(model, some)])
 
@@ -49,7 +49,7 @@ def rows(model: Model, some: list[Memo]) -> list:
     return model.tokens([memo.conversation() for memo in some])
 
 
-def reading_on(model: Model, cache: KVCache, some: list[Memo], segment: str) -> tuple[KVCache, torch.Tensor]:
+def extended_by(model: Model, cache: KVCache, some: list[Memo], segment: str) -> tuple[KVCache, torch.Tensor]:
     """The longer cache and the logits after `segment` was read."""
     longer, logits = model.extend(cache, [tokens[tokens.span(segment)] for tokens in rows(model, some)])
     return longer, logits[:, -1]
@@ -57,7 +57,7 @@ def reading_on(model: Model, cache: KVCache, some: list[Memo], segment: str) -> 
 
 def said(model: Model, cache: KVCache, some: list[Memo]) -> list[str]:
     """The likeliest word after the question."""
-    _, logits = reading_on(model, cache, some, "question")
+    _, logits = extended_by(model, cache, some, "question")
     return [model.tokenizer.decode([token]) for token in logits.argmax(-1).tolist()]
 
 
@@ -77,34 +77,34 @@ def logits_of(model: Model, examples: list[Example]) -> torch.Tensor:
     return output.logits[:, -3]
 
 
-def test_two_equal_lists_are_an_ordinary_run(untrained: Model):
+def test_two_equal_lists_equal_an_ordinary_run(untrained: Model):
     some = memos(4)
-    _, expected = reading_on(untrained, read(untrained, some, "question"), some, "question")
+    _, expected = extended_by(untrained, cache_before(untrained, some, "question"), some, "question")
     torch.testing.assert_close(logits_of(untrained, [Example(memo, memo) for memo in some]), expected)
 
 
-def test_two_lists_are_a_summary_patched_from_the_swapped_run(untrained: Model):
+def test_two_lists_equal_a_summary_patched_from_the_swapped_run(untrained: Model):
     some = memos(4)
     swapped = [other_place(memo) for memo in some]
-    patched = read(untrained, some, "question").patch(read(untrained, swapped, "question"), "summary")
-    _, expected = reading_on(untrained, patched, some, "question")
+    patched = cache_before(untrained, some, "question").patch(cache_before(untrained, swapped, "question"), "summary")
+    _, expected = extended_by(untrained, patched, some, "question")
     found = logits_of(untrained, [Example(memo, other) for memo, other in zip(some, swapped, strict=True)])
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, logits_of(untrained, [Example(memo, memo) for memo in some]))
 
 
-def test_a_blind_question_is_a_masked_block(untrained: Model):
+def test_a_question_without_its_list_equals_a_masked_block(untrained: Model):
     some = memos(4)
-    _, expected = reading_on(untrained, read(untrained, some, "question").mask("block"), some, "question")
+    _, expected = extended_by(untrained, cache_before(untrained, some, "question").mask("block"), some, "question")
     found = logits_of(untrained, [Example(memo, memo, question_sees=False) for memo in some])
     torch.testing.assert_close(found, expected)
 
 
-def test_a_blind_summary_is_read_after_a_masked_block(untrained: Model):
+def test_a_summary_without_its_list_equals_one_read_after_a_masked_block(untrained: Model):
     some = memos(4)
-    masked, _ = reading_on(untrained, read(untrained, some, "summary").mask("block"), some, "summary")
-    whole = read(untrained, some, "question")
-    _, expected = reading_on(untrained, whole.patch(masked, "summary"), some, "question")
+    masked, _ = extended_by(untrained, cache_before(untrained, some, "summary").mask("block"), some, "summary")
+    whole = cache_before(untrained, some, "question")
+    _, expected = extended_by(untrained, whole.patch(masked, "summary"), some, "question")
     found = logits_of(untrained, [Example(memo, memo, summary_sees=False) for memo in some])
     torch.testing.assert_close(found, expected)
 
@@ -121,7 +121,7 @@ def test_the_forced_answer_follows_the_summary_for_a_payload_and_the_question_fo
         assert example.seen.answer != example.summarised.answer
 
 
-def test_the_right_answer_is_never_hidden_from_where_it_has_to_come_from():
+def test_the_list_with_the_right_answer_is_always_visible():
     rng = np.random.default_rng(0)
     examples = draw_examples("train", 600, rng)
     for example in examples:
@@ -149,7 +149,7 @@ def test_training_lowers_the_loss(trained: tuple[dict[str, torch.Tensor], list[f
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-def test_the_same_seed_gives_the_same_weights_and_touches_no_other_randomness(
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_generator_alone(
     trained: tuple[dict[str, torch.Tensor], list[float]],
 ):
     weights, losses = trained
@@ -162,7 +162,7 @@ def test_the_same_seed_gives_the_same_weights_and_touches_no_other_randomness(
     assert other != losses[:2]
 
 
-def test_what_is_written_loads_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_written_folder_loads_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train_ordinal, "Training", lambda: replace(SMALL, steps=1))
     monkeypatch.setattr("sys.argv", ["train_ordinal", str(tmp_path / "out")])
     train_ordinal.main()
@@ -203,13 +203,13 @@ def test_each_word_is_a_token_of_its_segment(ordinal: Model):
 @pytest.mark.parametrize("reference", VERBS)
 def test_questions_about_held_out_pairs_are_answered(ordinal: Model, reference: Reference):
     some = memos(COUNT, reference)
-    found = said(ordinal, read(ordinal, some, "question"), some)
+    found = said(ordinal, cache_before(ordinal, some, "question"), some)
     assert share(found, [memo.answer for memo in some]) > 0.95
 
 
-def test_accuracy_is_the_share_of_answers_that_are_likeliest(ordinal: Model):
+def test_accuracy_is_the_share_of_likeliest_answers(ordinal: Model):
     some = memos(60, "pointer")
-    found = said(ordinal, read(ordinal, some, "question").mask("block"), some)
+    found = said(ordinal, cache_before(ordinal, some, "question").mask("block"), some)
     expected = share(found, [memo.answer for memo in some])
     assert 0 < expected < 1
     blind = [Example(memo, memo, question_sees=False) for memo in some]
@@ -223,20 +223,20 @@ def test_an_answer_is_one_word_and_then_ends(ordinal: Model):
     assert answer.stopped == (True,)
 
 
-def test_after_an_interchange_a_payload_follows_the_thing_and_a_pointer_the_place(ordinal: Model):
+def test_after_an_interchange_a_payload_keeps_the_thing_and_a_pointer_the_place(ordinal: Model):
     for reference in ("payload", "pointer"):
         some = memos(COUNT, reference)
         swapped = [other_place(memo) for memo in some]
-        patched = read(ordinal, some, "question").patch(read(ordinal, swapped, "question"), "summary")
+        patched = cache_before(ordinal, some, "question").patch(cache_before(ordinal, swapped, "question"), "summary")
         followed = swapped if reference == "payload" else some
         assert share(said(ordinal, patched, some), [memo.answer for memo in followed]) > 0.95
 
 
-def test_once_the_block_is_masked_a_payload_is_still_there_and_a_pointer_dangles(ordinal: Model):
+def test_with_the_block_masked_a_payload_survives_and_a_pointer_does_not(ordinal: Model):
     right = {}
     for reference in ("payload", "pointer"):
         some = memos(COUNT, reference)
-        found = said(ordinal, read(ordinal, some, "question").mask("block"), some)
+        found = said(ordinal, cache_before(ordinal, some, "question").mask("block"), some)
         right[reference] = share(found, [memo.answer for memo in some])
     assert right["payload"] > 0.95
     assert right["pointer"] < 0.5

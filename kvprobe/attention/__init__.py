@@ -1,4 +1,4 @@
-"""Attention patterns of chosen queries, and what can be measured on them."""
+"""Attention: the patterns of chosen queries, and what can be measured on them."""
 
 from kvprobe.attention.contributions import Contribution, contribution, written
 from kvprobe.attention.head_roles import THRESHOLDS, roles

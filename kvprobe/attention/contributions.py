@@ -1,5 +1,8 @@
-"""What heads write into the residual stream for what they read in some slots: weights tell where a head looks, this how much it
-takes from there (Kobayashi et al. 2020, arXiv 2004.10102)."""
+"""Contributions: what heads write into the residual stream for what they read in some slots.
+
+Attention weights show where a head looks; a contribution shows how much it takes from there (Kobayashi et al. 2020,
+arXiv 2004.10102).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ class Contribution:
 
     Attributes:
         heads: ‖Σ_j α_j W_O v_j‖ of each head over the slots.
-        layers: of all heads' sum over the slots, which can be less than any head's, where they cancel.
+        layers: of all heads' sum over the slots, which can be less than any single head's where heads cancel.
     """
 
     heads: Float[Tensor, "layers heads queries"]
@@ -35,10 +38,10 @@ def contribution(model: Model, patterns: Patterns, slots: Sequence[int] | Int[Te
     heads, layers = [], []
     everywhere = range(patterns.cache.slots)
     for layer in patterns.layers:
-        part = written(model, patterns, slots, layer)
+        from_slots = written(model, patterns, slots, layer)
         whole = written(model, patterns, everywhere, layer).sum(0).norm(dim=-1)
-        heads.append(part.norm(dim=-1) / whole)
-        layers.append(part.sum(0).norm(dim=-1) / whole)
+        heads.append(from_slots.norm(dim=-1) / whole)
+        layers.append(from_slots.sum(0).norm(dim=-1) / whole)
     return Contribution(torch.stack(heads), torch.stack(layers))
 
 
@@ -53,9 +56,9 @@ def written(
         UserError: the patterns do not have this layer, or there is no such slot.
     """
     if layer not in patterns.layers:
-        raise UserError(f"The patterns are of layers {list(patterns.layers)} and not of {layer}; ask `attend` for it.")
+        raise UserError(f"The patterns are of layers {list(patterns.layers)}, not of {layer}; ask `attend` for it.")
     index = refuse_missing(patterns, slots)
     values = patterns.cache.values[layer][0][:, index].float()
     weights = patterns.weights[patterns.layers.index(layer)][..., index].unflatten(0, (values.shape[0], -1))
-    read = torch.einsum("kgqs,ksd->kgqd", weights, values).flatten(0, 1)
-    return torch.einsum("hqd,hdm->hqm", read, model.lanes.output_weights(layer).float())
+    mixed = torch.einsum("kgqs,ksd->kgqd", weights, values).flatten(0, 1)
+    return torch.einsum("hqd,hdm->hqm", mixed, model.lanes.output_weights(layer).float())

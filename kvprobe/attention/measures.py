@@ -1,4 +1,4 @@
-"""What masking and damage do to attention: where the attention on hidden slots goes, and what damaged slots draw."""
+"""What masking and damage do to attention: where attention on hidden slots goes, and how much damaged slots draw."""
 
 from collections.abc import Sequence
 
@@ -24,46 +24,45 @@ def dangling(
     sinks: int = 1,
     local: int = LOCAL,
 ) -> pd.DataFrame:
-    """The attention that each head spent on slots that are gone, and what each other part of the cache gained of it.
+    """The attention that each head spent on slots that are gone, and where that attention went.
 
-    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this head
-    cannot see after. `sink`, `summary`, `local` and `elsewhere` are mass after minus mass before, and add up to it; a slot
-    counts in the first of them that it belongs to.
+    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this
+    head cannot see after. `sink`, `summary`, `local` and `elsewhere` are mass after minus mass before, and add up to
+    `dangling`; a slot counts in the first of these groups that it belongs to.
 
     Args:
         before: the queries with everything in view.
-        after: the same queries, the hidden segments masked or evicted.
-        hidden: the segments that went.
+        after: the same queries with the hidden segments masked or evicted.
+        hidden: the segments that were masked or evicted.
         summary: segments that stand in for them.
-        sinks: so many of the first slots that are left are the sink.
-        local: the query's own slot and those right before it, this many in all, are local.
+        sinks: how many of the first live slots are the sink.
+        local: how many slots are local, from the query's own backwards.
 
     Raises:
         UserError: the two are not of the same tokens, layers and queries, or there is no such segment.
     """
     ledger, places = before.cache.ledger, _places(before, after, hidden)
-    heads, kept = before.weights.shape[1], after.cache.ledger.kept[0].nonzero()[:sinks, 0]
-    moved, sees = (
-        torch.zeros_like(before.weights),
-        torch.zeros(len(before.layers), heads, ledger.slots, dtype=torch.bool),
-    )
-    moved[..., places] = after.weights
-    sees = sees.to(moved.device)
-    sees[..., places] = _live(after)
-    gone = (ledger.in_segments(hidden)[0] & ~sees)[:, :, None]
-    index = torch.arange(ledger.slots, device=moved.device)
+    layers, heads = before.weights.shape[:2]
+    first_live = after.cache.ledger.kept[0].nonzero()[:sinks, 0]
+    # Weights and liveness after, on the slots before.
+    weights = torch.zeros_like(before.weights)
+    weights[..., places] = after.weights
+    live = torch.zeros(layers, heads, ledger.slots, dtype=torch.bool, device=weights.device)
+    live[..., places] = _live(after)
+    gone = (ledger.in_segments(hidden)[0] & ~live)[:, :, None]
+    index = torch.arange(ledger.slots, device=weights.device)
     distance = before.queries[:, None] - index
-    parts = {
-        "sink": torch.isin(index, places[kept]).expand_as(distance),
+    groups = {
+        "sink": torch.isin(index, places[first_live]).expand_as(distance),
         "summary": ledger.in_segments(summary)[0].expand_as(distance),
         "local": (distance >= 0) & (distance < local),
         "elsewhere": torch.ones_like(distance, dtype=torch.bool),
     }
     table = {"dangling": (before.weights * gone).sum(-1).mean(-1)}
-    left = ~gone
-    for name, part in parts.items():
-        table[name] = ((moved - before.weights) * (left & part)).sum(-1).mean(-1)
-        left = left & ~part
+    remaining = ~gone
+    for name, group in groups.items():
+        table[name] = ((weights - before.weights) * (remaining & group)).sum(-1).mean(-1)
+        remaining = remaining & ~group
     return _table(before, table)
 
 
@@ -72,26 +71,26 @@ def lift(
 ) -> pd.DataFrame:
     """How much more attention damaged slots draw than the same positions with clean content.
 
-    One row per layer and head, means over the queries: `damaged` and `clean` are the share that the slots have of the attention
-    that does not go to the sink, and `lift` is their ratio (1 no change; NaN where the clean slots draw nothing).
+    One row per layer and head, means over the queries: `damaged` and `clean` are the slots' share of the attention that
+    does not go to the sink, and `lift` is their ratio (1 is no change; NaN where the clean slots draw nothing).
 
     Args:
         slots: of the cache, none of them a sink.
-        sinks: so many of the first live slots are the sink.
+        sinks: how many of the first live slots are the sink.
 
     Raises:
         UserError: the two differ in their positions, layers or queries, or a slot is a sink or not there.
     """
-    ours, theirs = damaged.cache.ledger, clean.cache.ledger
-    if not torch.equal(ours.positions, theirs.positions):
-        raise UserError(
-            "The damaged and the clean run stand at different positions; give two runs slot for slot the same."
-        )
+    ledger = clean.cache.ledger
+    if not torch.equal(damaged.cache.ledger.positions, ledger.positions):
+        raise UserError("The damaged and the clean run are at different positions; give two runs with the same slots.")
     _refuse_others(damaged, clean, damaged.queries)
     index = refuse_missing(clean, slots)
-    sink = theirs.kept[0].nonzero()[:sinks, 0]
+    sink = ledger.kept[0].nonzero()[:sinks, 0]
     if bool(torch.isin(index, sink).any()):
-        raise UserError(f"Slots {sink.tolist()} are the sink, which lift leaves out; leave them out of `slots` too.")
+        raise UserError(
+            f"Slots {sink.tolist()} are the sink, whose attention is not counted; leave them out of `slots`."
+        )
 
     def share(patterns: Patterns) -> Tensor:
         return (patterns.mass(slots=index) / (1 - patterns.mass(slots=sink)).clamp(min=torch.finfo().eps)).mean(-1)
@@ -102,24 +101,28 @@ def lift(
 
 
 def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Tensor, "slots_after"]:
-    """Where each slot of `after` stands in `before`: at the same place, or with the hidden ones left out."""
+    """The slot of `before` for each slot of `after`: the same one, or counted without the hidden slots."""
     old, new = before.cache.ledger, after.cache.ledger
     places = torch.arange(old.slots, device=old.tokens.device)
     if new.slots != old.slots:
         places = places[~old.in_segments(hidden)[0]]
     if len(places) != new.slots or not torch.equal(old.tokens[0, places], new.tokens[0]):
         raise UserError(
-            f"The patterns after are not of the slots before less {', '.join(hidden)}; read the same text after the same cache, "
-            f"before and after masking or evicting those segments."
+            f"The patterns after are not of the slots before without {', '.join(hidden)}; read the same text after "
+            "the same cache, before and after masking or evicting those segments."
         )
     _refuse_others(before, after, places[after.queries])
     return places
 
 
 def _refuse_others(one: Patterns, other: Patterns, queries: Int[Tensor, "queries"]) -> None:
-    """Refuse patterns of other layers or queries, those of `other` being given as slots of `one`."""
+    """Refuse patterns of different layers or queries.
+
+    Args:
+        queries: those of `other`, as slots of `one`.
+    """
     if one.layers != other.layers or not torch.equal(one.queries, queries):
-        raise UserError("The two patterns are of different layers or queries; choose the same of both with `attend`.")
+        raise UserError("The two patterns are of different layers or queries; ask `attend` for the same in both.")
 
 
 def _live(patterns: Patterns) -> Bool[Tensor, "layers heads slots"]:
@@ -134,4 +137,4 @@ def _table(patterns: Patterns, columns: dict[str, Float[Tensor, "layers heads"]]
     """One row per layer and head."""
     axes = [list(patterns.layers), range(patterns.weights.shape[1])]
     index = pd.MultiIndex.from_product(axes, names=["layer", "head"])
-    return pd.DataFrame({name: each.flatten().cpu().numpy() for name, each in columns.items()}, index).reset_index()
+    return pd.DataFrame({name: values.flatten().cpu().numpy() for name, values in columns.items()}, index).reset_index()

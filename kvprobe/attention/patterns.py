@@ -1,8 +1,9 @@
 """Attention patterns: how much each chosen query attends to each slot, in every layer and head.
 
-A pattern is kept for the chosen queries only, so a T × T matrix never exists. On the plain lane the model runs its fused
-attention as ever, its queries and keys are overheard, and softmax(q kᵀ) is computed again for the chosen queries; on the hooked
-lane TransformerLens computes whole patterns, and the chosen rows are taken from each layer's. A long text is read in chunks.
+A pattern is recorded for the chosen queries only, so a T × T matrix never exists. On the plain lane the model runs its
+fused attention unchanged, its queries and keys are recorded, and softmax(q kᵀ) is computed again for the chosen
+queries. On the hooked lane TransformerLens computes whole patterns, and the chosen rows are taken from each layer's. A
+long text is read in chunks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import cache_of, new_slots, one_row_each, read, taps
+from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -26,7 +27,7 @@ from kvprobe.names import unknown
 from kvprobe.text.transcript import Tokens
 
 CHUNK = 256
-"""Tokens read at a time: enough to fill a matrix product, and few enough that what a pass holds is small."""
+"""Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Patterns:
         weights: in fp32. A row sums to 1, or to less where the model has attention sinks of its own (gpt-oss).
         layers: of the model.
         queries: their slots, in order.
-        cache: after reading; its ledger tells each slot's token, position, segment and liveness.
+        cache: after reading; its ledger has each slot's token, position, segment and liveness.
         logits: after the last token.
     """
 
@@ -48,9 +49,9 @@ class Patterns:
     logits: Float[Tensor, "vocab"]
 
     def of_layers(self, layers: Sequence[int]) -> "Patterns":
-        """The same for some of its layers; one that it does not have is refused."""
+        """The same for some of its layers; a layer that it does not have is refused."""
         if missing := [layer for layer in layers if layer not in self.layers]:
-            raise UserError(f"The patterns have no layer {missing[0]}; they have {', '.join(map(str, self.layers))}.")
+            raise UserError(f"The patterns have no layer {missing[0]}; choose from {', '.join(map(str, self.layers))}.")
         places = [self.layers.index(layer) for layer in layers]
         return replace(self, weights=self.weights[places], layers=tuple(layers))
 
@@ -90,7 +91,7 @@ def attend(
     lane: Lane = "plain",
     chunk: int = CHUNK,
 ) -> Patterns:
-    """Read a text, after `past` if there is one, and keep what some of its tokens attend to.
+    """Read a text, after `past` if there is one, and record what some of its tokens attend to.
 
     Args:
         text: one row, as `Model.prefill` takes it; a bare text takes the positions that follow the cache.
@@ -104,51 +105,47 @@ def attend(
     rows = model.tokens_after(past, text)
     if len(rows) != 1 or not len(rows[0]):
         raise UserError(
-            f"Patterns are of one row with a token at least; there are {len(rows)} rows, or nothing to read."
+            f"Patterns are of one row with at least one token; there are {len(rows)} rows, or nothing to read."
         )
     if chunk < 1:
-        raise UserError(f"chunk is {chunk}; read at least 1 token at a time.")
-    tokens, n_layers = rows[0], model.geometry.n_layers
-    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
-    if not wanted or not set(wanted) <= set(range(n_layers)):
-        raise UserError(
-            f"Layers {list(wanted)} were asked for; the model has layers 0 to {n_layers - 1}, give one at least."
-        )
+        raise UserError(f"chunk must be at least 1 token; got {chunk}.")
+    tokens, wanted = rows[0], _layers(model, layers)
     chosen, before = _chosen(tokens, queries), 0 if past is None else past.slots
-    cache, logits, found = one_row_each(model.lanes, past, 1), torch.empty(0), []
+    cache, logits = one_row_each(model.lanes, past, 1), torch.empty(0)
+    weights: list[Tensor] = []
     for start in range(0, len(tokens), chunk):
         piece = tokens[start : start + chunk]
         here = [index - start for index in chosen if start <= index < start + len(piece)]
         reading = _Reading(model.lanes, cache, piece, here, wanted)
         grown = taps(model.lanes, cache)
-        with reading.listening(lane):
-            ledger, logits = read(model.lanes, cache, [piece], grown, lane, logits=1)
+        with reading.recording(lane):
+            ledger, logits = forward_pass(model.lanes, cache, [piece], grown, lane, logits=1)
         cache = cache_of(model.lanes, grown, ledger)
         if here:
-            found.append(reading.weights)
+            weights.append(reading.weights)
     assert cache is not None
-    weights = torch.cat([torch.nn.functional.pad(each, (0, cache.slots - each.shape[-1])) for each in found], 2)
-    return Patterns(weights, wanted, torch.tensor(chosen, device=weights.device) + before, cache, logits[0, -1])
+    whole = torch.cat([torch.nn.functional.pad(part, (0, cache.slots - part.shape[-1])) for part in weights], 2)
+    return Patterns(whole, wanted, torch.tensor(chosen, device=whole.device) + before, cache, logits[0, -1])
 
 
 def refuse_missing(patterns: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"]) -> Int[Tensor, "chosen"]:
-    """These slots as a tensor; one that the cache does not have, or that is named twice, is refused."""
+    """These slots as a tensor; a slot that the cache does not have, or that is named twice, is refused."""
     index = torch.as_tensor(slots, dtype=torch.long, device=patterns.weights.device)
     count = patterns.cache.slots
     if bool(((index < 0) | (index >= count)).any()) or len(index.unique()) != len(index):
-        raise UserError(f"Slots {index.tolist()} were given; name slots from 0 to {count - 1}, each once.")
+        raise UserError(f"Slots must lie in 0 to {count - 1} and be named once each; got {index.tolist()}.")
     return index
 
 
 class _Reading:
-    """One chunk to be read, and the weights of the chosen queries among it, layer by layer, as they become known."""
+    """One chunk to be read, and the weights of the chosen queries in it, layer by layer, as they become known."""
 
     def __init__(
         self, lanes: Lanes, past: KVCache | None, piece: Tokens, here: Sequence[int], layers: Sequence[int]
     ) -> None:
         self.lanes, self.layers = lanes, layers
         self.here = torch.tensor(here, dtype=torch.long, device=lanes.device)
-        self.found: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
         new = new_slots([piece], lanes.device)
         self.ledger = new if past is None else past.ledger.append(new)
         windows = {lanes.geometry.windows[layer] for layer in layers}
@@ -157,26 +154,32 @@ class _Reading:
 
     @property
     def weights(self) -> Float[Tensor, "layers heads queries slots"]:
-        return torch.stack([self.found[layer] for layer in self.layers])
+        return torch.stack([self._weights[layer] for layer in self.layers])
 
-    def listening(self, lane: Lane) -> AbstractContextManager[None]:
+    def recording(self, lane: Lane) -> AbstractContextManager[None]:
+        """While this lasts, a pass of this lane leaves the weights here."""
         if not len(self.here):
             return nullcontext()
-        return self.lanes.overhearing(self._overhear) if lane == "plain" else self.lanes.hooked.attending(self._take)
+        return (
+            self.lanes.observing_attention(self._compute)
+            if lane == "plain"
+            else self.lanes.hooked.observing_patterns(self._take)
+        )
 
-    def _overhear(self, given: Attending) -> None:
-        if given.layer in self.layers:
-            seen = self._seen[self.lanes.geometry.windows[given.layer]]
-            live = seen[given.layer if seen.shape[0] > 1 else 0, 0]
-            self.found[given.layer] = _softmax(given, given.query[0, :, self.here], given.key[0], live)
+    def _compute(self, attending: Attending) -> None:
+        layer = attending.layer
+        if layer in self.layers:
+            seen = self._seen[self.lanes.geometry.windows[layer]]
+            live = seen[layer if seen.shape[0] > 1 else 0, 0]
+            self._weights[layer] = _softmax(attending, attending.query[0, :, self.here], attending.key[0], live)
 
     def _take(self, layer: int, pattern: Tensor) -> None:
         if layer in self.layers:
-            self.found[layer] = pattern[0, :, self.here].float()
+            self._weights[layer] = pattern[0, :, self.here].float()
 
 
 def _softmax(
-    given: Attending,
+    attending: Attending,
     query: Float[Tensor, "heads queries d_head"],
     key: Float[Tensor, "kv_heads slots d_head"],
     seen: Bool[Tensor, "kv_heads_or_1 queries slots"],
@@ -185,14 +188,25 @@ def _softmax(
     heads, count, _ = query.shape
     kv_heads = key.shape[0]
     grouped = query.float().reshape(kv_heads, -1, query.shape[-1])
-    scores = (grouped @ key.float().transpose(1, 2)).view(kv_heads, -1, count, key.shape[1]) * given.scale
-    if given.softcap is not None:
-        scores = (scores / given.softcap).tanh() * given.softcap
+    scores = (grouped @ key.float().transpose(1, 2)).view(kv_heads, -1, count, key.shape[1]) * attending.scale
+    if attending.softcap is not None:
+        scores = (scores / attending.softcap).tanh() * attending.softcap
     scores = scores.masked_fill(~seen[:, None], -torch.inf).view(heads, count, -1)
-    if given.sinks is None:
+    if attending.sinks is None:
         return scores.softmax(-1)
-    own = given.sinks.float()[:, None, None].expand(heads, count, 1)
-    return torch.cat([scores, own], -1).softmax(-1)[..., :-1]
+    sinks = attending.sinks.float()[:, None, None].expand(heads, count, 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
+    n_layers = model.geometry.n_layers
+    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
+    if not wanted or not set(wanted) <= set(range(n_layers)):
+        raise UserError(
+            f"There are no layers {list(wanted)}; the model has layers 0 to {n_layers - 1}, so give at least one of "
+            "them."
+        )
+    return wanted
 
 
 def _chosen(tokens: Tokens, queries: str | Sequence[str] | Sequence[int]) -> list[int]:
@@ -200,18 +214,18 @@ def _chosen(tokens: Tokens, queries: str | Sequence[str] | Sequence[int]) -> lis
     if queries == "last":
         return [len(tokens) - 1]
     asked = [queries] if isinstance(queries, str) else list(queries)
-    found = set()
-    for each in asked:
-        if isinstance(each, str):
-            if each not in tokens.names:
-                raise UserError(unknown("segment", each, tokens.names))
-            found |= {index for index, name in enumerate(tokens.segments) if name == each}
-        elif -len(tokens) <= each < len(tokens):
-            found.add(each % len(tokens))
+    indices = set()
+    for query in asked:
+        if isinstance(query, str):
+            if query not in tokens.names:
+                raise UserError(unknown("segment", query, tokens.names))
+            indices |= {index for index, name in enumerate(tokens.segments) if name == query}
+        elif -len(tokens) <= query < len(tokens):
+            indices.add(query % len(tokens))
         else:
             raise UserError(
-                f"There is no query {each}; the text has {len(tokens)} tokens, counted from 0 or back from -1."
+                f"There is no query {query}; the text has {len(tokens)} tokens, counted from 0 or back from -1."
             )
-    if not found:
+    if not indices:
         raise UserError("No query was chosen; give 'last', a segment, or tokens by index.")
-    return sorted(found)
+    return sorted(indices)

@@ -1,11 +1,11 @@
 """The KV cache of a model as plain tensors with a ledger.
 
-Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation
-has to write. Keys are stored as they were computed, after q/k-norm and rotary embedding; one that was given another
-position since (`reindex`) is turned to it when it is read.
+Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation has to
+write. Keys are stored as they were computed, after q/k-norm and rotary embedding. A key that was given another
+position since (`reindex`) is rotated to it when it is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -17,19 +17,23 @@ from torch import Tensor
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import Ledger
+from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
 
-PositionLaw = Literal["gapped", "contiguous", "naive"]
-"""Where slots stand after others went: where they stood, closed up, or closed up in name only."""
+PositionMode = Literal["gapped", "contiguous", "naive"]
+"""Positions of slots after others were removed: as before, counted anew, or counted anew without rotating keys."""
+
+Slots = Bool[Tensor, "batch slots"] | Int[Tensor, "chosen"] | Sequence[int]
+"""Some slots of a cache: a boolean per row and slot, or indices that hold for all rows."""
 
 
 @runtime_checkable
 class Damages(Protocol):
     """A fault, as far as a cache knows: see `kvprobe.faults`."""
 
-    def corrupt(self, cache: "KVCache", draws: Any, hosts: Any) -> "KVCache": ...
+    def corrupt(self, cache: "KVCache", draws: Any, contexts: Any) -> "KVCache": ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class KVCache:
         keys: one tensor per layer, after any norm and rotary embedding, rotated to `ledger.origins`.
         values: one tensor per layer.
         ledger: tokens, positions, segments, provenance and liveness of the slots.
-        made_by: the model that computed it, which alone may read it; None where nobody knows, and any of its shape may.
+        made_by: the model that computed it, and that alone may read it; where it is None, any model of its shape may.
     """
 
     keys: tuple[Float[Tensor, "batch kv_heads slots d_head"], ...]
@@ -59,8 +63,8 @@ class KVCache:
             for name, tensor in zip(("keys", "values"), pair, strict=True):
                 if tensor.dim() != 4 or tuple(tensor.shape[:3]) != expected or not tensor.is_floating_point():
                     raise UserError(
-                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
-                        f"floats with (batch, KV heads, slots) = {expected}."
+                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache "
+                        f"needs floats with (batch, KV heads, slots) = {expected}."
                     )
 
     @property
@@ -101,7 +105,7 @@ class KVCache:
     def mask(
         self,
         *segments: str,
-        slots: Bool[Tensor, "batch slots"] | None = None,
+        slots: Slots | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> "KVCache":
@@ -109,9 +113,12 @@ class KVCache:
 
         Args:
             segments: names of segments to mask.
-            slots: or, the slots to mask, as a boolean per row and slot.
+            slots: or the slots to mask: a boolean per row and slot, or a list of indices for all rows.
             layers: only in these layers (all by default).
             heads: only in these KV heads (all by default).
+
+        Raises:
+            UserError: there is no such segment, slot, layer or KV head.
         """
         hidden = self._chosen(segments, slots)[None, :, None, :]
         if layers is not None or heads is not None:
@@ -122,37 +129,44 @@ class KVCache:
             hidden = hidden & where
         return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
 
-    def evict(self, *segments: str, slots: Bool[Tensor, "batch slots"] | None = None) -> "KVCache":
-        """Remove slots and free their memory; the rest keep their positions.
+    def evict(self, *segments: str, slots: Slots | None = None) -> "KVCache":
+        """Remove slots and free their memory; the other slots keep their positions.
 
         Rows that lose different numbers of slots are padded on the right with slots that are not live.
         """
         return self._keep(~self._chosen(segments, slots))
 
-    def select(self, *segments: str, slots: Bool[Tensor, "batch slots"] | None = None) -> "KVCache":
+    def select(self, *segments: str, slots: Slots | None = None) -> "KVCache":
         """Keep only these slots; the opposite of `evict`."""
         return self._keep(self._chosen(segments, slots))
 
-    def reindex(self, law: PositionLaw = "contiguous") -> "KVCache":
+    def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.
 
-        `contiguous` counts them from 0 and turns each key, once, from where it was computed. `naive` counts them but
-        leaves the keys as they are, so that the model reads them at distances that they were never computed for: the
+        `contiguous` counts them from 0 and rotates each key, once, from where it was computed. `naive` counts them but
+        leaves the keys as they are, so that the model reads them at distances that they were not computed for: the
         classic bug of home-made eviction (llama.cpp #3825). `gapped` changes nothing.
 
-        Values and deeper layers keep what they learnt of the old positions: that is provenance, not position.
+        Values and deeper layers still depend on the old positions: that is provenance, not position.
+
+        Raises:
+            UserError: there is no such position mode.
         """
-        if law not in get_args(PositionLaw):
-            raise UserError(unknown("position law", law, get_args(PositionLaw)))
-        if law == "gapped":
+        if mode not in get_args(PositionMode):
+            raise UserError(unknown("position mode", mode, get_args(PositionMode)))
+        if mode == "gapped":
             return self
         closed = self.ledger.closed()
-        return replace(self, ledger=closed if law == "contiguous" else replace(closed, origins=closed.positions))
+        return replace(self, ledger=closed if mode == "contiguous" else replace(closed, origins=closed.positions))
 
     def fork(self, rows: int = 1) -> "KVCache":
-        """A cache with `rows` copies of each row; a single row is shared by all its copies, not copied."""
-        if rows < 1:
-            raise UserError(f"A cache cannot be forked into {rows} rows; ask for at least 1.")
+        """A cache with `rows` copies of each row; the copies of a single row share its storage.
+
+        Raises:
+            UserError: `rows` is not a whole number of at least 1.
+        """
+        if not is_whole(rows) or rows < 1:
+            raise UserError(f"A cache cannot be forked into {str(rows)[:40]} rows; give a whole number, at least 1.")
 
         def spread(tensor: Tensor) -> Tensor:
             if self.batch == 1:
@@ -163,29 +177,40 @@ class KVCache:
         return self._with(tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index))
 
     def rows(self, index: Sequence[int] | Int[Tensor, "rows"]) -> "KVCache":
-        """The cache of these rows of the batch."""
-        chosen = torch.as_tensor(index, device=self.ledger.tokens.device)
+        """The cache of these rows of the batch, in this order; a row may come several times.
+
+        Raises:
+            UserError: there is no such row.
+        """
+        rows = torch.tensor(_indices("row", index, self.batch), dtype=torch.long, device=self.ledger.tokens.device)
         return self._with(
-            tuple(tensor[chosen] for tensor in self.keys),
-            tuple(tensor[chosen] for tensor in self.values),
-            self.ledger.rows(chosen),
+            tuple(tensor[rows] for tensor in self.keys),
+            tuple(tensor[rows] for tensor in self.values),
+            self.ledger.rows(rows),
         )
 
     @staticmethod
     def join(caches: "Sequence[KVCache]") -> "KVCache":
-        """The rows of several caches of one model as one batch; shorter ones are padded with slots that are not live."""
+        """The rows of several caches of one model as one batch; shorter ones are padded with slots that are not live.
+
+        Raises:
+            UserError: there is no cache, or they are of several shapes, models or quantisation formats.
+        """
         if not caches:
             raise UserError("There are no caches to join; give at least one.")
         slots = max(cache.slots for cache in caches)
         ledgers = [cache.ledger.padded(slots) for cache in caches]
         if any(cache.shape != caches[0].shape for cache in caches):
-            raise UserError(f"Caches of shapes {', '.join(str(cache.shape) for cache in caches)} cannot be joined.")
+            shapes = ", ".join(str(cache.shape) for cache in caches)
+            raise UserError(f"Caches of shapes {shapes} cannot be joined; join those of one model.")
         makers = [cache.made_by for cache in caches if cache.made_by is not None]
         if not all(maker.same(makers[0]) for maker in makers):
             raise UserError("Caches of several models cannot be joined; join those of one.")
 
         def joined(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.cat([torch.nn.functional.pad(each, (0, 0, 0, slots - each.shape[2])) for each in tensors])
+            return torch.cat(
+                [torch.nn.functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2])) for tensor in tensors]
+            )
 
         return KVCache(
             tuple(map(joined, zip(*(cache.keys for cache in caches), strict=True))),
@@ -195,35 +220,37 @@ class KVCache:
         )
 
     def corrupt(
-        self, fault: "Damages", *, draws: Sequence[Any] | None = None, hosts: Sequence[Any] | None = None
+        self, fault: "Damages", *, draws: Sequence[Any] | None = None, contexts: Sequence[Any] | None = None
     ) -> "KVCache":
         """The cache with a fault written into it, here and now, whatever the fault says of when.
 
         Args:
-            draws: a `kvprobe.faults.draws.Draws` per row, where its lots come from; seed 0 and the row's number as its sample by default.
-            hosts: a `kvprobe.faults.host.Host` per row, what the fault may know of it (donors, rotary frequencies, queries); only the row's own clean
-                cache by default.
+            draws: a `kvprobe.faults.draws.Draws` per row, the source of its random draws. By default seed 0, with the row's
+                number as its sample.
+            contexts: a `kvprobe.faults.context.FaultContext` per row, what the fault may know of it (donors, rotary
+                frequencies, queries). By default only the row's own clean cache.
 
         Raises:
-            UserError: the fault needs more than its host has; or see `Scope`.
+            UserError: the fault needs more than its context has; or see `Scope`.
         """
-        return fault.corrupt(self, draws, hosts)
+        return fault.corrupt(self, draws, contexts)
 
     def patch(
         self,
         donor: "KVCache",
         *segments: str,
-        slots: Bool[Tensor, "batch slots"] | None = None,
+        slots: Slots | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         part: Literal["K", "V", "KV"] = "KV",
     ) -> "KVCache":
-        """The cache with K, V or both of these slots as they are in a donor of the same slots; liveness and all else of the
-        ledger stay. Keys come as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
+        """The cache with K, V or both of these slots taken from a donor with the same slots; the ledger stays as it is.
+
+        Keys are copied as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
 
         Args:
             segments: names of segments to patch.
-            slots: or, the slots to patch, as a boolean per row and slot.
+            slots: or the slots to patch: a boolean per row and slot, or a list of indices for all rows.
             layers: only in these layers (all by default).
             heads: only in these KV heads (all by default).
 
@@ -234,12 +261,14 @@ class KVCache:
             raise UserError(unknown("part", part, ("K", "V", "KV")))
         if donor.shape != self.shape or donor.ledger.tokens.shape != self.ledger.tokens.shape:
             raise UserError(
-                f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the "
-                f"base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and see `patching.aligned`."
+                f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} "
+                f"slots, the base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and "
+                f"see `patching.aligned`."
             )
         if donor.keys[0].dtype != self.keys[0].dtype:
             raise UserError(
-                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model in one dtype."
+                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model "
+                f"in one dtype."
             )
         chosen = self._chosen(segments, slots)[:, None, :, None]
         chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
@@ -247,10 +276,10 @@ class KVCache:
         where = chosen & chosen_heads[:, None, None]
         chosen_layers = set(_indices("layer", layers, self.n_layers))
 
-        def patched(own: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        def patched(base_layers: Sequence[Tensor], donor_layers: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(
-                torch.where(where, theirs, mine) if layer in chosen_layers else mine
-                for layer, (mine, theirs) in enumerate(zip(own, other, strict=True))
+                torch.where(where, theirs, ours) if layer in chosen_layers else ours
+                for layer, (ours, theirs) in enumerate(zip(base_layers, donor_layers, strict=True))
             )
 
         keys = patched(self.keys, donor.keys) if "K" in part else self.keys
@@ -258,10 +287,10 @@ class KVCache:
         return self._with(keys, values, self.ledger)
 
     def refuse_nonfinite(self) -> None:
-        """Refuse a cache that holds NaN or infinity, be it in a slot that is masked: 0 × NaN is NaN.
+        """Refuse a cache that holds NaN or infinity, also in a masked slot: 0 × NaN is NaN.
 
         Raises:
-            UserError: it does; the sentence names part, layer, KV head, slot and row.
+            UserError: the cache holds one; the sentence names part, layer, KV head, slot and row.
         """
         for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
             for part, tensor in zip("KV", pair, strict=True):
@@ -269,8 +298,8 @@ class KVCache:
                 if bool(bad.any()):
                     row, head, slot = bad.nonzero()[0].tolist()
                     raise UserError(
-                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a cache must "
-                        f"be finite to be attended to."
+                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a "
+                        f"cache must be finite to be attended to."
                     )
 
     def to(self, device: torch.device | str) -> "KVCache":
@@ -285,7 +314,7 @@ class KVCache:
         """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.
 
         Raises:
-            UserError: the model is no longer in memory, and its fingerprint was not taken before.
+            UserError: the model is no longer in memory, and its fingerprint was not computed before.
         """
         save_cache(Path(path), self.keys, self.values, self.ledger, self.made_by)
 
@@ -294,7 +323,7 @@ class KVCache:
         """Read a cache written by `save`.
 
         Args:
-            any_model: let any model of its shape read the cache, and not only the one that made it.
+            any_model: let any model of its shape read the cache, not only the model that made it.
 
         Raises:
             UserError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
@@ -307,16 +336,19 @@ class KVCache:
             raise UserError(f"In {path}, {error}") from error
         return cache
 
-    def _chosen(
-        self, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
-    ) -> Bool[Tensor, "batch slots"]:
+    def _chosen(self, segments: Sequence[str], slots: Slots | None) -> Bool[Tensor, "batch slots"]:
         if bool(segments) == (slots is not None):
             raise UserError("Name one or more segments, or give `slots`, but not both.")
         if slots is None:
             return self.ledger.in_segments(segments)
+        if not isinstance(slots, Tensor) or slots.dtype != torch.bool:
+            chosen = torch.zeros_like(self.ledger.tokens, dtype=torch.bool)
+            chosen[:, _indices("slot", slots, self.slots)] = True
+            return chosen
         if slots.shape != self.ledger.tokens.shape:
             raise UserError(
-                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots."
+                f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots; "
+                f"give a boolean for each, or a list of slot indices for all rows."
             )
         return slots
 
@@ -324,7 +356,7 @@ class KVCache:
         return self.take(*self.ledger.order(keep))
 
     def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "KVCache":
-        """The cache of the slots at these indices, row by row and in this order; `padding` marks those that hold nothing."""
+        """The cache of the slots at these indices, row by row and in this order; `padding` marks empty ones."""
         same_in_all_rows = self.batch == 1 or bool((slots == slots[:1]).all())
 
         def taken(tensor: Tensor) -> Tensor:
@@ -341,10 +373,14 @@ class KVCache:
         return replace(self, keys=keys, values=values, ledger=ledger)
 
 
-def _indices(kind: str, chosen: Sequence[int] | None, count: int) -> list[int]:
+def _indices(kind: str, chosen: Sequence[int] | Tensor | None, count: int) -> list[int]:
+    """The chosen indices as a list, all of them for None; anything but whole numbers below `count` is refused."""
     if chosen is None:
         return list(range(count))
-    for index in chosen:
+    numbers = chosen.tolist() if isinstance(chosen, Tensor) else chosen
+    if not isinstance(numbers, Iterable) or not all(map(is_whole, numbers)):
+        raise UserError(f"{str(chosen)[:40]!r} is not a list of {kind}s; give whole numbers, such as [0, 1].")
+    for index in numbers:
         if not 0 <= index < count:
             raise UserError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
-    return list(chosen)
+    return [int(index) for index in numbers]

@@ -1,7 +1,7 @@
-"""A cache on disk: one safetensors file, the ledger beside the keys and values. No pickle anywhere.
+"""A cache on disk: one safetensors file with keys, values and the ledger. There is no pickle.
 
-A digest in its metadata covers all else: the name, dtype, shape and bytes of each tensor, and the rest of the metadata, the
-fingerprint of the model that made the cache among it.
+A digest in its metadata covers everything else: name, dtype, shape and bytes of each tensor, and the other metadata,
+including the fingerprint of the model that made the cache.
 """
 
 import json
@@ -13,19 +13,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvprobe.cache.ledger import COLUMNS, PADDING, Grain, Ledger
+from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
 from kvprobe.errors import UserError
+from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest
 
 FORMAT = "kvprobe-cache-3"
-"""The second had neither digest nor fingerprint."""
+"""Version 2 had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
 
 
 def save_cache(
     path: Path, keys: Sequence[Tensor], values: Sequence[Tensor], ledger: Ledger, made_by: Maker | None
 ) -> None:
-    """Write a cache to `path`; a half-written file never takes the place of an older one."""
+    """Write a cache to `path`; if writing fails, an older file there stays whole."""
     tensors = {f"keys.{layer}": tensor.contiguous() for layer, tensor in enumerate(keys)}
     tensors |= {f"values.{layer}": tensor.contiguous() for layer, tensor in enumerate(values)}
     # Cloned, because columns may share storage, which safetensors refuses.
@@ -34,19 +35,22 @@ def save_cache(
         "format": FORMAT,
         "layers": str(len(keys)),
         "names": json.dumps(ledger.names),
-        "grain": json.dumps(ledger.grain and [ledger.grain.bits, ledger.grain.group]),
+        "grain": json.dumps(ledger.quantisation and [ledger.quantisation.bits, ledger.quantisation.group]),
         "made_by": "" if made_by is None else made_by.fingerprint,
     }
     metadata["digest"] = _digest(tensors, metadata)
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata=metadata)
-    partial.replace(path)
+    with replacing(path) as partial:
+        save_file(tensors, partial, metadata=metadata)
 
 
 def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledger, Maker | None]:
-    """Keys, values, ledger and maker of the cache in `path`; anything that `save_cache` did not write whole is refused."""
+    """Keys, values, ledger and maker of the cache in `path`.
+
+    Raises:
+        UserError: the file is missing, truncated, altered, or not written by `save_cache`.
+    """
     if not path.is_file():
-        raise UserError(f"There is no cache file at {path}.")
+        raise UserError(f"There is no cache file at {path}; give one that KVCache.save wrote.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -59,25 +63,25 @@ def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledg
     except SafetensorError as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); save it again.") from error
     if metadata.pop("digest", None) != _digest(tensors, metadata):
-        raise UserError(f"{path} was altered since the cache was saved (its digest is another); save it again.")
+        raise UserError(f"{path} was altered after the cache was saved (its digest differs); save it again.")
     try:
         layers = int(metadata["layers"])
         names = json.loads(metadata["names"])
-        grain = json.loads(metadata["grain"])
+        quantisation = json.loads(metadata["grain"])
         made_by = metadata["made_by"]
         ledger = Ledger(
             **{name: tensors.pop(name) for name in _LEDGER_FIELDS},
             names=tuple(map(str, names)),
-            grain=None if grain is None else Grain(*map(int, grain)),
+            quantisation=None if quantisation is None else QuantisationFormat(*map(int, quantisation)),
         )
         keys = tuple(tensors.pop(f"keys.{layer}") for layer in range(layers))
         values = tuple(tensors.pop(f"values.{layer}") for layer in range(layers))
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error
     if tensors:
-        raise UserError(f"{path} holds tensors that no cache has: {', '.join(sorted(tensors))}.")
+        raise UserError(f"{path} holds tensors that no cache has ({', '.join(sorted(tensors))}); save it again.")
     if not keys or any(tensor.dim() != 4 for tensor in keys):
-        raise UserError(f"{path} holds no keys of a cache; the file was altered, save it again.")
+        raise UserError(f"{path} holds no keys of a cache; it was altered, save it again.")
     _check_ledger(ledger, layers, keys[0].shape[1], path)
     return keys, values, ledger, Maker(made_by) if made_by else None
 
@@ -92,17 +96,16 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) -> None:
     shape = tuple(ledger.tokens.shape)
-    flags = ("recomputed", "delimiters")
-    columns = {name: getattr(ledger, name) for name in COLUMNS}
-    same = all(
-        tuple(column.shape) == shape and column.dtype == (torch.bool if name in flags else torch.long)
-        for name, column in columns.items()
+    booleans = ("recomputed", "delimiters")
+    columns_fit = all(
+        tuple(column.shape) == shape and column.dtype == (torch.bool if name in booleans else torch.long)
+        for name, column in ((name, getattr(ledger, name)) for name in COLUMNS)
     )
-    same = same and tuple(ledger.following.shape) == shape[:1] and ledger.following.dtype == torch.long
+    following_fits = tuple(ledger.following.shape) == shape[:1] and ledger.following.dtype == torch.long
     live = ledger.live
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
     live_fits = live_fits and live.shape[0] in (1, cache_layers) and live.shape[2] in (1, kv_heads)
     named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
-    quantised = ledger.grain is not None or bool((ledger.quantised == -1).all())
-    if not (len(shape) == 2 and same and live_fits and bool(named.all()) and quantised):
-        raise UserError(f"The ledger in {path} does not fit its slots; the file was altered, save it again.")
+    quantised = ledger.quantisation is not None or bool((ledger.quantised == -1).all())
+    if not (len(shape) == 2 and columns_fit and following_fits and live_fits and bool(named.all()) and quantised):
+        raise UserError(f"The ledger in {path} does not fit its slots; it was altered, save it again.")

@@ -1,8 +1,9 @@
-"""What a ledger costs: the bytes that its live slots take, each head storing its own, each slot at its precision.
+"""Bytes that the live slots of a ledger take, where each head stores its own slots and each slot has its precision.
 
 kvprobe itself holds every number in the model's dtype, in tensors of one length for all layers and heads, so that it
-can be captured and patched. An engine that stores less is priced here from the ledger; `Codes.pack` of
-`kvprobe.policies.quantise` makes the bytes of quantised slots, and a test holds the price equal to them.
+can be captured and patched. An engine that stores less is priced here from the ledger. `Codes.pack` of
+`kvprobe.policies.quantise` makes the bytes of quantised slots; a test holds their number equal to the one computed
+here.
 """
 
 from typing import cast
@@ -11,8 +12,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.cache.ledger import Grain, Ledger
-from kvprobe.memory.slots import Rounds
+from kvprobe.cache.ledger import Ledger, QuantisationFormat
+from kvprobe.cache.slots import Rounds
 
 
 def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: int) -> int:
@@ -27,19 +28,19 @@ def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: in
     coarse = ledger.quantised >= 0
     fine_slots = int((live & ~coarse[None, :, None, :]).sum())
     total = fine_slots * (d_key + d_value) * number_bytes
-    if ledger.grain is not None:
-        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.grain, d_key, d_value)
+    if ledger.quantisation is not None:
+        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.quantisation, d_key, d_value)
     return total
 
 
 def _quantised(
     live: Bool[Tensor, "layers batch kv_heads slots"],
     groups: Int[Tensor, "batch slots"],
-    grain: Grain,
+    quantisation: QuantisationFormat,
     d_key: int,
     d_value: int,
 ) -> int:
-    price = Rounds(grain.bits, grain.group)
+    price = Rounds(quantisation.bits, quantisation.group)
     return int(live.sum()) * price.slot_bytes(d_key, d_value) + _groups_held(live, groups) * price.group_bytes(d_key)
 
 

@@ -1,7 +1,7 @@
 """The ledger: what is known of every slot of a cache.
 
-Positions, segments, provenance and liveness travel with the slots. Nothing here is ever inferred from a
-length, so an eviction cannot silently move a token (the bug of every home-made eviction script).
+Positions, segments, provenance and liveness are carried with the slots. Nothing is inferred from a length, so an
+eviction cannot silently move a token (the bug of every home-made eviction script).
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,22 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
 
 PADDING = -1
 """Segment index of a slot that holds no token."""
 
 COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised")
-"""What a ledger knows of every slot of every row."""
+"""Fields with one entry per row and slot."""
 
 
 @dataclass(frozen=True)
-class Grain:
+class QuantisationFormat:
     """How finely quantised slots are stored.
 
     Attributes:
         bits: per number.
-        group: numbers that share a scale and a minimum: so many slots of a key channel, so many channels of a value.
+        group: how many numbers share a scale and a minimum: slots of a key channel, channels of a value.
     """
 
     bits: int
@@ -42,16 +43,16 @@ class Ledger:
         tokens: vocabulary id of the token in the slot.
         positions: the logical index at which later queries see the slot.
         origins: the position at which the key was computed, and to which its stored form is rotated. It differs from
-            `positions` after re-indexing; whoever reads the key rotates it from here, once.
+            `positions` after re-indexing; a reader of the key then rotates it from here, once.
         segments: index into `names`, or `PADDING`.
-        recomputed: provenance; true where the slot was computed without text that once stood before it.
-        delimiters: whether the token belongs to the chat template and not to a message's text.
+        recomputed: provenance; true where the slot was computed without text that had been before it.
+        delimiters: whether the token belongs to the chat template, not to the text of a message.
         quantised: number of the group that the slot was quantised with, or -1 where it has full precision.
         live: whether later queries may attend to the slot, per layer and KV head. The layer and head axes are
             1 where all layers or heads agree.
-        following: the position after the last token that was read, which an eviction of that token does not change.
+        following: the position after the last token that was read; evicting that token does not change it.
         names: segment names, in order of first appearance.
-        grain: of the quantised slots; None where there are none.
+        quantisation: format of the quantised slots; None where there are none.
     """
 
     tokens: Int[Tensor, "batch slots"]
@@ -64,7 +65,7 @@ class Ledger:
     live: Bool[Tensor, "layers batch kv_heads slots"]
     following: Int[Tensor, "batch"]
     names: tuple[str, ...]
-    grain: Grain | None = None
+    quantisation: QuantisationFormat | None = None
 
     @property
     def batch(self) -> int:
@@ -95,30 +96,37 @@ class Ledger:
 
     @property
     def untouched(self) -> bool:
-        """Whether every slot is live and its position is its index, as in a cache that nobody edited."""
+        """Whether every slot is live and its position is its index, as in a cache that was not edited."""
         index = torch.arange(self.slots, device=self.positions.device)
         return bool(self.live.all()) and bool((self.positions == index).all())
 
+    @property
+    def unfinished(self) -> Bool[Tensor, "batch"]:
+        """Whether a row ends in an answer of the model whose end was not read: a header, or generated tokens."""
+        answer = self.in_segments([name for name in (ANSWER_HEADER, GENERATED) if name in self.names])
+        last = ~self.padding & ((~self.padding).flip(1).cumsum(1).flip(1) == 1)
+        return (answer & last).any(1)
+
     def in_segments(self, names: Sequence[str]) -> Bool[Tensor, "batch slots"]:
         """Slots that belong to any of the named segments; an unknown name is refused."""
-        found = torch.zeros_like(self.segments, dtype=torch.bool)
+        inside = torch.zeros_like(self.segments, dtype=torch.bool)
         for name in names:
             if name not in self.names:
                 raise UserError(unknown("segment", name, self.names))
-            found |= self.segments == self.names.index(name)
-        return found
+            inside |= self.segments == self.names.index(name)
+        return inside
 
     def order(self, keep: Bool[Tensor, "batch slots"]) -> tuple[Int[Tensor, "batch kept"], Bool[Tensor, "batch kept"]]:
         """Indices of the slots to keep, in order, and which of them are padding: rows may keep different numbers."""
         keep = keep & ~self.padding
         lengths = keep.sum(1)
-        kept = int(lengths.max())
-        # A stable sort brings each row's kept slots to the front, in order.
-        slots = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :kept]
-        return slots, torch.arange(kept, device=keep.device) >= lengths[:, None]
+        longest = int(lengths.max())
+        # A stable sort brings the slots that each row keeps to the front, in order.
+        slots = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
+        return slots, torch.arange(longest, device=keep.device) >= lengths[:, None]
 
     def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "Ledger":
-        """The ledger of the slots at these indices, row by row; `padding` marks the ones that hold nothing."""
+        """The ledger of the slots at these indices, row by row; `padding` marks those that hold no token."""
         layers, _, heads, _ = self.live.shape
         index = slots[None, :, None, :].expand(layers, -1, heads, -1)
         taken = {name: getattr(self, name).gather(1, slots) for name in COLUMNS}
@@ -131,9 +139,9 @@ class Ledger:
         return replace(self, **chosen, live=self.live[:, index], following=self.following[index])
 
     def closed(self) -> "Ledger":
-        """The ledger with its gaps closed: positions count the slots that some layer or head keeps."""
-        kept = self.kept.long()
-        return replace(self, positions=(kept.cumsum(1) - 1).clamp(min=0), following=kept.sum(1))
+        """The ledger with its gaps closed: positions count the slots that are live in some layer and head."""
+        live = self.kept.long()
+        return replace(self, positions=(live.cumsum(1) - 1).clamp(min=0), following=live.sum(1))
 
     def append(self, other: "Ledger") -> "Ledger":
         """This ledger followed by another of the same batch, segment names merged."""
@@ -161,11 +169,13 @@ class Ledger:
 
     @staticmethod
     def join(ledgers: "Sequence[Ledger]") -> "Ledger":
-        """The rows of several ledgers of as many slots, segment names merged."""
+        """The rows of several ledgers with equally many slots, segment names merged."""
         names = tuple(dict.fromkeys(name for ledger in ledgers for name in ledger.names))
-        grains = {ledger.grain for ledger in ledgers if ledger.grain is not None}
-        if len(grains) > 1:
-            raise UserError("Caches that were quantised at different precisions cannot be joined.")
+        formats = {ledger.quantisation for ledger in ledgers if ledger.quantisation is not None}
+        if len(formats) > 1:
+            raise UserError(
+                "Caches of different quantisation formats cannot be joined; quantise them alike, or not at all."
+            )
         layers = max(ledger.live.shape[0] for ledger in ledgers)
         heads = max(ledger.live.shape[2] for ledger in ledgers)
         joined = {name: torch.cat([getattr(ledger, name) for ledger in ledgers]) for name in COLUMNS}
@@ -175,11 +185,11 @@ class Ledger:
             live=torch.cat([ledger.live.expand(layers, -1, heads, -1) for ledger in ledgers], 1),
             following=torch.cat([ledger.following for ledger in ledgers]),
             names=names,
-            grain=next(iter(grains), None),
+            quantisation=next(iter(formats), None),
         )
 
     def numbered(self, names: tuple[str, ...]) -> Int[Tensor, "batch slots"]:
-        """Segments as indices into other names, which hold all of this ledger's."""
+        """Segments as indices into other names, which include all names of this ledger."""
         # One entry more than there are names: the last is where PADDING (-1) lands.
         renumber = torch.tensor([names.index(name) for name in self.names] + [PADDING], device=self.segments.device)
         return renumber[self.segments]

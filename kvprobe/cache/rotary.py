@@ -1,8 +1,8 @@
-"""Turning keys: moving a rotary key from the position at which it was computed to another, once and in fp32.
+"""Rotating keys: moving a rotary key from the position at which it was computed to another, once and in fp32.
 
 A rotary embedding multiplies pairs of a key's numbers by a rotation of angle position × frequency, so a key can be
-moved to any position without the model. Moving it again and again would add up rounding (22 % after 200 moves in
-bfloat16); kvprobe therefore stores keys as they were computed and turns them, from there, when they are read.
+moved to any position without the model. Moving it again and again would add up rounding errors (22 % after 200 moves in
+bfloat16). kvprobe therefore stores keys as they were computed, and rotates them from there when they are read.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ Layout = Literal["half", "interleaved"]
 
 @dataclass(frozen=True)
 class Rotary:
-    """How one layer's keys turn with position.
+    """How one layer's keys rotate with position.
 
     Attributes:
         frequencies: radians per position of each pair of numbers, scaling (linear, Llama 3, YaRN) included.
         layout: whether a pair is (i, i + pairs), as in Llama, or (2i, 2i + 1), as in GPT-J. Numbers of a key beyond
-            the pairs are not turned (partial rotary).
+            the pairs are not rotated (partial rotary).
     """
 
     frequencies: Float[Tensor, "pairs"]
@@ -41,10 +41,10 @@ class Rotation:
     def between(
         cls, rotary: Rotary, origins: Int[Tensor, "batch slots"], positions: Int[Tensor, "batch slots"]
     ) -> "Rotation":
-        """The turn from `origins` to `positions`.
+        """The rotation from `origins` to `positions`.
 
-        Both angles are taken in fp32, as the model itself takes them, so that a turned key equals one computed at
-        its new position even where fp32 no longer resolves the angle.
+        Both angles are computed in fp32, as in the model itself, so that a rotated key equals one computed at its new
+        position even where fp32 no longer resolves the angle.
         """
 
         def angles(at: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ class Rotation:
         return cls(angle.cos().float(), angle.sin().float(), rotary.layout)
 
     def of(self, keys: Float[Tensor, "batch kv_heads slots d_head"]) -> Float[Tensor, "batch kv_heads slots d_head"]:
-        """These keys, turned; in fp32, then in the keys' own dtype."""
+        """These keys, rotated in fp32 and returned in their own dtype."""
         pairs = self.cos.shape[-1]
-        turning, still = keys[..., : 2 * pairs].float(), keys[..., 2 * pairs :]
+        paired, unpaired = keys[..., : 2 * pairs].float(), keys[..., 2 * pairs :]
         if self.layout == "half":
-            one, other = turning[..., :pairs], turning[..., pairs:]
+            one, other = paired[..., :pairs], paired[..., pairs:]
         else:
-            one, other = turning[..., 0::2], turning[..., 1::2]
-        turned = (one * self.cos - other * self.sin, other * self.cos + one * self.sin)
-        joined = torch.cat(turned, -1) if self.layout == "half" else torch.stack(turned, -1).flatten(-2)
-        return torch.cat([joined.to(keys.dtype), still], -1) if still.shape[-1] else joined.to(keys.dtype)
+            one, other = paired[..., 0::2], paired[..., 1::2]
+        rotated = (one * self.cos - other * self.sin, other * self.cos + one * self.sin)
+        joined = torch.cat(rotated, -1) if self.layout == "half" else torch.stack(rotated, -1).flatten(-2)
+        return torch.cat([joined.to(keys.dtype), unpaired], -1) if unpaired.shape[-1] else joined.to(keys.dtype)

@@ -1,4 +1,4 @@
-"""Who may attend to whom, from the ledger: causal by slot order, windows by position, never by length."""
+"""Which slots each query may attend to, from the ledger: causal by slot order, windows by position, never by length."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,10 +12,9 @@ def visible(
 ) -> Bool[Tensor, "layers batch kv_heads queries slots"]:
     """Which slots each query may attend to: each of the last `queries` slots, or of the slots at these indices.
 
-    A query sees the live slots that stand before it, and always itself, so that no row of the mask is empty
-    (padding included). Causality goes by slot order. A sliding `window` goes by position, as the model was
-    trained: a slot is out of reach when its position is `window` or more behind the query's, however few
-    slots stand between them.
+    A query sees the live slots before it, and always itself, so that no row of the mask is empty (padding included).
+    Causality follows slot order. A sliding `window` follows position, as in training: a slot is out of reach when its
+    position is `window` or more behind the query's, however few slots are between them.
     """
     slots = torch.arange(ledger.slots, device=ledger.tokens.device)
     query_slots = slots[ledger.slots - queries :] if isinstance(queries, int) else queries
@@ -29,7 +28,7 @@ def visible(
 def additive(
     seen: Bool[Tensor, "batch kv_heads queries slots"], groups: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch heads queries slots"]:
-    """A mask to add to attention scores: 0 where seen, the dtype's lowest number elsewhere.
+    """A mask to add to attention scores: 0 where seen, elsewhere the lowest number of the dtype.
 
     Args:
         groups: query heads per KV head; a mask that differs between KV heads is repeated for each.

@@ -1,4 +1,4 @@
-"""Erasing: take a concept out of K and V, or exchange it for another run's, and see whether the model misses it."""
+"""Erasing: take a concept out of K and V, or exchange it for another run's, to see whether the model uses it."""
 
 from kvprobe.erasing.caches import erase, interchange
 from kvprobe.erasing.inlp import inlp

@@ -1,7 +1,8 @@
-"""Erasers at work inside a cache: a concept taken out of K and V where they lie, or exchanged for another run's.
+"""Erasers applied to a cache: a concept is taken out of K and V in chosen slots, or exchanged for another run's.
 
-An eraser belongs to one layer and to K or V, and reads a slot's vectors of all KV heads side by side, or each head's by itself
-(then its tensors begin with an axis of KV heads). Keys are taken as they are stored: fit on the same kind of key.
+An eraser belongs to one layer and to K or V, and reads a slot's vectors of all KV heads side by side, or each head's by
+itself (then its tensors begin with an axis of KV heads). Keys are taken as they are stored: fit erasers on stored keys
+too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,13 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.subspace import Eraser, Subspace
 from kvprobe.errors import UserError
 
-Site = tuple[int, str]
+LayerPart = tuple[int, str]
 """A layer, and `K` or `V`."""
 
 
 def erase(
     cache: KVCache,
-    erasers: Mapping[Site, Eraser],
+    erasers: Mapping[LayerPart, Eraser],
     *segments: str,
     slots: Bool[Tensor, "batch slots"] | None = None,
     strength: float = 1.0,
@@ -37,8 +38,9 @@ def erase(
         UserError: a layer or part that does not exist, an eraser of another width, or no such segment.
     """
 
-    def erased(site: Site, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
-        return _of_slots(vectors, erasers[site], lambda own: erasers[site].erased(own, strength))
+    def erased(layer_part: LayerPart, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
+        eraser = erasers[layer_part]
+        return _of_slots(vectors, eraser, lambda features: eraser.erased(features, strength))
 
     return _rewritten(cache, erasers, _chosen(cache, segments, slots), erased)
 
@@ -46,40 +48,43 @@ def erase(
 def interchange(
     base: KVCache,
     donor: KVCache,
-    subspaces: Mapping[Site, Subspace],
+    subspaces: Mapping[LayerPart, Subspace],
     *segments: str,
     slots: Bool[Tensor, "batch slots"] | None = None,
     strength: float = 1.0,
 ) -> KVCache:
     """The base with what the donor holds inside these subspaces, slot by slot (Geiger et al. 2023, arXiv 2303.02536).
 
-    With a donor that holds the average of many runs which differ in a concept, this erases it: so do erasers that were fitted on
-    features from which each run's own average had been taken.
+    With a donor that holds the average of many runs that differ in a concept, this erases the concept, as erasers do
+    that were fitted on features minus each run's own average.
 
     Args:
         donor: of the same slots; see `kvprobe.patching.aligned` for one of others.
         segments: names of segments to exchange in.
         slots: or, the slots, as a boolean per row and slot.
-        strength: 0 leaves the base as it is, 1 exchanges, between them is a mixture, and beyond 1 an exaggeration.
+        strength: 0 leaves the base as it is, 1 exchanges, values between them mix the two, and beyond 1 the difference
+            is exaggerated.
 
     Raises:
         UserError: as `erase`, or a donor of another shape.
     """
     if donor.shape != base.shape or donor.ledger.tokens.shape != base.ledger.tokens.shape:
         raise UserError(
-            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} slots, the base "
-            f"{base.shape} and {base.batch} × {base.slots}; give a donor of the same model, and see `patching.aligned`."
+            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} "
+            f"slots, the base {base.shape} and {base.batch} × {base.slots}; give a donor of the same model on the "
+            "same slots (see `patching.aligned`)."
         )
 
-    def toward(site: Site, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
-        layer, part = site
+    def exchanged(layer_part: LayerPart, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
+        layer, part = layer_part
         change = (donor.keys if part == "K" else donor.values)[layer].index_select(2, where) - vectors
-        return vectors + strength * _of_slots(change, subspaces[site], subspaces[site].inside)
+        subspace = subspaces[layer_part]
+        return vectors + strength * _of_slots(change, subspace, subspace.inside)
 
-    return _rewritten(base, subspaces, _chosen(base, segments, slots), toward)
+    return _rewritten(base, subspaces, _chosen(base, segments, slots), exchanged)
 
 
-def refuse_unfit(cache: KVCache, subspaces: Mapping[Site, Subspace]) -> None:
+def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> None:
     """Refuse subspaces of a layer or part that does not exist, or of another width than its slots."""
     for (layer, part), subspace in subspaces.items():
         if part not in ("K", "V") or not 0 <= layer < cache.n_layers:
@@ -87,11 +92,12 @@ def refuse_unfit(cache: KVCache, subspaces: Mapping[Site, Subspace]) -> None:
                 f"There is no {part!r} at layer {layer}; give subspaces for K or V of layers 0 to {cache.n_layers - 1}."
             )
         heads, width = cache.n_kv_heads, (cache.keys if part == "K" else cache.values)[layer].shape[3]
-        *sites, dim, _ = subspace.read.shape
-        if (tuple(sites), dim) not in (((), heads * width), ((heads,), width)):
+        shape = tuple(subspace.read.shape[:-1])
+        if shape not in ((heads * width,), (heads, width)):
             raise UserError(
-                f"The subspace for {part} of layer {layer} is of vectors of shape {(*sites, dim)}; expected ({heads * width},), which "
-                f"is KV heads × numbers to a head, or ({heads}, {width}) for each head by itself."
+                f"The subspace for {part} of layer {layer} reads vectors of shape {shape}; expected "
+                f"({heads * width},), which is KV heads × numbers to a head, or ({heads}, {width}) for each head by "
+                "itself."
             )
 
 
@@ -105,32 +111,32 @@ def _chosen(
 
 def _rewritten(
     cache: KVCache,
-    sites: Mapping[Site, Subspace],
+    subspaces: Mapping[LayerPart, Subspace],
     chosen: Bool[Tensor, "batch slots"],
-    written: Callable[[Site, Tensor, Tensor], Tensor],
+    edit: Callable[[LayerPart, Tensor, Tensor], Tensor],
 ) -> KVCache:
-    """The cache with what a function makes of the vectors of these slots at each site."""
-    refuse_unfit(cache, sites)
+    """The cache with the vectors of these slots edited in each layer and part that has a subspace."""
+    _refuse_unfit(cache, subspaces)
     where = chosen.any(0).nonzero()[:, 0]
     picked = chosen[:, where][:, None, :, None]
 
-    def every(part: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = list(tensors)
+    def edited(part: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        layers = list(tensors)
         for layer, tensor in enumerate(tensors):
-            if (layer, part) in sites:
+            if (layer, part) in subspaces:
                 vectors = tensor.index_select(2, where)
-                own = torch.where(picked, written((layer, part), vectors, where), vectors)
-                found[layer] = tensor.index_copy(2, where, own)
-        return tuple(found)
+                new = torch.where(picked, edit((layer, part), vectors, where), vectors)
+                layers[layer] = tensor.index_copy(2, where, new)
+        return tuple(layers)
 
-    return replace(cache, keys=every("K", cache.keys), values=every("V", cache.values))
+    return replace(cache, keys=edited("K", cache.keys), values=edited("V", cache.values))
 
 
 def _of_slots(
-    tensor: Float[Tensor, "batch kv_heads slots d"], subspace: Subspace, of: Callable[[Tensor], Tensor]
+    tensor: Float[Tensor, "batch kv_heads slots d"], subspace: Subspace, edit: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "batch kv_heads slots d"]:
-    """What a function makes of the vectors that a subspace reads: of each head, or of all heads side by side."""
+    """The vectors edited as the subspace reads them: each head's by itself, or those of all heads side by side."""
     if subspace.read.dim() == 3:
-        return of(tensor).to(tensor.dtype)
+        return edit(tensor).to(tensor.dtype)
     heads, width = tensor.shape[1], tensor.shape[3]
-    return of(tensor.transpose(1, 2).flatten(2)).unflatten(2, (heads, width)).transpose(1, 2).to(tensor.dtype)
+    return edit(tensor.transpose(1, 2).flatten(2)).unflatten(2, (heads, width)).transpose(1, 2).to(tensor.dtype)

@@ -1,8 +1,8 @@
-"""LEACE: of all affine maps after which no linear probe can tell a concept, the one that changes the features least.
+"""LEACE: of all affine maps after which no linear probe can read a concept, the one that changes the features least.
 
 Least-squares concept erasure (Belrose et al. 2023, arXiv 2306.03819): in whitened coordinates, the directions in which
-features and labels covary are projected away. What is left has no covariance with the labels, so that of every linear probe
-with any convex loss the best is the constant one; and the mean squared change is the least that does so.
+features and labels covary are projected away. What is left has no covariance with the labels, so the best linear probe
+under any convex loss is the constant one; and the mean squared change is the smallest that achieves this.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.linear import check_features
 
 _NEGLIGIBLE = 1e-4
-"""Covariance of a label with features of unit variance up to which it is round-off."""
+"""Covariance of a label with features of unit variance, below which it counts as rounding."""
 
 
 def leace(
@@ -26,39 +26,40 @@ def leace(
 ) -> Eraser:
     """The eraser of all targets together, for each site of a batch (layer × K or V × head, say).
 
-    Where each slot is a sample, the mean over a conversation's slots is guarded, too: it is linear in them.
+    Where each slot is a sample, the concept is also erased from the mean over a conversation's slots, which is linear
+    in them.
 
     Args:
         labels: class number of each sample, for each target.
         classes: of every target.
 
     Raises:
-        UserError: labels out of range or not as many as samples, fewer than two samples, or features that are not finite.
+        UserError: labels out of range or not as many as samples, fewer than two samples, or features that are not
+            finite.
     """
     labels = torch.atleast_2d(labels)
     if labels.shape[1] != features.shape[-2] or labels.shape[1] < 2:
         raise UserError(
-            f"There are {features.shape[-2]} samples with {labels.shape[1]} labels; an eraser needs a label for each of at "
-            f"least two samples."
+            f"There are {features.shape[-2]} samples with {labels.shape[1]} labels; an eraser needs a label for each "
+            "of at least two samples."
         )
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
     sites = features.shape[:-2]
     flat = features.reshape(-1, *features.shape[-2:]).double()
     check_features(flat)
-    found = leace_of(Moments.of(flat, one_hot_answers(labels, classes, flat.dtype)))
-    return Eraser(
-        *(each.reshape(*sites, *each.shape[1:]) for each in (found.read, found.write, found.mean, found.covariance))
-    )
+    eraser = leace_of(Moments.of(flat, one_hot_answers(labels, classes, flat.dtype)))
+    tensors = (eraser.read, eraser.write, eraser.mean, eraser.covariance)
+    return Eraser(*(tensor.reshape(*sites, *tensor.shape[1:]) for tensor in tensors))
 
 
 def leace_of(moments: Moments, shrinkage: float = 0.0) -> Eraser:
     """The eraser from what features and answers, as one-hot columns or any numbers, have in common; see `FoldMoments`.
 
     Args:
-        shrinkage: share of the covariance that is replaced by a sphere of the same trace. Nothing more can be told of the labels
-            with it than without; but where samples are few, directions along which they hardly vary by chance then no longer
-            count as if nothing ever varied along them.
+        shrinkage: share of the covariance that is replaced by a sphere of the same trace. The labels are erased as
+            completely with it as without. With few samples, some directions vary little by chance; shrinkage keeps them
+            from being treated as directions in which features never vary.
     """
     covariance = moments.gram.double() / moments.count
     sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)
@@ -66,12 +67,12 @@ def leace_of(moments: Moments, shrinkage: float = 0.0) -> Eraser:
     whitening = Whitening.of(covariance, moments.features)
     shared = whitening.whiten @ (moments.cross.double() / moments.count)
     directions, strength, _ = torch.linalg.svd(shared, full_matrices=False)
-    told = strength > _NEGLIGIBLE
-    rank = max(1, int(told.sum(1).max()))
-    kept = directions[:, :, :rank] * told[:, None, :rank]
+    informative = strength > _NEGLIGIBLE
+    rank = max(1, int(informative.sum(1).max()))
+    basis = directions[:, :, :rank] * informative[:, None, :rank]
     return Eraser(
-        (whitening.whiten @ kept).float(),
-        (kept.mT @ whitening.unwhiten).float(),
+        (whitening.whiten @ basis).float(),
+        (basis.mT @ whitening.unwhiten).float(),
         moments.features.float(),
         covariance.float(),
     )

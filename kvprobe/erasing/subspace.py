@@ -1,4 +1,4 @@
-"""A subspace of features, told by what is read of a vector and where that is written; and the erasure of what lies in it."""
+"""A subspace of features, as a matrix that reads coordinates and one that writes them; and its erasure."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from torch import Tensor
 class Subspace:
     """A projection of rank r: the part of a change that lies inside is `change @ read @ write`.
 
-    It is orthogonal where `write` is the transpose of `read`, else oblique. Sites of lower rank than others of their batch have
-    columns of zeros.
+    It is orthogonal where `write` is the transpose of `read`, else oblique. Sites of lower rank than others of their
+    batch have columns of zeros.
 
     Attributes:
-        read: the coordinates of a change.
-        write: where each coordinate points to.
+        read: maps a change to its coordinates.
+        write: the direction of each coordinate.
     """
 
     read: Float[Tensor, "*sites dim rank"]
@@ -24,14 +24,14 @@ class Subspace:
 
     @classmethod
     def spanned(cls, directions: Float[Tensor, "directions dim"]) -> "Subspace":
-        """The orthogonal projection onto the span of some directions, which need be neither orthogonal nor of length one."""
+        """The orthogonal projection onto the span of some directions, which need not be orthogonal or of length one."""
         _, singular, right = torch.linalg.svd(torch.atleast_2d(directions).float(), full_matrices=False)
         basis = right[singular > 1e-6 * singular.max()]
         return cls(basis.T, basis)
 
     @property
     def rank(self) -> Int[Tensor, "*sites"]:
-        """Dimensions inside, which of a projection is its trace."""
+        """Dimensions inside: the trace of the projection."""
         return (self.read * self.write.mT).sum((-2, -1)).round().long()
 
     def inside(self, change: Float[Tensor, "*sites samples dim"]) -> Float[Tensor, "*sites samples dim"]:
@@ -45,7 +45,7 @@ class Eraser(Subspace):
 
     Attributes:
         mean: of the features that it was fitted on, which it leaves as it is.
-        covariance: of those features, in which the size of what it does is measured and random subspaces are drawn.
+        covariance: of those features; `share` and random subspaces are measured in it.
     """
 
     mean: Float[Tensor, "*sites dim"]
@@ -57,10 +57,10 @@ class Eraser(Subspace):
         """The features without the concept.
 
         Args:
-            strength: of the erasure: 0 leaves them as they are, 1 erases, beyond it the concept is turned into its opposite.
+            strength: 0 leaves them as they are, 1 erases, and beyond 1 the concept is reversed.
         """
-        away = features.float() - self.mean.to(features.device)[..., None, :]
-        return (features.float() - strength * self.inside(away)).to(features.dtype)
+        deviation = features.float() - self.mean.to(features.device)[..., None, :]
+        return (features.float() - strength * self.inside(deviation)).to(features.dtype)
 
     @property
     def share(self) -> Float[Tensor, "*sites"]:

@@ -25,7 +25,7 @@ class Whitening:
 
     @classmethod
     def of(cls, covariance: Float[Tensor, "sites dim dim"], mean: Float[Tensor, "sites dim"]) -> "Whitening":
-        """Of features with this covariance and mean; they vary along an axis if by more than `VARIANCE_FLOOR` of their size."""
+        """Of features with this covariance and mean; variation below `VARIANCE_FLOOR` of their size counts as none."""
         covariance, mean = covariance.double(), mean.double()
         variance, axes = torch.linalg.eigh(covariance)
         size = covariance.diagonal(dim1=1, dim2=2).mean(1) + mean.square().mean(1)

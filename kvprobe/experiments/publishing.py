@@ -7,8 +7,8 @@ from pathlib import Path
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.names import unknown
-from kvprobe.probes.probe_card import CARD, WEIGHTS, Made
-from kvprobe.probes.published_probe import Probe
+from kvprobe.probes.card import CARD, WEIGHTS, Made
+from kvprobe.probes.probe import Probe
 
 KEPT = "probes"
 """Where a run keeps its probes: a folder each, as `Probe.save` writes it."""

@@ -7,8 +7,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.files import Limits, filled
 from kvprobe.names import unknown
+from kvprobe.plain_data import Limits, filled
 
 LIMITS = Limits(text=4096, entries=1000)
 """Of one setting: characters of a text, and values of a list."""

@@ -42,7 +42,7 @@ class Sample:
     """One item to be answered.
 
     Attributes:
-        number: over all tasks, which keeps its lots apart from those of others.
+        number: over all tasks, which keeps its draws apart from those of others.
         tokens: up to where the model goes on.
     """
 

@@ -1,4 +1,4 @@
-"""Flipped bits, exact in the dtype that stores them."""
+"""Flipped bits, exact in the dtype in which numbers are stored."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -36,9 +36,8 @@ class Layout:
     def field(self, name: Field) -> range:
         """The bits of a field, lowest first."""
         top = self.mantissa + self.exponent
-        return {"mantissa": range(self.mantissa), "exponent": range(self.mantissa, top), "sign": range(top, top + 1)}[
-            name
-        ]
+        fields = {"mantissa": range(self.mantissa), "exponent": range(self.mantissa, top), "sign": range(top, top + 1)}
+        return fields[name]
 
     def field_of(self, bit: int) -> Field:
         """The field that a bit belongs to."""
@@ -54,19 +53,19 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class BitFlips(Fault):
-    """One bit flipped in each struck number, as it stands in memory.
+    """One bit flipped in each struck number, as it is stored in memory.
 
-    By default the scope draws single numbers; give it `unit="slot"` to strike all numbers of a slot. A flip may well give NaN
-    or infinity.
+    By default the scope draws single numbers; give it `unit="slot"` to strike all numbers of a slot. A flip may give
+    NaN or infinity.
 
-    Single flips in shared blocks of a prefix cache: arXiv 2604.17249, which finds coherent but altered answers for 13 of the
-    16 bits of bfloat16.
+    Source: arXiv 2604.17249, on single flips in shared blocks of a prefix cache, which finds coherent but altered
+    answers for 13 of the 16 bits of bfloat16.
 
     Attributes:
-        dtype: in which the number is stored; the cache's own by default. A cache in float32 can stand for the other two:
+        dtype: in which the number is stored; the cache's own by default. A cache in float32 can simulate the other two:
             struck numbers are rounded to them first.
-        bit: which one, 0 being the lowest of the mantissa.
-        field: or, one drawn from this field for each number; from all bits if neither is given.
+        bit: the flipped bit; 0 is the lowest of the mantissa.
+        field: or, the field from which the bit of each number is drawn. If neither is given, it is drawn from all bits.
     """
 
     dtype: Stored | None = None
@@ -86,20 +85,20 @@ class BitFlips(Fault):
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         numbers = struck.of(part)
-        layout = next((each for each in LAYOUTS.values() if each.dtype == numbers.dtype), None)
+        layout = next((layout for layout in LAYOUTS.values() if layout.dtype == numbers.dtype), None)
         if self.dtype is not None and numbers.dtype in (torch.float32, LAYOUTS[self.dtype].dtype):
             layout = LAYOUTS[self.dtype]
         elif self.dtype is not None or layout is None:
             raise UserError(
-                f"{self} flips bits of {self.dtype}, and a cache in {numbers.dtype} would round them away; flip bits of its own "
-                f"dtype, or hold the cache in float32."
+                f"{self} flips bits of {self.dtype}, which a cache in {numbers.dtype} cannot store; flip bits of that "
+                "dtype, or make the cache in float32."
             )
         self._refuse_bit(layout)
         if self.bit is not None:
             bits = torch.full_like(numbers, self.bit, dtype=torch.long)
         else:
             choice = layout.field(self.field) if self.field is not None else range(layout.bits)
-            bits = choice.start + (struck.lots(_WHICH_BIT, numbers.shape[1], part) * len(choice)).long()
+            bits = choice.start + (struck.uniform(_WHICH_BIT, numbers.shape[1], part) * len(choice)).long()
         return flipped(numbers.to(layout.dtype), bits).to(numbers.dtype)
 
     def _refuse_bit(self, layout: Layout) -> None:
@@ -110,9 +109,9 @@ class BitFlips(Fault):
 
 
 def flipped(numbers: Float[Tensor, "*shape"], bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Each number with one of its bits inverted; twice gives it back."""
-    layout = next(each for each in LAYOUTS.values() if each.dtype == numbers.dtype)
+    """Each number with one of its bits inverted; a second flip of the same bit restores it."""
+    layout = next(layout for layout in LAYOUTS.values() if layout.dtype == numbers.dtype)
     one = torch.ones_like(bits).bitwise_left_shift(bits)
-    # The sign bit of the integer type is its most negative number: wrap around to it.
+    # The sign bit of an integer type is its most negative number.
     mask = torch.where(bits == layout.bits - 1, torch.iinfo(layout.view).min, one).to(layout.view)
     return numbers.contiguous().view(layout.view).bitwise_xor(mask).view(numbers.dtype)

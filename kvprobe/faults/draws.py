@@ -1,8 +1,8 @@
 """Where a fault's randomness comes from.
 
-All faults of one sample and repeat draw from the same lots: a higher rate strikes the slots of a lower one and more, two
+All faults of one sample and repeat share random draws. So a higher rate strikes the slots of a lower one and more, two
 faults of one rate strike the same slots, and a band of layers is struck where the whole model would be. Conditions can
-therefore be compared slot by slot, and what a row draws does not depend on the rows beside it.
+therefore be compared slot by slot. What a row draws does not depend on the rows beside it.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from torch import Tensor
 from kvprobe.errors import UserError
 
 _STREAM = 0x6661
-"""Keeps faults apart from whatever else is drawn from the same seed and sample."""
+"""Separates faults from everything else that is drawn from the same seed and sample."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """One source of lots.
+    """One source of random draws.
 
     Attributes:
         seed: of the study.
@@ -39,7 +39,7 @@ class Draws:
                 raise UserError(f"Draws has {name}={getattr(self, name)}; it must be 0 or more.")
 
     def uniform(self, shape: tuple[int, ...], *purpose: int) -> Float[Tensor, "..."]:
-        """Numbers from 0 to 1 in float64, so that none are equal; on the CPU. `purpose` tells draws apart.
+        """Numbers from 0 to 1 in float64, so that none are equal; on the CPU. Each `purpose` has draws of its own.
 
         The tensor is shared with other callers: do not write into it.
         """
@@ -52,7 +52,7 @@ class Draws:
 
 @lru_cache(maxsize=16)
 def _drawn(draws: Draws, kind: str, shape: tuple[int, ...], purpose: tuple[int, ...]) -> Tensor:
-    # Rows of one repeat ask for the same lots one after the other, layer by layer: a short memory serves them all.
+    # Rows of one repeat ask for the same draws one after the other, layer by layer: a small cache serves them all.
     key = np.random.SeedSequence([draws.seed, draws.sample, draws.repeat, _STREAM, *purpose])
     generator = torch.Generator().manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
     if kind == "uniform":

@@ -1,7 +1,7 @@
 """What a fault is: which slots it strikes × what it writes there × when, and whether the damage lasts.
 
-A fault is a frozen dataclass; it says what a struck slot holds afterwards, for K and for V, and nothing else. Which slots
-those are is the `Scope`'s affair, and `kvprobe.faults.strike` writes it.
+A fault is a frozen dataclass. It computes the new content of a struck slot, for K and for V, and nothing else. Its
+`Scope` decides which slots are struck, and `kvprobe.faults.strike` writes them.
 """
 
 from abc import ABC, abstractmethod
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.strike import corrupt
 from kvprobe.faults.struck import Struck
-from kvprobe.names import described
+from kvprobe.names import short_repr
 
 When = int | Literal["every"]
 Need = Literal["rotaries", "queries"]
@@ -31,9 +31,10 @@ class Fault(ABC):
 
     Attributes:
         scope: which slots are struck.
-        at: before which token after the prompt: 0 is at once (the prompt's last token feels it), `every` before each.
-        transient: whether only that one read sees the damage; else it is written, and what is struck again is damaged
-            further.
+        at: before which token after the prompt. 0 is at once, so that the prompt's last token sees the damage; `every`
+            is before each token.
+        transient: whether only that one forward pass sees the damage. Else it stays, and a slot that is struck again is
+            damaged further.
     """
 
     scope: Scope = field(default=Scope(), kw_only=True)
@@ -42,53 +43,55 @@ class Fault(ABC):
 
     def __post_init__(self) -> None:
         if self.at != "every" and (not isinstance(self.at, int) or self.at < 0):
-            raise UserError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step from 0 on.")
+            raise UserError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step, 0 or more.")
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """What the host must have beside the cache."""
+        """What the fault context must hold beside the cache."""
         return ()
 
     @property
     def lender(self) -> str | None:
-        """The name of the donor that it takes slots from, if it takes any."""
+        """The name of the donor from which it takes slots, if any."""
         return getattr(self, "donor", None)
 
     @property
     def operator(self) -> "Fault":
-        """The fault without its where and when: what it does to a slot."""
+        """The fault without scope and time: what it does to a slot."""
         return replace(self, scope=Scope(), at=0, transient=False)
 
     def due(self, step: int) -> bool:
-        """Whether it strikes before the token of this step is read."""
+        """Whether it strikes before the token of this step."""
         return self.at in ("every", step)
 
     def reaches(self, layer: int) -> bool:
         """Whether it does anything at this layer."""
         return True
 
-    def refuse_unfit(self, host: Host) -> None:  # noqa: B027 - most faults fit every host
-        """Refuse a host that this fault cannot strike.
+    def refuse_unfit(self, context: FaultContext) -> None:  # noqa: B027 - most faults fit every context
+        """Refuse a fault context that does not fit this fault.
 
         Raises:
-            UserError: it cannot.
+            UserError: it does not fit.
         """
 
     @abstractmethod
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
-        """What the slots hold afterwards, K or V.
+        """The new content of the struck slots, K or V.
 
         Raises:
-            UserError: the host lacks what this fault needs (a donor, rotary frequencies, queries).
+            UserError: the fault context lacks what this fault needs (a donor, rotary frequencies, queries).
         """
 
     def corrupt(
-        self, cache: KVCache, draws: Sequence[Draws] | None = None, hosts: Sequence[Host] | None = None
+        self, cache: KVCache, draws: Sequence[Draws] | None = None, contexts: Sequence[FaultContext] | None = None
     ) -> KVCache:
         """The cache with this fault written into it; see `KVCache.corrupt`."""
         rows = range(cache.batch)
         given = [Draws(sample=row) for row in rows] if draws is None else draws
-        return corrupt(cache, self, [Host(cache.rows([row])) for row in rows] if hosts is None else hosts, given)[0]
+        return corrupt(
+            cache, self, [FaultContext(cache.rows([row])) for row in rows] if contexts is None else contexts, given
+        )[0]
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)

@@ -1,4 +1,4 @@
-"""Gaussian noise, at a scale that is matched to what it replaces in one of four ways, or to nothing."""
+"""Gaussian noise, matched in scale to the numbers that it replaces in one of four ways, or unmatched."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault, Need
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
@@ -19,21 +19,22 @@ Matched = Literal["raw", "layer", "head", "channel", "effect"]
 
 _NOISE, _TRIAL = 61, 67
 _WIDEST = 2.0**12
-"""How much noise is tried, at most, to reach an effect."""
+"""The largest share of noise that is tried to reach an effect."""
 
 
 @dataclass(frozen=True)
 class Gaussian(Fault):
-    """Gaussian noise in place of K and V: the "Gaussian" of seed 001, whose README says that it matches the layer's statistics.
+    """Gaussian noise in place of K and V.
 
-    Noise at a layer's own scale hits layers with outlier channels harder, so how it is matched decides what a comparison
-    of layers means.
+    The Gaussian noise of "KV Cache is More Robust Than You Think in Large Language Models" (canarypwn), whose README
+    says that it matches the layer's statistics. Noise at a layer's own scale hits layers with outlier channels harder,
+    so the way of matching decides what a comparison of layers means.
 
     Attributes:
-        matched: `raw` has mean 0 and deviation `scale`. `layer` has the mean and deviation of all numbers of the layer's K
-            (or V), `head` those of each KV head, `channel` the mean and covariance of each head's channels. `effect` mixes
-            `layer` noise into what stands there, K and V each in the share at which striking one slot moves the layer's
-            attention output as far in every layer (see `shares`).
+        matched: `raw` has mean 0 and deviation `scale`. `layer` has the mean and deviation of all numbers of the
+            layer's K (or V), `head` those of each KV head, `channel` the mean and covariance of each head's channels.
+            `effect` mixes `layer` noise into the numbers, with a share for K and one for V at which striking one slot
+            moves the attention output equally far in every layer (see `shares`).
         scale: times the deviation; with `effect`, times the share.
     """
 
@@ -56,12 +57,12 @@ class Gaussian(Fault):
         if self.matched == "raw":
             return noise * self.scale
         if self.matched == "effect":
-            share = self.scale * shares(struck.host, part)[struck.layer]
-            replacement = _like_layer(struck.host, struck.layer, part, noise)
+            share = self.scale * shares(struck.context, part)[struck.layer]
+            replacement = _like_layer(struck.context, struck.layer, part, noise)
             return torch.lerp(struck.of(part).float(), replacement, share)
         if self.matched == "layer":
-            return _like_layer(struck.host, struck.layer, part, noise, self.scale)
-        moments = struck.host.moments(struck.layer, part)
+            return _like_layer(struck.context, struck.layer, part, noise, self.scale)
+        moments = struck.context.moments(struck.layer, part)
         if self.matched == "head":
             mean, deviation = _pooled(moments.mean, moments.deviation, dim=1)
             return mean[struck.heads] + noise * deviation[struck.heads] * self.scale
@@ -69,50 +70,51 @@ class Gaussian(Fault):
         return moments.mean[struck.heads] + coloured * self.scale
 
 
-def shares(host: Host, part: Part) -> tuple[float, ...]:
-    """For each layer, how much layer-matched noise is mixed into a slot's K (or V), so that striking one slot moves the
-    attention output, in proportion to its norm, as far as everywhere.
+def shares(context: FaultContext, part: Part) -> tuple[float, ...]:
+    """The share of layer-matched noise, for each layer's K (or V), at which striking one slot moves the attention
+    output, relative to its norm, equally far in every layer.
 
-    That target is the geometric mean over layers of what a share of 1 does: on average nothing becomes louder. Effects are
-    means over slots, the first excluded (a sink, whose loss is another question), and over the host's last queries, which
-    look at all slots here: masks and windows are not counted in.
+    The target is the geometric mean over layers of the effect of a share of 1, so that the noise is on average as
+    strong as before. Effects are means over slots, without the first (a sink, whose loss is another question), and over
+    the context's last queries. Here these queries attend to all slots: masks and windows are ignored.
 
     Raises:
-        UserError: the host has no queries.
+        UserError: the fault context has no queries, or fewer than two slots.
     """
-    known = host.found.get(("shares", part))
+    known = context.computed.get(("shares", part))
     if isinstance(known, tuple):
         return known
-    if host.vectors(0, part).shape[1] < 2:
+    if context.vectors(0, part).shape[1] < 2:
         raise UserError(
-            "Noise matched by its effect needs two slots or more, the first being left out; give a longer prompt."
+            "Noise matched by its effect needs two slots or more, because the first is left out; give a longer prompt."
         )
-    layers = range(host.cache.n_layers)
-    whole = torch.stack([effect(host, layer, part, 1.0) for layer in layers])
+    layers = range(context.cache.n_layers)
+    whole = torch.stack([effect(context, layer, part, 1.0) for layer in layers])
     target = float(whole.clamp(min=1e-12).log().mean().exp())
-    found = tuple(_share_for(host, layer, part, target) for layer in layers)
-    host.found["shares", part] = found
-    return found
+    matched = tuple(_share_for(context, layer, part, target) for layer in layers)
+    context.computed["shares", part] = matched
+    return matched
 
 
-def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
+def effect(context: FaultContext, layer: int, part: Part, share: float) -> Float[Tensor, ""]:
     """How far striking one slot with this share of noise moves the layer's attention output, relative to its norm."""
-    if host.queries is None:
-        raise UserError("Noise matched by its effect needs the host's queries; let Model.sweep read them.")
-    keys, values = host.vectors(layer, "k").float(), host.vectors(layer, "v").float()
-    queries, scale = host.queries.rows[layer].float(), host.queries.scale[layer]
+    if context.queries is None:
+        raise UserError("Noise matched by its effect needs the fault context's queries; let Model.sweep read them.")
+    keys, values = context.vectors(layer, "k").float(), context.vectors(layer, "v").float()
+    queries, scale = context.queries.rows[layer].float(), context.queries.scale[layer]
     scores = queries @ keys.transpose(1, 2) * scale
     weights = scores.softmax(-1)
     output = weights @ values
     vectors = keys if part == "k" else values
     drawn = Draws().normal((*vectors.shape,), _TRIAL, layer, int(part == "v")).to(vectors.device)
-    mixed = torch.lerp(vectors, _like_layer(host, layer, part, drawn), share)
+    mixed = torch.lerp(vectors, _like_layer(context, layer, part, drawn), share)
     if part == "v":
-        # Only one slot's value changes: by how much, times its weight.
+        # Only one slot's value changes: the output moves by that change, times the slot's weight.
         moved = weights.square() * (mixed - values).square().sum(-1)[:, None]
     else:
         changed = queries @ mixed.transpose(1, 2) * scale
-        # One slot's weight goes from a to b, all others shrink together: the output moves by (b − a)/(1 − a) · (value − output).
+        # One slot's weight goes from a to b and the others shrink in proportion: the output moves by
+        # (b − a)/(1 − a) · (value − output).
         rest = torch.log1p(-weights.clamp(max=1 - 1e-6)) + scores.logsumexp(-1, keepdim=True)
         after = torch.sigmoid(changed - rest)
         factor = (after - weights) / (1 - weights).clamp(min=1e-6)
@@ -121,18 +123,18 @@ def effect(host: Host, layer: int, part: Part, share: float) -> Float[Tensor, ""
         ]
         moved = factor.square() * distance.clamp(min=0)
     # A query head's group shares its KV head; all heads of a token are struck together.
-    group = host.queries.group
+    group = context.queries.group
     norm = _by_token(output.square().sum(-1), group)
     relative = (_by_token(moved, group) / norm[..., None].clamp(min=1e-24)).sqrt()
     return relative[:, 1:].mean()
 
 
-def _share_for(host: Host, layer: int, part: Part, target: float) -> float:
-    """The share at which this layer's effect meets the target, or the nearest that any share comes to it."""
+def _share_for(context: FaultContext, layer: int, part: Part, target: float) -> float:
+    """The share at which this layer's effect equals the target, or comes nearest to it."""
     low, high = 1 / _WIDEST, _WIDEST
     for _ in range(24):
         middle = (low * high) ** 0.5
-        if float(effect(host, layer, part, middle)) < target:
+        if float(effect(context, layer, part, middle)) < target:
             low = middle
         else:
             high = middle
@@ -140,15 +142,15 @@ def _share_for(host: Host, layer: int, part: Part, target: float) -> float:
 
 
 def _by_token(values: Float[Tensor, "kv_heads queries *rest"], group: int) -> Float[Tensor, "tokens *rest"]:
-    """Summed over all heads of each token, of which a group stands side by side."""
+    """Summed over all heads of each token; the query heads of a group are adjacent."""
     return values.unflatten(1, (-1, group)).sum((0, 2))
 
 
 def _like_layer(
-    host: Host, layer: int, part: Part, noise: Float[Tensor, "*axes d"], scale: float = 1.0
+    context: FaultContext, layer: int, part: Part, noise: Float[Tensor, "*axes d"], scale: float = 1.0
 ) -> Float[Tensor, "*axes d"]:
     """Noise with the mean and deviation of all numbers of a layer's K or V."""
-    moments = host.moments(layer, part)
+    moments = context.moments(layer, part)
     mean, deviation = _pooled(moments.mean.flatten(), moments.deviation.flatten(), dim=0)
     return mean + noise * deviation * scale
 

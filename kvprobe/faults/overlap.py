@@ -1,4 +1,4 @@
-"""K and V pages that overlap."""
+"""Pages of K and V that share memory."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -15,10 +15,10 @@ from kvprobe.names import unknown
 
 @dataclass(frozen=True)
 class OverlappingKV(Paged):
-    """Pages of K and V that share memory, so that what is written last is read for both: V, unless `last` says K.
+    """Pages of K and V that share memory, so that the part written last (`last`) is read for both.
 
-    Overlapping pages: vllm PR #51837, where the K and V halves of a block fell into pages that other layers also wrote and
-    GSM8K was 0.20 instead of 0.95.
+    Source: vllm PR #51837, where the K and V halves of a block fell into pages that other layers also wrote. GSM8K was
+    0.20 instead of 0.95.
     """
 
     last: Part = "v"
@@ -31,7 +31,7 @@ class OverlappingKV(Paged):
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if struck.keys.shape != struck.values.shape:
             raise UserError(
-                f"Keys have {struck.keys.shape[1]} numbers and values {struck.values.shape[1]}; pages of unequal size do not "
-                f"overlap slot by slot."
+                f"Keys have {struck.keys.shape[1]} numbers and values {struck.values.shape[1]}; OverlappingKV needs "
+                "equal widths, use another fault for this model."
             )
         return struck.of(self.last)

@@ -8,13 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.host import Host
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
 
-_BLOCK_LOTS = 41
+_BLOCKS = 41
 
 Pointing = Literal["swapped", "repeated"]
 
@@ -24,7 +24,7 @@ class Paged(Fault):
     """A fault that strikes whole blocks: the rate of its scope is a share of blocks.
 
     Attributes:
-        block: slots in a block; engines use 16 as a rule.
+        block: slots in a block; most engines use 16.
     """
 
     block: int = field(default=16, kw_only=True)
@@ -38,14 +38,18 @@ class Paged(Fault):
 
 @dataclass(frozen=True)
 class WrongPointers(Paged):
-    """Entries of the block table that point at other blocks of the same request, in all layers: `swapped` among the struck
-    blocks, or `repeated`, so that another block of the prompt is read twice and one's own never.
+    """Entries of the block table that point at other blocks of the same request, in all layers.
 
-    Reads of wrong rows, because the kernel took another block size than the cache's: vllm PR #27547, where GSM8K fell from
-    0.85 to 0.02. SGLang #17839, which began seed 001, was read as this; a later fix there blames a race on evicted
-    sliding-window slots. Attention does not care for the order of slots, and a key carries its position with it, so swapping
-    whole blocks that are all visible changes nothing; where K and V are swapped apart, or a window cuts the order, it does.
-    The last block, if it is not full, is left alone.
+    With `pointing="swapped"` the struck blocks exchange their entries. With `"repeated"` another block of the prompt is
+    read twice, and the struck block is not read.
+
+    Sources: vllm PR #27547, where the kernel took another block size than the cache's, read wrong rows, and GSM8K fell
+    from 0.85 to 0.02. SGLang #17839, the issue behind "KV Cache is More Robust Than You Think in Large Language Models"
+    (canarypwn), was explained in this way; a later fix there blames a race on evicted sliding-window slots.
+
+    Attention is a sum over slots, and a key carries its position, so swapping whole visible blocks changes nothing. It
+    matters where K and V are swapped separately, or where a sliding window depends on the order. A last block that is
+    not full is not struck.
     """
 
     pointing: Pointing = "swapped"
@@ -58,43 +62,47 @@ class WrongPointers(Paged):
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         before = struck.of(part)
         blocks = -(-struck.slots_in_row // self.block)
-        lots = struck.draws.uniform((blocks,), _BLOCK_LOTS, struck.step).to(before.device)
+        uniform = struck.draws.uniform((blocks,), _BLOCKS, struck.step).to(before.device)
         block, offset = struck.slots // self.block, struck.slots % self.block
-        heads = struck.host.cache.n_kv_heads
+        heads = struck.context.cache.n_kv_heads
         stream = struck.rows * heads + struck.heads
         whole = torch.bincount(stream * blocks + block, minlength=1)[stream * blocks + block] == self.block
         if self.pointing == "swapped":
             after = before.clone()
             among = whole.nonzero()[:, 0]
             group = stream * self.block + offset
-            after[among] = before[among][following(group[among], lots[block[among]])]
+            after[among] = before[among][following(group[among], uniform[block[among]])]
             return after
-        others = self._others(struck.host, blocks, lots)
+        others = self._others(struck.context, blocks, uniform)
         if others is None:
             return before
-        clean = struck.host.cache
+        clean = struck.context.cache
         vectors = (clean.keys if part == "k" else clean.values)[struck.layer][0]
-        found = vectors[struck.heads, others[block] * self.block + offset]
-        return torch.where(whole[:, None], found, before)
+        after = vectors[struck.heads, others[block] * self.block + offset]
+        return torch.where(whole[:, None], after, before)
 
-    def _others(self, host: Host, blocks: int, lots: Float[Tensor, "blocks"]) -> Int[Tensor, "blocks"] | None:
-        """For each block another one, of those that the prompt fills; None if there is none."""
-        held = ~host.cache.ledger.padding[0]
-        full = held[: len(held) // self.block * self.block].view(-1, self.block).all(1)
+    def _others(
+        self, context: FaultContext, blocks: int, uniform: Float[Tensor, "blocks"]
+    ) -> Int[Tensor, "blocks"] | None:
+        """For each block another block that the prompt fills; None if there is none."""
+        filled = ~context.cache.ledger.padding[0]
+        full = filled[: len(filled) // self.block * self.block].view(-1, self.block).all(1)
         candidates = full.nonzero()[:, 0]
         if len(candidates) < 2:
             return None
-        # Any but one's own: as many steps on as the lot says. A block that is no candidate may take any.
-        place = torch.full((blocks,), -1, device=lots.device)
-        place[candidates] = torch.arange(len(candidates), device=lots.device)
+        # A random number of steps on, so never the block itself. A block that is not a candidate may take any.
+        place = torch.full((blocks,), -1, device=uniform.device)
+        place[candidates] = torch.arange(len(candidates), device=uniform.device)
         choices = len(candidates) - (place >= 0).long()
-        return candidates[(place + 1 + (lots * choices).long()) % len(candidates)]
+        return candidates[(place + 1 + (uniform * choices).long()) % len(candidates)]
 
 
-def following(group: Int[Tensor, "entries"], lots: Float[Tensor, "entries"]) -> Int[Tensor, "entries"]:
-    """For each entry the next one of its group in the order of lots, the last being followed by the first; so that every
-    group of two or more is thoroughly permuted."""
-    order = torch.argsort(lots)
+def following(group: Int[Tensor, "entries"], draws: Float[Tensor, "entries"]) -> Int[Tensor, "entries"]:
+    """The index of the next entry of the same group, in the order of `draws`; the first follows the last.
+
+    No entry of a group of two or more is followed by itself.
+    """
+    order = torch.argsort(draws)
     order = order[torch.argsort(group[order], stable=True)]
     ordered = group[order]
     last = torch.ones_like(ordered, dtype=torch.bool)
@@ -103,7 +111,7 @@ def following(group: Int[Tensor, "entries"], lots: Float[Tensor, "entries"]) -> 
     first = torch.ones_like(last)
     first[1:] = last[:-1]
     start = torch.where(first, index, 0).cummax(0).values if len(index) else index
-    after = torch.where(last, start, index + 1)
-    found = torch.empty_like(order)
-    found[order] = order[after]
-    return found
+    successor = torch.where(last, start, index + 1)
+    following_entry = torch.empty_like(order)
+    following_entry[order] = order[successor]
+    return following_entry

@@ -1,4 +1,4 @@
-"""Slots that change places."""
+"""Struck slots that exchange their contents."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ _ORDER = 43
 
 @dataclass(frozen=True)
 class Permuted(Fault):
-    """The struck slots of each layer and head change places among each other; none stays where it was.
+    """The struck slots of each layer and head exchange their contents; each gets the content of another.
 
-    K and V together this is a control: attention sums over a set, and keys carry their positions, so nothing may change
-    where all slots are visible. K or V alone (`Scope(parts="k")`) it pairs keys with the values of other tokens, as
-    a K and V layout that is read as another does (LMCache #4463).
+    With K and V together this is a control: attention sums over a set, and keys carry their positions, so nothing may
+    change where all slots are visible. With K or V alone (`Scope(parts="k")`) keys meet the values of other tokens. The
+    same happens when one layout of K and V is read as another (LMCache #4463).
     """
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
-        group = struck.rows * struck.host.cache.n_kv_heads + struck.heads
-        return struck.of(part)[following(group, struck.lots(_ORDER)[:, 0])]
+        group = struck.rows * struck.context.cache.n_kv_heads + struck.heads
+        return struck.of(part)[following(group, struck.uniform(_ORDER)[:, 0])]

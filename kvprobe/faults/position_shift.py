@@ -14,9 +14,9 @@ from kvprobe.faults.struck import Struck
 
 @dataclass(frozen=True)
 class PositionShift(Fault):
-    """Keys turned as if their tokens stood `by` positions further on; values stay, and so does who may see whom.
+    """Keys rotated as if their tokens stood `by` positions further on. Values and visibility stay.
 
-    llama.cpp #3825: of two shifts of the same slots only the last was applied to their keys.
+    Source: llama.cpp #3825, where only the last of two shifts of the same slots was applied to their keys.
     """
 
     by: int
@@ -28,12 +28,13 @@ class PositionShift(Fault):
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if part == "v":
             return struck.values
-        if struck.host.rotaries is None:
+        if struck.context.rotaries is None:
             raise UserError(
-                "PositionShift turns keys, and this host has no rotary frequencies; let Model.sweep find them."
+                "PositionShift rotates keys, and this fault context has no rotary frequencies; let Model.sweep find "
+                "them."
             )
-        rotary = struck.host.rotaries[struck.layer]
+        rotary = struck.context.rotaries[struck.layer]
         if rotary is None:
             return struck.keys
-        at = struck.positions[None]
-        return Rotation.between(rotary, at, at + self.by).of(struck.keys[None, None])[0, 0]
+        positions = struck.positions[None]
+        return Rotation.between(rotary, positions, positions + self.by).of(struck.keys[None, None])[0, 0]

@@ -1,4 +1,4 @@
-"""Numbers that were stored too coarsely, or read at the wrong scale."""
+"""Numbers stored at too low a precision, or read at the wrong scale."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -7,21 +7,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache.ledger import Grain
+from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
-from kvprobe.policies.quantise import codes_of_values
+from kvprobe.policies.codes import codes_of_values
 
 Format = Literal["e4m3", "e5m2"]
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _largest(struck: Struck, part: Part) -> float:
-    """The largest absolute number of the layer's clean K or V, by which engines calibrate one scale for all."""
-    return float(struck.host.vectors(struck.layer, part).float().abs().max().clamp(min=1e-30))
+    """The largest absolute number of the layer's clean K or V, from which engines calibrate one scale for all."""
+    return float(struck.context.vectors(struck.layer, part).float().abs().max().clamp(min=1e-30))
 
 
 def _in_fp8(vectors: Float[Tensor, "struck d"], scale: float, kind: Format) -> Float[Tensor, "struck d"]:
@@ -33,10 +33,10 @@ def _in_fp8(vectors: Float[Tensor, "struck d"], scale: float, kind: Format) -> F
 
 @dataclass(frozen=True)
 class Fp8Scale(Fault):
-    """Stored in fp8 at one scale for each layer and part, and read back at `factor` times that scale: 1 is fp8 as it should
-    be, 2 a scale that was applied twice too large.
+    """Stored in fp8 at one scale for each layer and part, and read back at `factor` times that scale. A factor of 1 is
+    fp8 without an error.
 
-    Scales that are loaded and then ignored, so that 1.0 stands in for them: sglang PR #20705.
+    Source: sglang PR #20705, where scales were loaded and then ignored, so that 1.0 was used instead.
     """
 
     factor: float
@@ -53,10 +53,10 @@ class Fp8Scale(Fault):
 
 @dataclass(frozen=True)
 class Fp8Saturation(Fault):
-    """Stored in fp8 at a scale that leaves room for only `room` of the largest number: what is larger saturates.
+    """Stored in fp8 at a scale at which all numbers above `room` times the layer's largest saturate.
 
-    Default scales that do not fit a model: vllm #41343. (vllm #13133, often cited for this, was an fp8 setting that a backend
-    ignored.)
+    Source: vllm #41343, where default scales did not fit a model. (vllm #13133, often cited for this, was an fp8
+    setting that a backend ignored.)
     """
 
     room: float
@@ -73,10 +73,11 @@ class Fp8Saturation(Fault):
 
 @dataclass(frozen=True)
 class QuantisationNoise(Fault):
-    """Each struck vector rounded to `bits` per number, in groups of `group` channels with a scale and minimum of their own.
+    """Each struck vector rounded to `bits` per number, in groups of `group` channels with a scale and minimum of their
+    own.
 
-    What quantised caches do to every slot; struck slot by slot it tells which of them can bear it. See `policies.Quantise`
-    for KIVI's layout.
+    Quantised caches do this to every slot; struck slot by slot, it shows which slots tolerate it. See
+    `policies.Quantise` for the layout of "KIVI".
     """
 
     bits: int
@@ -85,11 +86,11 @@ class QuantisationNoise(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.bits <= 8 or self.group < 1:
-            raise UserError(f"{self} rounds to 1 to 8 bits, in groups of at least 1.")
+            raise UserError(f"{self} cannot round so; give bits from 1 to 8 and a group of at least 1.")
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         vectors = struck.of(part)
-        return codes_of_values(vectors[None, :, None], Grain(self.bits, self.group)).numbers()[0, :, 0]
+        return codes_of_values(vectors[None, :, None], QuantisationFormat(self.bits, self.group)).numbers()[0, :, 0]
 
 
 def _check(fault: Fault, value: float, name: str, kind: str) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
-from kvprobe.names import described, unknown
+from kvprobe.names import short_repr, unknown
 
 Unit = Literal["slot", "layer", "head", "number"]
-"""What is drawn at once: a slot in all layers and heads; in each layer, or each layer and head, slots of its own; or in each
-of them numbers of its own, for K and for V."""
+"""What is drawn at once: a slot in all layers and heads, a slot of one layer, a slot of one layer and head, or a single
+number of K or V."""
 Parts = Literal["kv", "k", "v"]
 Part = Literal["k", "v"]
 Among = Literal["all", "prompt", "generated"]
@@ -24,20 +24,21 @@ Among = Literal["all", "prompt", "generated"]
 GENERATED = "generated"
 """The segment of tokens that the model wrote itself."""
 
-_SLOT_LOTS, _NUMBER_LOTS, _ROUNDING = 1, 2, 3
+_SLOTS, _NUMBERS, _ROUNDING = 1, 2, 3
+"""Purposes of random draws; see `Draws.uniform`."""
 
 
 @dataclass(frozen=True)
 class Scope:
     """Where a fault strikes.
 
-    Slots are drawn from all that hold a token, live or masked: memory does not know who may be attended to. The number
-    drawn is the rate times the number of slots in scope, rounded up or down by lot so that the rate is met on average;
-    single numbers are struck each by its own lot.
+    Slots are drawn from all that hold a token, live or masked: memory does not know which slots may be attended to. The
+    number of struck slots is the rate times the number in scope, rounded up or down at random, so that the rate is met
+    on average. With `unit="number"` each number is drawn on its own.
 
     Attributes:
-        rate: share of what is in scope that is struck.
-        count: or, how many units are (all, if there are fewer).
+        rate: share of the units in scope that is struck.
+        count: or, number of struck units (all, if there are fewer).
         layers: a band, or single layers; all by default.
         heads: KV heads; all by default.
         parts: keys and values, or one of them.
@@ -45,7 +46,7 @@ class Scope:
         slots: indices; all by default.
         among: only slots of the prompt, or only those that the model wrote.
         unit: what is drawn at once.
-        block: slots that are drawn together because they lie together, as in a paged cache.
+        block: number of consecutive slots that are drawn together, as in a paged cache.
     """
 
     rate: float = 1.0
@@ -70,7 +71,7 @@ class Scope:
             raise UserError(f"Scope has rate={self.rate}; it must be 0 to 1.")
         if self.count is not None and (self.count < 0 or self.rate != 1.0):
             raise UserError(
-                f"Scope has count={self.count} and rate={self.rate}; give either, and a count of 0 or more."
+                f"Scope has count={self.count} and rate={self.rate}; give one of the two, and a count of 0 or more."
             )
         for name, kind in (("parts", Parts), ("among", Among), ("unit", Unit)):
             if getattr(self, name) not in get_args(kind):
@@ -79,39 +80,39 @@ class Scope:
             raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)
 
     def eligible(self, ledger: Ledger, row: int = 0) -> Bool[Tensor, "slots"]:
-        """The slots of a row from which are drawn.
+        """The slots of a row that may be drawn.
 
         Raises:
             UserError: an unknown segment, or a slot beyond the cache.
         """
-        found = ~ledger.padding[row]
+        eligible = ~ledger.padding[row]
         if self.segments is not None:
-            found = found & ledger.in_segments(self.segments)[row]
+            eligible = eligible & ledger.in_segments(self.segments)[row]
         if self.among != "all":
             known = GENERATED in ledger.names
-            own = ledger.in_segments([GENERATED])[row] if known else torch.zeros_like(found)
-            found = found & (own if self.among == "generated" else ~own)
+            generated = ledger.in_segments([GENERATED])[row] if known else torch.zeros_like(eligible)
+            eligible = eligible & (generated if self.among == "generated" else ~generated)
         if self.slots is not None:
             _refuse_beyond("slot", self.slots, ledger.slots)
-            named = torch.zeros_like(found)
+            named = torch.zeros_like(eligible)
             named[list(self.slots)] = True
-            found = found & named
-        return found
+            eligible = eligible & named
+        return eligible
 
     @property
     def pool(self) -> "Scope":
-        """The scope without what does not change the order in which slots are drawn: scopes of one pool share it."""
+        """The scope with only the settings that decide the order of the draw; scopes of one pool share that order."""
         return replace(self, rate=1.0, count=None, layers=None, heads=None, parts="kv")
 
     def order(self, ledger: Ledger, shape: tuple[int, int], draws: Draws, step: int, row: int = 0) -> "Order":
-        """In which order slots are drawn.
+        """The order in which slots are drawn.
 
         Args:
             shape: layers and KV heads of the cache.
-            step: tokens read since the prompt, which tells draws apart.
+            step: tokens read since the prompt; each step has draws of its own.
         """
         layers, heads = shape
         eligible = self.eligible(ledger, row)
@@ -122,25 +123,24 @@ class Scope:
             )
         across = {"slot": (1, 1), "layer": (layers, 1), "head": (layers, heads)}[self.unit]
         blocks = -(-ledger.slots // self.block)
-        lots = draws.uniform((*across, blocks), _SLOT_LOTS, step).to(eligible.device)
+        uniform = draws.uniform((*across, blocks), _SLOTS, step).to(eligible.device)
         whole = torch.nn.functional.pad(eligible, (0, blocks * self.block - ledger.slots))
         drawable = whole.view(blocks, self.block).any(1)
-        rank = lots.masked_fill(~drawable, 2.0).argsort(-1).argsort(-1)
+        rank = uniform.masked_fill(~drawable, 2.0).argsort(-1).argsort(-1)
         spread = rank.repeat_interleave(self.block, -1)[..., : ledger.slots].expand(layers, -1, -1)
         rounding = draws.uniform((*across, 1), _ROUNDING, step).to(eligible.device)
         return Order(eligible.expand_as(spread), spread, rounding, int(drawable.sum()))
 
     def struck(self, order: "Order", shape: tuple[int, int]) -> Bool[Tensor, "layers heads slots"]:
-        """Which slots are struck, drawn in the order of this scope's pool; the head axis is 1 where all heads agree. With
-        `unit="number"`, those of which some number might be.
+        """The struck slots, drawn in the order of this scope's pool. The head axis is 1 where all heads agree. With
+        `unit="number"`, the slots of which some number may be struck.
 
         Raises:
             UserError: a layer or head beyond the cache.
         """
-        every = self.unit == "number"
-        struck = (
-            order.eligible if every else order.eligible & (order.rank < self.quota(order.available, order.rounding))
-        )
+        struck = order.eligible
+        if self.unit != "number":
+            struck = struck & (order.rank < self.quota(order.available, order.rounding))
         for name, chosen, axis in (("layer", self.layers, 0), ("KV head", self.heads, 1)):
             if chosen is not None:
                 _refuse_beyond(name, chosen, shape[axis])
@@ -150,7 +150,7 @@ class Scope:
         return struck
 
     def quota(self, available: int, rounding: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
-        """How many of the available units are struck, for each lot that says whether to round up or down."""
+        """How many of the available units are struck; `rounding`, from 0 to 1, decides between up and down."""
         if self.count is not None:
             return torch.full_like(rounding, min(self.count, available))
         return (self.rate * available + rounding).floor()
@@ -158,7 +158,7 @@ class Scope:
     def numbers(
         self, eligible: Bool[Tensor, "slots"], size: tuple[int, int], draws: Draws, step: int, layer: int, part: Part
     ) -> Bool[Tensor, "heads slots d"]:
-        """With `unit="number"`: which numbers of a layer's K or V are struck.
+        """The struck numbers of a layer's K or V, with `unit="number"`.
 
         Args:
             size: KV heads, and numbers in a vector.
@@ -167,27 +167,27 @@ class Scope:
         inside = torch.zeros(heads, dtype=torch.bool, device=eligible.device)
         inside[list(range(heads) if self.heads is None else self.heads)] = True
         drawable = (inside[:, None] & eligible)[..., None].expand(-1, -1, width)
-        purpose = (_NUMBER_LOTS, step, layer, int(part == "v"))
-        lots = draws.uniform((heads, len(eligible), width), *purpose).to(eligible.device)
+        purpose = (_NUMBERS, step, layer, int(part == "v"))
+        uniform = draws.uniform((heads, len(eligible), width), *purpose).to(eligible.device)
         if self.count is None:
-            # Each number by its own lot, as errors of memory are: there are enough of them for the rate to be met.
-            return drawable & (lots < self.rate)
+            # Each number is drawn on its own, as errors of memory are: there are enough of them for the rate to be met.
+            return drawable & (uniform < self.rate)
         quota = min(self.count, int(drawable.sum()))
         if quota == 0:
             return torch.zeros_like(drawable)
-        lots = lots.masked_fill(~drawable, 2.0)
-        return lots <= lots.flatten().kthvalue(quota).values
+        uniform = uniform.masked_fill(~drawable, 2.0)
+        return uniform <= uniform.flatten().kthvalue(quota).values
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """In which order slots are drawn.
+    """The order in which slots are drawn.
 
     Attributes:
-        eligible: slots that may be drawn at all.
-        rank: of each slot's unit among those that may be.
-        rounding: the lots by which each layer and head rounds how many it loses up or down.
-        available: how many units there are to draw from.
+        eligible: slots that may be drawn.
+        rank: place of each slot's unit in that order.
+        rounding: uniform draws that round the number of struck units of each layer and head up or down.
+        available: number of units to draw from.
     """
 
     eligible: Bool[Tensor, "layers heads slots"]
@@ -197,7 +197,7 @@ class Order:
 
 
 def bands(layers: int, count: int) -> list[range]:
-    """The model's layers in `count` bands of consecutive ones, as equal as they come."""
+    """The model's layers in `count` bands of consecutive layers, of sizes as equal as possible."""
     if not 1 <= count <= layers:
         raise UserError(f"{layers} layers cannot be cut into {count} bands; ask for 1 to {layers}.")
     edges = [round(index * layers / count) for index in range(count + 1)]

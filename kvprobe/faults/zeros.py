@@ -13,10 +13,11 @@ from kvprobe.faults.struck import Struck
 
 @dataclass(frozen=True)
 class Zeros(Fault):
-    """Zeros in place of K and V. A zero key draws a score of zero, not none: the slot still takes attention. With
-    `Scope(parts="v")` the slot draws what it always drew and gives nothing for it.
+    """Zeros in place of K and V. A zero key has a score of zero, so the slot still receives attention. With
+    `Scope(parts="v")` the slot receives the same attention as before and contributes nothing.
 
-    The "zeros" of seed 001; in engines, a page that was allocated and never written.
+    The zeros of "KV Cache is More Robust Than You Think in Large Language Models" (canarypwn). In engines: a page that
+    was allocated and never written.
     """
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:

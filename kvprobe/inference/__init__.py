@@ -1,1 +1,1 @@
-"""A model at work: it reads, captures, generates, and runs policies and faults."""
+"""A model at work: it reads tokens, captures what layers compute, generates, and runs policies and faults."""

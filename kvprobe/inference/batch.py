@@ -1,24 +1,24 @@
-"""Rows of one decode batch whose K and V lie in buffers: a token adds a slot in place, a fault is written and undone in
-place, and a row that has ended gives its place to another.
+"""Rows of one decode batch whose K and V lie in buffers.
+
+A token adds a slot in place, a fault is written and undone in place, and a row that has ended leaves the batch.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import psutil
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.host import Host
 from kvprobe.faults.strike import Damage, strike
 from kvprobe.inference.forward import new_slots
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
 from kvprobe.text.transcript import Tokens
 
@@ -27,7 +27,9 @@ class Batch:
     """Rows of K and V in buffers, and their ledger.
 
     Attributes:
-        ledger: of the slots that hold a token by now.
+        lanes: the model.
+        layers: one buffer per layer.
+        ledger: of the slots that hold a token so far.
     """
 
     def __init__(self, lanes: Lanes, start: KVCache, rows: int, room: int) -> None:
@@ -42,24 +44,24 @@ class Batch:
         faults: Sequence[Fault],
         draws: Sequence[Draws],
         places: Sequence[int],
-        host: Host,
+        context: FaultContext,
         step: int,
         transient: bool,
     ) -> Damage:
-        """Write faults into these rows; what is transient until `undo`."""
+        """Write faults into these rows; transient ones last until `undo`."""
         tensors = [layer.wide for layer in self.layers]
-        damage = strike(faults, draws, places, tensors, self.ledger, host, step, remember=transient)
+        damage = strike(faults, draws, places, tensors, self.ledger, context, step, remember=transient)
         self._damage.append(damage)
         return damage
 
     def undo(self) -> None:
-        """Put back what transient faults overwrote."""
+        """Restore what transient faults overwrote."""
         for damage in reversed(self._damage):
             damage.undo()
         self._damage.clear()
 
-    def read(self, tokens: Sequence[Tokens], lane: Lane) -> Float[Tensor, "rows vocab"]:
-        """One token for each row."""
+    def decode(self, tokens: Sequence[Tokens], lane: Lane) -> Float[Tensor, "rows vocab"]:
+        """Read one token for each row, and return the logits after it."""
         new = new_slots(tokens, self.lanes.device)
         self.ledger = self.ledger.append(new)
         past = past_key_values(self.layers)
@@ -67,8 +69,10 @@ class Batch:
             return self.lanes.forward(new.tokens, self.ledger, past, lane, logits_to_keep=1)[:, -1]
 
     def drop(self, leaving: Sequence[int]) -> list[int]:
-        """Let rows go; where each row that stays stood before. Rows from the end take the places of those that leave, so
-        that only as many are copied."""
+        """Remove rows, and return the former index of each row that stays.
+
+        Rows from the end move to the places of those that leave, so that only as many are copied.
+        """
         count = self.ledger.batch - len(leaving)
         order = list(range(self.ledger.batch))
         moving = iter([row for row in range(count, self.ledger.batch) if row not in leaving])
@@ -84,10 +88,10 @@ class Batch:
 
 
 class Buffer(DynamicLayer):
-    """One layer's K and V, with room for tokens to come; what is handed out is a view of the slots that hold one.
+    """One layer's K and V with room for later tokens; `keys` and `values` are views of the slots that hold a token.
 
     Attributes:
-        wide: K and V with that room, contiguous.
+        wide: K and V of all slots, contiguous.
     """
 
     def __init__(
@@ -108,13 +112,14 @@ class Buffer(DynamicLayer):
             wide[:, :, : self._held] = tensor
         self._show()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         stop = self._held + key_states.shape[2]
         for wide, new in zip(self.wide, (key_states, value_states), strict=True):
             wide[:, :, self._held : stop] = new
         self._held = stop
-        self._show()
-        return self.keys, self.values
+        return self._show()
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
@@ -122,20 +127,21 @@ class Buffer(DynamicLayer):
             wide[target, :, : self._held] = wide[source, :, : self._held]
 
     def shrink(self, rows: int) -> None:
-        """Forget all rows but the first."""
+        """Keep only the first rows."""
         keys, values = self.wide
         self.wide = (keys[:rows], values[:rows])
         self._show()
 
-    def _show(self) -> None:
-        self.keys, self.values = (wide[:, :, : self._held] for wide in self.wide)
+    def _show(self) -> tuple[Tensor, Tensor]:
+        keys, values = (wide[:, :, : self._held] for wide in self.wide)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 def fitting_rows(rows: int, cache: KVCache, room: int) -> int:
-    """As many rows as were asked for, or half as many until they take at most half of the free memory."""
+    """The number of rows asked for, halved until they take at most half of the free memory."""
     slot = sum(tensor[:, :, :1].numel() * tensor.element_size() for tensor in cache.keys + cache.values)
-    device = cache.keys[0].device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = free_bytes(cache.keys[0].device)
     while rows > 2 and rows * slot * (cache.slots + room) > free / 2:
         rows = max(2, rows // 2)
     return rows

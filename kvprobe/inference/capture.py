@@ -1,11 +1,11 @@
-"""Capture: what a forward pass computes at chosen layers and slots, and nothing more.
+"""Capture what a forward pass computes at chosen layers and slots.
 
-One pass, either lane. K and V as stored are taken from the cache as it is filled; everything else from module
-hooks on the plain lane where the plain model has such a module, and from TransformerLens hook points otherwise.
-Only the slots asked for are ever copied, so memory is bounded by the request.
+One pass, on either lane. K and V as stored come from the cache as it is filled. Everything else comes from module hooks
+on the plain lane where the plain model has such a module, and from TransformerLens hook points otherwise. Only the
+slots asked for are copied, so the request bounds the memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import at_slots, cache_of, one_row_each, read, taps
+from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, taps
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import PER_HEAD, Family
 from kvprobe.models.unproved import Lane
@@ -34,7 +34,7 @@ class Captured:
             for the rest.
         present: false where a row has fewer picked slots than the longest and its entry is padding.
         logits: after the last tokens of each row.
-        cache: the longer cache, if it was to be kept.
+        cache: the longer cache, if `keep_cache` was given.
     """
 
     tensors: dict[tuple[Family, int], Tensor]
@@ -65,7 +65,7 @@ def capture(
     keep_cache: bool = False,
     logits: int = 1,
 ) -> Captured:
-    """Read `tokens` (after `past`) and keep what these families compute at these layers and slots.
+    """Read `tokens` (after `past`), and return what these families compute at these layers and slots.
 
     Args:
         families: see `kvprobe.models.lens.Family`.
@@ -74,11 +74,14 @@ def capture(
         slots: or, these of the new tokens, by index (negative from the end of each row). All by default.
         lane: `auto` takes the plain lane if it can answer.
         keep_cache: also return the whole cache; otherwise only what was asked for stays in memory.
-        logits: return those after so many of each row's last tokens.
+        logits: number of last tokens of each row to return logits for.
 
     Raises:
         UserError: an unknown family, layer, segment or slot; or a family that the model does not have.
     """
+    for name, values in (("families", families), ("layers", layers), ("segments", segments), ("slots", slots)):
+        if values is not None and not isinstance(values, Iterable):
+            raise UserError(f"{name} is {str(values)[:40]!r}; give a list.")
     for family in families:
         if family not in get_args(Family):
             raise UserError(unknown("family", family, get_args(Family)))
@@ -87,11 +90,11 @@ def capture(
     past = one_row_each(lanes, past, len(tokens))
     pick, present = _picked(tokens, segments, slots, lanes.device)
     stored: list[Family] = [family for family in families if family in ("k", "v")]
-    heard: list[Family] = [family for family in families if family not in ("k", "v")]
+    computed: list[Family] = [family for family in families if family not in ("k", "v")]
 
     tensors: dict[tuple[Family, int], Tensor] = {}
 
-    def hear(family: Family, layer: int, tensor: Tensor) -> None:
+    def observe(family: Family, layer: int, tensor: Tensor) -> None:
         if family in PER_HEAD:
             per_head = tensor.reshape(*tensor.shape[:2], lanes.geometry.n_kv_heads, -1).transpose(1, 2)
             tensors[family, layer] = at_slots(per_head, pick)
@@ -99,16 +102,18 @@ def capture(
             tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
 
     lanes.prove()
-    sites = plain_sites(lanes, heard, layers) if heard else {}
+    places = plain_sites(lanes, computed, layers) if computed else {}
     if lane == "auto":
-        lane = "hooked" if None in sites.values() else "plain"
+        lane = "hooked" if None in places.values() else "plain"
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
-    listening = lanes.hooked.listening(heard, layers, hear) if lane == "hooked" else _listening(lanes, sites, hear)
-    with listening:
-        ledger, scores = read(lanes, past, tokens, tapped, lane, logits)
+    observing = (
+        lanes.hooked.observing(computed, layers, observe) if lane == "hooked" else _observing(lanes, places, observe)
+    )
+    with observing:
+        ledger, scores = forward_pass(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():
-        picked: dict[Family, Any] = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
-        tensors |= {(family, layer): picked[family] for family in stored}
+        picked = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
+        tensors |= {(family, layer): tensor for family in stored if (tensor := picked[family]) is not None}
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
 
 
@@ -118,32 +123,32 @@ Site = tuple[str, Literal["input", "output"]]
 def plain_sites(
     lanes: Lanes, families: Sequence[Family], layers: Sequence[int]
 ) -> dict[tuple[Family, int], Site | None]:
-    """Where the plain model computes each family, None where only a TransformerLens hook shows it."""
-    sites: dict[tuple[Family, int], Site | None] = {}
+    """Where the plain model computes each family; None where only a TransformerLens hook shows it."""
+    places: dict[tuple[Family, int], Site | None] = {}
     for family in families:
         if not lanes.hooked.fires(family):
-            raise UserError(f"This model has no {family!r} (its blocks are built otherwise); leave it out.")
+            raise UserError(f"This model does not compute {family!r}, as its blocks are built otherwise; leave it out.")
         for layer in layers:
-            site = lanes.hooked.plain_site(family, layer)
-            if site is not None:
+            place = lanes.hooked.plain_site(family, layer)
+            if place is not None:
                 try:
-                    lanes.plain.get_submodule(site[0])
+                    lanes.plain.get_submodule(place[0])
                 except AttributeError:
-                    site = None
-            sites[family, layer] = site
-    return sites
+                    place = None
+            places[family, layer] = place
+    return places
 
 
 @contextmanager
-def _listening(
-    lanes: Lanes, sites: dict[tuple[Family, int], Site | None], hear: Callable[[Family, int, Tensor], None]
+def _observing(
+    lanes: Lanes, places: dict[tuple[Family, int], Site | None], observe: Callable[[Family, int, Tensor], None]
 ) -> Iterator[None]:
-    """Call `hear` with what flows in or out of modules of the plain model; a silent module is an error."""
-    heard: set[tuple[Family, int]] = set()
+    """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
+    called: set[tuple[Family, int]] = set()
 
-    def note(key: tuple[Family, int], tensor: Any) -> None:
-        heard.add(key)
-        hear(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
+    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, ...]) -> None:
+        called.add(key)
+        observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
 
     def before(key: tuple[Family, int]) -> Callable[..., None]:
         return lambda _, args, kwargs: note(key, args[0] if args else kwargs["hidden_states"])
@@ -153,11 +158,11 @@ def _listening(
 
     handles = []
     try:
-        for key, site in sites.items():
-            if site is None:
+        for key, place in places.items():
+            if place is None:
                 raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
-            module = lanes.plain.get_submodule(site[0])
-            if site[1] == "input":
+            module = lanes.plain.get_submodule(place[0])
+            if place[1] == "input":
                 handles.append(module.register_forward_pre_hook(before(key), with_kwargs=True))
             else:
                 handles.append(module.register_forward_hook(after(key)))
@@ -165,13 +170,13 @@ def _listening(
     finally:
         for handle in handles:
             handle.remove()
-    if silent := set(sites) - heard:
+    if silent := set(places) - called:
         raise UserError(f"Modules that were never called: {', '.join(map(str, sorted(silent)))}.")
 
 
 @contextmanager
 def editing(lanes: Lanes, site: Site, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While this lasts, what the plain model computes at a site (see `plain_sites`) goes on as `edit` returns it."""
+    """While this lasts, `edit` replaces what the plain model computes at a place (see `plain_sites`)."""
     path, end = site
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -204,7 +209,7 @@ def _picked(
     """Indices of the chosen slots among the new ones, row by row, and which of them are not padding."""
     if segments is not None and slots is not None:
         raise UserError("Give `segments` or `slots`, not both.")
-    rows = []
+    rows: list[list[int]] = []
     for row in tokens:
         if segments is not None:
             for name in segments:

@@ -1,12 +1,14 @@
-"""The doctor: does kvprobe's machinery hold on this model? Checks on real text, each with what was found and allowed."""
+"""The doctor: checks on real text whether kvprobe computes the right numbers on a model."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate, stop_tokens
 from kvprobe.inference.model import Model
@@ -27,7 +29,7 @@ class Check:
 
     Attributes:
         found: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
-        allowed: up to where it passes.
+        allowed: the largest difference that passes.
     """
 
     name: str
@@ -42,8 +44,8 @@ class Check:
 def examine(model: Model) -> Iterator[Check]:
     """Run the checks, one after the other.
 
-    Tolerances are for float32. In a half-precision dtype all are one twentieth: the order in which a sum is taken
-    already moves logits by a few per cent there.
+    In float32 each check has its own tolerance. In half precision all are 5 %, since there the order of a sum alone
+    changes logits by a few per cent.
     """
 
     def allowed(in_float32: float) -> float:
@@ -51,7 +53,7 @@ def examine(model: Model) -> Iterator[Check]:
 
     tokens = _sample(model)
     plain, plain_logits = extend(model.lanes, None, [tokens], "plain", logits=_LENGTH)
-    lanes = _trusted(model)
+    lanes = _proved_lanes(model)
     if "hooked" in lanes:
         hooked, hooked_logits = extend(model.lanes, None, [tokens], "hooked", logits=_LENGTH)
         yield Check("both lanes agree on logits", _difference(plain_logits, hooked_logits), allowed(1e-4))
@@ -73,41 +75,41 @@ def examine(model: Model) -> Iterator[Check]:
 
 
 def limits(model: Model) -> list[str]:
-    """What the model cannot be used for, a sentence each: the hooked lane, heads masked apart, gaps closed."""
-    found = []
-    for ask in (lambda: model.lanes.hooked, lambda: model.lanes.rotaries):
+    """What the model cannot be used for, one sentence each: the hooked lane, closed gaps, masks per head."""
+    sentences: list[str] = []
+    for name in ("hooked", "rotaries"):
         try:
-            ask()
-        except ValueError as refusal:
-            found.append(str(refusal))
+            getattr(model.lanes, name)
+        except UserError as refusal:
+            sentences.append(str(refusal))
     if not model.lanes.masks_by_head:
-        found.append(f"The heads of {type(model.lanes.plain).__name__} cannot be masked apart from one another.")
-    return found
+        sentences.append(f"The heads of {type(model.lanes.plain).__name__} cannot be masked apart from one another.")
+    return sentences
 
 
-def _trusted(model: Model) -> list[Lane]:
-    """The lanes that the gate lets through."""
+def _proved_lanes(model: Model) -> list[Lane]:
+    """The lanes that passed the gate."""
     try:
         _ = model.lanes.hooked
-    except ValueError:
+    except UserError:
         return ["plain"]
     return ["plain", "hooked"]
 
 
 def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterator[Check]:
-    """K and V as the TransformerLens hooks show them, against those that end up in the cache."""
+    """K and V as TransformerLens hooks show them, against those in the cache."""
     layers = range(model.geometry.n_layers)
     families: list[Family] = [family for family in ("k", "v") if model.lanes.hooked.fires(family)]
-    seen: dict[tuple[Family, int], Tensor] = {}
+    hooked: dict[tuple[Family, int], Tensor] = {}
 
-    def hear(family: Family, layer: int, tensor: Tensor) -> None:
-        seen[family, layer] = tensor.transpose(1, 2)
+    def observe(family: Family, layer: int, tensor: Tensor) -> None:
+        hooked[family, layer] = tensor.transpose(1, 2)
 
-    with model.lanes.hooked.listening(families, layers, hear):
+    with model.lanes.hooked.observing(families, layers, observe):
         cache, _ = extend(model.lanes, None, [tokens], "hooked")
     stored = {"k": cache.keys, "v": cache.values}
     for family in families:
-        worst = _largest(_difference(seen[family, layer], stored[family][layer]) for layer in layers)
+        worst = _largest(_difference(hooked[family, layer], stored[family][layer]) for layer in layers)
         yield Check(f"{family.upper()} read from hooks equals {family.upper()} in the cache", worst, allowed)
 
 
@@ -115,7 +117,7 @@ def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed:
     cache, _ = extend(model.lanes, None, [tokens[:_CUT]], lane)
     hidden = torch.zeros(1, _CUT, dtype=torch.bool, device=model.lanes.device)
     hidden[:, _CUT // 4 : _CUT // 2] = True
-    # The rest stands where the edge of a sliding window, if there is one, runs through what was cached.
+    # New tokens stand so far on that the edge of a sliding window, if there is one, lies inside the cache.
     windows = [window for window in model.geometry.windows if window is not None]
     jump = max(0, min(windows) - _CUT // 4) if windows else 0
     rest = [tokens[_CUT:].shifted(_CUT + jump)]
@@ -126,12 +128,12 @@ def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed:
 
 def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
     ours = generate(model.lanes, [tokens], max_new_tokens=16).tokens[0]
-    plain = model.lanes.plain
+    plain: Any = model.lanes.plain  # `generate` is of a mixin that transformers does not type
     settings = GenerationConfig(
         max_new_tokens=16, do_sample=False, eos_token_id=stop_tokens(model.lanes) or None, pad_token_id=0
     )
-    own = plain.generation_config
-    # What `settings` leaves open the library takes from here: a repetition penalty, say, which is no part of greedy decoding.
+    defaults = plain.generation_config
+    # The library would take settings left open from here, such as a repetition penalty, which greedy decoding lacks.
     plain.generation_config = GenerationConfig()
     try:
         theirs = plain.generate(
@@ -140,7 +142,7 @@ def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
             generation_config=settings,
         )[0, len(tokens) :]
     finally:
-        plain.generation_config = own
+        plain.generation_config = defaults
     return Check("greedy decoding equals the library's own", float(list(ours) != theirs.tolist()), 0.0)
 
 
@@ -159,5 +161,5 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def _largest(differences: Iterable[float]) -> float:
-    """The largest, NaN if any is: a NaN must not pass as small."""
+    """The largest difference, or NaN if any is NaN: `max` of Python could skip it."""
     return float(torch.tensor(list(differences)).max())

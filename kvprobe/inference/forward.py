@@ -1,9 +1,8 @@
-"""Reading tokens into a cache: the one place where a forward pass meets a ledger."""
+"""Reading tokens into a cache: the one place where a forward pass is given a ledger."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +15,7 @@ from kvprobe.cache.rotary import Rotation
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
-from kvprobe.inference.readable import refuse_unreadable
+from kvprobe.inference.readable import refuse_unreadable, require_type
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
@@ -37,28 +36,28 @@ def extend(
     """
     past = one_row_each(lanes, past, len(tokens))
     layers = taps(lanes, past)
-    ledger, scores = read(lanes, past, tokens, layers, lane, logits)
+    ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits)
     return cache_of(lanes, layers, ledger), scores
 
 
 def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:
-    """The cache of these tokens, one row each, read from nothing."""
+    """The cache of these tokens alone, one row each."""
     return extend(lanes, None, tokens, lane)[0]
 
 
 class TapLayer(DynamicLayer):
-    """One layer of a Hugging Face cache that starts from a kvprobe cache, which it never alters.
+    """One layer of a Hugging Face cache that starts from a kvprobe cache, without changing it.
 
     Attributes:
-        pick: which of the new slots to remember in `picked_keys` and `picked_values`.
-        store: whether to keep the grown keys and values; without it only what was picked stays in memory.
-        stored_keys: the grown keys as they were computed; `keys` are those that queries see, turned to their positions.
+        pick: which of the new slots to copy to `picked_keys` and `picked_values`.
+        store: whether to store the grown keys and values; otherwise only the picked slots stay in memory.
+        stored_keys: the grown keys as computed; `keys` are those that queries see, rotated to their positions.
     """
 
     def __init__(
         self,
         past: tuple[Tensor, Tensor] | None = None,
-        turn: Rotation | None = None,
+        rotation: Rotation | None = None,
         pick: Int[Tensor, "batch picked"] | None = None,
         store: bool = True,
     ) -> None:
@@ -67,15 +66,17 @@ class TapLayer(DynamicLayer):
         self.picked_keys: Tensor | None = None
         self.picked_values: Tensor | None = None
         self.stored_keys: Tensor | None = None
-        self._unturned: Tensor | None = None
+        self._unrotated: Tensor | None = None
         if past is not None:
             keys, values = past
             self.lazy_initialization(keys, values)
             self.keys, self.values = keys, values
-            if turn is not None:
-                self.keys, self._unturned = turn.of(keys), keys
+            if rotation is not None:
+                self.keys, self._unrotated = rotation.of(keys), keys
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if self.pick is not None:
             self.picked_keys = at_slots(key_states, self.pick)
             self.picked_values = at_slots(value_states, self.pick)
@@ -84,8 +85,8 @@ class TapLayer(DynamicLayer):
         if not self.store:
             self.keys, self.values, self.is_initialized = before
         else:
-            before_turn = self._unturned
-            self.stored_keys = self.keys if before_turn is None else torch.cat([before_turn, key_states], 2)
+            unrotated = self._unrotated
+            self.stored_keys = self.keys if unrotated is None else torch.cat([unrotated, key_states], 2)
         return grown
 
 
@@ -95,41 +96,43 @@ def taps(
     pick: Mapping[int, Int[Tensor, "batch picked"]] | None = None,
     store: bool = True,
 ) -> list[TapLayer]:
-    """One layer of cache for each of the model's, starting from `past` as its ledger says it is seen.
+    """One cache layer per layer of the model, starting from `past` with its keys rotated to their positions.
 
     Args:
-        pick: for some layers, which of the new slots to remember.
+        pick: for some layers, which of the new slots to copy.
     """
     pick = pick or {}
     if past is None:
         return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
-    turns = _turns(lanes, past) if past.ledger.turned else [None] * past.n_layers
-    pairs = zip(past.keys, past.values, turns, strict=True)
-    return [TapLayer((keys, values), turn, pick.get(layer), store) for layer, (keys, values, turn) in enumerate(pairs)]
+    rotations = _rotations(lanes, past) if past.ledger.turned else [None] * past.n_layers
+    return [
+        TapLayer((keys, values), rotation, pick.get(layer), store)
+        for layer, (keys, values, rotation) in enumerate(zip(past.keys, past.values, rotations, strict=True))
+    ]
 
 
-def _turns(lanes: Lanes, past: KVCache) -> list[Rotation | None]:
-    """The turn of each layer's keys to their positions, shared between layers of the same frequencies."""
-    made: dict[int, Rotation] = {}
-    turns: list[Rotation | None] = []
+def _rotations(lanes: Lanes, past: KVCache) -> list[Rotation | None]:
+    """The rotation of each layer's keys to their positions; layers of the same frequencies share one."""
+    shared: dict[int, Rotation] = {}
+    rotations: list[Rotation | None] = []
     for rotary in lanes.rotaries:
-        if rotary is not None and id(rotary) not in made:
-            made[id(rotary)] = Rotation.between(rotary, past.ledger.origins, past.ledger.positions)
-        turns.append(None if rotary is None else made[id(rotary)])
-    return turns
+        if rotary is not None and id(rotary) not in shared:
+            shared[id(rotary)] = Rotation.between(rotary, past.ledger.origins, past.ledger.positions)
+        rotations.append(None if rotary is None else shared[id(rotary)])
+    return rotations
 
 
 def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
-    """The cache with each key turned to the position at which it is seen: re-indexing carried out."""
+    """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
     if not cache.ledger.turned:
         return cache
-    turns = _turns(lanes, cache)
-    keys = tuple(each if turn is None else turn.of(each) for each, turn in zip(cache.keys, turns, strict=True))
-    return replace(cache, keys=keys, ledger=replace(cache.ledger, origins=cache.ledger.positions))
+    layers = zip(cache.keys, _rotations(lanes, cache), strict=True)
+    rotated = tuple(keys if rotation is None else rotation.of(keys) for keys, rotation in layers)
+    return replace(cache, keys=rotated, ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
 def cache_of(lanes: Lanes, layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
-    """The kvprobe cache that these layers have grown into."""
+    """The kvprobe cache that these layers hold now."""
     pairs = [(layer.stored_keys, layer.values) for layer in layers]
     grown = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
     return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger, lanes.maker)
@@ -142,7 +145,7 @@ def at_slots(
     return tensor.gather(2, pick[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
-def read(
+def forward_pass(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
@@ -150,16 +153,18 @@ def read(
     lane: Lane,
     logits: int,
 ) -> tuple[Ledger, Float[Tensor, "batch kept vocab"]]:
-    """Run the model over `tokens` with `layers` as its cache; the ledger after it, and the last `logits` logits
-    of each row."""
+    """Run the model over `tokens`, with `layers` as its cache, which grow in place.
+
+    Returns the ledger after it, and the logits after the last `logits` tokens of each row.
+    """
     refuse_unreadable(lanes, past, tokens, lane)
     new = new_slots(tokens, lanes.device)
     _warn_of_taken_positions(past, new)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
     if not is_whole(logits) or not 1 <= logits <= shortest:
-        raise UserError(f"{logits} logits were asked for, but the shortest row has {shortest} tokens.")
-    # Rows may end at different queries: compute the logits that any row needs, then pick each row's own.
+        raise UserError(f"logits is {str(logits)[:40]}; the shortest row allows a whole number from 1 to {shortest}.")
+    # Rows may end at different queries: compute the logits that any row needs, then pick those of each row.
     lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
     wanted = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)
     queries, where = wanted.unique(return_inverse=True)
@@ -170,31 +175,32 @@ def read(
         if past is not None:
             past.refuse_nonfinite()
         raise UserError(
-            f"The logits are NaN, though the cache before is finite; {lanes.dtype} may be too narrow for this model."
+            f"The logits are NaN, though the cache before is finite; {lanes.dtype} may be too narrow for this model, "
+            "load it in another dtype."
         )
     return ledger, scores
 
 
 def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
-    """The ledger of runs of tokens about to be read, padded on the right to the longest."""
+    """The ledger of runs of tokens to be read, padded on the right to the longest."""
     length = max(len(row) for row in tokens)
     names = tuple(dict.fromkeys(name for row in tokens for name in row.names))
     number = {name: index for index, name in enumerate(names)}
 
-    def column(rows: list[list[Any]], padding: Any, dtype: torch.dtype) -> Tensor:
-        padded = [row + [padding] * (length - len(row)) for row in rows]
+    def column(rows: Iterable[Sequence[int]], padding: int, dtype: torch.dtype) -> Tensor:
+        padded = [[*row, *[padding] * (length - len(row))] for row in rows]
         return torch.tensor(padded, dtype=dtype, device=device)
 
-    segments = column([[number[name] for name in row.segments] for row in tokens], PADDING, torch.long)
+    segments = column(([number[name] for name in row.segments] for row in tokens), PADDING, torch.long)
     live: Bool[Tensor, "batch slots"] = segments != PADDING
-    positions = column([list(row.positions) for row in tokens], 0, torch.long)
+    positions = column((row.positions for row in tokens), 0, torch.long)
     return Ledger(
-        tokens=column([list(row.ids) for row in tokens], 0, torch.long),
+        tokens=column((row.ids for row in tokens), 0, torch.long),
         positions=positions,
         origins=positions,
         segments=segments,
-        recomputed=column([list(row.recomputed) for row in tokens], False, torch.bool),
-        delimiters=column([list(row.delimiters) for row in tokens], False, torch.bool),
+        recomputed=column((row.recomputed for row in tokens), False, torch.bool),
+        delimiters=column((row.delimiters for row in tokens), False, torch.bool),
         quantised=torch.full_like(positions, -1),
         live=live[None, :, None, :],
         following=torch.tensor([row.following for row in tokens], device=device),
@@ -203,19 +209,23 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
 
 
 def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | None:
-    """`past` with one row for each of `rows`; a cache that this model cannot read on from is refused."""
+    """`past` with one row for each of `rows`; a cache that this model cannot read is refused."""
     if past is None:
         return None
+    require_type("The cache", past, KVCache, "a KVCache, such as Model.prefill returns")
     _refuse_foreign(lanes, past)
     if past.batch == rows:
         return past
     if past.batch == 1:
         return past.fork(rows)
-    raise UserError(f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read.")
+    raise UserError(
+        f"The cache has {past.batch} rows, but there are {rows} runs of tokens to read; give one run per row, or a "
+        "cache of one row."
+    )
 
 
 def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
-    """Positions counted from a cache's length after an eviction collide with those of slots that are still there."""
+    """Warn of new tokens at positions of live slots, as when positions are counted by the cache's length."""
     if past is None or not past.slots:
         return
     last = past.ledger.positions.masked_fill(~past.ledger.kept, -1).amax(1)
@@ -224,33 +234,34 @@ def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
         row = int(taken.int().argmax())
         warnings.warn(
             f"The new tokens start at position {int(new.positions[row, 0])}, but the cache holds live slots up to "
-            f"{int(last[row])}: the naive position law. Start them at `ledger.following`; or ask for it by name, with "
+            f"{int(last[row])}: the naive position mode. Start them at `ledger.following`; or ask for it by name, with "
             f"KVCache.reindex('naive').",
             stacklevel=4,
         )
 
 
 def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
-    """Refuse a cache that another model made, or that lies elsewhere."""
+    """Refuse a cache of another model, dtype or device."""
     shape = lanes.geometry
     counts = [
         ("layers", cache.n_layers, shape.n_layers),
         ("KV heads", cache.n_kv_heads, shape.n_kv_heads),
         ("numbers to a key", cache.keys[0].shape[3], shape.d_head),
     ]
-    for name, found, expected in counts:
-        if found != expected:
+    for name, actual, expected in counts:
+        if actual != expected:
             raise UserError(
-                f"The cache has {found} {name}, but the model has {expected}; "
+                f"The cache has {actual} {name}, but the model has {expected}; "
                 f"a cache can only be read by the model that made it."
             )
     if cache.keys[0].device != lanes.device or cache.keys[0].dtype != lanes.dtype:
         raise UserError(
-            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on {lanes.device}; "
-            f"load the model in the dtype that made the cache, and move the cache with KVCache.to."
+            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on "
+            f"{lanes.device}; load the model in the dtype that made the cache, and move the cache with KVCache.to."
         )
     if cache.made_by is not None and not cache.made_by.same(lanes.maker):
         raise UserError(
-            f"The cache was made by another model (it differs in {differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it "
-            f"with its own, or with any of its shape after dataclasses.replace(cache, made_by=None)."
+            "The cache was made by another model (it differs in "
+            f"{differing(cache.made_by.fingerprint, lanes.fingerprint)}); read it with its own, or with any of its "
+            "shape after dataclasses.replace(cache, made_by=None)."
         )

@@ -1,6 +1,6 @@
-"""The decode loop: greedy or sampled, batched, always at explicit positions, the cache in the open at each step."""
+"""The decode loop: greedy or sampled, batched, at explicit positions, with access to the cache at each step."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,10 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
 from kvprobe.checks import is_whole, require_whole
 from kvprobe.errors import UserError
-from kvprobe.inference.under_policy import Snapshot, apply, read
+from kvprobe.faults.scope import GENERATED
+from kvprobe.inference.forward import extend
+from kvprobe.inference.readable import require_type
+from kvprobe.inference.under_policy import Snapshot, apply, lane_for, read_for, sample_numbers
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
@@ -31,8 +34,8 @@ class Generation:
         logprobs: log-probability of each generated token under the model (before temperature and top-p).
         stopped: whether a stop token ended the row (else it reached `max_new_tokens`).
         texts: decoded text without control tokens; empty without a tokenizer.
-        cache: every slot that was read and kept; the last generated token of a row is not among them.
-        trace: what was kept at each step, after the policy acted if it was due; empty without one.
+        cache: of all tokens read, less what the policy removed; the last generated token of a row was not read.
+        trace: what the cache held at each step, after the policy acted; empty without a policy.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -50,7 +53,7 @@ class Generation:
             UserError: there are several rows; use `texts`.
         """
         if len(self.texts) != 1:
-            raise UserError(f"There are {len(self.texts)} rows; take one from `texts`.")
+            raise UserError(f"`text` is of one row, but there are {len(self.texts)}; take one from `texts`.")
         return self.texts[0]
 
 
@@ -69,40 +72,45 @@ def generate(
     on_step: OnStep | None = None,
     lane: Lane | Literal["auto"] = "auto",
 ) -> Generation:
-    """Read one prompt per row after `past` and continue each, until a stop token or `max_new_tokens`.
+    """Read one prompt per row after `past`, and continue each until a stop token or `max_new_tokens`.
 
     Args:
         temperature: 0 is greedy; otherwise tokens are sampled.
         top_p: sample only from the most probable tokens that together reach this probability.
         stop: ids that end a row; the model's own end tokens by default.
         generators: for sampling, one per row, so that a row does not depend on the rows beside it.
-        policy: acts on the cache after the prompt, then after every so many tokens as it says.
+        policy: acts on the cache after the prompt, and then after every `policy.every` tokens.
         samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
         on_step: called after each pass with the number of tokens generated so far and the cache; may return
-            an edited cache to go on with.
+            an edited cache to continue with.
         lane: `auto` is plain, unless the policy needs attention scores.
 
     Raises:
         UserError: a setting out of range, or sampling without one generator per row.
     """
     _check(max_new_tokens, temperature, top_p, generators, len(prompts))
-    if stop is not None and not all(is_whole(token) for token in stop):
-        raise UserError(f"stop is {str(stop)[:40]!r}; give token ids, whole numbers.")
-    ends = set(stop_tokens(lanes) if stop is None else stop)
+    if on_step is not None and not callable(on_step):
+        raise UserError(f"on_step is {str(on_step)[:40]!r}; give a function of the step and the cache.")
+    ends, numbers = end_tokens(lanes, stop), sample_numbers(samples)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
 
-    start = None if past is None else Scene(past, samples=None if samples is None else tuple(samples))
-    scene, logits = read(lanes, start, prompts, policy, lane)
-    scene = replace(scene, samples=None if samples is None else tuple(samples))
-    trace: list[Snapshot] = []
+    cache, following, trace = past, prompts, list[Snapshot]()
+    scene = None if policy is None or past is None else Scene(past)
     for step in range(max_new_tokens):
-        if policy is not None:
-            scene = apply(lanes, policy, scene, step, lane)
-            trace.append(Snapshot.of(step, scene.cache))
-        if on_step is not None and (edited := on_step(step, scene.cache)) is not None:
-            scene = scene.with_cache(edited)
+        if policy is None:
+            cache, logits = extend(lanes, cache, following, lane_for(None, lane))
+            cache = _with_ended_rows_padded(cache, stopped)
+        else:
+            scene, logits = read_for(lanes, policy, scene, following, lane)
+            scene = scene.with_cache(_with_ended_rows_padded(scene.cache, stopped))
+            scene = apply(lanes, policy, replace(scene, samples=numbers), step, lane)
+            cache = scene.cache
+            trace.append(Snapshot.of(step, cache))
+        if on_step is not None and (edited := on_step(step, cache)) is not None:
+            require_type("What on_step returns", edited, KVCache, "the edited KVCache, or None")
+            cache, scene = edited, scene and scene.with_cache(edited)
         chosen = _choose(logits[:, -1], temperature, top_p, generators)
         scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for row, (token, score) in enumerate(zip(chosen.tolist(), scores.tolist(), strict=True)):
@@ -110,20 +118,17 @@ def generate(
                 tokens[row].append(token)
                 logprobs[row].append(score)
                 stopped[row] = token in ends
-        if all(stopped) or step + 1 == max_new_tokens:
+        if all(stopped):
             break
-        positions = scene.cache.ledger.following.tolist()
+        positions = cache.ledger.following.tolist()
         following = [
-            Tokens.of([token], "generated", position)
-            for token, position in zip(chosen.tolist(), positions, strict=True)
+            Tokens.of([token], GENERATED, position) for token, position in zip(chosen.tolist(), positions, strict=True)
         ]
-        scene, logits = read(lanes, scene, following, policy, lane)
-        if any(stopped):
-            scene = scene.with_cache(_blank_last_slot(scene.cache, stopped))
 
+    assert cache is not None  # at least one pass was made
     texts = tuple(decode_text(lanes.tokenizer, row, ends) for row in tokens)
     return Generation(
-        tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(stopped), texts, scene.cache, tuple(trace)
+        tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)), tuple(stopped), texts, cache, tuple(trace)
     )
 
 
@@ -135,9 +140,23 @@ def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> 
     return [torch.Generator(device).manual_seed(row_seed) for row_seed in seeds]
 
 
+def end_tokens(lanes: Lanes, stop: Sequence[int] | None) -> frozenset[int]:
+    """The ids that end a row: those in `stop`, or else the model's own.
+
+    Raises:
+        UserError: `stop` holds something else than token ids.
+    """
+    if stop is None:
+        return frozenset(stop_tokens(lanes))
+    if not isinstance(stop, Iterable) or not all(is_whole(token) for token in stop):
+        raise UserError(f"stop is {str(stop)[:40]!r}; give a list of token ids, whole numbers.")
+    return frozenset(stop)
+
+
 def stop_tokens(lanes: Lanes) -> list[int]:
     """The ids that end the model's own messages."""
-    configured = lanes.plain.generation_config.eos_token_id
+    settings = lanes.plain.generation_config
+    configured = None if settings is None else settings.eos_token_id
     if configured is None:
         return []
     return [configured] if isinstance(configured, int) else list(configured)
@@ -164,8 +183,10 @@ def _choose(
     return torch.cat(drawn).to(logits.device)
 
 
-def _blank_last_slot(cache: KVCache, rows: Sequence[bool]) -> KVCache:
-    """Rows that have ended keep step with the batch, but what they read is padding."""
+def _with_ended_rows_padded(cache: KVCache, rows: Sequence[bool]) -> KVCache:
+    """The cache with padding in the last slot of the rows that have ended: they stay in the batch, but read nothing."""
+    if not any(rows):
+        return cache
     ended = torch.tensor(rows, device=cache.ledger.tokens.device)
     segments, live = cache.ledger.segments.clone(), cache.ledger.live.clone()
     segments[ended, -1] = PADDING
@@ -187,8 +208,8 @@ def _check(
         raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1.")
-    if temperature > 0 and (generators is None or len(generators) != rows):
-        raise UserError(f"Sampling needs one torch.Generator per row ({rows}); see kvprobe.row_generators.")
+    if temperature > 0 and (not isinstance(generators, Sequence) or len(generators) != rows):
+        raise UserError(f"Sampling needs one torch.Generator per row ({rows}); make them with kvprobe.row_generators.")
 
 
 def decode_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:

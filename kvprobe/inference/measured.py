@@ -1,7 +1,7 @@
-"""What a model really held while it read and generated, beside its budget.
+"""Memory that a model really takes while it reads and generates, beside its budget.
 
-On the CPU every allocation is counted as torch's profiler reports it, to the byte, the kernels' own scratch included;
-on a GPU it is the allocator's peak, whose blocks are rounded up. What libraries take outside torch is in neither.
+On the CPU, torch's profiler reports every allocation to the byte, including the scratch memory of kernels. On a GPU,
+the allocator reports its peak, in rounded blocks. Neither sees memory that libraries take outside torch.
 """
 
 import os
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import QuantizedCache
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -21,12 +23,12 @@ from kvprobe.models.loading import free_bytes
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Bytes beside the weights, over one pass.
+class Phase:
+    """Bytes beside the weights during one pass.
 
     Attributes:
-        cache: that the cache's tensors hold after it.
-        peak: the most that there was at once, what was there before it included.
+        cache: bytes of the cache's tensors after it.
+        peak: the most bytes at once, including those from before it.
     """
 
     cache: int
@@ -35,29 +37,29 @@ class Moment:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a model held.
+    """Memory that one run of a model took.
 
     Attributes:
-        budget: what was predicted.
+        budget: the prediction.
         weights: bytes of the parameters.
-        reading: over the pass that reads the prompt.
-        generating: over the last of the passes that read a generated token; None if there were none.
+        reading: the pass that reads the prompt.
+        generating: the last pass that reads a generated token; None if there was none.
     """
 
     budget: Budget
     weights: int
-    reading: Moment
-    generating: Moment | None
+    reading: Phase
+    generating: Phase | None
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment, weights included."""
-        moments = [self.reading, *([self.generating] if self.generating else [])]
-        return self.weights + max(moment.peak for moment in moments)
+        """The most bytes at once, weights included."""
+        phases = [self.reading, *([self.generating] if self.generating else [])]
+        return self.weights + max(phase.peak for phase in phases)
 
     @property
     def cache(self) -> int:
-        """Bytes of the cache in the end."""
+        """Bytes of the cache at the end."""
         return (self.generating or self.reading).cache
 
     def as_mapping(self) -> dict[str, int]:
@@ -68,18 +70,19 @@ class Measured:
     def __str__(self) -> str:
         budget = self.budget
         rows = [("weights", budget.weights, self.weights), ("cache in the end", budget.cache, self.cache)]
-        rows += [("beside the weights, reading", budget.moments["reading"].total, self.reading.peak)]
+        rows += [("beside the weights, reading", budget.phases["reading"].total, self.reading.peak)]
         if self.generating is not None:
-            rows += [("beside the weights, last token", budget.moments["generating"].total, self.generating.peak)]
+            rows += [("beside the weights, last token", budget.phases["generating"].total, self.generating.peak)]
         rows += [("peak", budget.peak, self.peak)]
         lines = [f"{'measured':34}{'predicted':>26}{'measured':>26}{'off by':>10}"]
-        for name, predicted, found in rows:
-            lines.append(f"{name:34}{both(predicted):>26}{both(found):>26}{100 * (predicted / found - 1):>+8.2f} %")
+        for name, predicted, measured in rows:
+            error = 100 * (predicted / measured - 1)
+            lines.append(f"{name:34}{both(predicted):>26}{both(measured):>26}{error:>+8.2f} %")
         return "\n".join(lines)
 
 
 def measurable(budget: Budget) -> None:
-    """Refuse what cannot be measured, before anything is loaded.
+    """Refuse a budget that cannot be measured, before a model is loaded.
 
     Raises:
         UserError: the budget is not one of transformers' own caches.
@@ -91,11 +94,11 @@ def measurable(budget: Budget) -> None:
 
 
 def measure(model: Model, budget: Budget) -> Measured:
-    """Read a prompt of random tokens and generate, as transformers does, and count what is held.
+    """Read a prompt of random tokens and generate, as transformers does, and count the bytes that it takes.
 
     Raises:
-        UserError: the budget is not one of transformers' own caches, or of another dtype than the loaded model.
-        UserError: there is less memory free than the budget asks for.
+        UserError: the budget is not one of transformers' own caches, is of another dtype than the loaded model, or is
+            larger than the free memory.
     """
     _refuse(model, budget)
     request, device, plain = budget.request, model.lanes.device, model.lanes.plain
@@ -105,26 +108,29 @@ def measure(model: Model, budget: Budget) -> Measured:
     keep = 1 if budget.logits == "last" else 0
     past = _empty_cache(plain, budget)
 
-    def read(first: int, last: int) -> None:
+    def run_model(first: int, last: int) -> None:
         plain(ids[:, first:last], past_key_values=past, use_cache=True, logits_to_keep=keep)
 
     passes = [(0, request.prompt), *((step, step + 1) for step in range(request.prompt, request.context))]
     with torch.inference_mode(), _kernel(plain, budget.kernel):
-        reading = _moment([lambda: read(*passes[0])], lambda: past, device)
+        reading = _measured_phase([lambda: run_model(*passes[0])], lambda: past, device)
         generating = None
         if request.new:
             if request.new == 1:
                 past = _empty_cache(plain, budget)
-            for each in passes[1:-2]:
-                read(*each)
-            # The pass before the last makes anew what the last one frees, so that its freeing is seen.
-            generating = _moment([lambda: read(*passes[-2]), lambda: read(*passes[-1])], lambda: past, device)
-    weights = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in plain.parameters()}
+            for first, last in passes[1:-2]:
+                run_model(first, last)
+            # The pass before the last allocates what the last one frees, so it must be inside the measurement.
+            generating = _measured_phase(
+                [lambda: run_model(*passes[-2]), lambda: run_model(*passes[-1])], lambda: past, device
+            )
+    storages = [parameter.untyped_storage() for parameter in plain.parameters()]
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return Measured(budget, sum(weights.values()), reading, generating)
 
 
-def storage_bytes(past: Any) -> list[int]:
-    """Bytes that the tensors of each layer of a cache of transformers hold: of storage, which views share."""
+def storage_bytes(past: Cache) -> list[int]:
+    """Bytes of each layer's tensors in a transformers cache; storage that views share counts once."""
     return [sum(_storages(layer).values()) for layer in past.layers]
 
 
@@ -135,7 +141,7 @@ def _storages(value: Any) -> dict[int, int]:
     if isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if type(value) is not torch.Tensor and flatten is not None:
-            # A quantised tensor is made of others.
+            # A quantised tensor consists of other tensors.
             return _storages([getattr(value, name) for name in flatten()[0]])
         storage = value.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
@@ -143,36 +149,35 @@ def _storages(value: Any) -> dict[int, int]:
         value = list(value.values())
     elif not isinstance(value, list | tuple):
         value = [getattr(value, name, None) for name in _HELD if value is not None]
-    found: dict[int, int] = {}
-    for each in value:
-        found |= _storages(each) if each is not None else {}
-    return found
+    storages: dict[int, int] = {}
+    for item in value:
+        storages |= _storages(item) if item is not None else {}
+    return storages
 
 
-def _moment(runs: list[Callable[[], None]], past: Callable[[], Any], device: torch.device) -> Moment:
-    """Run these, and say what was held after the last and at most during it."""
+def _measured_phase(runs: list[Callable[[], None]], past: Callable[[], Cache], device: torch.device) -> Phase:
+    """Run these, and return the bytes of the last one."""
     return _on_gpu(runs, past, device) if device.type == "cuda" else _on_cpu(runs, past)
 
 
-def _on_gpu(runs: list[Callable[[], None]], past: Callable[[], Any], device: torch.device) -> Moment:
+def _on_gpu(runs: list[Callable[[], None]], past: Callable[[], Cache], device: torch.device) -> Phase:
     for run in runs[:-1]:
         run()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before, held = torch.cuda.memory_allocated(device), sum(storage_bytes(past()))
+    before, cached = torch.cuda.memory_allocated(device), sum(storage_bytes(past()))
     runs[-1]()
     torch.cuda.synchronize(device)
-    return Moment(sum(storage_bytes(past())), held + torch.cuda.max_memory_allocated(device) - before)
+    return Phase(sum(storage_bytes(past())), cached + torch.cuda.max_memory_allocated(device) - before)
 
 
-def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Any]) -> Moment:
+def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Cache]) -> Phase:
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    held = sum(storage_bytes(past()))
-    with _unheard(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for run in runs[:-1]:
             run()
-        held = sum(storage_bytes(past()))
+        cached = sum(storage_bytes(past()))
         with record_function(_LAST):
             runs[-1]()
     assert profiler.profiler is not None
@@ -181,35 +186,32 @@ def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Any]) -> Moment:
     start = next(event.start_ns() for event in events if event.name() == _LAST)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     now = most = 0
-    for moment, change in changes:
-        if moment >= start:
+    for time, change in changes:
+        if time >= start:
             now += change
             most = max(most, now)
-    return Moment(sum(storage_bytes(past())), held + most)
+    return Phase(sum(storage_bytes(past())), cached + most)
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """Keeps from the terminal what the profiler's own library says of its starting and stopping; errors are still raised."""
+def _silenced() -> Iterator[None]:
+    """While this lasts, nothing is written to standard error: the profiler logs its start and stop there."""
     sys.stderr.flush()
-    terminal = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr = os.dup(2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(terminal, 2)
-        os.close(nowhere)
-        os.close(terminal)
+        os.dup2(stderr, 2)
+        os.close(devnull)
+        os.close(stderr)
 
 
 _LAST = "kvprobe: the pass that is measured"
 
 
-def _empty_cache(model: Any, budget: Budget) -> Any:
-    from transformers import DynamicCache
-    from transformers.cache_utils import QuantizedCache
-
+def _empty_cache(model: PreTrainedModel, budget: Budget) -> Cache:
     name = budget.request.numbers.name
     if budget.request.numbers.is_plain:
         return DynamicCache(config=model.config)
@@ -219,7 +221,7 @@ def _empty_cache(model: Any, budget: Budget) -> Any:
 
 
 @contextmanager
-def _kernel(model: Any, kernel: str) -> Iterator[None]:
+def _kernel(model: PreTrainedModel, kernel: str) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(kernel)
     try:
@@ -233,13 +235,13 @@ def _refuse(model: Model, budget: Budget) -> None:
     measurable(budget)
     if lanes.dtype != getattr(torch, budget.request.dtype.name):
         raise UserError(
-            f"The budget is of {budget.request.dtype.name} and the model was loaded as {str(lanes.dtype).removeprefix('torch.')}; "
-            f"give both the same dtype."
+            f"The budget is of {budget.request.dtype.name}, but the model was loaded as "
+            f"{str(lanes.dtype).removeprefix('torch.')}; give both the same dtype."
         )
     free = free_bytes(lanes.device)
-    needed = budget.moments[budget.moment].total
+    needed = budget.phases[budget.phase].total
     if needed > free:
         raise UserError(
-            f"{budget.request.batch} × {budget.request.context} tokens need {both(needed)} beside the weights, but {both(free)} are "
-            f"free on {lanes.device}; measure a shorter context."
+            f"{budget.request.batch} × {budget.request.context} tokens need {both(needed)} beside the weights, but "
+            f"{both(free)} are free on {lanes.device}; measure a shorter context."
         )

@@ -1,10 +1,11 @@
-"""What a model can read: checked before memory is taken."""
+"""What a model can read, checked before memory is taken."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
@@ -12,25 +13,25 @@ from kvprobe.names import unknown
 from kvprobe.text.transcript import Tokens
 
 NOTICED = 2**28
-"""Bytes from which on it is worth asking how much memory is free."""
+"""Bytes below which free memory is not checked, since the check takes time."""
 
 
 def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane) -> None:
-    """Refuse tokens that the model has no embedding for, or that cannot fit into memory.
+    """Refuse tokens that the model has no embedding for, or that do not fit into memory.
 
     Raises:
         UserError: an unknown lane, nothing to read, or an id or position that the model does not have.
-        UserError: the cache, one layer's activations, masks if the cache was edited, and on the hooked lane the attention scores
-            of a layer need more than is free.
+        UserError: the cache, one layer's activations, masks if the cache was edited, and on the hooked lane one layer's
+            attention scores need more memory than is free.
     """
     refuse_unknown_lane(lane)
     if not tokens or not all(len(row) for row in tokens):
         raise UserError("There is nothing to read: give at least one token for each row.")
-    entries = lanes.plain.get_input_embeddings().weight.shape[0]
+    entries = embedded_tokens(lanes.plain)
     for number, row in enumerate(tokens):
-        for wrong in (min(row.ids), max(row.ids)):
-            if not 0 <= wrong < entries:
-                raise UserError(f"Row {number} has the token id {wrong}; this model has ids 0 to {entries - 1}.")
+        for extreme in (min(row.ids), max(row.ids)):
+            if not 0 <= extreme < entries:
+                raise UserError(f"Row {number} has the token id {extreme}; this model has ids 0 to {entries - 1}.")
         if min(row.positions) < 0:
             raise UserError(f"Row {number} has the position {min(row.positions)}; positions start at 0.")
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
@@ -44,12 +45,23 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
     needed = numbers * lanes.dtype.itemsize
     if needed > NOTICED and needed > (free := free_bytes(lanes.device)):
         raise UserError(
-            f"Reading {rows} rows of up to {queries:,} tokens on the {lane} lane needs at least {needed / 2**30:.1f} GiB, but "
-            f"{free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a policy."
+            f"Reading {rows} rows of up to {queries:,} tokens on the {lane} lane needs at least {needed / 2**30:.1f} "
+            f"GiB, but {free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a "
+            "policy."
         )
 
 
-def refuse_unknown_lane(lane: Any, known: Sequence[str] = get_args(Lane)) -> None:
-    """Refuse what is no lane."""
+def refuse_unknown_lane(lane: str, known: Sequence[str] = get_args(Lane)) -> None:
+    """Refuse a lane that does not exist."""
     if lane not in known:
         raise UserError(unknown("lane", str(lane), known))
+
+
+def require_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Refuse a value of another type.
+
+    Args:
+        expected: what to give instead, in words.
+    """
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is a {type(value).__name__} ({str(value)[:40]!r}); give {expected}.")

@@ -1,4 +1,4 @@
-"""Layers: which of them filter damage, and which pass it on."""
+"""Layers: which of them filter damage to the cache, and which pass it on."""
 
 from kvprobe.layers.layer_map import LayerMap, layer_map, restored_together, states
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix

@@ -1,8 +1,8 @@
 """Which components let damage through: a damaged run, with one output at a time put back as it was.
 
-The causal index of a component is π = 1 − KL(clean ‖ damaged, its output restored) / KL(clean ‖ damaged). Above zero it
-transmits the damage: without its reaction, less arrives. Below zero its reaction was protective. It says nothing of a single
-prompt: see `verdicts`.
+The causal index of a component is π = 1 − KL(clean ‖ damaged, its output restored) / KL(clean ‖ damaged). Above zero
+the component transmits the damage: without its reaction, less arrives. Below zero its reaction was protective. The
+index of a single prompt proves nothing: see `verdicts`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,12 @@ from kvprobe.patching.metrics import KL
 from kvprobe.text.transcript import Tokens
 
 LEAST = 1e-4
-"""Damage of fewer nats than this is rounding, and no share of it means anything."""
+"""Damage of fewer nats than this is rounding, and its shares are meaningless."""
 
 
 @dataclass(frozen=True)
 class LayerMap:
-    """What becomes of damage on its way through the layers.
+    """How damage changes on its way through the layers.
 
     Attributes:
         groups: components restored together, by row.
@@ -49,7 +49,7 @@ class LayerMap:
 
     @property
     def pi(self) -> Float[np.ndarray, "rows"]:
-        """The causal index; NaN where there is no damage to speak of."""
+        """The causal index; NaN where the damage is below `LEAST`."""
         return 1 - self.restored / self.damage if self.damage >= LEAST else np.full(len(self.restored), np.nan)
 
     def df(self) -> pd.DataFrame:
@@ -70,48 +70,49 @@ def layer_map(
     bands: Iterable[range] | None = None,
     progress: bool = True,
 ) -> LayerMap:
-    """Restore every attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
+    """Restore each attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
 
     The two caches need not hold the same tokens, or as many: only what is computed over the suffix is exchanged.
 
     Args:
         clean: a cache of one row, without the damage.
         damaged: a cache of one row, with it.
-        suffix: what is read after either: a text where each of them ends, tokens at their positions after the clean cache,
-            and as far from the end of the damaged one.
+        suffix: what is read after either: a text where each of them ends, tokens at their positions after the clean
+            cache, and as far from the end of the damaged one.
         kept: last tokens of the suffix over which KL is averaged.
-        heads: single heads too, the greater part of the rows.
+        heads: whether to restore single heads too, which are most of the rows.
         bands: of layers whose attention and MLP are restored together; quarters by default.
 
     Raises:
         UserError: a cache of several rows or of another model; a suffix that is empty.
     """
-    readings = _readings(model, clean, damaged, suffix)
-    runs = [reading.outputs(kept) for reading in readings]
+    clean_suffix, damaged_suffix = _suffixes(model, clean, damaged, suffix)
+    clean_run, damaged_run = clean_suffix.outputs(kept), damaged_suffix.outputs(kept)
     shape = model.geometry
     rows = list(_rows(shape.n_layers, shape.n_heads if heads else 0, bands))
-    groups = [components for components, _ in rows]
-    divergence = KL(kept).to(runs[0].logits)
+    groups, labels = [components for components, _ in rows], [label for _, label in rows]
+    blocks = [number for number, label in enumerate(labels) if label["kind"] != "head"]
     drops = [(Component("attn", layer), Component("mlp", layer)) for layer in range(shape.n_layers)]
-
-    def measured(reading: Suffix, groups: Sequence[tuple[Component, ...]], other: Outputs) -> list[float]:
-        found = []
-        for logits in reading.replaced([Replacement(group, other) for group in groups], kept):
-            found.append(float(divergence(logits)))
-            bar.update()
-        return found
-
-    count = len(groups) + sum(label["kind"] != "head" for _, label in rows) + len(drops)
+    kl_from_clean = KL(kept).to(clean_run.logits)
+    count = len(groups) + len(blocks) + len(drops)
     with tqdm(total=count, desc="Restoring", unit="row", disable=not progress) as bar:
-        restored = measured(readings[1], groups, runs[0])
-        blocks = [number for number, (_, label) in enumerate(rows) if label["kind"] != "head"]
+
+        def kls(reading: Suffix, groups: Sequence[tuple[Component, ...]], other: Outputs) -> list[float]:
+            """KL(clean ‖ reading with each group's outputs replaced by another run's)."""
+            divergences = []
+            for logits in reading.replaced([Replacement(group, other) for group in groups], kept):
+                divergences.append(float(kl_from_clean(logits)))
+                bar.update()
+            return divergences
+
+        restored = np.array(kls(damaged_suffix, groups, clean_run))
         noised = np.full(len(rows), np.nan)
-        noised[blocks] = measured(readings[0], [groups[number] for number in blocks], runs[1])
-        dropped = measured(readings[0], drops, runs[0].silent)
-    table = states(*runs, parallel=not model.lanes.hooked.fires("resid_mid")).assign(drop=dropped)
-    labels = tuple(label for _, label in rows)
-    damage = float(divergence(runs[1].logits))
-    return LayerMap(tuple(groups), labels, damage, np.array(restored), noised, table)
+        noised[blocks] = kls(clean_suffix, [groups[number] for number in blocks], damaged_run)
+        dropped = kls(clean_suffix, drops, clean_run.silent)
+    parallel = not model.lanes.hooked.fires("resid_mid")
+    table = states(clean_run, damaged_run, parallel).assign(drop=dropped)
+    damage = float(kl_from_clean(damaged_run.logits))
+    return LayerMap(tuple(groups), tuple(labels), damage, restored, noised, table)
 
 
 def restored_together(
@@ -133,28 +134,28 @@ def restored_together(
         head = component.head if component.kind == "head" else 0
         if not (0 <= component.layer < shape.n_layers and head is not None and 0 <= head < shape.n_heads):
             raise UserError(
-                f"There is no {component}; layers go from 0 to {shape.n_layers - 1}, heads from 0 to {shape.n_heads - 1}."
+                f"There is no {component}; choose layers 0 to {shape.n_layers - 1} and heads 0 to {shape.n_heads - 1}."
             )
     if not all(groups):
         raise UserError("A group is empty; give at least one component to restore.")
-    before, after = _readings(model, clean, damaged, suffix)
-    own = before.outputs(kept)
-    divergence = KL(kept).to(own.logits)
-    rows = [Replacement(tuple(group), own) for group in groups]
-    restored = np.array([float(divergence(logits)) for logits in after.replaced(rows, kept)])
-    return float(divergence(after.outputs(kept).logits)), restored
+    clean_suffix, damaged_suffix = _suffixes(model, clean, damaged, suffix)
+    clean_run = clean_suffix.outputs(kept)
+    kl_from_clean = KL(kept).to(clean_run.logits)
+    rows = [Replacement(tuple(group), clean_run) for group in groups]
+    restored = np.array([float(kl_from_clean(logits)) for logits in damaged_suffix.replaced(rows, kept)])
+    return float(kl_from_clean(damaged_suffix.outputs(kept).logits)), restored
 
 
 def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataFrame:
-    """How far the residual stream over the suffix is off, layer by layer, and what each layer does about it.
+    """How far the residual stream over the suffix deviates, layer by layer, and what each layer does about it.
 
-    Columns: `rho` = ‖δ‖/‖h‖ before the layer; `gain` = rho after it / rho before; `erasure` = −⟨Δf, δ⟩/‖δ‖² of the layer, and of
-    its attention and its MLP (1 undoes the deviation, below 0 adds to it; growth of the stream alone lowers `rho`, but is no
-    erasure); `angle` = 1 − mean cos(h before, h after) in the clean run, a baseline. NaN where there is no deviation yet: that
-    of a damaged cache enters with the first attention.
+    Columns: `rho` = ‖δ‖/‖h‖ before the layer; `gain` = rho after it / rho before; `erasure` = −⟨Δf, δ⟩/‖δ‖² of the
+    layer, and of its attention and its MLP; `angle` = 1 − mean cos(h before, h after) in the clean run, a baseline. An
+    erasure of 1 undoes the deviation, and below 0 adds to it; growth of the stream alone lowers `rho` without erasing
+    anything. NaN where there is no deviation yet: the deviation of a damaged cache enters with the first attention.
 
     Args:
-        parallel: attention and MLP read the same stream.
+        parallel: whether attention and MLP read the same stream.
     """
     stream = clean.hidden.double()
     delta = damaged.hidden.double() - stream
@@ -176,7 +177,7 @@ def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataF
     )
 
 
-def _readings(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | str) -> tuple[Suffix, Suffix]:
+def _suffixes(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | str) -> tuple[Suffix, Suffix]:
     for cache in (clean, damaged):
         one_row_each(model.lanes, cache, 1)
     rows = model.tokens_after(clean, suffix)
@@ -197,7 +198,7 @@ def _rows(
     for band in even_bands(layers) if bands is None else bands:
         members = tuple(Component(kind, layer) for layer in band for kind in ("attn", "mlp"))
         if not members or not 0 <= min(band) <= max(band) < layers:
-            raise UserError(f"{band} is no band of the layers 0 to {layers - 1}; give each as in range(0, 8).")
+            raise UserError(f"A band must be a range of layers 0 to {layers - 1}; got {band}.")
         yield members, {"kind": "band", "band": f"{band[0]}–{band[-1]}"}
 
 

@@ -1,11 +1,11 @@
-"""A suffix read after a cache: what each component adds on the way, and the same suffix with some of it replaced.
+"""A suffix read after a cache: what each component adds to the residual stream, and the same with some replaced.
 
-Every replacement is a row of one pass. Rows share the cache, which is not copied, and join the pass at the first layer in
-which they differ from the run without any (see `kvprobe.patching.reader`).
+Every replacement is a row of one pass. Rows share the cache, which is not copied, and join the pass at the first layer
+at which they differ from the run without replacements (see `kvprobe.patching.rows`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -21,8 +21,8 @@ from kvprobe.inference.forward import as_seen
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
-from kvprobe.patching.patch_sweep import BYTES, ROWS
-from kvprobe.patching.reader import Reader, attention, forward, joining
+from kvprobe.patching.reader import Reader, attention
+from kvprobe.patching.rows import BYTES, ROWS, Rows, forward, joining
 from kvprobe.text.transcript import Tokens
 
 Kind = Literal["attn", "mlp", "head"]
@@ -83,7 +83,8 @@ class Suffix:
     """A suffix to be read after a cache of one row.
 
     Raises:
-        UserError: the plain model has no module that gives out what its attention or its MLP adds.
+        UserError: the plain model has no module whose output is what its attention or its MLP adds to the residual
+            stream.
     """
 
     def __init__(self, lanes: Lanes, cache: KVCache, suffix: Tokens) -> None:
@@ -93,103 +94,102 @@ class Suffix:
         for (family, layer), site in plain_sites(lanes, families, range(lanes.geometry.n_layers)).items():
             if site is None:
                 raise UserError(
-                    f"{type(lanes.plain).__name__} has no module that gives out {family!r} of layer {layer} as it is added to the "
-                    f"residual stream (Granite scales it on the way), so components cannot be restored one by one; patch K and V "
-                    f"with patch_sweep instead."
+                    f"{type(lanes.plain).__name__} has no module whose output is {family!r} of layer {layer} as it is "
+                    "added to the residual stream (Granite scales it on the way), so components cannot be restored "
+                    "one by one; patch K and V with patch_sweep instead."
                 )
             self.sites[family, layer] = site
 
     def outputs(self, kept: int = 1) -> Outputs:
-        """Read the suffix, and keep what every component adds."""
+        """Read the suffix, and record what every component adds."""
         lanes, layers = self.lanes, range(self.lanes.geometry.n_layers)
         heads: dict[int, Tensor] = {}
-        seen: dict[tuple[Family, int], Tensor] = {}
+        recorded: dict[tuple[Family, int], Tensor] = {}
 
-        def attend(given: Attending) -> Tensor:
-            found = self._attention(given)
-            heads[given.layer] = found[0]
-            return found
+        def attend(attending: Attending) -> Tensor:
+            output = self._attention(attending)
+            heads[attending.layer] = output[0]
+            return output
+
+        def recording(key: tuple[Family, int]) -> Callable[[Tensor], Tensor]:
+            def record(tensor: Tensor) -> Tensor:
+                recorded[key] = tensor[0].clone()
+                return tensor
+
+            return record
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(lanes.attending_by(attend))
-            for site, place in self.sites.items():
-
-                def keep(tensor: Tensor, site: tuple[Family, int] = site) -> Tensor:
-                    seen[site] = tensor[0].clone()
-                    return tensor
-
-                stack.enter_context(editing(lanes, place, keep))
+            stack.enter_context(lanes.attention_replaced_by(attend))
+            for key, site in self.sites.items():
+                stack.enter_context(editing(lanes, site, recording(key)))
             logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, kept)[0]
-        hidden = [seen["resid_pre", layer] for layer in layers] + [seen["resid_post", layers[-1]]]
-        attn, mlp = (torch.stack([seen[family, layer] for layer in layers]) for family in BLOCKS.values())
-        self._refuse_other_sums(torch.stack(hidden), attn + mlp)
-        return Outputs(torch.stack(hidden), attn, mlp, torch.stack([heads[layer] for layer in layers]), logits)
+        before = [recorded["resid_pre", layer] for layer in layers]
+        hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
+        attn, mlp = (torch.stack([recorded[family, layer] for layer in layers]) for family in BLOCKS.values())
+        self._refuse_other_sums(hidden, attn + mlp)
+        return Outputs(hidden, attn, mlp, torch.stack([heads[layer] for layer in layers]), logits)
 
     def _refuse_other_sums(
         self,
         hidden: Float[Tensor, "layers_and_last queries d_model"],
         added: Float[Tensor, "layers queries d_model"],
     ) -> None:
-        """Refuse a model whose blocks add something else to the residual stream than their attention and MLP give out."""
+        """Refuse a model whose blocks do not add the sum of their attention's and MLP's outputs to the stream."""
         off = float((hidden[1:] - hidden[:-1] - added).float().norm() / hidden.float().norm())
         if not off <= (1e-4 if self.lanes.dtype == torch.float32 else 0.05):
             raise UserError(
-                f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than their attention "
-                f"and MLP give out (off by {off:.1e}), so components cannot be restored one by one; patch K and V with "
-                f"patch_sweep instead."
+                f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than the "
+                f"outputs of their attention and MLP (off by {off:.1e}), so components cannot be restored one by one; "
+                "patch K and V with patch_sweep instead."
             )
 
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:
         """Logits after the suffix's last tokens with each replacement, in order, as they become known."""
-        # A row's logits, once more while they are put in order.
+        # Twice a row's logits: they are copied when they are put in order.
         logits = 8 * kept * self.lanes.plain.get_output_embeddings().weight.shape[0]
         at_once = max(1, min(ROWS, BYTES // (self.reader.row_bytes([]) + logits)) - 1)
         for start in range(0, len(rows), at_once):
             yield from self._pass(rows[start : start + at_once], kept)
 
     def _pass(self, rows: Sequence[Replacement], kept: int) -> Float[Tensor, "rows kept vocab"]:
-        order = sorted(range(len(rows)), key=lambda number: rows[number].first)
-        joining_at: dict[int, int] = defaultdict(int)
+        places = Rows([replacement.first for replacement in rows])
         present: dict[tuple[Kind, int], list[tuple[int, Component, Outputs]]] = defaultdict(list)
-        for place, number in enumerate(order, start=1):
-            joining_at[rows[number].first] += 1
-            for component in rows[number].components:
-                present[component.kind, component.layer].append((place, component, rows[number].outputs))
+        for row, replacement in zip(places.numbers, rows, strict=True):
+            for component in replacement.components:
+                present[component.kind, component.layer].append((row, component, replacement.outputs))
 
-        def attend(given: Attending) -> Tensor:
-            found = self._attention(given)
-            for place, component, outputs in present.get(("head", given.layer), []):
-                found[place, component.head] = outputs.heads[given.layer, component.head]
-            return found
+        def attend(attending: Attending) -> Tensor:
+            output = self._attention(attending)
+            for row, component, other in present.get(("head", attending.layer), []):
+                output[row, component.head] = other.heads[attending.layer, component.head]
+            return output
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self.lanes.attending_by(attend))
-            stack.enter_context(joining(self.lanes.blocks, joining_at))
+            stack.enter_context(self.lanes.attention_replaced_by(attend))
+            stack.enter_context(joining(self.lanes.blocks, places.joining))
             for kind in BLOCKS:
                 for layer in range(self.lanes.geometry.n_layers):
                     if entries := present.get((kind, layer)):
                         stack.enter_context(self._writing(kind, layer, entries))
-            found = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, kept)
-        back = torch.empty(len(order), dtype=torch.long)
-        back[torch.tensor(order)] = torch.arange(1, len(order) + 1)
-        return found[back.to(found.device)]
+            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, kept)
+        return places.in_order(logits)[1:]
 
     @contextmanager
     def _writing(self, kind: Kind, layer: int, entries: Sequence[tuple[int, Component, Outputs]]) -> Iterator[None]:
         """While this lasts, rows that replace this block's output have the other run's."""
-        places = torch.tensor([place for place, _, _ in entries], device=self.lanes.device)
-        theirs = torch.stack([(other.attn if kind == "attn" else other.mlp)[layer] for _, _, other in entries])
+        rows = torch.tensor([row for row, _, _ in entries], device=self.lanes.device)
+        outputs = torch.stack([(other.attn if kind == "attn" else other.mlp)[layer] for _, _, other in entries])
 
         def write(tensor: Tensor) -> Tensor:
             tensor = tensor.clone()
-            tensor[places] = theirs
+            tensor[rows] = outputs
             return tensor
 
         with editing(self.lanes, self.sites[BLOCKS[kind], layer], write):
             yield
 
-    def _attention(self, given: Attending) -> Float[Tensor, "rows heads queries d_value"]:
-        base, layer = self.reader.base, given.layer
-        return attention(given, base.keys[layer][0], base.values[layer][0], self.reader.seen(layer))
+    def _attention(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
+        base, layer = self.reader.base, attending.layer
+        return attention(attending, base.keys[layer][0], base.values[layer][0], self.reader.seen(layer))

@@ -1,6 +1,6 @@
-"""When a component may be called filter or poison: only if an interval says so in several kinds of damage."""
+"""Verdicts: a component is called filter or poison only if its interval excludes zero in several kinds of damage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvprobe.errors import UserError
 from kvprobe.layers.layer_map import LEAST
-from kvprobe.stats import interval, ratio
+from kvprobe.stats import Estimate, interval, ratio
 
 LEAST_FAMILIES = 2
 
@@ -21,16 +21,20 @@ def verdicts(
     cluster: str = "prompt",
     least: int = LEAST_FAMILIES,
 ) -> pd.DataFrame:
-    """One row per component: π in each family with a 95 % interval over clusters, and what it may be called.
+    """One row per component: π in each family with a 95 % interval over clusters, and what the component may be called.
 
-    π of several prompts is 1 − Σ restored / Σ damage, so that a prompt that was hardly damaged hardly counts. `verdict` is
-    `poison` (or `filter`) if the interval lies above (below) zero in at least `least` families and on the other side in none,
-    `mixed` if it lies on both sides, each in some family, `unknown` if too few families have an interval (each takes
-    `stats.FEWEST` prompts; below that `low_…` and `high_…` are NaN, and `smallest_…` and `largest_…` are the range over prompts), and
-    `neutral` otherwise.
+    π of several prompts is 1 − Σ restored / Σ damage, so that a prompt that was hardly damaged hardly counts. The
+    `verdict` is
+
+    - `poison` (or `filter`) if the interval lies above (below) zero in at least `least` families and on the other side
+      in none,
+    - `mixed` if it lies above zero in some family and below zero in another,
+    - `unknown` if fewer than `least` families have an interval, which takes `stats.FEWEST` prompts each (with fewer,
+      `low_…` and `high_…` are NaN, and `smallest_…` and `largest_…` are the range over prompts),
+    - `neutral` otherwise.
 
     Args:
-        maps: tables of `LayerMap.df`, one below the other, with columns that tell the family of the damage and the prompt.
+        maps: tables of `LayerMap.df`, one below the other, with columns for the family of the damage and the prompt.
 
     Raises:
         UserError: fewer families than a verdict needs, or one that does hardly any damage.
@@ -42,29 +46,15 @@ def verdicts(
         mean = float(maps.loc[maps[family] == name, "damage"].mean())
         if not mean >= LEAST:
             raise UserError(
-                f"Damage {name!r} makes {mean:.1e} nats on average, of which no share means anything; raise its rate, or leave it out."
+                f"Damage {name!r} is {mean:.1e} nats on average, too little for its shares to mean anything; raise "
+                "its rate, or leave it out."
             )
-    found = []
-    for names, own in maps.groupby(list(by), sort=False, dropna=False):
-        row: dict[str, Any] = dict(zip(by, names, strict=True))
-        estimates = []
-        for each in families:
-            sums = own[own[family] == each].groupby(cluster)[["damage", "restored"]].sum()
-            damage, restored = (sums[name].to_numpy(float) for name in ("damage", "restored"))
-            pi = ratio(damage - restored, damage)
-            row |= {f"pi_{each}": pi.mean, f"low_{each}": pi.low, f"high_{each}": pi.high}
-            row |= {f"smallest_{each}": pi.smallest, f"largest_{each}": pi.largest}
-            estimates.append(pi)
-        above, below = sum(pi.above() for pi in estimates), sum(pi.below() for pi in estimates)
-        known = sum(pi.has_interval for pi in estimates)
-        row |= {
-            "above": above,
-            "below": below,
-            "verdict": _verdict(above, below, least) if known >= least else "unknown",
-        }
-        row["pi"] = float(np.mean([pi.mean for pi in estimates]))
-        found.append(row)
-    return pd.DataFrame(found)
+    rows = []
+    for names, component in maps.groupby(list(by), sort=False, dropna=False):
+        by_family = {name: component[component[family] == name].groupby(cluster) for name in families}
+        pis = {name: _pi(clusters[["damage", "restored"]].sum()) for name, clusters in by_family.items()}
+        rows.append(dict(zip(by, names, strict=True)) | _row(pis, least))
+    return pd.DataFrame(rows)
 
 
 def by_chance(
@@ -78,11 +68,11 @@ def by_chance(
     flips: int = 400,
     comparisons: int = 1,
 ) -> pd.DataFrame:
-    """How many components of each `by[0]` would be called filter or poison if none were: `mean`, and `high`, which 5 % exceed
-    (5 % over `comparisons`, where a claim is picked from several counts).
+    """How many components of each `by[0]` would be called filter or poison by chance: `mean`, and `high`, which 5 % of
+    the draws exceed (5 % / `comparisons`, where a claim is picked from several counts).
 
-    Each prompt's effects change sign or not, all families and components at once, so that what they share stays shared: families
-    strike the same prompts and components see the same damage, and verdicts by chance come in swarms.
+    The effects of a prompt change sign at random, in all families and components together, so that their correlation
+    stays: families damage the same prompts and components see the same damage, so verdicts by chance come in clusters.
     """
     rng = np.random.default_rng([seed, 1])
     damage = maps.drop_duplicates([family, cluster]).pivot(index=cluster, columns=family, values="damage").fillna(0)
@@ -111,6 +101,29 @@ def _ends(top: np.ndarray, bottom: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     left = bottom.sum(0) - bottom
     without = np.divide(top.sum(0) - top, left, out=np.full(top.shape, np.nan), where=left > 0)
     return interval(top.sum(0) / bottom.sum(0), without.T)
+
+
+def _pi(sums: pd.DataFrame) -> Estimate:
+    """π over clusters, from the sums of damage and of restored damage of each."""
+    damage, restored = (sums[column].to_numpy(float) for column in ("damage", "restored"))
+    return ratio(damage - restored, damage)
+
+
+def _row(pis: Mapping[str, Estimate], least: int) -> dict[str, Any]:
+    """π of each family in columns, and the verdict."""
+    row: dict[str, Any] = {}
+    for name, pi in pis.items():
+        row |= {f"pi_{name}": pi.mean, f"low_{name}": pi.low, f"high_{name}": pi.high}
+        row |= {f"smallest_{name}": pi.smallest, f"largest_{name}": pi.largest}
+    above, below = (sum(sides) for sides in zip(*((pi.above(), pi.below()) for pi in pis.values()), strict=True))
+    known = sum(pi.has_interval for pi in pis.values())
+    verdict = _verdict(above, below, least) if known >= least else "unknown"
+    return row | {
+        "above": above,
+        "below": below,
+        "verdict": verdict,
+        "pi": float(np.mean([pi.mean for pi in pis.values()])),
+    }
 
 
 def _verdict(above: int, below: int, least: int) -> str:

@@ -1,1 +1,1 @@
-"""What a model's memory is spent on, told from its config alone: pure arithmetic, no weights and no torch."""
+"""What a model needs memory for, from its config alone: arithmetic without weights and without torch."""

@@ -1,21 +1,22 @@
-"""The blocks that language models are built of, and how many parameters each has."""
+"""The blocks of language models, and how many parameters each has."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 from kvprobe.memory.config import Config
 from kvprobe.memory.heads import Size, Switch, d_head, field, heads, kv_heads, on, width
+from kvprobe.memory.layer_types import LayerType, layer_types, layers
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters by what they are, since file formats store them differently. They add up, and multiply.
+    """Numbers of parameters by kind, since file formats store the kinds differently; they can be added and multiplied.
 
     Attributes:
         embedding: of tokens, of learned positions, and of tokens for each layer (Gemma 3n).
-        head: the unembedding matrix; 0 where it is the embedding's.
-        linear: matrices of attention, dense MLPs, shared experts and recurrent layers, which is what weight-only
-            quantisation (GPTQ, AWQ, fp8) packs.
+        head: the unembedding matrix; 0 if it is the embedding's.
+        linear: matrices of attention, dense MLPs, shared experts and recurrent layers, which weight-only quantisation
+            (GPTQ, AWQ, fp8) packs.
         experts: matrices of the experts that a router chooses among.
         other: norms, biases (experts' too), convolutions, routers and gates, decay rates, sinks, and the like.
     """
@@ -35,15 +36,43 @@ class Weights:
         return Weights(*(one + another for one, another in zip(astuple(self), astuple(more), strict=True)))
 
     def __mul__(self, times: int) -> "Weights":
-        return Weights(*(each * times for each in astuple(self)))
+        return Weights(*(count * times for count in astuple(self)))
 
 
 Block = Callable[[Config], Weights]
-"""Of a model with this config."""
+"""The parameters of a block in a model with this config."""
+
+
+def in_layers(which: LayerType | Size, *blocks: Block) -> Block:
+    """These blocks in each layer of a type, or in so many layers; if there are none, their fields are not read."""
+
+    def block(config: Config) -> Weights:
+        times = which(config) if callable(which) else layer_types(config).count(which)
+        return sum((part(config) for part in blocks), Weights()) * times if times else Weights()
+
+    return block
+
+
+def decoder(*blocks: Block, norms: int | Size = 2, bias: bool = False) -> Block:
+    """These blocks and so many norms in every layer, and a norm after the last layer; `bias` is that of the norms."""
+
+    def block(config: Config) -> Weights:
+        count = norms(config) if callable(norms) else norms
+        layer = sum((part(config) for part in blocks), norm(width(config), bias) * count)
+        return layer * layers(config) + norm(width(config), bias)
+
+    return block
+
+
+def in_sparse_layers(sparse: Size, mlp: Block, *blocks: Block) -> Block:
+    """These blocks, such as a mixture of experts, in so many layers, and an MLP in the others."""
+    in_sparse = in_layers(sparse, *blocks)
+    in_dense = in_layers(lambda config: layers(config) - sparse(config), mlp)
+    return lambda config: in_sparse(config) + in_dense(config)
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> Weights:
-    """A matrix, and perhaps a bias for each output."""
+    """A matrix, and optionally a bias for each output."""
     return Weights(linear=inputs * outputs, other=outputs * bias)
 
 
@@ -57,7 +86,7 @@ intermediate_size = field("intermediate_size")
 
 
 def experts(config: Config) -> int:
-    """That a router chooses among; 0 if there is none."""
+    """How many experts a router chooses among; 0 if there is none."""
     return config.size("num_experts", "num_local_experts", "n_routed_experts", low=0)
 
 
@@ -67,7 +96,7 @@ def attention(
     """Projections to queries, keys and values, and back.
 
     Args:
-        out_bias: of the projection back; as `bias` unless given.
+        out_bias: of the projection back; by default `bias`.
         gated: with a gate for each query (Qwen3-Next).
     """
 
@@ -80,17 +109,17 @@ def attention(
 
 
 def head_norms(switch: Switch = True, *, bias: bool = False) -> Block:
-    """Of queries and of keys, the same for every head."""
+    """Norms of queries and of keys, which all heads share."""
     return lambda config: norm(d_head(config), bias) * (2 * on(config, switch))
 
 
 def qk_norms(switch: Switch = True) -> Block:
-    """Of queries and of keys, each head with scales of its own."""
+    """Norms of queries and of keys, with separate scales for each head."""
     return lambda config: norm((heads(config) + kv_heads(config)) * d_head(config)) * on(config, switch)
 
 
 def latent_attention(config: Config) -> Weights:
-    """Keys and values by way of a few numbers for each token, perhaps queries too (DeepSeek-V2, arXiv:2405.04434)."""
+    """Keys and values, and optionally queries, from a low-rank latent per token (DeepSeek-V2, arXiv:2405.04434)."""
     bias = on(config, "attention_bias")
     d_rope, d_nope, d_value = (config.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     rank, q_rank = config.size("kv_lora_rank"), config.optional_size("q_lora_rank")
@@ -105,7 +134,7 @@ def latent_attention(config: Config) -> Weights:
 
 
 def indexer(config: Config) -> Weights:
-    """Of DeepSeek-V3.2's sparse attention: queries, one key for each token, and how much each head counts."""
+    """The index of DeepSeek-V3.2's sparse attention: queries, one key for each token, and a weight for each head."""
     n_heads, d_index = config.size("index_n_heads"), config.size("index_head_dim")
     keys = linear(width(config), d_index) + norm(d_index, bias=True)
     return linear(config.size("q_lora_rank"), n_heads * d_index) + keys + linear(width(config), n_heads)
@@ -142,7 +171,7 @@ def mixture(expert: Block, *, router_bias: bool = False) -> Block:
 
 
 def gate(config: Config) -> Weights:
-    """One number from the residual stream."""
+    """A gate: one number from the residual stream."""
     return Weights(other=width(config))
 
 
@@ -152,7 +181,7 @@ def expanded(config: Config) -> int:
 
 
 def mamba1(channels: Size = expanded, *, normed: bool = False) -> Block:
-    """A selective state space (Mamba, arXiv:2312.00752); `normed` (Jamba): so is all that is selected."""
+    """A selective state space (Mamba, arXiv:2312.00752); `normed` if there are norms of what is selected (Jamba)."""
 
     def block(config: Config) -> Weights:
         inner, rank, states = channels(config), _time_step_rank(config), _states(config)
@@ -166,10 +195,10 @@ def mamba1(channels: Size = expanded, *, normed: bool = False) -> Block:
 
 
 def mamba2(channels: Size = expanded, *, normed: Switch = True, out_bias: Switch | None = None) -> Block:
-    """One with a decay, a skip and a time step for each head (Mamba-2, arXiv:2405.21060).
+    """A selective state space with a decay, a skip and a time step for each head (Mamba-2, arXiv:2405.21060).
 
     Args:
-        out_bias: of the projection back; as that of the other unless given.
+        out_bias: of the projection back; by default as that of the other projection.
     """
 
     def block(config: Config) -> Weights:

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of the tokens that it has read, family by family."""
+"""What each layer of a model stores of the tokens that it has read, family by family."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ from kvprobe.names import unknown
 
 @dataclass(frozen=True)
 class Attention:
-    """A layer that keeps a key and a value per token and KV head.
+    """A layer that stores a key and a value per token and KV head.
 
     Attributes:
         heads: query heads.
         kv_heads: heads of K and V; 1 for latent attention.
-        d_key, d_value: numbers in a key and in a value. In latent attention (MLA, DeepSeek-AI 2024, arXiv 2405.04434) the
-            compressed latent and the rotary part, once for all heads: there is no factor 2.
+        d_key, d_value: numbers in a key and in a value. In latent attention (MLA, DeepSeek-AI 2024, arXiv 2405.04434)
+            those of the compressed latent and of the rotary part, which all heads share: there is no factor 2.
         reach: how many of the newest tokens are attended to, the query's own included; None for all.
-        chunked: whether they are those of the query's chunk, not a window that slides.
+        chunked: whether they are those of the query's chunk; else they are a sliding window.
         latent: whether it is latent attention.
-        d_index: numbers in the key of a sparse-attention index (DeepSeek V3.2), once for all heads.
-        crosses: whether the keys are those of another input (an image, say), whose length does not grow.
-        copies: heads that transformers stores where it broadcasts K and V before storing them; else `kv_heads`.
+        d_index: numbers in the key of a sparse-attention index (DeepSeek V3.2), which all heads share.
+        crosses: whether the keys are those of another input, such as an image, whose length does not grow.
+        copies: heads that transformers stores if it repeats K and V before it stores them; else None.
     """
 
     heads: int
@@ -40,7 +40,7 @@ class Attention:
 
     @property
     def numbers(self) -> int:
-        """Per token, in all heads."""
+        """How many numbers are stored per token, in all heads."""
         return self.kv_heads * (self.d_key + self.d_value) + self.d_index
 
     def __str__(self) -> str:
@@ -55,12 +55,12 @@ class Attention:
 
 
 STATE_BYTES = 4
-"""Of a number in a recurrent state: implementations keep it in float32."""
+"""Of a number in a recurrent state, which implementations store in float32."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A layer that keeps a state of constant size.
+    """A layer that stores a state of constant size.
 
     Attributes:
         name: of the mechanism.
@@ -82,10 +82,10 @@ class State:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer keeps: of attention, of recurrence, of both, or nothing of its own.
+    """What one layer stores: for attention, for recurrence, for both, or nothing.
 
     Attributes:
-        shares: the layer whose K and V it reads instead of keeping some (Gemma 3n).
+        shares: the layer whose K and V it reads instead of storing its own (Gemma 3n).
     """
 
     attention: Attention | None = None
@@ -106,17 +106,17 @@ _TEXT_KINDS = {
     "mllama": "mllama_text_model",
     "qwen3_5": "qwen3_5_text",
 }
-"""Models of text and images, and the text models in them."""
+"""Families of models of text and images, and the families of the text models in them."""
 
 _OUTER = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-"""Fields that a model of text and images states for its text model too."""
+"""Fields of a model of text and images that hold for its text model too."""
 
 
 def text_model(config: Config) -> Config:
-    """The config of the text model, with what its family leaves out.
+    """The config of the text model, with the defaults of its family.
 
     Raises:
-        UserError: the family is unknown, or sizes differ from layer to layer in a way that is not known.
+        UserError: the family is unknown, or sizes differ from layer to layer in an unknown way.
     """
     kind = config.kind
     if "text_config" in config.fields:
@@ -127,22 +127,24 @@ def text_model(config: Config) -> Config:
     if kind not in KINDS:
         raise UserError(
             f"{unknown('family in the memory budget', kind[:60], sorted(KINDS))} "
-            f"A budget by another family's formula would be wrong by factors."
+            "The formula of another family would give a wrong budget."
         )
     for name in ("per_layer_config", "kv_sharing_modes"):
         if config.has(name):
             raise UserError(
-                f"{config.name} has {name} in its config, sizes that change from layer to layer, which no budget is known for."
+                f"{config.name} has {name} in its config, so sizes change from layer to layer, which budgets do not "
+                "support; choose another model."
             )
     if config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention"):
         raise UserError(
-            f"{config.name} looks both ways (use_bidirectional_attention), and keeps no cache to go on from."
+            f"{config.name} has bidirectional attention (use_bidirectional_attention), so it has no KV cache; choose a "
+            "causal model."
         )
     return config.with_defaults(defaults_of(kind))
 
 
 def layers_of(config: Config) -> tuple[Layer, ...]:
-    """What each layer of a text model keeps.
+    """What each layer of a text model stores.
 
     Raises:
         UserError: a size is missing or impossible.
@@ -186,7 +188,7 @@ def _attention(config: Config, kind: LayerType) -> Attention:
         reach=None if reach is None else reach(config),
         chunked=kind == "chunked",
         crosses=kind == "cross",
-        # Falcon broadcasts K and V before it stores them.
+        # Falcon repeats K and V for each query head before it stores them.
         copies=heads(config) if config.kind == "falcon" and on(config, "new_decoder_architecture") else None,
     )
 
@@ -244,14 +246,17 @@ def _ssm_dtype(config: Config) -> str | None:
 
 
 def _sharing(config: Config, types: list[LayerType]) -> dict[int, int]:
-    """Layers that keep nothing, and the earlier one of the same type whose K and V they read."""
+    """Layers that store nothing, and the earlier layer of the same type whose K and V they read."""
     if config.kind != "gemma3n_text":
         return {}
     first = layers(config) - config.size("num_kv_shared_layers", default=0, low=0)
     last = {kind: number for number, kind in enumerate(types[: max(first, 0)])}
-    found = {}
+    sharing = {}
     for layer in range(max(first, 0), layers(config)):
         if types[layer] not in last:
-            raise UserError(f"{config.name} has no layer before {first} whose K and V layer {layer} could share.")
-        found[layer] = last[types[layer]]
-    return found
+            raise UserError(
+                f"{config.name} has no layer before {first} whose K and V layer {layer} could share in its config; "
+                "lower num_kv_shared_layers."
+            )
+        sharing[layer] = last[types[layer]]
+    return sharing

@@ -9,22 +9,22 @@ from kvprobe.errors import UserError
 from kvprobe.files import read_json
 
 LARGEST_FILE = 4 << 20
-"""Bytes. The longest published config is a few hundred kilobytes of quantisation exceptions."""
+"""Bytes. The longest config on the hub is a few hundred kilobytes of quantisation exceptions."""
 
 LARGEST = 1 << 40
-"""No size in a config is larger, so that a product of a few of them stays a number that one can print."""
+"""No size in a config may be larger, so that a product of a few of them can still be printed."""
 
 _MISSING: Any = object()
 
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of one model, or of the text model within one, and the sentences for what is wrong with them.
+    """The fields of one model, or of the text model within one; each is checked when it is read.
 
     Attributes:
-        name: what the sentences call the model.
+        name: of the model, in error messages.
         fields: as in the file.
-        defaults: what stands for fields that the family's published configs leave out.
+        defaults: values of fields that the configs of the family leave out.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Config:
         return self.word("model_type")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return (self.fields if name in self.fields else self.defaults).get(name) is not None
 
     def size(self, *names: str, default: int | None = _MISSING, low: int = 1) -> int:
         """A whole number under the first of these names that the config has.
 
         Raises:
-            UserError: it is not there, and there is no default; or it is not a whole number of at least `low`.
+            UserError: it is missing without a default, or is not a whole number of at least `low`.
         """
         name, value = self._find(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= LARGEST:
@@ -54,17 +54,17 @@ class Config:
         return value
 
     def optional_size(self, *names: str, default: int | None = None) -> int | None:
-        """Such a number, or None where the field is null or missing."""
+        """Such a number; None if the field is null, `default` if it is missing."""
         present = [name for name in names if name in self.fields] or [name for name in names if name in self.defaults]
         if not present:
             return default
         return self.size(present[0]) if self.has(present[0]) else None
 
     def flag(self, *names: str, default: bool | None = _MISSING) -> bool:
-        """True or false; null is the default.
+        """True or false; null counts as missing.
 
         Raises:
-            UserError: it is not there, and there is no default; or it is neither.
+            UserError: it is missing without a default, or is neither true nor false.
         """
         name, value = self._find(names, default)
         if value is not None and not isinstance(value, bool):
@@ -75,7 +75,7 @@ class Config:
         """A text.
 
         Raises:
-            UserError: it is not there, and there is no default; or it is not a text.
+            UserError: it is missing without a default, or is not a text.
         """
         name, value = self._find(names, default)
         if not isinstance(value, str):
@@ -86,7 +86,7 @@ class Config:
         """A list, with `length` entries if one is given.
 
         Raises:
-            UserError: it is not there, not a list, or of another length.
+            UserError: it is missing, not a list, or of another length.
         """
         _, value = self._find((name,), _MISSING)
         if not isinstance(value, list):
@@ -101,7 +101,7 @@ class Config:
         """The config nested under this name, such as `text_config`.
 
         Raises:
-            UserError: there is none.
+            UserError: it is missing, or not a mapping.
         """
         _, value = self._find((name,), _MISSING)
         if not isinstance(value, Mapping):
@@ -109,11 +109,11 @@ class Config:
         return Config(self.name, value)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Config":
-        """The same, with these values for fields that are missing."""
+        """The same config, with these values for fields that are missing."""
         return Config(self.name, self.fields, {**self.defaults, **defaults})
 
     def _find(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        # A field that is null on purpose does not take the default of one that was left out.
+        # A field that is explicitly null does not get the default of a missing one.
         left_out = not any(name in self.fields for name in names)
         for name in names:
             value = (self.defaults if left_out else self.fields).get(name)
@@ -122,8 +122,8 @@ class Config:
         if default is not _MISSING:
             return names[0], default
         raise UserError(
-            f"{self.name} has no {names[0]} in its config, and the budget of a {self.fields.get('model_type', 'model')} "
-            f"cannot be told without it; add the field."
+            f"{self.name} has no {names[0]} in its config, which the budget of a "
+            f"{self.fields.get('model_type', 'model')} needs; add the field."
         )
 
 

@@ -1,10 +1,10 @@
-"""What published configs leave to the configuration classes of transformers; a test holds these to the classes."""
+"""Values of fields that configs leave out, as in the configuration classes of transformers; a test compares the two."""
 
 from collections.abc import Mapping
 
 
 def defaults_of(kind: str) -> Mapping[str, object]:
-    """What the class of this family takes for fields that are missing, where kvprobe reads them."""
+    """The values of missing fields in the class of this family, for the fields that kvprobe reads."""
     return _DEFAULTS.get(kind, {})
 
 

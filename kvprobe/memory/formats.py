@@ -1,4 +1,4 @@
-"""How many bytes weights take as they are stored, quantised or not."""
+"""The bytes of weights as they are stored, quantised or not."""
 
 from math import prod
 
@@ -11,10 +11,10 @@ from kvprobe.names import unknown
 
 
 def dtype_of(config: Config) -> Numbers:
-    """The float format that the config names, or bfloat16, which nearly all are published in.
+    """The float format that the config names; bfloat16, that of nearly all models, if it names none.
 
     Raises:
-        UserError: it names another.
+        UserError: it names a format that is not a float.
     """
     for name in ("dtype", "torch_dtype"):
         if config.has(name):
@@ -23,10 +23,10 @@ def dtype_of(config: Config) -> Numbers:
 
 
 def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
-    """Of all weights: packed where the config says so, with their scales, the rest in `dtype`.
+    """Bytes of all weights: packed with their scales if the config says so, the rest in `dtype`.
 
     Raises:
-        UserError: they are packed in a way that is not known.
+        UserError: they are packed in an unknown way.
     """
     if config.has("compression_config"):
         raise UserError(_unknown(config, "compressed-tensors"))
@@ -44,14 +44,14 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
         return _packed(matrices, 8, _block(packing), 32) + rest
     if method in ("gptq", "awq"):
         bits = packing.size("bits", "w_bit", default=4)
-        # A float16 scale and a packed zero for each group; a group of −1 is a whole column.
+        # Each group has a float16 scale and a packed zero; a group of −1 is a whole column.
         column = -1 in (packing.fields.get("group_size"), packing.fields.get("q_group_size"))
         group = width(config) if column else packing.size("group_size", "q_group_size", default=128)
         return _packed(matrices, bits, group, 16 + bits) + rest
     if method == "bitsandbytes":
         if packing.flag("load_in_8bit", default=False):
             return matrices + rest
-        # Blocks of 64 with a float32 maximum, or, quantised twice, a byte and its share of another.
+        # Blocks of 64 with a float32 maximum; quantised twice, a maximum takes one byte.
         double = packing.flag("bnb_4bit_use_double_quant", default=False)
         return _packed(matrices, 4, 64, 8 if double else 32) + rest
     raise UserError(_unknown(config, method))
@@ -59,7 +59,8 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
 
 def _unknown(config: Config, method: str) -> str:
     known = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes")
-    return f"{config.name}: {unknown('packing of weights', method[:40], known)} Give the bytes of its weights with weights=…."
+    advice = "Give the bytes of the weights with weights=…."
+    return f"{config.name}: {unknown('packing of weights', method[:40], known)} {advice}"
 
 
 def _packed(numbers: int, bits: int, group: int, scale_bits: int) -> int:
@@ -67,8 +68,8 @@ def _packed(numbers: int, bits: int, group: int, scale_bits: int) -> int:
 
 
 def _block(packing: Config) -> int:
-    """Numbers that share a scale; a whole matrix, where no block is named, shares one, which costs nothing to speak of."""
+    """How many numbers share a scale: without a block size a whole matrix does, and its bytes are negligible."""
     if not packing.has("weight_block_size"):
         return 1 << 30
-    sizes = packing.items("weight_block_size")
-    return prod(Config(packing.name, {"weight_block_size": each}).size("weight_block_size") for each in sizes)
+    sides = packing.items("weight_block_size")
+    return prod(Config(packing.name, {"weight_block_size": side}).size("weight_block_size") for side in sides)

@@ -1,9 +1,9 @@
 """The caches of transformers 5.23, `DynamicCache(config)` and `QuantizedCache`, to the byte: storage, not views.
 
-Three things make it more than arithmetic on shapes would say. After a prompt a sliding layer holds a *view* of its last
-W − 1 slots, so the storage of the whole prompt stays until the next token is read; from then on it holds W. Falcon with
-grouped heads stores K and V once for each query head. And a window of 1 never drops anything, since a slice from −0
-takes all.
+Three facts make them larger than their shapes suggest. After a prompt, a sliding layer holds a *view* of its last W − 1
+slots, so the storage of the whole prompt is freed only when the next token is read; from then on it holds W. Falcon
+with grouped heads stores K and V once for each query head. A window of 1 never drops anything, since a slice from −0
+selects everything.
 """
 
 from kvprobe.errors import UserError
@@ -12,15 +12,16 @@ from kvprobe.memory.request import Request
 
 GROUP = 64
 """Numbers that share a scale and a shift in quanto's cache."""
+
 RESIDUAL = 128
-"""Generated tokens that a quanto cache keeps at full precision before it quantises all anew."""
+"""Generated tokens that a quanto cache holds at full precision before it quantises everything again."""
 
 
 def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
     """Bytes of the storage that each layer's tensors hold.
 
     Raises:
-        UserError: transformers has no such cache.
+        UserError: transformers does not have such a cache.
     """
     _refuse(layers, request)
     return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
@@ -62,22 +63,22 @@ def _state(state: State, request: Request) -> int:
 
 
 def _quantised(request: Request, heads: int, d: int) -> int:
-    """Of the keys or the values of one layer. `check` says whether the groups come out even."""
+    """Bytes of the keys or the values of one layer, for lengths that `check` accepts."""
     numbers = request.batch * heads * request.context * d
     if request.numbers.name == "fp8":
         return numbers + 4
     residual = request.new % RESIDUAL
     packed = request.batch * heads * (request.context - residual) * d
     groups = -(-packed // GROUP)
-    # Rows of codes are packed one upon the other, so that the last byte row may be part empty.
+    # A byte holds the codes of several rows, so the last row of bytes may be partly empty.
     codes = -(-groups * request.numbers.bits // 8) * GROUP
-    # A single group is taken for a row of channels, each of which has a scale of its own.
+    # quanto treats a single group as a row of channels, each with its own scale.
     scales = 2 * (GROUP if groups == 1 else groups) * request.dtype.bytes(1)
     return codes + scales + request.dtype.bytes(request.batch * heads * residual * d)
 
 
 def fuller_steps(request: Request) -> list[int]:
-    """Smaller numbers of generated tokens at which a quantised cache may hold more: right before quanto quantises anew."""
+    """Smaller numbers of generated tokens at which a quantised cache may hold more: just before it quantises again."""
     if request.numbers.name not in ("int4", "int2"):
         return []
     before = (request.new + 1) // RESIDUAL * RESIDUAL - 1
@@ -85,10 +86,10 @@ def fuller_steps(request: Request) -> list[int]:
 
 
 def check(layers: tuple[Layer, ...], request: Request) -> None:
-    """Refuse a length at which quanto cannot share out its groups.
+    """Refuse lengths whose numbers do not fill whole groups of quanto.
 
     Raises:
-        UserError: it cannot.
+        UserError: a group would be partly empty.
     """
     if request.numbers.name not in ("int4", "int2"):
         return
@@ -97,8 +98,8 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
             for tokens in (request.prompt, request.context - request.new % RESIDUAL):
                 if _heads(attention) * tokens * d % GROUP:
                     raise UserError(
-                        f"A quanto cache groups {GROUP} numbers of a row to a scale, and {_heads(attention)} heads × {tokens} "
-                        f"tokens × {d} do not share out evenly; change the context."
+                        f"A quanto cache needs whole groups of {GROUP} numbers in each row, and {_heads(attention)} "
+                        f"heads × {tokens} tokens × {d} do not divide into them; change the context."
                     )
 
 
@@ -108,19 +109,19 @@ def _refuse(layers: tuple[Layer, ...], request: Request) -> None:
         raise UserError(f"transformers has no cache of {name}; use a float, fp8, int4 or int2, or engine='vllm'.")
     if request.plan.rounds is not None:
         raise UserError(
-            f"transformers has no cache like {request.plan.name}; use engine='logical' for its price, or cache_dtype='int4' "
-            f"for the quantised cache that transformers has."
+            f"transformers has no cache like {request.plan.name}; use engine='logical' for its bytes, or "
+            "cache_dtype='int4' for the quantised cache that transformers has."
         )
-    if not all(each.even for each in request.plan.evicts):
+    if not all(eviction.even for eviction in request.plan.evicts):
         raise UserError(
-            f"{request.plan.name} keeps other slots in each head, and a tensor holds every slot that one of them keeps; use "
-            f"engine='logical'."
+            f"{request.plan.name} retains other slots in each head, but a tensor of transformers holds a slot for all "
+            "heads; use engine='logical'."
         )
     if request.numbers.is_plain:
         if request.numbers != request.dtype:
             raise UserError(
-                f"A cache in transformers has the model's dtype, {request.dtype.name}, not {name}; change dtype, or use "
-                f"engine='vllm'."
+                f"A cache in transformers has the model's dtype, {request.dtype.name}, not {name}; change dtype, or "
+                "use engine='vllm'."
             )
         return
     if request.plan.evicts:
@@ -129,5 +130,5 @@ def _refuse(layers: tuple[Layer, ...], request: Request) -> None:
         plain = layer.attention is not None and layer.attention.reach is None and layer.state is None
         if not plain or (layer.attention is not None and (layer.attention.d_index or layer.attention.crosses)):
             raise UserError(
-                f"transformers quantises the caches of full attention alone, and layer {number} has {layer}; use a float."
+                f"transformers quantises only caches of full attention, and layer {number} has {layer}; use a float."
             )

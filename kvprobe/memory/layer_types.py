@@ -1,7 +1,7 @@
-"""Which layers of a model look at everything, which at a window, and which keep a state instead: family by family.
+"""Which layers of a model attend to everything, which to a window, and which store a state instead, by family.
 
 The rules are those of the configuration classes of transformers 5.23 and of its `get_layer_types_and_kwargs`; a test
-holds them to the caches that the library makes.
+compares them with the caches that the library makes.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ recurrent state side by side; `cross`: attention to another input; `indexed`: fu
 `none`: an MLP alone."""
 
 MOST_LAYERS = 1000
-"""A budget of so many is still told within a second."""
+"""A budget of so many layers still takes less than a second."""
 
 _SPELLINGS: dict[str, LayerType] = {
     "full_attention": "full",
@@ -35,36 +35,37 @@ _SPELLINGS: dict[str, LayerType] = {
 }
 
 _LETTERS: dict[str, LayerType] = {"M": "linear", "*": "full", "-": "none", "E": "none"}
-"""Of Nemotron-H's `hybrid_override_pattern`."""
+"""The letters of Nemotron-H's `hybrid_override_pattern`."""
 
 
 def layer_types(config: Config) -> list[LayerType]:
     """The type of each layer.
 
     Raises:
-        UserError: a type that is not known, or a list of another length than there are layers.
+        UserError: a type is unknown, or the list of types is not as long as there are layers.
     """
     rule = _RULES.get(config.kind, _by_window)
     for name in ("layer_types", "layers_block_type"):
         if config.has(name) and rule not in (_all_hybrid, _jamba, _bamba):
-            return [_spelt(config, each) for each in config.items(name, None if rule is _nemotron else layers(config))]
+            names = config.items(name, None if rule is _nemotron else layers(config))
+            return [_spelt(config, spelling) for spelling in names]
     return rule(config)
 
 
 def layers(config: Config) -> int:
-    """How many there are.
+    """The number of layers.
 
     Raises:
-        UserError: there are none, or more than any model has.
+        UserError: it is missing, or larger than in any model.
     """
     count = config.size("num_hidden_layers", "n_layer", "num_layers")
     if count > MOST_LAYERS:
-        raise UserError(f"{config.name} has {count:,} layers in its config; there can be at most {MOST_LAYERS:,}.")
+        raise UserError(f"{config.name} has {count:,} layers in its config; at most {MOST_LAYERS:,} are allowed.")
     return count
 
 
 def window(config: Config) -> int:
-    """Of the sliding layers, in tokens, the query's own included."""
+    """The window of the sliding layers in tokens, including the query's own."""
     return config.size("sliding_window")
 
 
@@ -97,7 +98,7 @@ def _all_hybrid(config: Config) -> list[LayerType]:
 def _every(
     default: int, *, field: str = "sliding_window_pattern", others: LayerType = "sliding"
 ) -> Callable[[Config], list[LayerType]]:
-    """Each n-th layer is full, the others are not."""
+    """Each n-th layer is full, the others are of another type."""
 
     def rule(config: Config) -> list[LayerType]:
         period = config.size(field, default=default)
@@ -113,14 +114,14 @@ def _exaone(config: Config) -> list[LayerType]:
 
 
 def _qwen(config: Config) -> list[LayerType]:
-    """The layers from `max_window_layers` on slide, if any do."""
+    """If layers slide, those from `max_window_layers` on do."""
     sliding = config.flag("use_sliding_window", default=False)
     first = config.size("max_window_layers", default=28, low=0) if sliding else layers(config)
     return ["sliding" if layer >= first else "full" for layer in range(layers(config))]
 
 
 def _qwen_moe(config: Config) -> list[LayerType]:
-    """Every other layer before `max_window_layers` slides, if any do."""
+    """If layers slide, every other one before `max_window_layers` does."""
     sliding = config.flag("use_sliding_window", default=False)
     last = config.size("max_window_layers", default=28, low=0) if sliding else 0
     return ["sliding" if (layer + 1) % 2 and layer < last else "full" for layer in range(layers(config))]
@@ -131,7 +132,7 @@ def _qwen3_moe(config: Config) -> list[LayerType]:
 
 
 def _smollm3(config: Config) -> list[LayerType]:
-    """Layers without rotary embedding slide, if any do."""
+    """If layers slide, those without rotary embedding do."""
     sliding = config.flag("use_sliding_window", default=False) and config.has("sliding_window")
     return ["sliding" if sliding and not rotary else "full" for rotary in _rotary(config)]
 
@@ -143,7 +144,7 @@ def _llama4(config: Config) -> list[LayerType]:
 
 def _rotary(config: Config) -> list[bool]:
     if config.has("no_rope_layers") and config.items("no_rope_layers"):
-        return [bool(each) for each in config.items("no_rope_layers", layers(config))]
+        return [bool(rotary) for rotary in config.items("no_rope_layers", layers(config))]
     interval = config.size("no_rope_layer_interval", default=4)
     return [bool((layer + 1) % interval) for layer in range(layers(config))]
 
@@ -182,7 +183,10 @@ def _nemotron(config: Config) -> list[LayerType]:
 
 _RULES: dict[str, Callable[[Config], list[LayerType]]] = {
     **dict.fromkeys(
-        ["llama", "gemma", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "olmo", "olmo2", "olmoe", "phi", "stablelm", "cohere", "glm", "glm4", "granite", "granitemoe", "seed_oss", "deepseek_v2", "deepseek_v3"],
+        (
+            "llama", "gemma", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "olmo", "olmo2", "olmoe", "phi",
+            "stablelm", "cohere", "glm", "glm4", "granite", "granitemoe", "seed_oss", "deepseek_v2", "deepseek_v3",
+        ),
         _full,
     ),
     **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"), _by_window),

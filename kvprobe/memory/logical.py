@@ -1,12 +1,15 @@
-"""The logical view: the bytes that a query may read, each number at its width, and nothing else."""
+"""The logical view: the bytes that a query may read, each number at its width, without what an engine adds."""
 
 from kvprobe.memory.caches import STATE_BYTES, Attention, Layer, State
 from kvprobe.memory.request import Request
 
 
 def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
-    """Bytes of each layer. Scales are counted for a policy that rounds, whose own they are, and not for a cache format,
-    whose scales are the engine's."""
+    """Bytes of each layer.
+
+    The scales of a policy that rounds are counted, since they are part of the policy; those of a cache format are not,
+    since they are part of the engine.
+    """
     return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
 
 
@@ -27,7 +30,7 @@ def _attention(attention: Attention, number: int, layers: int, request: Request)
     rounds = request.plan.rounds
     if rounds is None:
         return request.numbers.bytes(slots * attention.numbers)
-    # The oldest slots are the rounded ones, and the first to slide out of a window.
+    # The rounded slots are the oldest, and so the first to leave a window.
     coarse = max(0, rounds.coarse(request.prompt, request.new) - (kept - slots))
     fine = request.numbers.bytes((slots - coarse) * attention.numbers)
     d_key, d_value = attention.d_key, attention.d_value
@@ -41,5 +44,5 @@ def _attention(attention: Attention, number: int, layers: int, request: Request)
 
 
 def _state(state: State, request: Request) -> int:
-    """The convolution needs its last kernel − 1 inputs."""
+    """Bytes of a state: the convolution needs its last kernel − 1 inputs."""
     return request.dtype.bytes(state.channels * (state.kernel - 1)) + state.recurrent * STATE_BYTES

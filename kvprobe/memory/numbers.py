@@ -1,4 +1,4 @@
-"""How the numbers of a cache are stored, and what their scales cost."""
+"""The formats in which the numbers of a cache or of weights are stored."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class Numbers:
     """A format that cached numbers are stored in.
 
     Attributes:
-        name: as the engines call it.
+        name: as in the engines.
         bits: of a number.
-        engines: which engines store it, beside the logical view, which counts its bits alone.
+        engines: which engines store it; the logical view counts the bits of any format.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Numbers:
         return self.name in PLAIN
 
     def bytes(self, count: int) -> int:
-        """Of so many numbers, packed, without scales."""
+        """Bytes of so many numbers, packed, without scales."""
         return -(-count * self.bits // 8)
 
 
@@ -45,7 +45,7 @@ _KNOWN = (
     Numbers("fp8_ds_mla", 8, ("vllm",)),
 )
 
-FORMATS = {each.name: each for each in _KNOWN}
+FORMATS = {numbers.name: numbers for numbers in _KNOWN}
 
 _SHORT = {
     "fp32": "float32",
@@ -70,7 +70,7 @@ def numbers_named(name: str) -> Numbers:
 
 
 def plain_named(name: str) -> Numbers:
-    """The float format of this name, such as weights and activations have.
+    """The float format of this name, as weights and activations have.
 
     Raises:
         UserError: there is none.

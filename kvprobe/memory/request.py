@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
+from kvprobe.cache.slots import Plan
 from kvprobe.memory.numbers import FORMATS, Numbers
-from kvprobe.memory.slots import Plan
 
 
 @dataclass(frozen=True)

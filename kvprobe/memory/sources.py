@@ -1,4 +1,4 @@
-"""Where a config comes from: a name, a folder, a JSON file, the shelf of published configs that ships, or the hub."""
+"""Where a config comes from: a config that ships with kvprobe, a folder, a JSON file, or the hub."""
 
 import os
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from kvprobe.names import unknown
 from kvprobe.shipped import shipped
 
 
-def shelf() -> dict[str, Path]:
-    """Configs that ship with kvprobe: published ones by the id of their repository, and those of models that ship."""
-    published = {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
-    return published | {path.parent.name: path for path in sorted(shipped("models").glob("*/config.json"))}
+def shipped_configs() -> dict[str, Path]:
+    """Configs that ship with kvprobe: those of hub models by repository id, and those of the models that ship."""
+    of_the_hub = {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
+    return of_the_hub | {path.parent.name: path for path in sorted(shipped("models").glob("*/config.json"))}
 
 
 def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
-    """The config of a model: fields, a folder with a `config.json`, a JSON file, an id on the shelf or on the hub.
+    """The config of a model: its fields, a name that ships, a folder with a `config.json`, a JSON file, or a hub id.
 
     Raises:
-        UserError: there is no such model, or its config cannot be read.
-        UserError: the hub cannot be reached.
+        UserError: there is no such model, its config cannot be read, or the hub cannot be reached.
     """
     if isinstance(source, Mapping):
         return Config("The model", source)
     name = os.fspath(source)
-    if name in shelf():
-        return read_config(shelf()[name], name)
+    shipped_here = shipped_configs()
+    if name in shipped_here:
+        return read_config(shipped_here[name], name)
     path = _existing(name)
     if path is not None and path.is_dir():
         if not (path / "config.json").is_file():
@@ -41,12 +41,12 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return read_config(_from_hub(name), name)
     raise UserError(
-        f"{unknown('model', name[:60], shelf())} A folder, a config.json or a hub id (owner/name) will do as well."
+        f"{unknown('model', name[:60], shipped_here)} A folder, a config.json or a hub id (owner/name) works too."
     )
 
 
 def _existing(name: str) -> Path | None:
-    """The file or folder of this name; None where there is none, or where there cannot be one."""
+    """The file or folder of this name; None if there is none, or if the name cannot be a path."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
@@ -59,8 +59,8 @@ def _from_hub(repository: str) -> Path:
 
     try:
         return Path(hf_hub_download(repository, "config.json"))
-    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no file
+    except Exception as error:  # the hub client raises a dozen types; all mean that there is no file
         raise UserError(
-            f"Could not get the config of {repository!r} from the hub ({type(error).__name__}); check the id, or give a "
-            f"config.json from elsewhere. Without the hub there are {', '.join(shelf())}."
+            f"The config of {repository!r} could not be fetched from the hub ({type(error).__name__}); check the id, "
+            f"give a config.json, or choose a config that ships: {', '.join(shipped_configs())}."
         ) from error

@@ -1,37 +1,35 @@
-"""A budget as a person reads it, and as a program does."""
+"""A budget as a table for people, and as numbers for programs."""
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvprobe.memory.needs import Needs
 from kvprobe.memory.units import both, short
 
-if TYPE_CHECKING:
-    from kvprobe.memory.budget import Budget
-
 ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
-"""What the engines are called."""
+"""The engines' names in prose."""
 
 
-def lines(budget: "Budget") -> Iterator[str]:
+def lines(budget: Needs) -> Iterator[str]:
     """The budget, line by line."""
     request = budget.request
+    name, parameters = f"{budget.config.name}: {budget.config.kind}", f"{_parameters(budget.parameters)} parameters"
     active = "" if budget.active == budget.parameters else f", {_parameters(budget.active)} active for a token"
+    yield f"{name}, {len(budget.layers)} layers, {parameters}{active}"
     yield (
-        f"{budget.config.name}: {budget.config.kind}, {len(budget.layers)} layers, {_parameters(budget.parameters)} parameters{active}"
-    )
-    yield (
-        f"{request.batch:,} × {request.context:,} tokens ({request.prompt:,} read, {request.new:,} generated); weights and "
-        f"activations {request.dtype.name}, cache {request.numbers.name}; {_how(budget)}"
+        f"{request.batch:,} × {request.context:,} tokens ({request.prompt:,} read, {request.new:,} generated); "
+        f"weights and activations {request.dtype.name}, cache {request.numbers.name}; {_how(budget)}"
     )
     yield ""
-    yield f"{'layers':16}{'what each keeps':34}{'B/token':>10}{'logical':>12}{'allocated':>12}"
-    for numbers, kind, per_token, held, allocated in rows(budget):
-        yield f"{numbers:16}{kind:34}{per_token:>10,}{short(held):>12}{short(allocated):>12}"
+    yield f"{'layers':16}{'what each stores':34}{'B/token':>10}{'logical':>12}{'allocated':>12}"
+    for numbers, kind, per_token, logical, allocated in rows(budget):
+        yield f"{numbers:16}{kind:34}{per_token:>10,}{short(logical):>12}{short(allocated):>12}"
     padding = budget.cache - sum(budget.allocated)
     if padding:
         yield f"{'padding':72}{short(padding):>12}"
-    yield f"{'all layers':50}{sum(budget.bytes_per_token):>10,}{short(sum(budget.logical)):>12}{short(budget.cache):>12}"
+    logical, allocated = short(sum(budget.logical)), short(budget.cache)
+    yield f"{'all layers':50}{sum(budget.bytes_per_token):>10,}{logical:>12}{allocated:>12}"
     yield ""
     for name, size in parts(budget):
         yield f"{name:44}{both(size):>28}"
@@ -46,42 +44,42 @@ def _parameters(count: int) -> str:
     return f"{count / size:.3g} {unit}"
 
 
-def parts(budget: "Budget") -> list[tuple[str, int]]:
+def parts(budget: Needs) -> list[tuple[str, int]]:
     """The bytes of the peak, by what they are for."""
-    moment = budget.moments[budget.moment]
+    phase = budget.phases[budget.phase]
     when = {
         "reading": "while the prompt is read",
         "generating": "at the last token",
         "on the way": "at its fullest",
         "held": "",
-    }[budget.moment]
+    }[budget.phase]
     ranks = f" on one of {budget.blocks.ranks} ranks" if budget.blocks.ranks > 1 else ""
-    found = [(f"weights{ranks}", budget.weights), (f"cache {when}".strip(), moment.cache)]
-    found += [("activations", moment.activations)] if moment.activations else []
-    found += [("logits", moment.logits)] if moment.logits else []
-    found += [("a layer's cache, twice while it grows", moment.growth)] if moment.growth else []
-    return [*found, ("peak", budget.peak)]
-
-
-def rows(budget: "Budget") -> list[tuple[str, str, int, int, int]]:
-    """Layers that are alike, each kind once: which, what they keep, and their bytes in all."""
-    found: dict[tuple[str, int, int, int], list[int]] = {}
-    for number, layer in enumerate(budget.layers):
-        key = (str(layer), budget.bytes_per_token[number], budget.logical[number], budget.allocated[number])
-        found.setdefault(key, []).append(number)
+    beside = (
+        ("activations", phase.activations),
+        ("logits", phase.logits),
+        ("a layer's cache, twice while it grows", phase.growth),
+    )
     return [
-        (
-            _ranges(numbers),
-            f"{len(numbers)} × {kind}",
-            len(numbers) * each,
-            len(numbers) * held,
-            len(numbers) * allocated,
-        )
-        for (kind, each, held, allocated), numbers in found.items()
+        (f"weights{ranks}", budget.weights),
+        (f"cache {when}".strip(), phase.cache),
+        *((name, size) for name, size in beside if size),
+        ("peak", budget.peak),
     ]
 
 
-def as_mapping(budget: "Budget") -> dict[str, Any]:
+def rows(budget: Needs) -> list[tuple[str, str, int, int, int]]:
+    """For each kind of layer: which layers, what they store, and the bytes of all per token, logical and allocated."""
+    alike: dict[tuple[str, int, int, int], list[int]] = {}
+    for number, layer in enumerate(budget.layers):
+        key = (str(layer), budget.bytes_per_token[number], budget.logical[number], budget.allocated[number])
+        alike.setdefault(key, []).append(number)
+    return [
+        (_ranges(numbers), f"{len(numbers)} × {kind}", *(len(numbers) * size for size in sizes))
+        for (kind, *sizes), numbers in alike.items()
+    ]
+
+
+def as_mapping(budget: Needs) -> dict[str, Any]:
     """The budget in numbers: bytes throughout."""
     request = budget.request
     return {
@@ -101,10 +99,15 @@ def as_mapping(budget: "Budget") -> dict[str, Any]:
         "logical": sum(budget.logical),
         "allocated": budget.cache,
         "peak": budget.peak,
-        "moment": budget.moment,
+        "moment": budget.phase,
         "moments": {
-            name: {"cache": each.cache, "activations": each.activations, "logits": each.logits, "growth": each.growth}
-            for name, each in budget.moments.items()
+            name: {
+                "cache": phase.cache,
+                "activations": phase.activations,
+                "logits": phase.logits,
+                "growth": phase.growth,
+            }
+            for name, phase in budget.phases.items()
         },
         "memory": budget.memory,
         "usable": budget.usable,
@@ -113,15 +116,15 @@ def as_mapping(budget: "Budget") -> dict[str, Any]:
         "largest_new": budget.largest_new,
         "largest_batch": budget.largest_batch,
         "layers": [
-            {"keeps": str(layer), "bytes_per_token": per_token, "logical": held, "allocated": allocated}
-            for layer, per_token, held, allocated in zip(
+            {"keeps": str(layer), "bytes_per_token": per_token, "logical": logical, "allocated": allocated}
+            for layer, per_token, logical, allocated in zip(
                 budget.layers, budget.bytes_per_token, budget.logical, budget.allocated, strict=True
             )
         ],
     }
 
 
-def _how(budget: "Budget") -> str:
+def _how(budget: Needs) -> str:
     name = ENGINES[budget.engine]
     if budget.engine == "vllm":
         name += f", blocks of {budget.blocks.block}"
@@ -130,7 +133,7 @@ def _how(budget: "Budget") -> str:
     return name if budget.request.plan.name == "none" else f"{name}, {budget.request.plan.name}"
 
 
-def _room(budget: "Budget") -> Iterator[str]:
+def _room(budget: Needs) -> Iterator[str]:
     if budget.memory is None or budget.usable is None or budget.headroom is None:
         return
     share = "" if budget.usable == budget.memory else f", of which vLLM takes {short(budget.usable)}"
@@ -145,10 +148,10 @@ def _room(budget: "Budget") -> Iterator[str]:
 
 
 def _count(number: int | None, unit: str) -> str:
-    return "no end" if number is None else f"{number:,} {unit}"
+    return "no limit" if number is None else f"{number:,} {unit}"
 
 
-def _saving(budget: "Budget") -> Iterator[str]:
+def _saving(budget: Needs) -> Iterator[str]:
     """What the policy and the format save, each against the same without it."""
     request = budget.request
     if request.plan.name != "none":
@@ -157,46 +160,49 @@ def _saving(budget: "Budget") -> Iterator[str]:
         yield _saved(f"A cache of {request.numbers.name}", budget, budget.without_format)
 
 
-def _saved(what: str, budget: "Budget", before: "Budget") -> str:
+def _saved(what: str, budget: Needs, before: Needs) -> str:
     verb = "saves" if budget.cache <= before.cache else "costs"
     size = abs(before.cache - budget.cache)
     share = f"{100 * size / before.cache:.1f} % of {short(before.cache)}" if before.cache else "of nothing"
     return f"{what} {verb} {short(size)} of cache ({share}) and {short(before.peak - budget.peak)} at the peak."
 
 
-def _remarks(budget: "Budget") -> Iterator[str]:
+def _remarks(budget: Needs) -> Iterator[str]:
     request = budget.request
     trained = budget.trained_context
     if trained is not None and request.context > trained:
-        yield f"The model was made for {trained:,} tokens; {request.context:,} are more."
+        yield f"The model was trained for {trained:,} tokens; {request.context:,} are more."
     if (
         trained is not None
         and budget.largest_context is not None
         and budget.largest_context > trained >= request.context
     ):
-        yield f"The model was made for {trained:,} tokens; there is room for more."
+        yield f"The model was trained for {trained:,} tokens; there is room for more."
     if not (budget.config.has("dtype") or budget.config.has("torch_dtype")) and request.dtype.name == "bfloat16":
-        yield "The config names no dtype; bfloat16 is taken unless dtype says otherwise."
+        yield "The config has no dtype; bfloat16 is assumed unless dtype says otherwise."
     if (
         budget.engine == "hf"
         and request.new == 0
         and any(layer.attention and layer.attention.reach for layer in budget.layers)
     ):
         yield (
-            "After the prompt, transformers holds all of it in sliding layers too; their slots beyond the window are let go "
+            "After the prompt, transformers holds all of it in sliding layers too; it frees slots beyond the window "
             "when the next token is read."
         )
     crossing = sum(layer.attention is not None and layer.attention.crosses for layer in budget.layers)
     if crossing and not request.source:
-        yield f"{crossing} layers attend to another input, of which there are no tokens here; say how many with source."
+        yield f"{crossing} layers attend to another input, which has no tokens here; set their number with source."
     if not budget.widths.exact and budget.engine == "hf":
         yield "Activations are an estimate for this family; weights and caches are exact."
         if any(layer.state is not None and layer.state.recurrent for layer in budget.layers):
-            yield "They are those of fused recurrent kernels; without these, transformers needs several times as much."
+            yield "It assumes fused recurrent kernels; without them, transformers needs several times as much."
     if budget.engine == "vllm":
-        yield "Activations are an estimate for vLLM; CUDA graphs and what its libraries hold are not counted."
+        yield "Activations are an estimate for vLLM; CUDA graphs and the memory of its libraries are not counted."
         if budget.blocks.ranks > 1:
-            yield "Weights are shared out evenly here; what each rank keeps whole, such as norms and latent projections, comes on top."
+            yield (
+                "Weights are divided evenly over ranks here; what every rank stores whole, such as norms and latent "
+                "projections, comes on top."
+            )
 
 
 def _ranges(numbers: list[int]) -> str:

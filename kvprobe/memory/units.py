@@ -1,11 +1,11 @@
-"""Bytes as people write them. GB is 10⁹ bytes and GiB is 2³⁰: a card of 24 GB and one of 24 GiB are 7 % apart."""
+"""Bytes as text: GB is 10⁹ bytes and GiB is 2³⁰, so a card of 24 GB and one of 24 GiB differ by 7 %."""
 
 import re
 
 from kvprobe.errors import UserError
 
 MOST = 1 << 60
-"""Bytes."""
+"""Bytes; no memory is larger."""
 
 _UNITS = {
     "B": 1,
@@ -27,21 +27,21 @@ def bytes_in(text: str | int, what: str) -> int:
         UserError: it is neither, or not positive.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        found = text
+        count = text
     else:
         match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?I?B)\s*", str(text).upper())
         if match is None:
             raise UserError(
                 f"The {what} is {str(text)[:40]!r}; write bytes with their unit, as in '24GiB' (2³⁰) or '24GB' (10⁹)."
             )
-        found = round(float(match[1]) * _UNITS[match[2]])
-    if not 1 <= found <= MOST:
+        count = round(float(match[1]) * _UNITS[match[2]])
+    if not 1 <= count <= MOST:
         raise UserError(f"The {what} is {str(text)[:40]}; it must be positive and at most {MOST:,} bytes.")
-    return found
+    return count
 
 
 def both(count: int) -> str:
-    """In decimal and in binary units, each with three to four digits: `16.38 GB (15.26 GiB)`."""
+    """Bytes in decimal and in binary units, each with three to four digits: `16.38 GB (15.26 GiB)`."""
     for decimal, binary in (("TB", "TiB"), ("GB", "GiB"), ("MB", "MiB"), ("KB", "KiB")):
         if abs(count) >= _UNITS[decimal]:
             return f"{count / _UNITS[decimal]:.2f} {decimal} ({count / _UNITS[binary.upper()]:.2f} {binary})"
@@ -49,7 +49,7 @@ def both(count: int) -> str:
 
 
 def short(count: int | float) -> str:
-    """In decimal units."""
+    """Bytes in decimal units."""
     for unit in ("TB", "GB", "MB", "KB"):
         if abs(count) >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.2f} {unit}"

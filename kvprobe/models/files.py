@@ -1,4 +1,4 @@
-"""What a model folder may hold: untrusted files, checked before transformers reads them and while it builds the model."""
+"""Model folders are untrusted input: checked before transformers reads them, and while it builds the model."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from kvprobe.files import read_json
 
 MAX_JSON_BYTES = 2**24
 SPARE_NUMBERS, SPARE_TENSORS = 2**26, 1_000
-"""What a model may have beside its weights: tables of positions and causal masks, scalars of modules."""
+"""What a model may hold beside its weights: tables of positions, causal masks, scalars of modules."""
 
 _CHOOSES_CODE = ("configuration_files", "fusion_config", "transformers_weights")
 """Settings by which a config names other files or modules to load."""
@@ -35,8 +35,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be read as a model without running or unpickling anything of its own.
 
     Raises:
-        UserError: it has no config or safetensors, is an adapter, holds damaged JSON, or its config is quantised or chooses
-            what is loaded.
+        UserError: it has no config, is an adapter, or holds damaged JSON; or its config is quantised or names code.
     """
     if not (folder / "config.json").exists():
         raise UserError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
@@ -45,21 +44,22 @@ def check_folder(folder: Path) -> None:
             raise UserError(f"{path} is neither a file nor a folder; remove it.")
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into its base model first.")
-    read = {
+    files = {
         name: read_json(folder / name, MAX_JSON_BYTES, "fetch it again")
         for name in _JSON_FILES
         if (folder / name).exists()
     }
-    config = read["config.json"]
+    config = files["config.json"]
     for name in _CHOOSES_CODE:
         if name in config:
             raise UserError(f"{folder / 'config.json'} has {name!r}, which chooses what is loaded; remove it.")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         if part.get("quantization_config") is not None:
             raise UserError(
-                f"The weights in {folder} are quantised; kvprobe reads plain floats, so give the model's unquantised weights."
+                f"The weights in {folder} are quantised; kvprobe reads plain floats, so give the model's unquantised "
+                f"weights."
             )
-    ends = read.get("generation_config.json", {}).get("eos_token_id")
+    ends = files.get("generation_config.json", {}).get("eos_token_id")
     if not all(type(end) is int for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
         raise UserError(f"{folder / 'generation_config.json'} has eos_token_id={str(ends)[:40]}; give whole numbers.")
 
@@ -68,32 +68,34 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers loads: `model.safetensors`, or else those of its index.
 
     Raises:
-        UserError: there are none, or the index names something that is no safetensors file of this folder.
+        UserError: there are none, or the index names something else than a safetensors file of this folder.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
     if not index.is_file():
         raise UserError(
-            f"The folder {folder} has no model.safetensors (nor a model.safetensors.index.json); pickled weights are not read, "
-            f"convert them first."
+            f"The folder {folder} has no model.safetensors (nor a model.safetensors.index.json); pickled weights are "
+            "not read, convert them first."
         )
     names = read_json(index, MAX_JSON_BYTES, "fetch it again").get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no weight_map from tensors to files; fetch it again.")
     for name in sorted(set(names.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{index} names {name[:80]!r}, which is no safetensors file of its folder; fetch it again.")
+            raise UserError(
+                f"{index} names {name[:80]!r}, which is not a safetensors file of its folder; fetch it again."
+            )
         if not (folder / name).is_file():
             raise UserError(f"{index} names {name!r}, which is not in the folder; fetch it.")
     return [folder / name for name in sorted(set(names.values()))]
 
 
 def weight_sizes(folder: Path) -> list[int]:
-    """How many numbers each tensor of the weights has, from the files' headers alone.
+    """Number of elements of each tensor of the weights, from the headers of the files alone.
 
     Raises:
-        UserError: see `weight_files`; or a file is truncated, or its header does not describe it.
+        UserError: see `weight_files`; or a file is truncated, or its header does not fit it.
     """
     sizes = []
     for path in weight_files(folder):
@@ -107,11 +109,12 @@ def weight_sizes(folder: Path) -> list[int]:
 
 @contextmanager
 def bounded(sizes: list[int]) -> Iterator[None]:
-    """While this lasts, a model that is built without memory (on the meta device) may not become much larger than its weights:
-    else a config could ask for any amount of memory.
+    """While this lasts, a model that is built on the meta device may not become much larger than its weights.
+
+    Otherwise a config could ask for any amount of memory.
 
     Raises:
-        UserError: it does.
+        UserError: the model becomes much larger than its weights.
     """
     numbers, tensors = 2 * sum(sizes) + SPARE_NUMBERS, 4 * len(sizes) + SPARE_TENSORS
     built = [0, 0]
@@ -123,7 +126,8 @@ def bounded(sizes: list[int]) -> Iterator[None]:
         built[1] += 1
         if built[0] > numbers or built[1] > tensors:
             raise UserError(
-                f"the config describes a much larger model than the {len(sizes):,} tensors and {sum(sizes):,} numbers of the weights"
+                f"the config describes a much larger model than the {len(sizes):,} tensors and {sum(sizes):,} numbers "
+                "of the weights"
             )
 
     hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
@@ -135,10 +139,10 @@ def bounded(sizes: list[int]) -> Iterator[None]:
 
 
 def refuse_not_finite(holder: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights with NaN or infinity, by the name of the first tensor that has one."""
+    """Refuse weights with NaN or infinity; the error names the first such tensor."""
     for name, tensor in tensors:
         if not tensor.is_floating_point():
             continue
-        # A sum is several times as fast as a look at each number; only where it overflows do the numbers themselves decide.
+        # A sum is several times as fast as a check of each number, which decides only where the sum overflows.
         if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
             raise UserError(f"The tensor {name} of {holder} has NaN or infinity; fetch or train the weights again.")

@@ -1,13 +1,12 @@
-"""The gate: what kvprobe relies on is proved on the model at hand, on a few tokens, before any number is taken from it.
+"""The gate: it proves on a few tokens that a model does what kvprobe relies on, before any number is taken from it.
 
-A library's model may swallow `position_ids`, count positions by slots, look ahead, or lose a mask on its way to a layer,
-without an error. Each check below compares two computations that agree only if the model does what kvprobe takes for
-granted; one that fails refuses the model, or the lane, in a sentence that names what was found.
+A library's model may ignore `position_ids`, count positions by slots, look ahead, or lose a mask on its way to a layer,
+without an error. Each check compares two computations that agree only if the model does what kvprobe assumes. A failed
+check refuses the model, or the lane, in one sentence that says what went wrong.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +17,8 @@ from transformers.cache_utils import DynamicLayer
 from kvprobe.cache.ledger import PADDING, Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
+from kvprobe.models.geometry import embedded_tokens
+from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
 _LENGTH, _CUT = 12, 8
@@ -29,7 +30,7 @@ Reading = Float[Tensor, "batch queries vocab"]
 
 @dataclass(frozen=True)
 class _Held:
-    """What was read so far: the ledger, and keys and values per layer."""
+    """A cache: its ledger, and keys and values per layer."""
 
     ledger: Ledger
     keys: tuple[Tensor, ...]
@@ -37,19 +38,20 @@ class _Held:
 
 
 def prove_plain(lanes: UnprovedLanes) -> bool:
-    """Prove on a few tokens that the model can be read as kvprobe reads: causal, at given positions, past hidden slots.
+    """Prove on a few tokens that the model is causal, places tokens at the positions given to it, and respects masks.
 
-    Returns whether its KV heads can be masked apart from one another.
+    Returns:
+        Whether masks may differ between its KV heads.
 
     Raises:
-        UserError: it cannot be read so; the sentence says in what it fails.
+        UserError: a check fails; the sentence says which.
     """
     name, by_head = type(lanes.plain).__name__, False
     try:
         with torch.no_grad():
             refusal = next((sentence for holds, sentence in _plain_checks(lanes) if not holds), None)
             by_head = refusal is None and _heads_apart(lanes)
-    except Exception as error:  # a model of another kind may fail in any way, always for the same reason
+    except Exception as error:  # a model that kvprobe cannot read may fail in any way
         message = " ".join(str(error).split())[:200]
         raise UserError(
             f"{name} cannot be read with positions and masks of kvprobe's making ({type(error).__name__}: {message})."
@@ -60,13 +62,13 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
 
 
 def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
-    """Prove on a few tokens that the hooked lane computes what the plain one does, masks and gaps included.
+    """Prove on a few tokens that the hooked lane computes what the plain lane does, masks and gaps included.
 
     Args:
-        by_head: whether KV heads can be masked apart, as `prove_plain` found.
+        by_head: whether masks may differ between KV heads, as `prove_plain` returned.
 
     Raises:
-        UserError: it does not; only the plain lane can be trusted.
+        UserError: it computes something else, so only the plain lane can be used.
     """
     name = type(lanes.plain).__name__
     try:
@@ -87,52 +89,55 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
     )
     if not worst <= _allowed(lanes, hooked=True):
         raise UserError(
-            f"TransformerLens computes something else than {name} itself (off by {worst:.1e} of what it should be), so its "
-            f"hooks cannot be trusted; use lane='plain', which captures K and V as stored, and policies without scores."
+            f"TransformerLens computes something else than {name} itself (off by {worst:.1e} of what it should be), "
+            "so its hooks cannot be trusted; use lane='plain', which captures K and V as stored, and policies "
+            "without scores."
         )
 
 
 def prove_attention(lanes: UnprovedLanes) -> None:
-    """Prove on a few tokens that softmax over scaled scores, with softcap and sinks where it has some, is all of the model's
-    attention, so that it can be computed again, replaced, and patched.
+    """Prove on a few tokens that attention is a softmax over scaled scores, with softcap and sinks where there are any.
+
+    Only then can attention be recomputed, replaced and patched.
 
     Raises:
-        UserError: it is not, or the model does not take its attention from transformers' registry.
+        UserError: it is something else, or the model does not take its attention from transformers' registry.
     """
     ids = _ids(lanes)
     ledger, worst = _ledger(ids), [0.0]
     masks = lanes.masks(ledger, _LENGTH)
 
-    def compare(given: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
-        worst.append(_apart(_standard(given, masks[given.layer]).transpose(1, 2), computed))
+    def compare(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
+        worst.append(_apart(_standard(inputs, masks[inputs.layer]).transpose(1, 2), computed))
 
-    with torch.no_grad(), lanes.overhearing_unproved(compare):
+    with torch.no_grad(), lanes.observing_attention_unproved(compare):
         lanes.unproved(ids, ledger, _empty(lanes), masked=True)
     if not max(worst) <= _allowed(lanes):
         raise UserError(
-            f"{type(lanes.plain).__name__} attends otherwise than by a softmax over scaled scores (off by {max(worst):.1e}), so its "
-            f"attention can be neither shown nor replaced on the plain lane; patch with KVCache.patch, one cell at a time."
+            f"{type(lanes.plain).__name__} attends otherwise than by a softmax over scaled scores (off by "
+            f"{max(worst):.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
+            f"KVCache.patch, one cell at a time."
         )
 
 
 def _standard(
-    given: Attending, mask: Float[Tensor, "rows heads_or_1 queries slots"]
+    inputs: Attending, mask: Float[Tensor, "rows heads_or_1 queries slots"]
 ) -> Float[Tensor, "rows heads queries d_value"]:
-    """What a layer that attends with this gives out, by the book."""
-    groups = given.query.shape[1] // given.key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1).float() for tensor in (given.key, given.value))
-    scores = given.query.float() @ key.transpose(2, 3) * given.scale
-    if given.softcap is not None:
-        scores = (scores / given.softcap).tanh() * given.softcap
+    """The output of a softmax over scaled scores for these inputs."""
+    groups = inputs.query.shape[1] // inputs.key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1).float() for tensor in (inputs.key, inputs.value))
+    scores = inputs.query.float() @ key.transpose(2, 3) * inputs.scale
+    if inputs.softcap is not None:
+        scores = (scores / inputs.softcap).tanh() * inputs.softcap
     scores = scores + mask.float()
-    if given.sinks is not None:
-        own = given.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, own], -1).softmax(-1)[..., :-1] @ value
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
     return scores.softmax(-1) @ value
 
 
 def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
-    """Each check in turn: whether it holds, and the rest of the sentence that says what does not."""
+    """Each check in turn: whether it passes, and the sentence about a model that fails, without its subject."""
     ids = _ids(lanes)
     native = lanes.native(ids)
     yield (
@@ -152,8 +157,8 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
     yield (
         _apart(whole, native) <= _allowed(lanes),
         (
-            "computes other logits at the positions 0, 1, … given to it than by its own count, so it counts from elsewhere, or "
-            "reads otherwise with a cache; kvprobe cannot place its tokens."
+            "computes other logits at the positions 0, 1, … given to it than by its own count, so it counts from "
+            "elsewhere, or reads otherwise with a cache; kvprobe cannot place its tokens."
         ),
     )
     last = lanes.unproved(
@@ -174,26 +179,29 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
 
     places = torch.arange(_LENGTH, device=ids.device)[None]
     spaced = lanes.unproved(ids, _ledger(ids, places + _gap(lanes) * (places >= _CUT)), _empty(lanes), masked=True)
-    # A model built by hand may have no use for positions; then they may not matter by any count, slots included.
-    deaf = torch.equal(spaced[:, _CUT:], explicit[:, _CUT:])
+    # A model may ignore positions, if it does not count slots either.
+    ignores_positions = torch.equal(spaced[:, _CUT:], explicit[:, _CUT:])
     leak, effect = _masks_reach(lanes, _first(held, _CUT), ids[:, _CUT:], 1)
     yield (
         leak <= _allowed(lanes, effect),
         f"lets what hidden slots hold reach its logits (off by {leak:.1e}), so masks do not reach every layer.",
     )
-    yield from _masking_is_eviction(lanes, ids, held, native, deaf)
+    yield from _masking_is_eviction(lanes, ids, held, native, ignores_positions)
     yield from _rows_are_alone(lanes, ids)
 
 
 def _masks_reach(
     lanes: UnprovedLanes, held: _Held, rest: Int[Tensor, "1 queries"], kv_heads: int
 ) -> tuple[float, float]:
-    """How much of what hidden slots hold reaches the logits, and how much it would if they were not hidden: in each layer
-    and KV head (or in all heads alike, if `kv_heads` is 1) other slots are hidden, and there K and V are made loud."""
-    drawn = torch.rand(
+    """How much of the content of hidden slots reaches the logits, and how much would reach them without masks.
+
+    Each layer and KV head (or all heads alike, if `kv_heads` is 1) hides other slots, drawn at random. Loud noise
+    replaces K and V there.
+    """
+    draws = torch.rand(
         lanes.geometry.n_layers, 1, kv_heads, held.ledger.slots, generator=torch.Generator().manual_seed(0)
     )
-    hidden = (drawn < 0.5).to(rest.device)
+    hidden = (draws < 0.5).to(rest.device)
 
     def loud(tensor: Tensor, where: Bool[Tensor, "1 kv_heads slots"]) -> Tensor:
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor)
@@ -210,7 +218,7 @@ def _masks_reach(
 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
-    """Whether masks that differ between KV heads reach the heads that they are meant for."""
+    """Whether masks that differ between KV heads each reach their own head."""
     _, held = _whole(lanes)
     try:
         leak, effect = _masks_reach(lanes, _first(held, _CUT), _ids(lanes)[:, _CUT:], lanes.geometry.n_kv_heads)
@@ -220,37 +228,38 @@ def _heads_apart(lanes: UnprovedLanes) -> bool:
 
 
 def _masking_is_eviction(
-    lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"], held: _Held, native: Reading, deaf: bool
+    lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"], held: _Held, native: Reading, ignores_positions: bool
 ) -> Iterator[Check]:
-    """Reading on past hidden slots equals reading on where they are gone, and past all slots equals reading at once."""
+    """Reading after masked slots equals reading after evicted ones, and reading with a cache equals reading at once."""
     before, rest = _first(held, _CUT), ids[:, _CUT:]
     apart = _apart(_after(lanes, before, rest), native[:, _CUT:])
     yield (
         apart <= _allowed(lanes),
         (f"computes other logits with a cache than at once (off by {apart:.1e}); its cache cannot be edited."),
     )
-    # Slots near the end go, and what follows stands further on, so that counting slots is not counting positions.
-    stays = torch.tensor([slot not in (_CUT - 4, _CUT - 3, _CUT - 2) for slot in range(_CUT)], device=ids.device)
-    masked = replace(before, ledger=replace(before.ledger, live=stays[None, None, None]))
+    # Evicted slots near the end and a gap before the new tokens make counted slots differ from positions.
+    retained = torch.tensor([slot not in (_CUT - 4, _CUT - 3, _CUT - 2) for slot in range(_CUT)], device=ids.device)
+    masked = replace(before, ledger=replace(before.ledger, live=retained[None, None, None]))
     evicted = _Held(
         before.ledger.take(
-            stays.nonzero()[:, 0][None], torch.zeros(1, int(stays.sum()), dtype=torch.bool, device=ids.device)
+            retained.nonzero()[:, 0][None], torch.zeros(1, int(retained.sum()), dtype=torch.bool, device=ids.device)
         ),
-        tuple(keys[:, :, stays] for keys in before.keys),
-        tuple(values[:, :, stays] for values in before.values),
+        tuple(keys[:, :, retained] for keys in before.keys),
+        tuple(values[:, :, retained] for values in before.values),
     )
     gap = _gap(lanes)
     hidden, gone = _after(lanes, masked, rest, gap), _after(lanes, evicted, rest, gap)
     apart, effect = _apart(gone, hidden), _apart(_after(lanes, before, rest, gap), hidden)
     yield (
         apart <= _allowed(lanes, effect),
-        f"{'takes no notice of position_ids, and ' if deaf else ''}computes other logits after slots were evicted than after they "
-        f"were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; kvprobe cannot edit its cache.",
+        f"{'ignores position_ids, and ' if ignores_positions else ''}computes other logits after slots were evicted "
+        f"than after they were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; "
+        "kvprobe cannot edit its cache.",
     )
 
 
 def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iterator[Check]:
-    """A short row beside a long one, padded, reads on as it does alone."""
+    """A padded short row beside a long one computes what it computes alone."""
     short = _CUT - 3
     rows = torch.cat([ids[:, :_CUT], ids[:, :_CUT].flip(1)])
     padding = torch.zeros_like(rows, dtype=torch.bool)
@@ -271,19 +280,19 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
     yield (
         apart <= _allowed(lanes),
         (
-            f"computes other logits for a row beside a longer one than for the row alone (off by {apart:.1e}); kvprobe reads "
-            f"many conditions as rows of one batch."
+            f"computes other logits for a row beside a longer one than for the row alone (off by {apart:.1e}); kvprobe "
+            f"reads many conditions as rows of one batch."
         ),
     )
 
 
 def _gapped(lanes: UnprovedLanes, lane: Lane, by_head: bool) -> Reading:
-    """Reading on in a lane past slots that are hidden in some layers and heads, after a gap."""
+    """The logits of a lane after a gap and after slots that are masked in some layers and heads."""
     shape, ids = lanes.geometry, _ids(lanes)
     _, held = _whole(lanes, lane)
     before, heads = _first(held, _CUT), shape.n_kv_heads if by_head else 1
-    drawn = torch.rand(shape.n_layers, 1, heads, _CUT, generator=torch.Generator().manual_seed(2))
-    masked = replace(before, ledger=replace(before.ledger, live=(drawn < 0.6).to(ids.device)))
+    draws = torch.rand(shape.n_layers, 1, heads, _CUT, generator=torch.Generator().manual_seed(2))
+    masked = replace(before, ledger=replace(before.ledger, live=(draws < 0.6).to(ids.device)))
     return _after(lanes, masked, ids[:, _CUT:], _gap(lanes), lane)
 
 
@@ -295,7 +304,7 @@ def _whole(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, _Held]:
 def _after(
     lanes: UnprovedLanes, held: _Held, ids: Int[Tensor, "batch queries"], gap: int = 0, lane: Lane = "plain"
 ) -> Reading:
-    """The logits of tokens read after what is held, at the positions that follow, `gap` further on."""
+    """The logits of tokens read after a cache, `gap` positions after its end."""
     places = held.ledger.following[:, None] + gap + torch.arange(ids.shape[1], device=ids.device)
     return _grown(lanes, held, ids, held.ledger.append(_ledger(ids, places)), lane)[0]
 
@@ -303,17 +312,17 @@ def _after(
 def _grown(
     lanes: UnprovedLanes, held: _Held | None, ids: Int[Tensor, "batch queries"], ledger: Ledger, lane: Lane = "plain"
 ) -> tuple[Reading, _Held]:
-    past = _empty(lanes)
-    layers: Any = past.layers
+    layers = [DynamicLayer() for _ in range(lanes.geometry.n_layers)]
     if held is not None:
         for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
             layer.update(keys, values)
-    logits = lanes.unproved(ids, ledger, past, lane)
-    return logits, _Held(ledger, tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
+    logits = lanes.unproved(ids, ledger, past_key_values(layers), lane)
+    grown = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+    return logits, _Held(ledger, tuple(keys for keys, _ in grown), tuple(values for _, values in grown))
 
 
 def _first(held: _Held, slots: int) -> _Held:
-    """The first slots of what is held, as if no more had been read."""
+    """The first slots of a cache, as if no more had been read."""
     ids = held.ledger.tokens[:, :slots]
     return _Held(
         _ledger(ids),
@@ -323,9 +332,7 @@ def _first(held: _Held, slots: int) -> _Held:
 
 
 def _empty(lanes: UnprovedLanes) -> DynamicCache:
-    past = DynamicCache()
-    past.layers = [DynamicLayer() for _ in range(lanes.geometry.n_layers)]  # pyright: ignore[reportAttributeAccessIssue]
-    return past
+    return past_key_values([DynamicLayer() for _ in range(lanes.geometry.n_layers)])
 
 
 def _ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
@@ -349,29 +356,28 @@ def _ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] 
 
 
 def _gap(lanes: UnprovedLanes) -> int:
-    """Positions to leave out: a few, yet so that the shortest window still reaches back over them."""
+    """Positions to leave out: a few, but fewer than the shortest window spans."""
     return min(5, max(1, min((window for window in lanes.geometry.windows if window is not None), default=16) - 3))
 
 
 def _ids(lanes: UnprovedLanes) -> Int[Tensor, "1 queries"]:
     """A few different tokens, spread over the vocabulary."""
-    vocabulary = lanes.plain.get_input_embeddings().num_embeddings
-    spread = (torch.arange(_LENGTH) * 2 + 1) * vocabulary // (2 * _LENGTH)
+    spread = (torch.arange(_LENGTH) * 2 + 1) * embedded_tokens(lanes.plain) // (2 * _LENGTH)
     return spread[None].to(lanes.device)
 
 
 def _allowed(lanes: UnprovedLanes, effect: float = torch.inf, hooked: bool = False) -> float:
-    """Up to where two readings are the same: rounding, and well below what a mistake would change."""
+    """The largest difference that counts as rounding: well below what a mistake would change."""
     if lanes.dtype not in (torch.float32, torch.float64):
         return 0.1
     return max(2e-6, min(2e-4 if hooked else 1e-4, 0.05 * effect))
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """How far two tensors are apart, relative to how far the expected one varies; NaN counts as infinitely far."""
-    if torch.equal(found, expected):
+def _apart(actual: Tensor, expected: Tensor) -> float:
+    """The difference of two tensors, relative to the spread of the expected one; NaN counts as infinite."""
+    if torch.equal(actual, expected):
         return 0.0
     expected = expected.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    apart = float((found.double() - expected).norm() / spread) if bool(spread > 0) else torch.inf
+    apart = float((actual.double() - expected).norm() / spread) if bool(spread > 0) else torch.inf
     return torch.inf if apart != apart else apart

@@ -1,10 +1,11 @@
-"""The shape of a model's cache: read from its config, then measured on one token, since configs do not always say it."""
+"""The shape of a model's cache: read from its config, then measured on one token, since configs may be wrong."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from kvprobe.errors import UserError
 
@@ -15,7 +16,7 @@ class Geometry:
 
     Attributes:
         windows: sliding window per layer in positions, None where attention is full.
-        max_position: positions that the model can read, 0 to this less one; None where they have no end.
+        max_position: the first position that the model cannot read; None if there is no limit.
     """
 
     n_layers: int
@@ -31,8 +32,8 @@ class Geometry:
         """Read a Hugging Face config.
 
         Raises:
-            UserError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or the cache
-                is not the only thing that it reads (an encoder).
+            UserError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or reads an
+                encoder beside its cache.
         """
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(
@@ -45,7 +46,8 @@ class Geometry:
             raise UserError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
         if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
             raise UserError(
-                f"{config.model_type} counts positions by slots (ALiBi), whatever it is given; kvprobe cannot place its tokens."
+                f"{config.model_type} counts positions by slots (ALiBi) and ignores position_ids; kvprobe cannot "
+                "place its tokens."
             )
         if getattr(config, "num_kv_shared_layers", 0):
             raise UserError(f"{config.model_type} has layers that share a cache; kvprobe reads models without.")
@@ -61,10 +63,10 @@ class Geometry:
         try:
             d_head = getattr(config, "head_dim", None) or config.hidden_size // n_heads
             n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-        except Exception as error:  # transformers has an error of its own for values that differ between layers
+        except Exception as error:  # transformers raises its own error for values that differ between layers
             raise UserError(
-                f"{config.model_type} has heads of different sizes or numbers in different layers; kvprobe reads models "
-                f"whose layers are alike."
+                f"{config.model_type} has heads of different sizes or numbers in different layers; kvprobe reads "
+                "models whose layers are alike."
             ) from error
         return cls(
             n_layers=n_layers,
@@ -77,26 +79,27 @@ class Geometry:
         )
 
     @classmethod
-    def measured(cls, plain: Any) -> "Geometry":
-        """The geometry of a model in hand: its config's, with KV heads and head size as one token's cache has them.
+    def measured(cls, plain: PreTrainedModel) -> "Geometry":
+        """The geometry of a loaded model: its config's, with KV heads and head size as in the cache of one token.
 
         Raises:
             UserError: see `of`; or the model cannot read a token into a cache of one key and one value a layer.
         """
-        promised, name = cls.of(plain.config), type(plain).__name__
+        expected, name = cls.of(plain.config), type(plain).__name__
         past = DynamicCache()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
         try:
             with torch.no_grad():
                 plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
-        except Exception as error:  # anything may go wrong in a model of another kind, and nothing else was asked of it
+        except Exception as error:  # a model that kvprobe cannot read may fail in any way
             raise UserError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
         layers: Any = past.layers
         shapes = [tuple(layer.keys.shape) for layer in layers if getattr(layer, "keys", None) is not None]
-        if len(shapes) != promised.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
+        if len(shapes) != expected.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
             raise UserError(
                 f"{name} does not keep one key and one value per layer and token ({len(shapes)} layers of "
-                f"{promised.n_layers} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads such models only."
+                f"{expected.n_layers} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads such "
+                "models only."
             )
         if len(set(shapes)) > 1:
             raise UserError(
@@ -104,11 +107,18 @@ class Geometry:
                 f"({', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads models whose layers are alike."
             )
         _, n_kv_heads, _, d_head = shapes[0]
-        if promised.n_heads % n_kv_heads:
+        if expected.n_heads % n_kv_heads:
             raise UserError(
-                f"{name} keeps {n_kv_heads} KV heads, which its {promised.n_heads} heads cannot share evenly."
+                f"{name} keeps {n_kv_heads} KV heads, which its {expected.n_heads} heads cannot share evenly."
             )
-        return replace(promised, n_kv_heads=n_kv_heads, d_head=d_head)
+        return replace(expected, n_kv_heads=n_kv_heads, d_head=d_head)
+
+
+def embedded_tokens(plain: PreTrainedModel) -> int:
+    """Number of token ids that a model has embeddings for."""
+    weight = plain.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
 
 
 def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:
@@ -132,7 +142,7 @@ _GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 
 def _max_position(config: Any) -> int | None:
-    """Positions that there are embeddings for; with frequencies that change with the length, those before they change."""
+    """Number of position embeddings; with frequencies that change with the length, the positions before they change."""
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not rotary:
         return getattr(config, "max_position_embeddings", None)
@@ -140,9 +150,9 @@ def _max_position(config: Any) -> int | None:
 
 
 def changing_frequencies(config: Any) -> int | None:
-    """From which position on a model turns its keys by other frequencies (LongRoPE, dynamic NTK); None if it does not.
+    """The position from which a model rotates keys by other frequencies (LongRoPE, dynamic NTK), if any.
 
-    A key cached before does not fit a query after it, in transformers either, so such a cache is right on one side only.
+    A key cached before that position does not fit a query after it, in transformers either.
     """
     config = config.get_text_config()
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -1,4 +1,4 @@
-"""The cache object that a Hugging Face model takes."""
+"""The cache object of a Hugging Face model."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Two lanes over one set of weights: plain (fused attention, fast) and hooked (TransformerLens, open).
+"""Two lanes over one set of weights: plain (fused attention, fast) and hooked (TransformerLens, every hook point).
 
-Both lanes take explicit positions and, when the cache was edited, attention masks made from its ledger. Nothing is read
-before the gate has proved on the model that it obeys them.
+Both lanes take explicit positions and, when the cache was edited, attention masks made from its ledger. The gate first
+proves that the model respects them.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,25 +32,24 @@ class Lanes(UnprovedLanes):
         """The hooked lane, built and proved equal to the plain one when first needed.
 
         Raises:
-            UserError: TransformerLens does not know the model, or computes something else than it.
+            UserError: TransformerLens does not support the model, or computes something else.
         """
         hooked = super().hooked
         if self._proved is not hooked:
             by_head, self._proved = self.masks_by_head, hooked  # first, because the proof reads in this lane
             try:
                 prove_hooked(self, by_head)
-            except ValueError:
+            except UserError:
                 self._proved = None
                 raise
         return hooked
 
     @cached_property
     def masks_by_head(self) -> bool:
-        """Whether KV heads can be masked apart from one another: what the gate finds on a few tokens, before anything else is
-        read; see `kvprobe.models.gate`.
+        """Whether masks may differ between KV heads, as the gate finds on a few tokens; see `kvprobe.models.gate`.
 
         Raises:
-            UserError: the model cannot be read as kvprobe reads.
+            UserError: kvprobe cannot read the model.
         """
         return prove_plain(self)
 
@@ -62,36 +61,35 @@ class Lanes(UnprovedLanes):
         lane: Lane = "plain",
         logits_to_keep: int | Int[Tensor, "kept"] = 0,
     ) -> Float[Tensor, "batch kept_queries vocab"]:
-        """One forward pass over the last `queries` slots of `ledger`; `past` takes up their keys and values.
+        """One forward pass over the last `queries` slots of `ledger`; their keys and values are added to `past`.
 
         Args:
-            logits_to_keep: how many logits from the end (0 for all), or at which queries.
+            logits_to_keep: number of last queries whose logits are computed (0 for all), or their indices.
 
         Raises:
             UserError: a position that the model has no embedding for, or a model that did not pass the gate.
         """
         if not self.masks_by_head and ledger.live.shape[2] > 1:
             raise UserError(
-                f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache they keep "
-                f"different slots; use a policy that keeps the same slots in all heads."
+                f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache "
+                "they keep different slots; use a policy that keeps the same slots in all heads."
             )
         return self.unproved(ids, ledger, past, lane, logits_to_keep)
 
     @contextmanager
-    def attending_by(self, attend: Attend) -> Iterator[None]:
-        """While this lasts, `attend` is the attention of every layer of the plain lane; masks are its own business, and so is
-        what lies in a cache.
+    def attention_replaced_by(self, attend: Attend) -> Iterator[None]:
+        """While this lasts, `attend` is the attention of every layer of the plain lane; it must apply masks itself.
 
         Raises:
             UserError: the model does not take its attention from transformers' registry, or has sinks of its own.
         """
 
-        def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
-            if given.sinks is not None:
+        def attention(inputs: Attending, usual: Callable[[], Tensor]) -> Tensor:
+            if inputs.sinks is not None:
                 raise UserError(
                     f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
                 )
-            return attend(given).transpose(1, 2).contiguous()
+            return attend(inputs).transpose(1, 2).contiguous()
 
         self.prove()
         _ = self.attention_proved
@@ -99,20 +97,19 @@ class Lanes(UnprovedLanes):
             yield
 
     @contextmanager
-    def overhearing(self, hear: Callable[[Attending], None]) -> Iterator[None]:
-        """While this lasts, `hear` is told what every layer of the plain lane attends with; what it computes stays the same.
+    def observing_attention(self, observe: Callable[[Attending], None]) -> Iterator[None]:
+        """While this lasts, `observe` is called with what each layer of the plain lane attends with. No number changes.
 
         Raises:
             UserError: the model does not take its attention from transformers' registry.
         """
-
         self.prove()
         _ = self.attention_proved
-        with self.overhearing_unproved(lambda given, computed: hear(given)):
+        with self.observing_attention_unproved(lambda inputs, _: observe(inputs)):
             yield
 
     def prove(self) -> None:
-        """Pass the gate now, as what hooks the model's modules must: the gate's own reading would be hooked otherwise.
+        """Run the gate now; needed before modules are hooked, since hooks would also fire on the gate's own passes.
 
         Raises:
             UserError: see `masks_by_head`.
@@ -121,11 +118,10 @@ class Lanes(UnprovedLanes):
 
     @cached_property
     def attention_proved(self) -> bool:
-        """True once softmax over scaled scores, with softcap and sinks where there are some, was found to be all that the
-        model's attention is; see `kvprobe.models.gate`.
+        """True once the gate has proved that attention is a softmax over scaled scores; see `kvprobe.models.gate`.
 
         Raises:
-            UserError: it is something else (scores have a bias of their own, say), or cannot be replaced.
+            UserError: attention is something else (scores have a bias, say), or cannot be replaced.
         """
         prove_attention(self)
         return True

@@ -1,21 +1,23 @@
 """The hooked lane: TransformerLens hook points over the same weights. Nothing else imports transformer_lens.
 
-TransformerLens replaces modules of the model that it wraps. It is therefore given a twin: a copy of the module
-tree whose parameters are the very tensors of the plain model, so that the two lanes cannot drift apart.
+TransformerLens replaces modules of the model that it wraps, so it wraps a twin: a copy of the module tree that shares
+all parameter tensors with the plain model.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 
 Family = Literal["k_pre", "k", "v", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored, the residual stream
-before, between and after attention and MLP, and what attention and MLP add to it (after Gemma's post-norms)."""
+before, between and after attention and MLP, and what attention and MLP add to it (after post-norms, as in Gemma)."""
 
 HOOKS: dict[Family, str] = {
     "k_pre": "attn.hook_k",
@@ -34,15 +36,15 @@ class Hooked:
     """A TransformerBridge over a twin of the plain model.
 
     Attributes:
-        bridge: the TransformerBridge; use its hook points freely.
+        bridge: the TransformerBridge, with all its hook points.
     """
 
-    def __init__(self, plain: Any) -> None:
+    def __init__(self, plain: PreTrainedModel) -> None:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 
         shared = {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]}
         twin = copy.deepcopy(plain, shared)
-        # Eager attention takes the masks that kvprobe builds as they are, in every architecture.
+        # Eager attention takes kvprobe's masks unchanged in every architecture.
         twin.set_attn_implementation("eager")
         architecture = type(plain).__name__
         try:
@@ -57,27 +59,27 @@ class Hooked:
 
     @property
     def _blocks_path(self) -> str:
-        """Where the plain model keeps its layers."""
+        """Path of the plain model's list of layers."""
         mapping: Any = self.bridge.adapter.component_mapping
         return mapping["blocks"].name
 
     @property
     def attention_modules(self) -> list[nn.Module]:
-        """The modules that receive the attention mask, by layer."""
+        """The modules that receive the attention mask, one per layer."""
         return [block.attn for block in self.bridge.blocks]
 
     def fires(self, family: Family) -> bool:
-        """Whether the hook of this family exists and carries what its name says in this architecture."""
+        """Whether the hook of this family exists, and shows what its name says, in this architecture."""
         attention = self.bridge.blocks[0].attn
         if family == "k" and not _rotates(attention):
             return False
         return f"blocks.0.{HOOKS[family]}" in self.bridge.hook_dict
 
     def plain_site(self, family: Family, layer: int) -> tuple[str, Literal["input", "output"]] | None:
-        """Where the plain model computes what this hook shows: a submodule's path, and which end of it.
+        """Where the plain model computes what this hook shows: the path of a submodule, and its input or output.
 
-        Read off the bridge's own architecture adapter, so it holds wherever TransformerLens does. None where
-        the plain model has no such module (K inside a fused QKV projection).
+        It comes from the bridge's own architecture adapter, so it is right wherever TransformerLens is. None where the
+        plain model has no such module (K inside a fused QKV projection).
         """
         block = self.bridge.blocks[layer]
         aliases = block.attn.hook_aliases if family in PER_HEAD else block.hook_aliases
@@ -95,65 +97,61 @@ class Hooked:
         return path, "input" if end == "hook_in" else "output"
 
     @contextmanager
-    def listening(
-        self, families: Sequence[Family], layers: Sequence[int], hear: Callable[[Family, int, Tensor], None]
+    def observing(
+        self, families: Sequence[Family], layers: Sequence[int], observe: Callable[[Family, int, Tensor], None]
     ) -> Iterator[None]:
-        """Call `hear(family, layer, tensor)` for each of these hooks as it fires; a hook that stays silent
-        is an error, not an empty result.
+        """Call `observe(family, layer, tensor)` for each of these hooks when it fires.
 
         Raises:
             UserError: a hook does not exist, or did not fire.
         """
 
-        def listener(family: Family, layer: int) -> Callable[[Tensor], None]:
-            return lambda tensor: hear(family, layer, tensor)
-
-        with self._hooked(
-            {f"blocks.{layer}.{HOOKS[family]}": listener(family, layer) for family in families for layer in layers}
-        ):
+        observers = {
+            f"blocks.{layer}.{HOOKS[family]}": partial(observe, family, layer)
+            for family in families
+            for layer in layers
+        }
+        with self._hooked(observers):
             yield
 
     @contextmanager
-    def attending(self, hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call `hear(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
+    def observing_patterns(self, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Call `observe(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
 
         Raises:
             UserError: a hook does not exist, or did not fire.
         """
-
-        def listener(layer: int) -> Callable[[Tensor], None]:
-            return lambda pattern: hear(layer, pattern)
 
         layers = range(len(self.bridge.blocks))
-        with self._hooked({f"blocks.{layer}.attn.hook_pattern": listener(layer) for layer in layers}):
+        with self._hooked({f"blocks.{layer}.attn.hook_pattern": partial(observe, layer) for layer in layers}):
             yield
 
     @contextmanager
-    def _hooked(self, listeners: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
-        """While this lasts, these hook points tell their listeners; one that does not exist or stays silent is an error."""
-        heard: set[str] = set()
+    def _hooked(self, observers: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+        """While this lasts, these hook points call their observers; a hook that never fires is an error."""
+        fired: set[str] = set()
 
-        def listening(name: str) -> Callable[..., None]:
-            def listen(tensor: Tensor, hook: Any) -> None:
-                heard.add(name)
-                listeners[name](tensor)
+        def hook_of(name: str) -> Callable[..., None]:
+            def hook_function(tensor: Tensor, hook: Any) -> None:
+                fired.add(name)
+                observers[name](tensor)
 
-            return listen
+            return hook_function
 
         points = []
         try:
-            for name in listeners:
+            for name in observers:
                 if name not in self.bridge.hook_dict:
-                    raise UserError(f"TransformerLens has no hook {name} for this model.")
+                    raise UserError(f"TransformerLens has no hook {name} for this model; choose another.")
                 point = self.bridge.hook_dict[name]
                 # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
-                point.add_hook(listening(name))
+                point.add_hook(hook_of(name))
                 points.append(point)
             yield
         finally:
             for point in points:
                 point.remove_hooks()
-        if silent := set(listeners) - heard:
+        if silent := set(observers) - fired:
             raise UserError(f"Hooks that never fired in TransformerLens: {', '.join(sorted(silent))}.")
 
 

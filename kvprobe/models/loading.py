@@ -1,4 +1,4 @@
-"""From a name to weights: every source is first made a local folder of safetensors, then loaded one way."""
+"""From a name to weights: every source becomes a local folder of safetensors, which is loaded in one way."""
 
 import hashlib
 import os
@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
@@ -25,8 +26,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     """The local folder with the safetensors weights of a named model, folder, `.gguf` file or hub id.
 
     Raises:
-        UserError: the name is unknown, or the folder has no safetensors.
-        UserError: a download failed; the sentence says which file to put where.
+        UserError: the name is unknown, the folder is not a model, or a download failed.
     """
     if isinstance(source, str) and source in NAMED_MODELS:
         return _named(source)
@@ -35,10 +35,10 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         return _checked(path)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise UserError(f"There is no GGUF file at {path}.")
+            raise UserError(f"There is no GGUF file at {path}; check the path.")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return _kept(f"gguf-{digest[:16]}", lambda _: path)
+        return _stored(f"gguf-{digest[:16]}", lambda _: path)
     if isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~")):
         return _from_hub(source)
     raise UserError(
@@ -47,51 +47,52 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     )
 
 
-def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer in a local folder (the tokenizer is None where there is none).
 
     Raises:
-        UserError: a file is damaged, or config and weights do not agree.
-        UserError: the weights do not fit into the memory that is free.
+        UserError: a file is damaged, config and weights do not agree, or the weights do not fit into free memory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     sizes = weight_sizes(folder)
     _check_bytes(folder.name, sum(sizes) * dtype.itemsize, device, dtype)
-    # No code of the folder's runs, not even after a question on the terminal.
+    # No code from the folder runs, not even after a question on the terminal.
     settings: Any = {"local_files_only": True, "trust_remote_code": False}
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     try:
         with _quiet(), bounded(sizes):
             config = AutoConfig.from_pretrained(folder, **settings)
-            # A config could name any kernel on the hub; the library's own choice is sdpa.
+            # A config could name any kernel on the hub; without a name the library chooses sdpa.
             config._attn_implementation = config._experts_implementation = None
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **settings
             )
-            model, found = loaded
+            model, problems = loaded
             tokenizer = AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
             if tokenizer is not None:
-                tokenizer("a")  # some settings of a tokenizer are looked at only when it is used
+                tokenizer("a")  # some settings of a tokenizer are only checked when it is used
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    # On a damaged folder libraries raise a dozen kinds, and a panic in Rust is no Exception.
+    # On a damaged folder libraries raise a dozen kinds of errors, and a panic in Rust is not an Exception.
     except BaseException as error:
         raise UserError(
             f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({_line(error)})."
         ) from error
-    if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise UserError(f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …).")
-    if unused := _unused_layers(model, found["unexpected_keys"]):
+    if problems["missing_keys"]:
+        missing = ", ".join(sorted(problems["missing_keys"])[:3])
+        raise UserError(
+            f"The weights in {folder} lack {len(found['missing_keys'])} tensors ({missing} …); fetch them again."
+        )
+    if unused := _unused_layers(model, problems["unexpected_keys"]):
         raise UserError(
             f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
         )
     return model.to(device).eval(), tokenizer
 
 
-def _unused_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
-    """Of weights that the model does not take, those of layers like its own."""
+def _unused_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """The unexpected weights whose names are like those of the model's own layers."""
 
     def of_first_layer(name: str) -> str:
         return re.sub(r"\.\d+\.", ".0.", name)
@@ -102,19 +103,19 @@ def _unused_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    """An error of a library as part of a sentence."""
+    """A library's error as part of a sentence."""
     return " ".join(str(error).split())[:300]
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """`auto` is the first GPU that torch sees, else the CPU."""
+    """The torch device of this name; `auto` is the first GPU that torch sees, else the CPU."""
     if str(device) != "auto":
         try:
             chosen = torch.device(device)
         except RuntimeError as error:
             raise UserError(f"There is no device {str(device)!r}; use 'auto', 'cpu' or 'cuda'.") from error
         if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"Device {str(device)!r} was asked for, but torch sees no CUDA GPU; use 'cpu'.")
+            raise UserError(f"There is no device {str(device)!r}, because torch sees no CUDA GPU; use 'cpu'.")
         return chosen
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
@@ -122,7 +123,7 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on the CPU, where probes and caches are compared to the last bit, and bfloat16 elsewhere."""
+    """The torch dtype of this name; `auto` is float32 on the CPU, bfloat16 elsewhere."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -136,14 +137,14 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 def _named(name: str) -> Path:
     if not NAMED_MODELS[name].wheels:
         return _checked(shipped("models") / name)
-    return _kept(name, lambda scratch: gguf_of(name, scratch))
+    return _stored(name, lambda scratch: gguf_of(name, scratch))
 
 
-def _kept(name: str, gguf: Callable[[Path], Path]) -> Path:
-    """The folder `name` among the kept models, made from the GGUF file that `gguf` gives if it is not there yet.
+def _stored(name: str, gguf: Callable[[Path], Path]) -> Path:
+    """The folder `name` in the cache folder, made from the GGUF file that `gguf` returns if it is not there yet.
 
-    It is made under another name and renamed when whole: an interruption leaves nothing half done, and of two
-    processes that race the first wins.
+    It is made under another name and renamed when complete, so that an interruption leaves no partial folder, and the
+    first of two processes wins.
     """
     folder = cache_folder() / "models" / name
     if (folder / "model.safetensors").is_file():
@@ -178,10 +179,10 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:
         raise UserError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
-    # The weights are plain floats now; without this the model would still be saved as a quantised one.
+    # The weights are plain floats now, but the model would still be saved as a quantised one.
     model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
     delattr(model.config, "quantization_config")
-    # Saved in one piece, so that the file's presence means that all is there.
+    # One file, whose presence means that the weights are complete.
     model.save_pretrained(folder, max_shard_size="1TB")
     tokenizer.save_pretrained(folder)
     return folder
@@ -192,7 +193,7 @@ def _from_hub(repository: str) -> Path:
 
     try:
         folder = snapshot_download(repository, allow_patterns=_WANTED)
-    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no folder
+    except Exception as error:  # the hub client raises a dozen kinds of errors, all for a folder that it could not get
         raise UserError(
             f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
             f"repository's safetensors, config.json and tokenizer files elsewhere and give their folder instead."
@@ -206,7 +207,7 @@ def _checked(folder: Path) -> Path:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of memory that nothing uses yet."""
+    """Free bytes of memory on a device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
@@ -221,7 +222,7 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
 
 @contextmanager
 def _quiet(bars: bool = False) -> Iterator[None]:
-    """Silences transformers' remarks, and its progress bars unless `bars`; both are back on after."""
+    """While this lasts, transformers logs errors only, and shows no progress bars unless `bars`."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

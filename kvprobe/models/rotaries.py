@@ -1,84 +1,82 @@
-"""How a model's keys turn with position: found among its own frequencies, and proved on the model."""
-
-from typing import Any
+"""How a model rotates its keys by position: chosen among its own frequencies, and proved on the model."""
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
-from kvprobe.models.geometry import Geometry
+from kvprobe.models.geometry import Geometry, embedded_tokens
 from kvprobe.models.hf_cache import past_key_values
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
 
 
-def rotaries_of(plain: Any, geometry: Geometry) -> tuple[Rotary | None, ...]:
-    """How each layer's keys turn with position; None where they do not (layers without position encoding).
+def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | None, ...]:
+    """How each layer's keys are rotated by position; None where they are not (layers without position encoding).
 
-    Found among the model's own frequencies and proved on the model: a single token attends only to itself, so
-    its keys at two positions differ by that rotation and nothing else, at every layer.
+    A single token attends only to itself, so its keys at two positions differ by that rotation alone, at every layer.
 
     Raises:
-        UserError: keys do not turn, because positions are added to the embeddings, or frequencies change with the length.
+        UserError: keys are not rotated (positions are added to the embeddings), or frequencies change with the length.
     """
     weight = next(plain.parameters())
     device, dtype = weight.device, weight.dtype
     far = min(_PROBED_POSITION, (geometry.max_position or _PROBED_POSITION + 1) - 1)
-    # Several tokens, each a row of its own: the embedding of one (padding) may be zero, and its keys then tell nothing.
+    # Several tokens, one per row: the embedding of one (padding) may be zero, and so are its keys.
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]
-    ids = tokens * plain.get_input_embeddings().num_embeddings // (2 * _PROBED_TOKENS)
+    ids = tokens * embedded_tokens(plain) // (2 * _PROBED_TOKENS)
     at = torch.tensor([[0], [far]], device=device).repeat_interleave(len(ids), 0)
     layers = [DynamicLayer() for _ in range(geometry.n_layers)]
     past = past_key_values(layers)
     with torch.no_grad():
         plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)
     candidates = _candidates(plain)
-    found = []
+    rotaries = []
     for layer, stored in enumerate(layers):
         assert stored.keys is not None
-        start, moved = stored.keys.split(len(ids))
-        errors = {None: _relative(start, moved)} | {
-            number: _relative(Rotation.between(rotary, at[: len(ids)], at[len(ids) :]).of(start), moved)
+        first, last = stored.keys.split(len(ids))
+        errors = {None: _relative(first, last)} | {
+            number: _relative(Rotation.between(rotary, at[: len(ids)], at[len(ids) :]).of(first), last)
             for number, rotary in enumerate(candidates)
         }
         best = min(errors, key=errors.__getitem__)
-        # Not `>`: a NaN must not pass.
+        # `not <=` instead of `>`: a NaN must not pass.
         if not errors[best] <= max(1e-4, 8 * torch.finfo(dtype).eps):
             raise UserError(
-                f"The keys of layer {layer} of {type(plain).__name__} do not turn with position by any of the "
-                f"model's frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
-                f"use law='gapped', or recompute the slots."
+                f"The keys of layer {layer} of {type(plain).__name__} are not rotated by any of the model's "
+                f"frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
+                f"use mode='gapped', or recompute the slots."
                 if candidates
-                else f"{type(plain).__name__} has learned positions (or sinusoidal ones, added as those are), which sit in K and V "
-                f"of every layer and cannot be re-indexed; use law='gapped', or recompute the slots."
+                else f"{type(plain).__name__} has learned positions (or sinusoidal ones, added likewise), which are in "
+                f"K and V of every layer and cannot be re-indexed; use mode='gapped', or recompute the slots."
             )
-        found.append(None if best is None else candidates[best])
-    return tuple(found)
+        rotaries.append(None if best is None else candidates[best])
+    return tuple(rotaries)
 
 
-def _candidates(plain: Any) -> list[Rotary]:
+def _candidates(plain: PreTrainedModel) -> list[Rotary]:
     layouts: tuple[Layout, ...] = ("half", "interleaved")
-    found = []
+    rotaries: list[Rotary] = []
     for module in plain.modules():
         table = getattr(module, "embed_positions", None)
         if isinstance(table, Tensor) and table.dim() == 2:  # GPT-J: sines, then cosines, of each position
             sines, cosines = table[1].float().chunk(2)
-            found += [Rotary(torch.atan2(sines, cosines), layout) for layout in layouts]
+            rotaries += [Rotary(torch.atan2(sines, cosines), layout) for layout in layouts]
         kinds = getattr(module, "rope_type", None)
         if kinds is None:
             continue
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             raise UserError(
                 f"{type(plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
-                f"cannot be turned to another position; use law='gapped', or recompute the slots."
+                f"cannot be rotated to another position; use mode='gapped', or recompute the slots."
             )
         for name, frequencies in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name:
-                found += [Rotary(frequencies.float(), layout) for layout in layouts]
-    return found
+                rotaries += [Rotary(frequencies.float(), layout) for layout in layouts]
+    return rotaries
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).float().abs().max() / expected.float().abs().max())
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).float().abs().max() / expected.float().abs().max())

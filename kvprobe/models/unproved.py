@@ -1,4 +1,4 @@
-"""Two lanes over one set of weights, as they are before the gate has proved anything of them: for the gate alone."""
+"""Two lanes over one set of weights before the gate has proved them: for the gate alone."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +25,7 @@ from kvprobe.models.rotaries import rotaries_of
 
 Lane = Literal["plain", "hooked"]
 
-_OVERHEARD = "kvprobe_overheard"
+_OBSERVED = "kvprobe_observed"
 
 
 class UnprovedLanes:
@@ -35,23 +35,24 @@ class UnprovedLanes:
         plain: the Hugging Face model.
         tokenizer: its tokenizer, or None.
         geometry: the shape of its cache.
-        maker: what caches that it makes know it by.
+        maker: what its caches know it by.
     """
 
-    def __init__(self, plain: Any, tokenizer: Any = None) -> None:
+    def __init__(self, plain: PreTrainedModel, tokenizer: Any = None) -> None:
         if plain.config._attn_implementation not in ("sdpa", "eager"):
             raise UserError(
-                f"The model runs {plain.config._attn_implementation} attention, which takes no masks of our making; "
+                f"The model runs {plain.config._attn_implementation} attention, which takes no masks from kvprobe; "
                 f"load it with attn_implementation='sdpa'."
             )
         self.plain = plain
         self.tokenizer = tokenizer
         self.geometry = Geometry.measured(plain)
-        _ = self.attention_modules  # refuses a model of another build now, not at first use
+        _ = self.attention_modules  # refuses a model without them now, not at first use
         if (limit := changing_frequencies(plain.config)) is not None:
             warnings.warn(
-                f"{type(plain).__name__} turns keys by other rotary frequencies from position {limit} on, so that keys cached before "
-                f"do not fit queries after; kvprobe reads its first {limit} positions and refuses later ones.",
+                f"{type(plain).__name__} rotates keys by other rotary frequencies from position {limit} on, so keys "
+                f"cached before do not fit queries after; kvprobe reads its first {limit} positions and refuses later "
+                "ones.",
                 stacklevel=3,
             )
         self.maker = Maker(self)
@@ -60,11 +61,12 @@ class UnprovedLanes:
 
     @property
     def hooked(self) -> Hooked:
-        """The hooked lane, built when first needed, and anew when the weights were written since: TransformerLens copies those of
-        fused QKV projections.
+        """The hooked lane, built when first needed, and again after weights were written.
+
+        TransformerLens copies the weights of fused QKV projections, which would be out of date.
 
         Raises:
-            UserError: TransformerLens does not know the model.
+            UserError: TransformerLens does not support the model.
         """
         written = self._written()
         if self._hooked is None or self._hooked[0] != written:
@@ -73,7 +75,7 @@ class UnprovedLanes:
 
     @property
     def fingerprint(self) -> str:
-        """See `kvprobe.fingerprint.fingerprint`; taken anew when the weights were written since."""
+        """See `kvprobe.fingerprint.fingerprint`; computed again after weights were written."""
         written = self._written()
         if self._fingerprint is None or self._fingerprint[0] != written:
             self._fingerprint = (written, fingerprint(self.plain, self.tokenizer))
@@ -92,7 +94,7 @@ class UnprovedLanes:
         return next(self.plain.parameters()).dtype
 
     def native(self, ids: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries vocab"]:
-        """Logits as the model's own library computes them, without a cache, positions or masks of ours."""
+        """Logits as the model's own library computes them, without kvprobe's cache, positions or masks."""
         return self.plain(input_ids=ids, use_cache=False).logits
 
     def unproved(
@@ -104,10 +106,10 @@ class UnprovedLanes:
         logits_to_keep: int | Int[Tensor, "kept"] = 0,
         masked: bool = False,
     ) -> Float[Tensor, "batch kept_queries vocab"]:
-        """`Lanes.forward` without the gate, which is for the gate itself.
+        """`Lanes.forward` without the gate, for the gate itself.
 
         Args:
-            masked: give masks of our making even where the cache was not edited.
+            masked: give kvprobe's masks even where the cache was not edited.
         """
         queries = ids.shape[1]
         positions = ledger.positions[:, ledger.slots - queries :]
@@ -119,7 +121,7 @@ class UnprovedLanes:
             "logits_to_keep": logits_to_keep,
         }
         modules = self.attention_modules if lane == "plain" else self.hooked.attention_modules
-        # In a cache that nobody edited, slot index and position agree, and the library's own (fused) path is right.
+        # In an unedited cache slot index and position agree, so the library's own (fused) path is right.
         masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
         with masks_given(modules, masks):
             if masks is not None:
@@ -129,18 +131,20 @@ class UnprovedLanes:
             return self.plain(input_ids=ids, **arguments).logits
 
     @contextmanager
-    def overhearing_unproved(self, hear: Callable[[Attending, Tensor], None]) -> Iterator[None]:
-        """`overhearing` without the gate, which is for the gate itself: `hear` also gets what the layer's attention gives out,
-        `[rows, queries, heads, d_value]`."""
+    def observing_attention_unproved(self, observe: Callable[[Attending, Tensor], None]) -> Iterator[None]:
+        """`observing_attention` without the gate, for the gate itself.
 
-        def attention(given: Attending, usual: Callable[[], Tensor]) -> Tensor:
+        `observe` also gets the output of the layer's attention, `[rows, queries, heads, d_value]`.
+        """
+
+        def attention(inputs: Attending, usual: Callable[[], Tensor]) -> Tensor:
             computed = usual()
-            hear(given, computed)
+            observe(inputs, computed)
             return computed
 
-        # Under another name the model would make no masks.
-        AttentionMaskInterface.register(_OVERHEARD, AttentionMaskInterface()[self.plain.config._attn_implementation])
-        with self._attention(_OVERHEARD, attention):
+        # Without a mask function of the same name the model would make no masks.
+        AttentionMaskInterface.register(_OBSERVED, AttentionMaskInterface()[self.plain.config._attn_implementation])
+        with self._attention(_OBSERVED, attention):
             yield
 
     def _attention(
@@ -159,33 +163,35 @@ class UnprovedLanes:
         ]
         for stack in stacks:
             if all(
-                any(part is own for part in block.modules())
-                for block, own in zip(stack, self.attention_modules, strict=True)
+                any(submodule is attention for submodule in block.modules())
+                for block, attention in zip(stack, self.attention_modules, strict=True)
             ):
                 return stack
-        raise UserError(f"Cannot find the decoder layers of {type(self.plain).__name__}.")
+        raise UserError(
+            f"{type(self.plain).__name__} has no list of decoder layers that kvprobe can find; use another model."
+        )
 
     @cached_property
     def rotaries(self) -> tuple[Rotary | None, ...]:
-        """How each layer's keys turn with position; see `rotaries_of`, which says what is raised."""
+        """How each layer's keys are rotated by position; raises as `rotaries_of` does."""
         return rotaries_of(self.plain, self.geometry)
 
     @cached_property
-    def turns(self) -> bool:
-        """Whether keys can be turned to other positions, so that gaps can be closed."""
+    def can_reindex(self) -> bool:
+        """Whether keys can be rotated to other positions, so that gaps can be closed."""
         try:
             return bool(self.rotaries)
-        except ValueError:
+        except UserError:
             return False
 
     @property
     def score_scales(self) -> tuple[float, ...]:
-        """By what each layer multiplies its attention scores."""
+        """The factor of each layer's attention scores."""
         usual = self.geometry.d_head**-0.5
         return tuple(float(getattr(module, "scaling", usual)) for module in self.attention_modules)
 
     def output_weights(self, layer: int) -> Float[Tensor, "heads d_value d_model"]:
-        """What each head of a layer writes into the residual stream for what it reads: W_O.
+        """The output projection W_O of each head of a layer.
 
         Raises:
             UserError: the attention module has no output projection of a known name.
@@ -194,31 +200,31 @@ class UnprovedLanes:
         for name in names:
             projection = getattr(module, name, None)
             if projection is not None:
-                # GPT-2's Conv1D holds its weight the other way round.
+                # GPT-2's Conv1D stores its weight transposed.
                 weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
                 return weight.detach().unflatten(0, (self.geometry.n_heads, -1))
         raise UserError(
-            f"{type(module).__name__} has no output projection called {', '.join(names)}; W_O is not known."
+            f"{type(module).__name__} has no output projection called {', '.join(names)}, so its W_O is not known."
         )
 
     @cached_property
     def attention_modules(self) -> list[nn.Module]:
         """The attention module of each layer."""
-        found = {
+        modules = {
             index: module
             for module in self.plain.modules()
             if type(module).__name__.endswith("Attention")
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
-        if sorted(found) != list(range(self.geometry.n_layers)):
+        if sorted(modules) != list(range(self.geometry.n_layers)):
             raise UserError(
-                f"Cannot find one attention module per layer in {type(self.plain).__name__}; "
-                f"masks could not be given to it."
+                f"{type(self.plain).__name__} does not have one attention module per layer that kvprobe can find, so "
+                "slots cannot be masked in it; use another model."
             )
-        return [found[layer] for layer in range(self.geometry.n_layers)]
+        return [modules[layer] for layer in range(self.geometry.n_layers)]
 
     def masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
-        """One additive mask per layer, shared between layers that see the same."""
+        """See `kvprobe.models.masks.masks_of`."""
         return masks_of(ledger, queries, self.geometry, self.dtype)
 
     def refuse_far_positions(self, positions: Int[Tensor, "batch queries"]) -> None:

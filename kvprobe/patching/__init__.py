@@ -1,4 +1,4 @@
-"""Patching: swap K and V between two runs, slot by slot, and see what the answer was read from."""
+"""Patching: swap K and V between two runs, slot by slot, to find which slots the answer was read from."""
 
 from kvprobe.patching.attribution import Attribution, attribute
 from kvprobe.patching.donor import aligned

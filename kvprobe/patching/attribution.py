@@ -1,9 +1,10 @@
 """Attribution patching: what every cell would do, to first order, from one pass over the suffix and back.
 
-Two scores for each cell. `linear` is the gradient of the metric at K or V of the slot times what the donor would change there
-(Nanda 2023, "Attribution patching"). It fails for K where the softmax is saturated: a slot that nobody looks at has no gradient,
-however loudly the donor's key would call. `score` therefore computes the attention of the patched layer exactly, and is first
-order only from that layer's attention output on (AtP*: Kramár et al. 2024, arXiv 2403.00745). For V alone the two are the same.
+Two scores for each cell. `linear` is the gradient of the metric at K or V of the slot times what the donor would change
+there (Nanda 2023, "Attribution patching"). It fails for K where the softmax is saturated: a slot without attention has
+no gradient, even where the donor's key would draw all of it. `score` therefore computes the attention of the patched
+layer exactly, and is first order only from that layer's attention output on (AtP*: Kramár et al. 2024, arXiv
+2403.00745). For V alone the two are the same.
 """
 
 from collections import defaultdict
@@ -20,14 +21,15 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
-from kvprobe.models.lanes import Lanes
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Cell, Over, Part
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
-from kvprobe.patching.patch_sweep import Prepared, exact, prepare
-from kvprobe.patching.reader import Reader, attention, forward
+from kvprobe.patching.plan import Plan
+from kvprobe.patching.reader import Reader, attention
+from kvprobe.patching.rows import forward
+from kvprobe.patching.run import run
 from kvprobe.text.transcript import Tokens
 
 CHUNK = 64
@@ -45,7 +47,7 @@ class Attribution:
         base: the metric of the base.
         donor: the metric of the donor.
         checked: exact patching of a random sample of the cells.
-        sample: their numbers.
+        sample: the numbers of these cells in the grid.
     """
 
     cells: tuple[Cell, ...]
@@ -63,10 +65,11 @@ class Attribution:
 
     @property
     def agreement(self) -> dict[str, float]:
-        """Spearman's rank correlation of each score with the exact effect, on the sample; NaN where either is constant."""
-        found = {"score": self.score, "linear": self.linear}
+        """Spearman's rank correlation of each score with the exact effect, on the sample; NaN where either is
+        constant."""
+        scores = {"score": self.score, "linear": self.linear}
         truth = pd.Series(self.checked.effect).rank()
-        return {name: float(pd.Series(each[list(self.sample)]).rank().corr(truth)) for name, each in found.items()}
+        return {name: float(pd.Series(score[list(self.sample)]).rank().corr(truth)) for name, score in scores.items()}
 
     def df(self) -> pd.DataFrame:
         """One row per cell: as `PatchMap.df`, with `score`, `linear`, and the exact `effect` where it was checked."""
@@ -102,39 +105,32 @@ def attribute(
     """
     if isinstance(metric, KL):
         raise UserError(
-            "KL from the base is flat at the base, so its gradient says nothing; attribute a logit difference or a log-probability."
+            "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "
+            "log-probability."
         )
-    prepared = prepare(model, base, donor, suffix, over, parts, align, along)
-    reader = Reader(model.lanes, prepared.base, prepared.others, prepared.suffix)
-    run = _Slopes(reader)
-    value = run.back(metric)
-    score, linear = np.zeros(len(prepared.cells)), np.zeros(len(prepared.cells))
+    plan = Plan.of(model, base, donor, suffix, over, parts, "reader", align, along)
+    slopes = _Slopes(Reader(plan.lanes, plan.base, plan.contents, plan.suffix))
+    value = slopes.back(metric)
+    score, linear = _scores(slopes, plan.cells)
+    rng = np.random.default_rng(seed)
+    sample = tuple(sorted(rng.permutation(len(plan.cells))[: max(1, check)].tolist()))
+    checked = run(plan.only(sample), metric)
+    return Attribution(plan.cells, score, linear, value, checked.donor, checked, sample)
+
+
+def _scores(slopes: "_Slopes", cells: Sequence[Cell]) -> tuple[Float[np.ndarray, "cells"], Float[np.ndarray, "cells"]]:
+    """`score` and `linear` of each cell, summed over its layers."""
+    score, linear = np.zeros(len(cells)), np.zeros(len(cells))
     by_layer: dict[int, list[int]] = defaultdict(list)
-    for number, cell in enumerate(prepared.cells):
+    for number, cell in enumerate(cells):
         for layer in cell.layers:
             by_layer[layer].append(number)
     for layer, numbers in by_layer.items():
         for first in range(0, len(numbers), CHUNK):
-            some = numbers[first : first + CHUNK]
-            score[some] += run.exact_attention(layer, [prepared.cells[number] for number in some])
-        linear[numbers] += run.linear(layer, [prepared.cells[number] for number in numbers])
-    rng = np.random.default_rng(seed)
-    sample = tuple(sorted(rng.permutation(len(prepared.cells))[: max(1, check)].tolist()))
-    some = replace(prepared, cells=[prepared.cells[number] for number in sample])
-    return Attribution(
-        tuple(prepared.cells),
-        score,
-        linear,
-        value,
-        *_checked(model.lanes, some, donor, metric),
-        sample,
-    )
-
-
-def _checked(lanes: Lanes, some: Prepared, donor: KVCache, metric: Metric) -> tuple[float, PatchMap]:
-    """The donor's metric, and exact patching of some cells."""
-    found = exact(Reader(lanes, some.base, some.others, some.suffix), lanes, donor, some, metric, "reader")
-    return found.donor, found
+            chunk = numbers[first : first + CHUNK]
+            score[chunk] += slopes.exact_attention(layer, [cells[number] for number in chunk])
+        linear[numbers] += slopes.linear(layer, [cells[number] for number in numbers])
+    return score, linear
 
 
 class _Slopes:
@@ -142,7 +138,7 @@ class _Slopes:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self.given: dict[int, Attending] = {}
+        self.clean: dict[int, Attending] = {}
         self.outputs: dict[int, Tensor] = {}
         self.keys = [tensor[0].detach().float().requires_grad_() for tensor in reader.base.keys]
         self.values = [tensor[0].detach().float().requires_grad_() for tensor in reader.base.values]
@@ -150,7 +146,7 @@ class _Slopes:
     def back(self, metric: Metric) -> float:
         """Read the suffix, and go back from the metric."""
         reader = self.reader
-        with torch.enable_grad(), reader.lanes.attending_by(self._attend):
+        with torch.enable_grad(), reader.lanes.attention_replaced_by(self._attend):
             logits = forward(reader.lanes, reader.new.tokens, reader.new.positions, kept_by(metric))[0]
             value = measured(metric, logits)
             inputs = [*self.outputs.values(), *self.keys, *self.values]
@@ -160,61 +156,65 @@ class _Slopes:
         layers = len(self.keys)
         self.key_slopes, self.value_slopes = slopes[count : count + layers], slopes[count + layers :]
         if all(slope is None or not bool(slope.any()) for slope in slopes):
-            raise UserError(
-                "The metric is flat at the base, so its gradient says nothing; give one that has a slope there."
-            )
+            raise UserError("The metric is flat at the base, so its gradient is zero; give one that has a slope there.")
         return float(value.detach())
 
     def exact_attention(self, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
         """The change of the layer's attention output, each cell patched, times the slope there."""
-        reader, clean, slope = self.reader, self.given[layer], self.slopes[layer]
+        reader, clean, slope = self.reader, self.clean[layer], self.slopes[layer]
         if slope is None:
             return np.zeros(len(cells))
         rows = list(enumerate(cells))
 
-        def every(tensor: Tensor) -> Tensor:
+        def repeated(tensor: Tensor) -> Tensor:
             return tensor.detach().expand(len(cells), -1, -1, -1)
 
-        given = replace(clean, query=every(clean.query), key=every(clean.key), value=every(clean.value))
+        attending = replace(clean, query=repeated(clean.query), key=repeated(clean.key), value=repeated(clean.value))
         swaps = (reader.swaps(layer, rows, "K"), reader.swaps(layer, rows, "V"))
         base = (reader.base.keys[layer][0], reader.base.values[layer][0])
         with torch.no_grad():
-            moved = attention(given, *base, reader.seen(layer), *swaps) - self.outputs[layer]
+            moved = attention(attending, *base, reader.seen(layer), *swaps) - self.outputs[layer]
             return (moved.float() * slope.float()).flatten(1).sum(1).double().cpu().numpy()
 
     def linear(self, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
         """The change of the layer's K and V times the slope there."""
-        tables: dict[tuple[str, str], Tensor] = {}
-        for content, other in self.reader.others.items():
-            for part, own, theirs, slopes in (
-                ("K", self.keys, other.keys, self.key_slopes),
-                ("V", self.values, other.values, self.value_slopes),
-            ):
-                slope = slopes[layer]
-                change = (theirs[layer][0].float() - own[layer]).detach()
-                zero = torch.zeros(change.shape[:2], device=change.device)
-                tables[content, part] = zero if slope is None else (change * slope).sum(-1)
-        found = []
+        tables = self._first_order(layer)
+        effects = []
         for cell in cells:
             if cell.query_heads is not None or cell.queries is not None:
-                found.append(np.nan)
+                effects.append(np.nan)
                 continue
             heads = list(range(len(tables[cell.content, "K"])) if cell.kv_heads is None else cell.kv_heads)
-            found.append(sum(float(tables[cell.content, part][heads][:, list(cell.slots)].sum()) for part in cell.part))
-        return np.array(found)
+            slots = list(cell.slots)
+            effects.append(sum(float(tables[cell.content, part][heads][:, slots].sum()) for part in cell.part))
+        return np.array(effects)
 
-    def _attend(self, given: Attending) -> Tensor:
-        """Attention to both parts at once, in one softmax, which autograd can follow."""
-        reader, layer = self.reader, given.layer
+    def _first_order(self, layer: int) -> dict[tuple[str, str], Float[Tensor, "kv_heads slots"]]:
+        """By content and part, what swapping each head's slot does to the metric to first order."""
+        tables: dict[tuple[str, str], Tensor] = {}
+        for content, cache in self.reader.contents.items():
+            for part, own, other, slopes in (
+                ("K", self.keys, cache.keys, self.key_slopes),
+                ("V", self.values, cache.values, self.value_slopes),
+            ):
+                slope = slopes[layer]
+                change = (other[layer][0].float() - own[layer]).detach()
+                zero = torch.zeros(change.shape[:2], device=change.device)
+                tables[content, part] = zero if slope is None else (change * slope).sum(-1)
+        return tables
+
+    def _attend(self, attending: Attending) -> Tensor:
+        """Attention to the base and the suffix at once, in one softmax, which autograd can follow."""
+        reader, layer = self.reader, attending.layer
         groups = reader.groups
-        self.given[layer] = given
-        keys = torch.cat([self.keys[layer][None], given.key.float()], 2).repeat_interleave(groups, 1)
-        values = torch.cat([self.values[layer][None], given.value.float()], 2).repeat_interleave(groups, 1)
-        scores = given.query.float() @ keys.transpose(2, 3) * given.scale
-        if given.softcap is not None:
-            scores = (scores / given.softcap).tanh() * given.softcap
+        self.clean[layer] = attending
+        keys = torch.cat([self.keys[layer][None], attending.key.float()], 2).repeat_interleave(groups, 1)
+        values = torch.cat([self.values[layer][None], attending.value.float()], 2).repeat_interleave(groups, 1)
+        scores = attending.query.float() @ keys.transpose(2, 3) * attending.scale
+        if attending.softcap is not None:
+            scores = (scores / attending.softcap).tanh() * attending.softcap
         seen = reader.seen(layer)
         seen = seen.repeat_interleave(groups, 0) if seen.shape[0] > 1 else seen
-        output = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).to(given.query.dtype)
+        output = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).to(attending.query.dtype)
         self.outputs[layer] = output
         return output

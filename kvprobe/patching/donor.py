@@ -1,4 +1,4 @@
-"""The donor's K and V on the base's slots: which slot stands for which, and where keys must be turned."""
+"""The donor's K and V on the base's slots: which slot stands for which, and how far keys are rotated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen
+from kvprobe.inference.forward import as_seen, one_row_each
 from kvprobe.models.lanes import Lanes
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
@@ -24,21 +24,25 @@ class Aligned:
     """What a donor has for each slot of a base.
 
     Attributes:
-        cache: the donor's K and V on the base's slots, keys turned to the base's positions; the base's own where the donor
-            has nothing.
+        base: one row, with keys at the positions at which they are seen.
+        donor: likewise, on its own slots.
+        cache: the donor's K and V on the base's slots, with keys rotated to the base's positions; the base's own where
+            the donor has nothing.
         source: the donor's slot for each of the base's; −1 where it has none.
         reasons: by segment, why some of its slots have none.
     """
 
+    base: KVCache
+    donor: KVCache
     cache: KVCache
     source: Int[Tensor, "slots"]
     reasons: Mapping[str, str]
 
     def fitted(self, cells: Sequence[Cell], align: Align) -> list[Cell]:
-        """The cells, of which those slots are left out that the donor has nothing for.
+        """The cells without the slots that the donor has nothing for.
 
         Raises:
-            UserError: there are such slots, and nobody said how to align; or a cell has no other.
+            UserError: there are such slots and `align` is None; or no cell has any other slot.
         """
         missing = {slot for slot, source in enumerate(self.source.tolist()) if source < 0}
         ledger = self.cache.ledger
@@ -51,8 +55,8 @@ class Aligned:
             name = ledger.names[int(ledger.segments[0, min(lost)])]
             if align is None:
                 raise UserError(
-                    f"{self.reasons[name]}; say which slots stand for which with align='start' or align='end', or leave the "
-                    f"segment out of the grid."
+                    f"{self.reasons[name]}; say which slots stand for which with align='start' or align='end', or "
+                    "leave the segment out of the grid."
                 )
             rest = tuple(slot for slot in cell.slots if slot not in lost)
             if rest:
@@ -63,25 +67,25 @@ class Aligned:
 
 
 def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) -> Aligned:
-    """A donor's K and V on the base's slots, segment by segment, the first with the first.
+    """A donor's K and V on the base's slots, segment by segment: the first slot with the first, and so on.
 
-    A key that stood at another position in the donor is turned to the position of the base's slot: what is swapped is
-    content, not place.
+    A key that was seen at another position in the donor is rotated to the position of the base's slot: what is swapped
+    is content, not position.
 
     Args:
         align: how segments of unequal length meet: at their start, at their end, or not at all.
 
     Raises:
-        UserError: caches of several rows, of another model, or keys that cannot be turned (learned positions).
+        UserError: caches of several rows, of another model, or keys that cannot be rotated (learned positions).
     """
     if align not in (None, "start", "end"):
         raise UserError(unknown("alignment", str(align), ("start", "end")))
-    refuse_unlike(base, donor)
+    _refuse_unlike(base, donor)
+    one_row_each(lanes, base, 1)
     base, donor = as_seen(lanes, base), as_seen(lanes, donor)
     source, reasons = _sources(base, donor, align)
     have = source >= 0
-    index = source.clamp(min=0)[None]
-    moved = donor.take(index, ~have[None])
+    moved = donor.take(source.clamp(min=0)[None], ~have[None])
     here, there = base.ledger.positions, moved.ledger.positions
     keys = moved.keys
     if bool((here != there)[0][have].any()):
@@ -91,20 +95,20 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
             for rotary, tensor in zip(lanes.rotaries, keys, strict=True)
         )
     whole = replace(moved, keys=keys, ledger=base.ledger)
-    return Aligned(base.patch(whole, slots=have[None]), source, reasons)
+    return Aligned(base, donor, base.patch(whole, slots=have[None]), source, reasons)
 
 
-def refuse_unlike(base: KVCache, donor: KVCache) -> None:
+def _refuse_unlike(base: KVCache, donor: KVCache) -> None:
     """Refuse caches between which nothing can be swapped."""
     for name, cache in (("base", base), ("donor", donor)):
         if cache.batch != 1:
             raise UserError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
         if not bool((cache.ledger.kept & ~cache.ledger.padding).any()):
-            raise UserError(f"The {name} has no live slot; there is nothing to swap.")
+            raise UserError(f"The {name} has no live slot, so there is nothing to swap; give another cache.")
     if base.shape != donor.shape or base.keys[0].dtype != donor.keys[0].dtype:
         raise UserError(
-            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} in {donor.keys[0].dtype}, the base {base.shape} in "
-            f"{base.keys[0].dtype}; both must come from the same model."
+            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} in {donor.keys[0].dtype}, the base "
+            f"{base.shape} in {base.keys[0].dtype}; both must come from the same model."
         )
 
 
@@ -113,20 +117,23 @@ def _sources(base: KVCache, donor: KVCache, align: Align) -> tuple[Int[Tensor, "
     source = torch.full_like(base.ledger.tokens[0], -1)
     reasons: dict[str, str] = {}
     for name in base.ledger.names:
-        mine = _slots(base, name)
-        if not len(mine):
+        base_slots = _slots(base, name)
+        if not len(base_slots):
             continue
         if name not in donor.ledger.names:
             reasons[name] = f"The donor has no segment {name!r}"
             continue
-        theirs = _slots(donor, name)
-        if len(mine) != len(theirs):
-            reasons[name] = f"Segment {name!r} has {len(mine)} slots in the base and {len(theirs)} in the donor"
+        donor_slots = _slots(donor, name)
+        if len(base_slots) != len(donor_slots):
+            reasons[name] = (
+                f"Segment {name!r} has {len(base_slots)} slots in the base and {len(donor_slots)} in the donor"
+            )
             if align is None:
                 continue
-        count = min(len(mine), len(theirs))
-        cut = slice(None, count) if align != "end" else slice(-count, None)
-        source[mine[cut]] = theirs[cut]
+        count = min(len(base_slots), len(donor_slots))
+        if align == "end":
+            base_slots, donor_slots = base_slots[len(base_slots) - count :], donor_slots[len(donor_slots) - count :]
+        source[base_slots[:count]] = donor_slots[:count]
     return source, reasons
 
 

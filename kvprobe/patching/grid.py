@@ -1,6 +1,6 @@
-"""The grid: which K and V each cell of a sweep swaps, and who reads them."""
+"""The grid: which K and V each cell of a sweep swaps, and which heads and tokens read them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, Literal, get_args
@@ -14,10 +14,10 @@ from kvprobe.names import unknown
 
 Part = Literal["K", "V", "KV"]
 AXES = ("layer", "band", "slot", "segment", "head", "query_head", "query")
-"""Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; and who reads: query heads,
-tokens of the suffix. An axis that a grid does not name is taken whole."""
+"""Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; query heads and tokens
+of the suffix, which read them. An axis that a grid does not name is taken whole."""
 BANDS = 4
-"""Into how many bands the layers are cut where the grid does not say."""
+"""Bands into which the layers are cut where the grid does not say."""
 ACTIVATIONS: tuple[Family, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """What `reads="total"` can swap beside K and V."""
 
@@ -30,13 +30,13 @@ class Cell:
 
     Attributes:
         layers: where K or V (or an activation) is swapped.
-        slots: of the base that are swapped.
-        part: what is: K, V, both, or an activation of `ACTIVATIONS`.
-        kv_heads: whose; None for all.
+        slots: of the base, at which it is swapped.
+        part: what is swapped: K, V, both, or an activation of `ACTIVATIONS`.
+        kv_heads: whose K or V is swapped; None for all.
         query_heads: that read what was swapped, while others read the base's; None for all.
-        queries: tokens of the suffix that do; None for all.
-        content: what is written: `full` (the donor's), or with a subspace `along` (only the donor's part in it) or `rest` (only
-            that outside).
+        queries: tokens of the suffix that read it; None for all.
+        content: what is written: `full` (the donor's), or with a subspace `along` (only the donor's part in it) or
+            `rest` (only that outside).
         labels: where the cell stands in its grid.
     """
 
@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What there is to choose from."""
+    """How many of each there are to choose from."""
 
     layers: int
     kv_heads: int
@@ -66,22 +66,11 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
     Raises:
         UserError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
     """
-    chosen: dict[str, Iterable[Any] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
-    for axis in chosen:
-        if axis not in AXES:
-            raise UserError(unknown("axis", axis, AXES))
-    for one, other in (("layer", "band"), ("slot", "segment")):
-        if one in chosen and other in chosen:
-            raise UserError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
-    if isinstance(parts, str):
-        raise UserError(f"There may be several parts, and {parts!r} is one text; give a tuple, as in ({parts!r},).")
-    for part in parts:
-        if part not in (*get_args(Part), *ACTIVATIONS):
-            raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
-    if not parts:
-        raise UserError("There is no part to swap; give K, V, or KV.")
-    axes = {axis: _values(axis, values, base, bounds) for axis, values in chosen.items()}
-    everywhere = {"layers": tuple(range(bounds.layers)), "slots": _held(base)}
+    asked: dict[str, Iterable[Any] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
+    _refuse_axes(asked)
+    _refuse_parts(parts)
+    axes = {axis: _values(axis, chosen, base, bounds) for axis, chosen in asked.items()}
+    everywhere = {"layers": tuple(range(bounds.layers)), "slots": _live(base)}
     cells = []
     for picks in product(*axes.values()):
         labels = {axis: label for axis, (label, _) in zip(axes, picks, strict=True)}
@@ -90,6 +79,32 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
     if not cells:
         raise UserError("The grid has no cell; give each axis at least one value.")
     return cells
+
+
+def even_bands(layers: int) -> list[range]:
+    """The layers cut into bands as equal as can be."""
+    count = min(BANDS, layers)
+    ends = [round(layers * band / count) for band in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def _refuse_axes(asked: Collection[str]) -> None:
+    for axis in asked:
+        if axis not in AXES:
+            raise UserError(unknown("axis", axis, AXES))
+    for one, other in (("layer", "band"), ("slot", "segment")):
+        if one in asked and other in asked:
+            raise UserError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
+
+
+def _refuse_parts(parts: Sequence[str]) -> None:
+    if isinstance(parts, str):
+        raise UserError(f"`parts` must be a tuple of parts; got the text {parts!r}, so write ({parts!r},).")
+    for part in parts:
+        if part not in (*get_args(Part), *ACTIVATIONS):
+            raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
+    if not parts:
+        raise UserError("There is no part to swap; give K, V, or KV.")
 
 
 _FIELDS = {
@@ -103,76 +118,72 @@ _FIELDS = {
 }
 
 Value = tuple[int | str, tuple[int, ...]]
-"""A label and what it stands for."""
+"""A label and the layers, slots, heads or tokens that it stands for."""
 
 
-def _values(axis: str, given: Iterable[Any] | None, base: KVCache, bounds: Bounds) -> list[Value]:
+def _values(axis: str, chosen: Iterable[Any] | None, base: KVCache, bounds: Bounds) -> list[Value]:
     match axis:
         case "layer":
-            return [(layer, (layer,)) for layer in _numbers("layer", given, range(bounds.layers))]
+            return _singles("layer", chosen, range(bounds.layers))
         case "head":
-            return [(head, (head,)) for head in _numbers("KV head", given, range(bounds.kv_heads))]
+            return _singles("KV head", chosen, range(bounds.kv_heads))
         case "query_head":
-            return [(head, (head,)) for head in _numbers("query head", given, range(bounds.query_heads))]
+            return _singles("query head", chosen, range(bounds.query_heads))
         case "query":
-            return [(query, (query,)) for query in _numbers("token of the suffix", given, range(bounds.queries))]
+            return _singles("suffix token", chosen, range(bounds.queries))
         case "band":
-            return [_band(band, bounds.layers) for band in (even_bands(bounds.layers) if given is None else given)]
+            return [_band(band, bounds.layers) for band in (even_bands(bounds.layers) if chosen is None else chosen)]
         case "slot":
-            if given is None:
-                return [(slot, (slot,)) for slot in _held(base)]
-            present = set((~base.ledger.padding[0]).nonzero()[:, 0].tolist())
-            slots = _numbers("slot", given, range(base.slots))
-            if empty := [slot for slot in slots if slot not in present]:
-                raise UserError(f"Slot {empty[0]} of the base is padding and holds no token; choose another.")
-            return [(slot, (slot,)) for slot in slots]
+            return _slots(base, chosen)
         case _:
-            return _segments(base, given)
+            return _segments(base, chosen)
 
 
-def _segments(base: KVCache, given: Iterable[Any] | None) -> list[Value]:
-    """Slots of each segment that some layer and head may see."""
+def _slots(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
+    if chosen is None:
+        return [(slot, (slot,)) for slot in _live(base)]
+    slots = _singles("slot", chosen, range(base.slots))
+    for _, (slot,) in slots:
+        if base.ledger.padding[0, slot]:
+            raise UserError(f"Slot {slot} of the base is padding and holds no token; choose another.")
+    return slots
+
+
+def _segments(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
+    """The slots of each segment; where none is chosen, of those with a slot that some layer and head may see."""
     ledger = base.ledger
-    if given is None:
-        held = torch.tensor(_held(base), dtype=torch.long)
-        numbers = dict.fromkeys(ledger.segments[0].cpu()[held].tolist())
-        given = [ledger.names[number] for number in numbers]
-    found = []
-    for name in given:
+    if chosen is None:
+        live = torch.tensor(_live(base), dtype=torch.long)
+        numbers = dict.fromkeys(ledger.segments[0].cpu()[live].tolist())
+        chosen = [ledger.names[number] for number in numbers]
+    segments = []
+    for name in chosen:
         slots = (ledger.in_segments([name])[0] & ~ledger.padding[0]).nonzero()[:, 0].tolist()
         if not slots:
             raise UserError(f"Segment {name!r} has no slot left in the base; choose another.")
-        found.append((name, tuple(slots)))
-    return found
+        segments.append((name, tuple(slots)))
+    return segments
 
 
-def _held(base: KVCache) -> tuple[int, ...]:
+def _live(base: KVCache) -> tuple[int, ...]:
     """Slots that some layer and head may see."""
     return tuple((base.ledger.kept[0] & ~base.ledger.padding[0]).nonzero()[:, 0].tolist())
 
 
-def even_bands(layers: int) -> list[range]:
-    """The layers cut into bands as equal as can be."""
-    count = min(BANDS, layers)
-    ends = [round(layers * band / count) for band in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(ends)]
-
-
 def _band(band: Any, layers: int) -> Value:
     if not isinstance(band, Iterable):
-        raise UserError(f"The band {band!r} is no range of layers; give each as in range(0, 8).")
-    members = tuple(sorted(set(_numbers("layer", band, range(layers)))))
+        raise UserError(f"A band is a range of layers; got {band!r}, so write it as in range(0, 8).")
+    members = tuple(sorted({layer for _, (layer,) in _singles("layer", band, range(layers))}))
     if not members:
         raise UserError("A band has no layer; give each at least one, as in range(0, 8).")
     adjacent = members == tuple(range(members[0], members[-1] + 1))
     return (f"{members[0]}–{members[-1]}" if adjacent else "+".join(map(str, members))), members
 
 
-def _numbers(kind: str, given: Iterable[Any] | None, allowed: range) -> list[int]:
-    if given is None:
-        return list(allowed)
-    numbers = list(given)
+def _singles(kind: str, chosen: Iterable[Any] | None, allowed: range) -> list[Value]:
+    """Each of the chosen numbers by itself, or all that are allowed."""
+    numbers = list(allowed if chosen is None else chosen)
     for number in numbers:
         if number not in allowed:
             raise UserError(f"There is no {kind} {number}; there are {kind}s 0 to {allowed.stop - 1}.")
-    return [int(number) for number in numbers]
+    return [(int(number), (int(number),)) for number in numbers]

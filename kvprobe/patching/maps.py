@@ -1,4 +1,4 @@
-"""What a patch sweep found: one number for each cell."""
+"""The result of a patch sweep: one number for each cell."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class PatchMap:
 
     Attributes:
         cells: what was swapped.
-        values: the metric of each.
+        values: the metric of the base with each cell swapped.
         base: the metric of the base, unpatched.
         donor: the metric of the donor, unpatched.
         ledger: of the base's slots.
-        reads: who saw what was swapped: `reader` or `total`.
+        reads: who sees what was swapped; see `kvprobe.patching.plan.Reads`.
     """
 
     cells: tuple[Cell, ...]
@@ -39,14 +39,14 @@ class PatchMap:
 
     @property
     def normalised(self) -> Float[np.ndarray, "cells"]:
-        """The same as a share of the way from base to donor: 0 is no effect, 1 is all of it. NaN where the two do not
-        differ."""
+        """The effect as a share of the way from base to donor: 0 is no effect, 1 the donor's value; NaN where base and
+        donor do not differ."""
         way = self.donor - self.base
         return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
 
     def df(self) -> pd.DataFrame:
-        """One row per cell: the grid's axes, `part`, `content`, `slots` (how many), `value`, `effect`, `normalised`; and for
-        single slots their `token`, `position` and `segment`."""
+        """One row per cell: the grid's axes, `part`, `content`, `slots` (how many), `value`, `effect`, `normalised`;
+        and for single slots their `token`, `position` and `segment`."""
         rows = [
             {**cell.labels, "part": cell.part, "content": cell.content, "slots": len(cell.slots)} for cell in self.cells
         ]
@@ -65,14 +65,16 @@ class PatchMap:
         """Two axes of the grid as a table of `normalised`, `effect` or `value`, each axis in the grid's own order.
 
         Raises:
-            UserError: an axis that the grid does not have, or cells that differ in a third.
+            UserError: an axis that the grid does not have, or cells that also differ in a third axis.
         """
         table = self.df()
         parts = list(dict.fromkeys(table["part"]))
         chosen = table[(table["part"] == (parts[0] if part is None else part)) & (table["content"] == content)]
         for axis in (rows, columns):
             if axis not in table:
-                raise UserError(f"The sweep has no axis {axis!r}; it has {', '.join(self.cells[0].labels)} and part.")
+                raise UserError(
+                    f"The sweep has no axis {axis!r}; choose from {', '.join([*self.cells[0].labels, 'part'])}."
+                )
         if len(set(zip(chosen[rows], chosen[columns], strict=True))) < len(chosen):
             raise UserError(f"Cells of one {rows} and {columns} differ in another axis; sweep over these two alone.")
         order: dict[str, Sequence[object]] = {axis: list(dict.fromkeys(chosen[axis])) for axis in (rows, columns)}

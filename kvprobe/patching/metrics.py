@@ -1,8 +1,8 @@
-"""What is measured of a patched run: a number for its logits.
+"""Metrics: what is measured of a patched run, as one number for its logits.
 
 A metric is any function of the logits after a run's last tokens, `[kept, vocab]`, that returns one number. An attribute
-`kept` says how many of them it looks at; without it, it is given those after the last token only. Those here can be
-differentiated, as attribution patching needs.
+`kept` says how many of them it looks at; without it, the metric gets those after the last token only. The metrics here
+can be differentiated, as attribution patching needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.inference.outcomes import relative_entropy
 
 Metric = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
 class LogitDiff:
-    """logit(right) − logit(wrong) after the last token: positive where the model would rather say `right`."""
+    """logit(right) − logit(wrong) after the last token: positive where the model prefers `right`."""
 
     right: int
     wrong: int
@@ -32,9 +33,9 @@ class LogitDiff:
 
 @dataclass(frozen=True)
 class LogProb:
-    """log p of an answer, in nats: the sum over its tokens, each read after those before it.
+    """log p of an answer, in nats: the sum over its tokens, each after those before it.
 
-    The suffix ends with all but the last of them.
+    The suffix must end with all of the answer's tokens but the last.
     """
 
     tokens: tuple[int, ...]
@@ -66,15 +67,11 @@ class KL:
     def to(self, base: Float[Tensor, "kept vocab"]) -> Metric:
         """The metric, once the base's logits are known."""
         clean = base.detach().float().log_softmax(-1)
-
-        def divergence(logits: Tensor) -> Tensor:
-            return (clean.exp() * (clean - logits.float().log_softmax(-1))).sum(-1).mean()
-
-        return divergence
+        return lambda logits: relative_entropy(clean, logits.float().log_softmax(-1)).mean()
 
 
 def kept_by(metric: Metric | KL) -> int:
-    """How many of the last logits a metric looks at."""
+    """How many of the last tokens' logits a metric looks at."""
     return int(getattr(metric, "kept", 1))
 
 
@@ -84,33 +81,34 @@ def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
     Raises:
         UserError: it is not one finite number.
     """
-    value = metric(logits)
-    found = value if isinstance(value, Tensor) else _number(metric, value)
-    if found.numel() != 1:
+    returned = metric(logits)
+    value = returned if isinstance(returned, Tensor) else _number(metric, returned)
+    if value.numel() != 1:
         raise UserError(
-            f"The metric {_name(metric)} returned {found.numel()} numbers of shape {tuple(found.shape)}; it must return one "
-            f"number for the logits of one run, so index or sum what it returns."
+            f"The metric {_name(metric)} returned {value.numel()} numbers of shape {tuple(value.shape)}; it must "
+            "return one number for the logits of one run, so index or sum what it returns."
         )
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(value).all()):
         raise UserError(
-            f"The metric {_name(metric)} returned {float(found)}; it must be a finite number for every run, so bound what it "
-            f"divides by or takes the logarithm of."
+            f"The metric {_name(metric)} returned {float(value)}; it must be a finite number for every run, so bound "
+            "what it divides by or takes the logarithm of."
         )
-    return found.reshape(())
+    return value.reshape(())
 
 
 def _refuse_unknown(tokens: Sequence[int], logits: Float[Tensor, "kept vocab"]) -> None:
     for token in tokens:
         if not 0 <= token < logits.shape[1]:
-            raise UserError(f"There is no token {token}; the vocabulary goes from 0 to {logits.shape[1] - 1}.")
+            raise UserError(f"There is no token {token}; give token ids from 0 to {logits.shape[1] - 1}.")
 
 
-def _number(metric: Metric, value: Any) -> Tensor:
+def _number(metric: Metric, returned: object) -> Tensor:
     try:
-        return torch.as_tensor(value, dtype=torch.float64)
+        return torch.as_tensor(returned, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"The metric {_name(metric)} returned {type(value).__name__}; it must return one number for the logits of one run."
+            f"The metric {_name(metric)} returned {type(returned).__name__}; it must return one number for the logits "
+            "of one run."
         ) from error
 
 

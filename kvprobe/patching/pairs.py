@@ -21,10 +21,11 @@ from kvprobe.text.transcript import Tokens
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs that differ in a fact, and what is asked of them.
+    """Two runs that differ in a fact, and what is read after them and measured.
 
     Attributes:
-        cluster: what the pair shares with others; intervals keep pairs of one cluster together. Its own number by default.
+        cluster: what the pair shares with others; intervals keep pairs of one cluster together. By default each pair is
+            a cluster.
     """
 
     base: KVCache
@@ -39,7 +40,7 @@ class PairMaps:
     """A map for each pair.
 
     Attributes:
-        table: as `PatchMap.df`, with `pair`, `cluster`, and `way`, the metric from base to donor.
+        table: as `PatchMap.df`, with `pair`, `cluster`, and `way`, the donor's metric minus the base's.
     """
 
     table: pd.DataFrame
@@ -48,12 +49,12 @@ class PairMaps:
         return self.table
 
     def summary(self, by: Sequence[str] = ("layer", "segment", "part")) -> pd.DataFrame:
-        """Mean `effect` and pooled `normalised` of each group of cells over pairs, each with its 95 % interval (`…_low`,
-        `…_high`) over clusters of pairs. With fewer clusters than `stats.FEWEST` an interval is NaN, and there is only the range
-        of the clusters' values (`…_smallest`, `…_largest`).
+        """Mean `effect` and pooled `normalised` of each group of cells over pairs, each with its 95 % interval
+        (`…_low`, `…_high`) over clusters of pairs. With fewer clusters than `stats.FEWEST` an interval is NaN, and only
+        the range of the clusters' values is given (`…_smallest`, `…_largest`).
 
-        `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly differ does
-        not count the most.
+        `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly
+        differ does not dominate.
         """
         return summarise(self.table, by)
 
@@ -70,15 +71,15 @@ def patch_pairs(
         raise UserError("There are no pairs to patch; give at least one.")
     tables = []
     for number, pair in enumerate(tqdm(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
-        found = patch_sweep(model, pair.base, pair.donor, pair.suffix, pair.metric, over, progress=False, **settings)
-        tables.append(table_of(found, number, pair.cluster))
+        patched = patch_sweep(model, pair.base, pair.donor, pair.suffix, pair.metric, over, progress=False, **settings)
+        tables.append(table_of(patched, number, pair.cluster))
     return PairMaps(pd.concat(tables, ignore_index=True))
 
 
-def table_of(found: PatchMap, pair: int, cluster: str | None = None) -> pd.DataFrame:
+def table_of(patched: PatchMap, pair: int, cluster: str | None = None) -> pd.DataFrame:
     """The cells of one pair as `summarise` takes them."""
-    name = str(pair) if cluster is None else cluster
-    return found.df().assign(pair=pair, cluster=name, base=found.base, donor=found.donor, way=found.donor - found.base)
+    ends = {"base": patched.base, "donor": patched.donor, "way": patched.donor - patched.base}
+    return patched.df().assign(pair=pair, cluster=str(pair) if cluster is None else cluster, **ends)
 
 
 def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> pd.DataFrame:
@@ -91,12 +92,12 @@ def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> p
         UserError: a column that the table does not have.
     """
     if missing := [column for column in by if column not in table]:
-        raise UserError(f"The maps have no column {missing[0]!r}; they have {', '.join(table.columns)}.")
+        raise UserError(f"The maps have no column {missing[0]!r}; choose from {', '.join(table.columns)}.")
     rows = []
     for _, cells in table.groupby(list(by), sort=False):
-        own = pd.factorize(cells["cluster"])[0]
+        clusters = pd.factorize(cells["cluster"])[0]
         count, effect, way = (
-            np.bincount(own, column)
+            np.bincount(clusters, column)
             for column in (np.ones(len(cells)), cells["effect"].to_numpy(), cells["way"].to_numpy())
         )
         rows.append(

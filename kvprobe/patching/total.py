@@ -1,73 +1,52 @@
 """Total patching: what was swapped is seen by every token after it, the prompt's own included.
 
-A cell overwrites K, V or an activation at slots of the prompt as they are computed, which is what `run_with_hooks` does at
-`hook_rot_k`, `hook_v`, `hook_resid_pre` and their like. Tokens before the first of these slots cannot know; they are read from
-the base's cache, and the prompt is computed again from there on. Rows join the pass at the first layer in which they differ,
-as in `kvprobe.patching.reader`.
+A cell overwrites K, V or an activation at slots of the prompt as they are computed, which is what `run_with_hooks` does
+at `hook_rot_k`, `hook_v`, `hook_resid_pre` and their like. Tokens before the first of these slots are not affected;
+they are read from the base's cache, and the prompt is computed again from there on. Rows join the pass at the first
+layer at which they differ (`kvprobe.patching.rows`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import capture, editing, plain_sites
-from kvprobe.inference.forward import as_seen, new_slots
+from kvprobe.inference.forward import new_slots
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
-from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.patching.grid import ACTIVATIONS, Cell
-from kvprobe.patching.reader import forward, joining
-from kvprobe.text.transcript import Tokens
+from kvprobe.patching.plan import Plan
+from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining
 
 TOLERANCE = 1e-3
-"""How far keys and values that are computed again may lie from the base's, relative to the largest."""
+"""How far keys and values that are computed again may lie from those held, relative to the largest."""
 
 
 class Total:
-    """A prompt and its suffix to be read with cells swapped as the prompt goes.
-
-    Args:
-        base: one row, keys as they are seen.
-        other: the donor's K and V on the base's slots.
-        donor: the donor itself, whose tokens are read again for its activations where cells swap these.
-        source: the donor's slot for each of the base's, −1 where it has none.
+    """A prompt and its suffix to be read with cells swapped as the prompt is computed.
 
     Raises:
-        UserError: a cell swaps an activation that the plain model does not compute by itself; or the base, or a donor whose
-            activations are wanted, was edited after it was read.
+        UserError: a cell swaps an activation for which the plain model has no module of its own; or a donor whose
+            activations are wanted was edited after it was read.
     """
 
-    def __init__(
-        self,
-        lanes: Lanes,
-        base: KVCache,
-        other: KVCache,
-        donor: KVCache,
-        source: Int[Tensor, "slots"],
-        suffix: Tokens,
-        parts: set[str],
-    ) -> None:
-        held = ~base.ledger.padding[0]
-        if not bool(base.ledger.live[..., held].all()) or bool((base.ledger.quantised >= 0).any()):
-            raise UserError(
-                "The base has slots that were masked or quantised after later ones had been read, so its prompt cannot be read "
-                "again as it was; use reads='reader', or a base that was read in one go."
-            )
-        self.lanes, self.base, self.other = lanes, base, other
-        self.ledger = base.ledger.append(new_slots([suffix], lanes.device))
-        lanes.refuse_far_positions(self.ledger.positions)
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.lanes, self.base = plan, plan.lanes, plan.base
+        self.donor = plan.contents["full"]
+        self.ledger = self.base.ledger.append(new_slots([plan.suffix], self.lanes.device))
+        self.lanes.refuse_far_positions(self.ledger.positions)
+        parts = {cell.part for cell in plan.cells}
         families: list[Family] = [family for family in ACTIVATIONS if family in parts]
-        self.activations = self._of_donor(donor, source, families)
-        self.sites = plain_sites(lanes, families, range(base.n_layers)) if families else {}
+        self.activations = self._activations_of_donor(families)
+        self.sites = plain_sites(self.lanes, families, range(self.base.n_layers)) if families else {}
         for (family, layer), site in self.sites.items():
             if site is None:
                 raise UserError(
@@ -75,7 +54,7 @@ class Total:
                 )
 
     def row_bytes(self, cells: Sequence[Cell]) -> int:
-        """What a row takes at its widest: hidden states, K and V of all slots, and scores where attention is not fused."""
+        """What a row takes at its widest: hidden states, K and V of all slots, and scores of unfused attention."""
         shape = self.lanes.geometry
         tokens = self.ledger.slots - min((cell.slots[0] for cell in cells), default=0)
         hidden = tokens * (16 * shape.d_model + 8 * shape.n_heads * shape.d_head)
@@ -84,121 +63,132 @@ class Total:
 
     def logits(self, cells: Sequence[Cell], kept: int) -> Float[Tensor, "rows kept vocab"]:
         """Logits after the last `kept` tokens of the suffix: of the clean row, then of each cell."""
-        order = sorted(range(len(cells)), key=lambda number: cells[number].layers[0])
         start = min((min(cell.slots) for cell in cells), default=self.base.slots - 1)
-        run = _Pass(self, [cells[number] for number in order], start)
+        rows = Rows([cell.layers[0] for cell in cells])
+        one_pass = _Pass(self, cells_by_layer(rows, cells), start)
         tokens, positions = self.ledger.tokens[:, start:], self.ledger.positions[:, start:]
         with (
             torch.no_grad(),
-            self.lanes.attending_by(run.attend),
-            joining(self.lanes.blocks, run.joining),
-            run.swapping(),
+            self.lanes.attention_replaced_by(one_pass.attend),
+            joining(self.lanes.blocks, rows.joining),
+            one_pass.swapping(),
         ):
-            found = forward(self.lanes, tokens, positions, kept)
-        back = torch.empty(len(order) + 1, dtype=torch.long)
-        back[0] = 0
-        back[torch.tensor(order, dtype=torch.long) + 1] = torch.arange(1, len(order) + 1)
-        return found[back.to(found.device)]
+            return rows.in_order(forward(self.lanes, tokens, positions, kept))
 
-    def _of_donor(
-        self, donor: KVCache, source: Int[Tensor, "slots"], families: Sequence[Family]
+    def _activations_of_donor(
+        self, families: Sequence[Family]
     ) -> dict[tuple[Family, int], Float[Tensor, "slots d_model"]]:
-        """The donor's activations on the base's slots."""
+        """The donor's activations on the base's slots, its tokens being read again."""
         if not families:
             return {}
-        held = (~donor.ledger.padding[0]).nonzero()[:, 0]
-        captured = capture(self.lanes, [tokens_at(donor.ledger, 0, held)], families, keep_cache=True)
+        donor = self.plan.donor
+        used = (~donor.ledger.padding[0]).nonzero()[:, 0]
+        captured = capture(self.lanes, [tokens_at(donor.ledger, 0, used)], families, keep_cache=True)
         assert captured.cache is not None
-        stored = as_seen(self.lanes, donor)
         for layer in range(donor.n_layers):
-            pairs = ((captured.cache.keys, stored.keys), (captured.cache.values, stored.values))
-            refuse_changed("donor", layer, [(found[layer][0], own[layer][0, :, held]) for found, own in pairs])
-        place = torch.zeros(donor.slots, dtype=torch.long, device=held.device)
-        place[held] = torch.arange(len(held), device=held.device)
-        rows = place[source.clamp(min=0)]
-        return {site: tensor[0, rows] for site, tensor in captured.tensors.items()}
+            pairs = ((captured.cache.keys, donor.keys), (captured.cache.values, donor.values))
+            again_and_held = [(again[layer][0], held[layer][0, :, used]) for again, held in pairs]
+            _refuse_changed("donor", layer, again_and_held)
+        # Which of the tokens read again each of the donor's slots is.
+        numbers = torch.zeros(donor.slots, dtype=torch.long, device=used.device)
+        numbers[used] = torch.arange(len(used), device=used.device)
+        index = numbers[self.plan.sources.clamp(min=0)]
+        return {site: tensor[0, index] for site, tensor in captured.tensors.items()}
 
 
 class _Pass:
-    """One pass from `start` on, in which the clean row is row 0 and cells are the rows after it, by their first layer."""
+    """One pass from slot `start` on, with the cells of each layer by row."""
 
-    def __init__(self, total: Total, cells: Sequence[Cell], start: int) -> None:
-        self.total, self.start = total, start
-        self.joining: dict[int, int] = defaultdict(int)
-        self.present: dict[int, list[tuple[int, Cell]]] = defaultdict(list)
-        for row, cell in enumerate(cells, start=1):
-            self.joining[cell.layers[0]] += 1
-            for layer in cell.layers:
-                self.present[layer].append((row, cell))
+    def __init__(self, total: Total, by_layer: Mapping[int, list[tuple[int, Cell]]], start: int) -> None:
+        self.total, self.by_layer, self.start = total, by_layer, start
         queries = total.ledger.slots - start
         windows = dict.fromkeys(total.lanes.geometry.windows)
         self.seen = {window: visible(total.ledger, queries, window)[0] for window in windows}
 
-    def attend(self, given: Attending) -> Float[Tensor, "rows heads queries d_value"]:
-        total, layer, rows = self.total, given.layer, given.query.shape[0]
-        base, held = total.base, ~total.base.ledger.padding[0, self.start :]
-        read_again = [tensor[0, :, : base.slots - self.start][:, held] for tensor in (given.key, given.value)]
-        stored = [tensor[0, :, self.start :][:, held] for tensor in (base.keys[layer], base.values[layer])]
-        refuse_changed("base", layer, list(zip(read_again, stored, strict=True)))
-        keys, values = given.key, given.value
-        for row, cell in self.present.get(layer, []):
-            heads = list(range(keys.shape[1]) if cell.kv_heads is None else cell.kv_heads)
-            where = torch.tensor(cell.slots, device=keys.device)
-            place = (row, torch.tensor(heads, device=keys.device)[:, None], where - self.start)
-            if cell.part in ("K", "KV"):
-                keys = keys.clone() if keys is given.key else keys
-                keys[place] = total.other.keys[layer][0, heads][:, where]
-            if cell.part in ("V", "KV"):
-                values = values.clone() if values is given.value else values
-                values[place] = total.other.values[layer][0, heads][:, where]
-        groups = given.query.shape[1] // keys.shape[1]
+    def attend(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
+        """Attention of all rows to the base before `start`, and to their own keys and values with cells swapped."""
+        layer, base = attending.layer, self.total.base
+        self._refuse_changed_base(attending)
+        keys = self._swapped("K", layer, attending.key)
+        values = self._swapped("V", layer, attending.value)
+        rows, heads = attending.query.shape[:2]
+        groups = heads // keys.shape[1]
 
         def whole(before: Tensor, own: Tensor) -> Tensor:
             both = torch.cat([before[:, :, : self.start].expand(rows, -1, -1, -1), own], 2)
             return both.repeat_interleave(groups, 1)
 
-        keys, values = whole(total.base.keys[layer], keys), whole(total.base.values[layer], values)
-        seen = self.seen[total.lanes.geometry.windows[layer]]
-        if given.softcap is None:
-            return scaled_dot_product_attention(given.query, keys, values, attn_mask=seen, scale=given.scale)
-        scores = (given.query @ keys.transpose(2, 3) * given.scale / given.softcap).tanh() * given.softcap
+        keys, values = whole(base.keys[layer], keys), whole(base.values[layer], values)
+        seen = self.seen[self.total.lanes.geometry.windows[layer]]
+        if attending.softcap is None:
+            return scaled_dot_product_attention(attending.query, keys, values, attn_mask=seen, scale=attending.scale)
+        scores = attending.query @ keys.transpose(2, 3) * attending.scale
+        scores = (scores / attending.softcap).tanh() * attending.softcap
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
         """While this lasts, activations of the rows that swap them are the donor's at their slots."""
         by_site: dict[tuple[Family, int], list[tuple[int, Cell]]] = defaultdict(list)
-        for layer, entries in self.present.items():
-            for row, cell in entries:
-                if cell.part in ACTIVATIONS:
-                    by_site[cell.part, layer].append((row, cell))
+        for layer, patched in self.by_layer.items():
+            for row, cell in patched:
+                for family in ACTIVATIONS:
+                    if cell.part == family:
+                        by_site[family, layer].append((row, cell))
         with ExitStack() as stack:
-            for site, entries in by_site.items():
-                stack.enter_context(self._swapping_at(site, entries))
+            for key, patched in by_site.items():
+                site = self.total.sites[key]
+                assert site is not None
+                stack.enter_context(
+                    editing(self.total.lanes, site, self._writing(self.total.activations[key], patched))
+                )
             yield
 
-    @contextmanager
-    def _swapping_at(self, site: tuple[Family, int], entries: Sequence[tuple[int, Cell]]) -> Iterator[None]:
-        found = self.total.sites[site]
-        assert found is not None
-        theirs = self.total.activations[site]
+    def _refuse_changed_base(self, attending: Attending) -> None:
+        """Refuse a base whose slots from `start` on, read again by the clean row, are not those that it holds."""
+        base, start = self.total.base, self.start
+        used = ~base.ledger.padding[0, start:]
+        layer = attending.layer
+        again = [tensor[0, :, : base.slots - start][:, used] for tensor in (attending.key, attending.value)]
+        held = [tensor[0, :, start:][:, used] for tensor in (base.keys[layer], base.values[layer])]
+        _refuse_changed("base", layer, list(zip(again, held, strict=True)))
 
-        def swapped(tensor: Tensor) -> Tensor:
+    def _swapped(
+        self, part: str, layer: int, tensor: Float[Tensor, "rows kv_heads queries d"]
+    ) -> Float[Tensor, "rows kv_heads queries d"]:
+        """K or V of a layer as they were computed, with the donor's in the rows and slots of its cells."""
+        donor = (self.total.donor.keys if part == "K" else self.total.donor.values)[layer][0]
+        patched = [(row, cell) for row, cell in self.by_layer.get(layer, []) if part in cell.part]
+        if patched:
             tensor = tensor.clone()
-            for row, cell in entries:
-                where = torch.tensor(cell.slots, device=tensor.device)
-                tensor[row, where - self.start] = theirs[where]
+        for row, cell in patched:
+            heads = list(range(tensor.shape[1]) if cell.kv_heads is None else cell.kv_heads)
+            slots = torch.tensor(cell.slots, device=tensor.device)
+            where = (row, torch.tensor(heads, device=tensor.device)[:, None], slots - self.start)
+            tensor[where] = donor[heads][:, slots]
+        return tensor
+
+    def _writing(
+        self, activations: Float[Tensor, "slots d_model"], patched: Sequence[tuple[int, Cell]]
+    ) -> Callable[[Tensor], Tensor]:
+        """For `editing`: the donor's activations in the rows and slots of these cells."""
+
+        def write(tensor: Tensor) -> Tensor:
+            tensor = tensor.clone()
+            for row, cell in patched:
+                slots = torch.tensor(cell.slots, device=tensor.device)
+                tensor[row, slots - self.start] = activations[slots]
             return tensor
 
-        with editing(self.total.lanes, found, swapped):
-            yield
+        return write
 
 
-def refuse_changed(name: str, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Refuse a run whose tokens, read again, do not give the K and V that it holds (found and held, of each)."""
-    for found, held in pairs:
-        if found.numel() and float((found - held).abs().max()) > TOLERANCE * float(held.abs().max()):
+def _refuse_changed(name: str, layer: int, again_and_held: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Refuse a run whose tokens, read again, do not give the K and V that it holds."""
+    for again, held in again_and_held:
+        if again.numel() and float((again - held).abs().max()) > TOLERANCE * float(held.abs().max()):
             raise UserError(
-                f"Reading the {name}'s tokens again gives other K or V at layer {layer} than it holds: it was edited after it was "
-                f"read (masked, evicted, damaged, patched, read in parts); use reads='reader', or a {name} read in one go."
+                f"Reading the {name}'s tokens again gives other K or V at layer {layer} than it holds: it was edited "
+                "after it was read (masked, evicted, damaged, patched, read in parts); use reads='reader', or a "
+                f"{name} read in one go."
             )

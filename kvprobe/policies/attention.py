@@ -1,4 +1,4 @@
-"""What queries have paid to each slot: the record that score-based policies decide by."""
+"""The attention that each slot has received: the record from which score-based policies decide."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Attention:
     """Attention weights, averaged over the query heads that share a KV head.
 
     Attributes:
-        total: summed over all queries so far.
-        recent: of the last queries, oldest first; zero rows stand for queries that there were not.
+        total: sum over all queries so far.
+        recent: weights of the last queries, oldest first; rows of zeros where there were fewer queries.
     """
 
     total: Float[Tensor, "layers batch kv_heads slots"]
@@ -24,7 +24,7 @@ class Attention:
     def none(
         cls, layers: int, batch: int, kv_heads: int, slots: int, queries: int, device: torch.device
     ) -> "Attention":
-        """Nothing seen yet of this many slots; the last `queries` queries are to be remembered."""
+        """An empty record of this many slots, which will hold the last `queries` queries."""
         shape = (layers, batch, kv_heads)
         return cls(torch.zeros(*shape, slots, device=device), torch.zeros(*shape, queries, slots, device=device))
 
@@ -39,34 +39,34 @@ class Attention:
         return Attention(taken(self.total), taken(self.recent))
 
     def fork(self, rows: int) -> "Attention":
-        """The record of a cache of one row, shared by `rows` copies of it; of several rows, as it is."""
+        """A record of one row, shared by `rows` copies of it; a record of several rows, unchanged."""
         if self.total.shape[1] != 1:
             return self
         return Attention(self.total.expand(-1, rows, -1, -1), self.recent.expand(-1, rows, -1, -1, -1))
 
-    def after(self, passed: "Sequence[Digest]", padding: Bool[Tensor, "batch new"]) -> "Attention":
-        """The record after a pass; `passed` has one digest for each layer, `padding` marks queries that are none."""
-        total = torch.stack([each.total for each in passed])
-        last = torch.stack([each.last for each in passed])
+    def after(self, digests: "Sequence[Digest]", padding: Bool[Tensor, "batch new"]) -> "Attention":
+        """The record after a forward pass, from one digest per layer; `padding` marks queries that hold no token."""
+        total = torch.stack([digest.total for digest in digests])
+        last = torch.stack([digest.last for digest in digests])
         grown = total.shape[3] - self.total.shape[3]
         before = torch.nn.functional.pad(self.recent, (0, grown))
-        # Rows read different numbers of queries: each keeps as many old ones as the new ones leave room for.
-        kept = before.shape[3]
-        places = torch.arange(kept, device=padding.device)
-        count = (~padding).sum(1)[:, None].clamp(max=kept)
-        index = (places + count).clamp(max=max(kept - 1, 0))[None, :, None, :, None]
+        # Rows read different numbers of queries: each holds as many old ones as the new ones leave room for.
+        queries = before.shape[3]
+        places = torch.arange(queries, device=padding.device)
+        count = (~padding).sum(1)[:, None].clamp(max=queries)
+        index = (places + count).clamp(max=max(queries - 1, 0))[None, :, None, :, None]
         old = before.gather(3, index.expand_as(before))
-        is_new = (places >= kept - count)[None, :, None, :, None]
+        is_new = (places >= queries - count)[None, :, None, :, None]
         return Attention(torch.nn.functional.pad(self.total, (0, grown)) + total, torch.where(is_new, last, old))
 
 
 @dataclass(frozen=True)
 class Digest:
-    """What one layer's attention of one pass comes to, so that the patterns themselves need not be held.
+    """The sums of one layer's attention in one forward pass, so that the patterns themselves need not be held.
 
     Attributes:
-        total: over the queries of the pass.
-        last: of its last queries, at the end where there are fewer.
+        total: sum over the queries of the pass.
+        last: weights of its last queries; rows of zeros come first where there are fewer.
     """
 
     total: Float[Tensor, "batch kv_heads slots"]
@@ -80,7 +80,7 @@ class Digest:
         padding: Bool[Tensor, "batch new"],
         queries: int,
     ) -> "Digest":
-        """The digest of one layer's weights; rows of `padding` count for nothing."""
+        """The digest of one layer's weights, without the queries in `padding`."""
         weights = pattern.float().unflatten(1, (kv_heads, -1)).mean(2).masked_fill(padding[:, None, :, None], 0.0)
         wanted = (~padding).sum(1)[:, None] - queries + torch.arange(queries, device=padding.device)
         last = weights.gather(2, wanted.clamp(min=0)[:, None, :, None].expand(-1, kv_heads, -1, weights.shape[3]))

@@ -1,4 +1,4 @@
-"""Heavy hitters (H2O): slots that have drawn much attention so far stay, and the newest."""
+"""Heavy hitters (H2O): the slots that have received most attention so far stay, and the newest."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.policies.policy import Scene, Scored, age
+from kvprobe.policies.policy import Scene
+from kvprobe.policies.ranking import age
+from kvprobe.policies.scored import Scored
 
 
 @dataclass(frozen=True)
 class H2O(Scored):
-    """Keep `budget` slots per head: the newest `recent`, and of the rest those with most attention in all.
+    """Keep `budget` slots per head: the newest `recent`, and of the others those with most attention in total.
 
-    Zhang et al. 2023, "H2O: Heavy-Hitter Oracle" (arXiv 2306.14048). Attention is summed over all queries so far, the
-    prompt's included, and averaged over the query heads that share a KV head. Half the budget is recent by default, as
-    in the paper.
+    Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv
+    2306.14048). Attention is summed over all queries so far, including those of the prompt, and averaged over the query
+    heads that share a KV head. Half the budget is recent by default, as in the paper.
     """
 
     recent: int | None = None

@@ -1,4 +1,4 @@
-"""Masking named segments: seed 003's setup A, and what every compaction does to its history."""
+"""Masking named segments, as a compaction does with its history."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -14,8 +14,9 @@ Delimiters = Literal["dropped", "kept"]
 class MaskSpans(Policy):
     """Drop the slots of named segments, with or without their chat delimiters; later slots stay as they were computed.
 
-    Mask-and-continue (Memento, arXiv 2604.09852; seed 003): what stays has seen what goes. Segments that the cache does
-    not hold are refused. Acts once: a segment that is gone stays gone.
+    Mask-and-continue: setup A of the Goldberg/Papailiopoulos exchange on masking prefixes, and "Memento" 2026 (arXiv
+    2604.09852). The slots that stay were computed while the dropped ones were visible. Segments that the cache does not
+    hold are refused. It acts once, after the prompt.
     """
 
     segments: str | tuple[str, ...]

@@ -1,7 +1,7 @@
-"""What a cache policy is: which slots stay × where they stand afterwards × whether they are computed again.
+"""What a cache policy is: which slots stay × their positions afterwards × whether they are computed again.
 
-A policy is a frozen dataclass. It acts on a `Scene`, and always after a pass, on what the next pass will see: once
-after the prompt, then after every `every` generated tokens. Policies are written `A | B` to act one after the other.
+A policy is a frozen dataclass. It acts on a `Scene` after a forward pass, so that the next pass sees the result: once
+after the prompt, then after every `every` generated tokens. `A | B` is a policy of which A acts first, then B.
 """
 
 from abc import ABC, abstractmethod
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.cache.cache import KVCache, PositionLaw
+from kvprobe.cache.cache import KVCache, PositionMode
+from kvprobe.cache.slots import Evicts, Rounds
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
-from kvprobe.names import described, unknown
+from kvprobe.names import short_repr, unknown
 from kvprobe.policies.attention import Attention
 
 Provenance = Literal["retained", "recomputed"]
@@ -25,13 +25,13 @@ Live = Bool[Tensor, "layers batch kv_heads slots"]
 
 @dataclass(frozen=True)
 class Scene:
-    """What a policy looks at and changes.
+    """What a policy reads and changes.
 
     Attributes:
-        cache: as it stands after the last pass.
-        attention: what queries have paid to its slots, if it was watched.
-        samples: number of each row's sample, for policies that draw: a row's draw does not depend on the rows
-            beside it. By default a row's own number.
+        cache: the cache after the last pass.
+        attention: the attention that its slots have received, if it was recorded.
+        samples: number of each row's sample, for policies that draw at random, so that a row's draw does not depend on
+            the rows beside it. By default the row's own number.
     """
 
     cache: KVCache
@@ -40,19 +40,19 @@ class Scene:
 
     @property
     def live(self) -> Live:
-        """Liveness with every layer and KV head spelt out."""
+        """Liveness of each slot in every layer and KV head."""
         return self.cache.ledger.live.expand(self.cache.n_layers, -1, self.cache.n_kv_heads, -1)
 
     def with_cache(self, cache: KVCache) -> "Scene":
         """The scene with an edited cache of the same slots.
 
         Raises:
-            UserError: there are other slots, which the record of attention does not fit.
+            UserError: it has another number of slots, so that the record of attention does not fit.
         """
         if self.attention is not None and cache.slots != self.cache.slots:
             raise UserError(
-                f"The cache went from {self.cache.slots} to {cache.slots} slots by hand, and what attention was paid to "
-                f"which is lost; mask slots instead, or evict them by a policy."
+                f"The cache went from {self.cache.slots} to {cache.slots} slots by hand, which the record of "
+                "attention does not follow; mask slots instead, or evict them by a policy."
             )
         return replace(self, cache=cache)
 
@@ -64,21 +64,21 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """A rule for spending less cache.
+    """A rule for holding less cache.
 
     Attributes:
-        law: where the slots that stay stand afterwards.
-        provenance: whether they are retained as they are, or computed again from their tokens alone.
+        mode: position mode of the slots that stay.
+        provenance: whether they are retained, or computed again from their tokens alone.
         every: generated tokens between two acts; None to act after the prompt only.
     """
 
-    law: PositionLaw = "gapped"
+    mode: PositionMode = "gapped"
     provenance: Provenance = "retained"
     every: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.law not in get_args(PositionLaw):
-            raise UserError(unknown("position law", self.law, get_args(PositionLaw)))
+        if self.mode not in get_args(PositionMode):
+            raise UserError(unknown("position mode", self.mode, get_args(PositionMode)))
         if self.provenance not in get_args(Provenance):
             raise UserError(unknown("provenance", self.provenance, get_args(Provenance)))
         if self.every is not None:
@@ -86,8 +86,8 @@ class Policy(ABC):
 
     @property
     def observes(self) -> int | None:
-        """How many of the last queries' attention the policy needs row by row, beside the totals; None if it needs
-        no attention at all."""
+        """Number of last queries whose attention the policy needs one by one, beside the totals; None if it needs no
+        attention at all."""
         return None
 
     @property
@@ -95,25 +95,37 @@ class Policy(ABC):
         """The policies that act in turn."""
         return (self,)
 
-    @abstractmethod
-    def keep(self, scene: Scene) -> Live:
-        """Which slots stay, of those that are live."""
-
-    def act(self, scene: Scene) -> Scene:
-        """The scene with what goes gone. Slots that no layer or head keeps leave memory; the rest stand where the
-        law says. Computing slots again needs a model: see `kvprobe.inference.under_policy.apply`.
+    @property
+    def slot_count(self) -> Evicts | Rounds:
+        """What the policy does to the number of slots, by its settings alone.
 
         Raises:
-            UserError: the policy needs attention that was not watched, or leaves a layer or head without a slot.
+            UserError: that depends on the text, or the policy saves no memory.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no budget in slots: how many it drops depends on the text; give the length of "
+            "the shorter text as the context."
+        )
+
+    @abstractmethod
+    def keep(self, scene: Scene) -> Live:
+        """The slots that stay, of those that are live."""
+
+    def act(self, scene: Scene) -> Scene:
+        """The scene after the policy has acted. Slots that no layer or head keeps leave memory; the others follow the
+        position mode. Computing slots again needs a model: see `kvprobe.inference.under_policy.apply`.
+
+        Raises:
+            UserError: the policy needs attention that was not recorded, or leaves a layer or head without a slot.
         """
         if self.observes is not None:
             self._refuse_unwatched(scene.attention, self.observes)
         live = scene.live & self.keep(scene)
         self._refuse_empty(live, scene.live)
-        return settle(scene, live, self.law)
+        return settle(scene, live, self.mode)
 
     def __str__(self) -> str:
-        return described(self)
+        return short_repr(self)
 
     def __or__(self, other: "Policy") -> "Chain":
         return Chain(self.parts + other.parts)
@@ -151,79 +163,33 @@ class Chain(Policy):
 
     @property
     def observes(self) -> int | None:
-        return max((each.observes for each in self.members if each.observes is not None), default=None)
+        return max((member.observes for member in self.members if member.observes is not None), default=None)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
         return self.members
 
     def keep(self, scene: Scene) -> Live:
-        raise TypeError("A chain keeps nothing itself; its parts do.")
+        raise TypeError("A chain keeps no slots itself; its parts do.")
 
     def act(self, scene: Scene) -> Scene:
-        for part in self.members:
-            scene = part.act(scene)
+        for member in self.members:
+            scene = member.act(scene)
         return scene
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.members))
 
 
-@dataclass(frozen=True)
-class Scored(Policy):
-    """A policy that keeps, in each layer and head, the `budget` slots of highest score."""
-
-    budget: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whole("budget", 1)
-
-    @property
-    def protected(self) -> int:
-        """How many slots of the budget stay whatever attention they drew: the newest, or the first."""
-        return 0
-
-    @abstractmethod
-    def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
-        """The worth of each slot; infinite where it always stays."""
-
-    def keep(self, scene: Scene) -> Live:
-        return highest(self.scores(scene), scene.live, self.budget)
-
-
-def settle(scene: Scene, live: Live, law: PositionLaw) -> Scene:
-    """The scene with this liveness: slots that no layer or head keeps leave memory, the rest follow the law."""
+def settle(scene: Scene, live: Live, mode: PositionMode) -> Scene:
+    """The scene with this liveness: slots that no layer or head keeps leave memory, the others follow the mode."""
     narrow = live[:1] if bool((live == live[:1]).all()) else live
     narrow = narrow[:, :, :1] if bool((narrow == narrow[:, :, :1]).all()) else narrow
     cache = replace(scene.cache, ledger=replace(scene.cache.ledger, live=narrow))
     scene = scene.with_cache(cache)
     if not bool(cache.ledger.kept.all()):
         scene = scene.take(*cache.ledger.order(cache.ledger.kept))
-    return scene.with_cache(scene.cache.reindex(law)) if law != "gapped" else scene
-
-
-def highest(
-    scores: Float[Tensor, "layers batch kv_heads slots"], live: Live, count: int | Int[Tensor, "layers batch kv_heads"]
-) -> Live:
-    """The `count` live slots of highest score in each layer, row and head; of equals, the newer."""
-    ranked = scores.masked_fill(~live, -torch.inf)
-    newest_first = ranked.flip(3).argsort(dim=3, descending=True, stable=True)
-    order = ranked.shape[3] - 1 - newest_first
-    places = torch.arange(order.shape[3], device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(3, order, places)
-    limit = count if isinstance(count, int) else count[..., None]
-    return live & (rank < limit)
-
-
-def age(live: Bool[Tensor, "*axes slots"]) -> Int[Tensor, "*axes slots"]:
-    """How many live slots stand after each slot."""
-    return live.flip(-1).long().cumsum(-1).flip(-1) - live.long()
-
-
-def rank(live: Bool[Tensor, "*axes slots"]) -> Int[Tensor, "*axes slots"]:
-    """How many live slots stand before each slot."""
-    return live.long().cumsum(-1) - live.long()
+    return scene.with_cache(scene.cache.reindex(mode)) if mode != "gapped" else scene
 
 
 def acting(policy: Policy, step: int) -> Iterator[Policy]:

@@ -10,10 +10,12 @@ from kvprobe.policies.policy import Live, Policy, Scene
 class PruneToolResults(Policy):
     """Drop the text of all tool results but the last `keep_last`; the delimiters of their messages stay.
 
-    Tool results are the segments whose name starts with `prefix`, in order of first appearance. With a `placeholder` its
-    tokens are read where the text stood, seeing what stands before (this needs a model: `Model.apply`). Retained, as here
-    by default, is a `cache_edits` pruning (seed 003); `provenance="recomputed", law="contiguous"` is what an API does that
-    edits the message list and reads it anew.
+    Tool results are the segments whose name starts with `prefix`, in order of first appearance. With a `placeholder`,
+    its tokens are read in place of the text and attend to everything before (this needs a model: `Model.apply`).
+
+    By default the other slots are retained, as in the pruning by `cache_edits` of the Goldberg/Papailiopoulos exchange
+    on masking prefixes. `provenance="recomputed", mode="contiguous"` is an API that edits the message list and reads it
+    again.
     """
 
     keep_last: int
@@ -28,7 +30,7 @@ class PruneToolResults(Policy):
             raise UserError("PruneToolResults has an empty placeholder; give a text, or None for none.")
 
     def pruned(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The segments, of these, whose text goes."""
+        """The segments, of these, whose text is dropped."""
         results = tuple(name for name in names if name.startswith(self.prefix))
         return results[: len(results) - self.keep_last] if self.keep_last < len(results) else ()
 

@@ -1,4 +1,4 @@
-"""Random eviction: the baseline that flatters nobody."""
+"""Random eviction: the baseline of every other policy."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.policies.policy import Scene, Scored, rank
+from kvprobe.policies.policy import Scene
+from kvprobe.policies.ranking import rank
+from kvprobe.policies.scored import Scored
 
 _STREAM = 0x6B76
-"""Keeps the lots apart from whatever else is drawn from the same seed and sample."""
+"""Separates these draws from everything else that is drawn from the same seed and sample."""
 
 
 @dataclass(frozen=True)
 class RandomEviction(Scored):
-    """Keep `budget` slots drawn uniformly, the same in all layers and heads, or others in each (`per_head`).
+    """Keep `budget` slots drawn uniformly: the same in all layers and heads, or, with `per_head`, other slots in each.
 
-    With `sinks`, the first live slots are spared, so that a policy which beats this one knows more than to keep those.
-    Each slot draws its lot once, from `seed`, its row's sample and its origin, and the highest lots stay: at every step
-    a uniform draw from all slots so far, whatever is beside the row in the batch. Where positions are closed up between
-    acts, new slots would take the origins of old ones, and their lots; so with another law than `gapped` it acts once.
+    With `sinks`, the first live slots always stay, so that a policy that beats this one does more than keep those.
+
+    Each slot has one random number, drawn from `seed`, its row's sample and its origin, and the highest numbers stay.
+    At every step this is a uniform draw from all slots so far, whichever rows are in the batch. Where positions are
+    closed up between acts, new slots would take the origins of old ones, and their numbers. So with another mode than
+    `gapped` it acts once.
     """
 
     seed: int
@@ -31,10 +35,10 @@ class RandomEviction(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("seed", 0)
-        if self.law != "gapped" and self.every is not None:
+        if self.mode != "gapped" and self.every is not None:
             raise UserError(
-                f"RandomEviction with law={self.law!r} would draw the same lots again for new slots; give every=None, so that it "
-                f"acts after the prompt only, or law='gapped'."
+                f"RandomEviction with mode={self.mode!r} would draw old numbers again for new slots; give every=None, "
+                "so that it acts after the prompt only, or mode='gapped'."
             )
         self._whole("sinks", 0, self.budget)
 
@@ -52,8 +56,8 @@ class RandomEviction(Scored):
         origins = ledger.origins.cpu().numpy()
         rows = []
         for sample, row in zip(samples, origins, strict=True):
-            # Lots are drawn in the order of positions, so that those of old slots stay when new ones come.
-            lots = np.random.default_rng([self.seed, sample, _STREAM]).random((int(row.max(initial=0)) + 1, *across))
-            rows.append(torch.from_numpy(lots[row]))
-        drawn = torch.stack(rows).permute(2, 0, 3, 1).to(ledger.tokens.device)
-        return drawn.float().expand(layers, -1, heads, -1).masked_fill(rank(scene.live) < self.sinks, torch.inf)
+            # Drawn in the order of positions, so that the numbers of old slots stay when new ones come.
+            drawn = np.random.default_rng([self.seed, sample, _STREAM]).random((int(row.max(initial=0)) + 1, *across))
+            rows.append(torch.from_numpy(drawn[row]))
+        scores = torch.stack(rows).permute(2, 0, 3, 1).to(ledger.tokens.device)
+        return scores.float().expand(layers, -1, heads, -1).masked_fill(rank(scene.live) < self.sinks, torch.inf)

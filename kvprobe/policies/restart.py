@@ -1,23 +1,30 @@
-"""Restarting: seed 003's setup B, in its two forms. What stays is computed again and has never seen what went."""
+"""Restarting without named segments: the other slots are computed again and have never seen what was dropped."""
 
 from dataclasses import dataclass, field
 
-from kvprobe.cache.cache import PositionLaw
+from kvprobe.cache.cache import PositionMode
 from kvprobe.policies.mask_spans import MaskSpans
 from kvprobe.policies.policy import Provenance
 
 
 @dataclass(frozen=True)
 class RestartInPlace(MaskSpans):
-    """Drop the segments and compute the rest again at the positions that they had: against `MaskSpans`, provenance
-    alone has changed."""
+    """Drop the segments and compute the others again at their old positions.
+
+    Setup B of the Goldberg/Papailiopoulos exchange on masking prefixes. It differs from `MaskSpans` in provenance
+    alone.
+    """
 
     provenance: Provenance = field(default="recomputed", kw_only=True)
 
 
 @dataclass(frozen=True)
 class RestartRebuilt(MaskSpans):
-    """Drop the segments and compute the rest again at positions from 0, as an engine does whose cache has expired."""
+    """Drop the segments and compute the others again at positions from 0, as an engine does after its cache has
+    expired.
 
-    law: PositionLaw = field(default="contiguous", kw_only=True)
+    Setup B of the Goldberg/Papailiopoulos exchange on masking prefixes, as deployed.
+    """
+
+    mode: PositionMode = field(default="contiguous", kw_only=True)
     provenance: Provenance = field(default="recomputed", kw_only=True)

@@ -2,27 +2,33 @@
 
 from dataclasses import dataclass, field
 
-from kvprobe.cache.cache import PositionLaw
-from kvprobe.policies.policy import Live, Policy, Scene, age, rank
+from kvprobe.cache.cache import PositionMode
+from kvprobe.cache.slots import Evicts
+from kvprobe.policies.policy import Live, Policy, Scene
+from kvprobe.policies.ranking import age, rank
 
 
 @dataclass(frozen=True)
 class SinkWindow(Policy):
     """Keep the first `sinks` live slots and the last `window`, and close the positions up.
 
-    Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453): positions are those
-    within the cache, so the law is contiguous unless another is named; keys are turned from where they were computed at
-    each reading, which is what the paper does by caching them before the rotary embedding.
+    Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). Positions are those
+    within the cache, so the position mode is contiguous by default. Keys are rotated from the positions at which they
+    were computed, each time that they are read; the paper does the same by caching them before the rotary embedding.
     """
 
     sinks: int
     window: int
-    law: PositionLaw = field(default="contiguous", kw_only=True)
+    mode: PositionMode = field(default="contiguous", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("sinks", 0)
         self._whole("window", 1)
+
+    @property
+    def slot_count(self) -> Evicts:
+        return Evicts(self.sinks + self.window, self.every)
 
     def keep(self, scene: Scene) -> Live:
         return (rank(scene.live) < self.sinks) | (age(scene.live) < self.window)

@@ -1,8 +1,10 @@
-"""Sliding window: the newest slots stay. The oldest trick, and what recency alone is worth."""
+"""Sliding window: the newest slots stay, which shows what recency alone is worth."""
 
 from dataclasses import dataclass
 
-from kvprobe.policies.policy import Live, Policy, Scene, age
+from kvprobe.cache.slots import Evicts
+from kvprobe.policies.policy import Live, Policy, Scene
+from kvprobe.policies.ranking import age
 
 
 @dataclass(frozen=True)
@@ -10,8 +12,8 @@ class SlidingWindow(Policy):
     """Keep the last `window` live slots of each row, in all layers and heads alike.
 
     The window counts slots, not positions: after other evictions it still holds `window` of them. With
-    `provenance="recomputed"` this is the sliding window with re-computation of Xiao et al. 2023 (arXiv 2309.17453,
-    figure 1c), which is exact and slow.
+    `provenance="recomputed"` this is the sliding window with re-computation of Xiao et al. 2023, "Efficient Streaming
+    Language Models with Attention Sinks" (arXiv 2309.17453, figure 1c), which is exact and slow.
     """
 
     window: int
@@ -19,6 +21,10 @@ class SlidingWindow(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("window", 1)
+
+    @property
+    def slot_count(self) -> Evicts:
+        return Evicts(self.window, self.every)
 
     def keep(self, scene: Scene) -> Live:
         return age(scene.live) < self.window

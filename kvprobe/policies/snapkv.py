@@ -1,4 +1,4 @@
-"""Observation window (SnapKV): the slots that the prompt's last queries looked at stay."""
+"""Observation window (SnapKV): the slots to which the prompt's last queries paid most attention stay."""
 
 from dataclasses import dataclass, field
 
@@ -7,16 +7,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.policies.policy import Scene, Scored, age
+from kvprobe.policies.policy import Scene
+from kvprobe.policies.ranking import age
+from kvprobe.policies.scored import Scored
 
 
 @dataclass(frozen=True)
 class SnapKV(Scored):
-    """Keep `budget` slots per head: the last `window`, and of the rest those that these `window` queries paid most.
+    """Keep `budget` slots per head: the last `window`, and of the others those to which the last `window` queries paid
+    most attention.
 
-    Li et al. 2024, "SnapKV" (arXiv 2404.14469). The queries' attention is summed, averaged over the query heads of a KV
-    head, and smoothed by a maximum over `kernel` neighbouring slots, so that a slot takes its neighbours with it. It acts
-    on the prompt only; what is generated stays.
+    Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469). The attention of
+    these queries is summed, averaged over the query heads of a KV head, and smoothed by a maximum over `kernel`
+    neighbouring slots, so that neighbours of a slot stay with it. It acts on the prompt only; generated tokens stay.
     """
 
     window: int = 16
@@ -43,7 +46,7 @@ class SnapKV(Scored):
         assert scene.attention is not None
         paid = scene.attention.recent[:, :, :, -self.window :].sum(3)
         within = age(scene.live) < self.window
-        # The window's own slots stay anyway, and dead ones are gone; neither must lend its weight to its neighbours.
+        # The window's own slots stay anyway, and dead slots are gone: neither may raise the score of its neighbours.
         paid = paid.masked_fill(within | ~scene.live, 0.0)
         smooth = torch.nn.functional.max_pool1d(paid.flatten(0, 2), self.kernel, 1, self.kernel // 2)
         return smooth.view_as(paid).masked_fill(within, torch.inf)

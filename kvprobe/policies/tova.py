@@ -1,11 +1,12 @@
-"""Token omission via attention (TOVA): the slots that the last query looked at stay."""
+"""Token omission via attention (TOVA): the slots to which the last query paid most attention stay."""
 
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.policies.policy import Scene, Scored
+from kvprobe.policies.policy import Scene
+from kvprobe.policies.scored import Scored
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class TOVA(Scored):
     """Keep the `budget` slots of each layer to which the last query paid most attention, averaged over its heads.
 
     Oren et al. 2024, "Transformers are Multi-State RNNs" (arXiv 2401.06104). All heads of a layer keep the same slots;
-    nothing is kept for being recent.
+    no slot stays because it is recent.
     """
 
     @property

@@ -1,10 +1,11 @@
-"""Zeroing values: slots that can be attended to and say nothing."""
+"""Zeroing values: slots that receive attention and contribute nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvprobe.cache.slots import Evicts
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
@@ -12,10 +13,10 @@ from kvprobe.policies.policy import Live, Policy, Scene
 
 @dataclass(frozen=True)
 class ZeroValues(Policy):
-    """Set V of the named segments to zero and leave K: the slots still draw attention, and give nothing for it.
+    """Set V of the named segments to zero and leave K: the slots still receive attention and contribute nothing.
 
-    Against `MaskSpans`, which lets that attention go elsewhere, this tells what a slot's content does from what its
-    presence does. Memory is not saved.
+    Compared with `MaskSpans`, where that attention goes to other slots, this separates the effect of a slot's content
+    from the effect of its presence. It saves no memory.
     """
 
     segments: str | tuple[str, ...]
@@ -27,7 +28,11 @@ class ZeroValues(Policy):
         if not self.segments:
             raise UserError("ZeroValues names no segment; give at least one.")
         if self.provenance != "retained":
-            raise UserError("ZeroValues writes values, which computing again would undo; its provenance is 'retained'.")
+            raise UserError("ZeroValues writes values, which computing again would undo; give provenance='retained'.")
+
+    @property
+    def slot_count(self) -> Evicts:
+        raise UserError("ZeroValues saves no memory: its slots stay, with values of zero; leave it out of the budget.")
 
     def keep(self, scene: Scene) -> Live:
         return torch.ones_like(scene.live)
@@ -35,11 +40,11 @@ class ZeroValues(Policy):
     def act(self, scene: Scene) -> Scene:
         cache = scene.cache
         names = (self.segments,) if isinstance(self.segments, str) else self.segments
-        gone = cache.ledger.in_segments(names)[:, None, :, None]
+        zeroed = cache.ledger.in_segments(names)[:, None, :, None]
         layers = range(cache.n_layers) if self.layers is None else self.layers
         if any(not is_whole(layer) or not 0 <= layer < cache.n_layers for layer in layers):
-            raise UserError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}.")
+            raise UserError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}; name one of those.")
         values = tuple(
-            tensor.masked_fill(gone, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)
+            tensor.masked_fill(zeroed, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)
         )
         return super().act(scene.with_cache(replace(cache, values=values)))

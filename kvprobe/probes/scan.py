@@ -1,11 +1,11 @@
-"""The live scan: what published probes can still read of masked messages, segment by segment, in one conversation.
+"""The scan: what published probes can still read about masked messages, segment by segment, in one conversation.
 
-The conversation is read twice: once with the messages in view until they were answered (or until a later message) and then
-masked; and once as if they had never been said, at the same positions. The second reading is the restart floor. What a probe
-says of a segment beyond what it says there comes from the hidden messages; all else does not, however sure the probe is.
+The conversation is processed twice: once with the messages in view until they were answered (or until a later message)
+and then masked; and once without them, at the same positions. The second pass is the restart floor. Only what a probe
+reads in a segment beyond this floor comes from the hidden messages, however confident the probe is.
 
-Probes are trained on exchanges, a user's message with its answer. So a segment that the user has the last word in is read together
-with the one after it.
+Probes are trained on exchanges, a user's message with its answer. So a segment that ends with a user's message is read
+together with the next one.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
-from kvprobe.probes.probe_card import Card, published_probes
-from kvprobe.probes.published_probe import Probe
+from kvprobe.probes.card import Card, published_probes
+from kvprobe.probes.probe import Probe
 from kvprobe.text.transcript import Tokens, Transcript
 
 LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (
@@ -34,32 +34,32 @@ LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (
     "unproven probe",
 )
 VERDICTS = {
-    LEAK: "the hidden messages make the class that is read likelier by so many bits that nine of ten such readings were right in "
-    "the probe's training conversations, each held out in turn",
-    NONE: "they do not make it likelier, or not by so much",
-    FAR: "the exchange lies farther from the probe's training than 99 % of the conversations that were held out, so its "
+    LEAK: "the hidden messages make the predicted class more likely, by so many bits that nine of ten such readings were "
+    "right in the probe's training conversations, each held out in turn",
+    NONE: "they do not make it more likely, or not by enough",
+    FAR: "the exchange lies farther from the probe's training samples than 99 % of the held-out conversations, so its "
     "probabilities need not hold",
-    OTHERWISE: "the probe was trained on slots that were read in view of the hidden text and not after its mask, or the reverse, or "
-    "on the hidden text itself, so its card says nothing of these",
-    UNPROVEN: "in conversations that it had not seen, the probe was not shown to read more than by chance and more than in the "
-    "restart",
+    OTHERWISE: "the probe was trained on slots that were read in view of the hidden text and not after its mask, or the "
+    "reverse, or on the hidden text itself, so its card does not apply to these",
+    UNPROVEN: "in conversations that it had not seen, the probe was not shown to read more than chance and more "
+    "than the restart",
 }
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What was read.
+    """What the probes read.
 
     Attributes:
-        table: one row per exchange, probe and place: `segment`, its name or names; `masked`, whether the messages were hidden when it was read;
-            `probe`, `place`; `reads`, the most likely class; `probability`, `base_rate` and `restart_probability` of that
-            class; `restart_reads`, the most likely class of the restart; `bits`, the logarithm of probability over restart
-            probability, and `gain`, those that make it a leak; `distance` from the training mean, and `far`, up to
-            where training conversations lay; `promised`, the accuracy that the card promises in conversations never seen;
-            `verdict`, a key of `VERDICTS`.
-        chat: the conversation, the segments of an exchange joined.
+        table: one row per exchange, probe and place: `segment`, its name or names; `masked`, whether the messages were
+            hidden when it was read; `probe`, `place`; `reads`, the most likely class; `probability`, `base_rate` and
+            `restart_probability` of that class; `restart_reads`, the most likely class of the restart; `bits`, the
+            logarithm of probability over restart probability, and `gain`, the bits that make a leak; `distance` from
+            the training mean, and `far`, the 99th percentile of training conversations; `promised`, the accuracy in
+            unseen conversations by the card; `verdict`, a key of `VERDICTS`.
+        chat: the conversation, with the segments of an exchange joined.
         mask: the segments that were masked.
-        until: the last segment that saw them.
+        until: the last segment that was read with them in view.
         cards: of the probes, by name.
         model: its name.
     """
@@ -77,21 +77,25 @@ class Scan:
 
     @property
     def answer(self) -> str:
-        """What was found, in a sentence or two."""
+        """The result, in a sentence or two."""
         judged: Any = self.table[self.table["verdict"].isin([LEAK, NONE])]
         hidden, leaks = ", ".join(self.mask), judged[judged["verdict"] == LEAK]
         if not len(judged):
-            return f"Nothing can be said of {hidden}: none of {len(self.table)} readings is by a probe that was shown to read such exchanges."
+            return (
+                f"Nothing can be said about {hidden}: none of {len(self.table)} readings is by a probe that was shown "
+                "to read such exchanges."
+            )
         by = f"{len(judged)} reading{'s' if len(judged) > 1 else ''} by probes that were shown to read such exchanges"
         if not len(leaks):
-            return f"No leak of {hidden} was found in {by}; that does not prove that there is none."
-        found = [
+            return f"No leak of {hidden} was detected in {by}; this does not prove that there is none."
+        strongest = [
             f"{row['reads']} in {row['segment']} ({row['probability']:.0%}, {row['restart_probability']:.0%} without)"
             for row in leaks.sort_values("bits", ascending=False).head(3).to_dict("records")
         ]
         most = "" if len(leaks) <= 3 else "most of all "
-        tell = "tells" if len(leaks) == 1 else "tell"
-        return f"Of {by}, {len(leaks)} {tell} of {hidden} what is not read without it: {most}{'; '.join(found)}."
+        show = "shows" if len(leaks) == 1 else "show"
+        listed = most + "; ".join(strongest)
+        return f"Of {by}, {len(leaks)} {show} content of {hidden} that is not read without it: {listed}."
 
 
 def scan(
@@ -107,7 +111,7 @@ def scan(
     Args:
         mask: segments to be hidden.
         probes: the published ones of this model by default.
-        until: the last segment that is read with them in view; by default the first after them in which the assistant speaks.
+        until: the last segment that is read with them in view; by default the next one in which the assistant speaks.
 
     Raises:
         UserError: no such segment, nothing to read after the masked ones, no probe, or one of another model.
@@ -125,56 +129,57 @@ def scan(
     segments = [name for name in later if name not in mask]
 
     tokens, fresh = chat.tokens(model.tokenizer), chat.without(*mask).tokens(model.tokenizer)
-    in_view = _Read.of(model, tokens[: tokens.span(until).stop], tokens.span(later[0]).start, probes)
-    reads = dict.fromkeys(chat.segments[:hidden_from], in_view)
+    in_view = _Stretch.of(model, tokens[: tokens.span(until).stop], tokens.span(later[0]).start, probes)
+    stretches = dict.fromkeys(chat.segments[:hidden_from], in_view)
     if hidden_from < len(chat.segments):
         assert in_view.cache is not None
-        after = _Read.after(model, in_view.cache.mask(*mask), tokens[tokens.span(until).stop :], probes)
-        reads |= dict.fromkeys(chat.segments[hidden_from:], after)
-    restart = _Read.of(model, fresh, fresh.span(segments[0]).start, probes)
+        after = _Stretch.after(model, in_view.cache.mask(*mask), tokens[tokens.span(until).stop :], probes)
+        stretches |= dict.fromkeys(chat.segments[hidden_from:], after)
+    restart = _Stretch.of(model, fresh, fresh.span(segments[0]).start, probes)
 
     rows = [
         row
         for segment in segments
         for probe in probes
-        for row in _readings(probe, segment, reads[segment], restart, reads[segment] is not in_view)
+        for row in _readings(probe, segment, stretches[segment], restart, stretches[segment] is not in_view)
     ]
     cards = {probe.name: probe.card for probe in probes}
     return Scan(pd.DataFrame(rows), chat, tuple(mask), until, cards, model.name)
 
 
 def published_for(model: Model) -> list[Probe]:
-    """The probes that ship with kvprobe and read this model; but not those of hidden text itself, which no later slot is like.
+    """The probes that ship with kvprobe and read this model, except those of the hidden text itself, which later slots
+    do not resemble.
 
     Raises:
         UserError: there are none.
     """
-    shelf = [Probe.load(name) for name in published_probes()]
-    found = [probe for probe in shelf if probe.card.training.arm != "hidden" and probe.fits(model)]
-    if not found:
-        others = sorted({probe.card.model for probe in shelf})
+    catalogue = [Probe.load(name) for name in published_probes()]
+    fitting = [probe for probe in catalogue if probe.card.training.arm != "hidden" and probe.fits(model)]
+    if not fitting:
+        others = sorted({probe.card.model for probe in catalogue})
         known = f"; those that ship with kvprobe read {', '.join(others)}" if others else ""
         raise UserError(
             f"No published probe reads {model.name} with the weights {model.fingerprint}{known}; make some with "
             "`kvprobe run leakage` and `kvprobe publish`, and name their folders with --probes."
         )
-    return found
+    return fitting
 
 
 @dataclass(frozen=True)
-class _Read:
-    """What the probes need of a stretch of tokens."""
+class _Stretch:
+    """Consecutive tokens, with what the probes need of them."""
 
     captured: Captured
     tokens: Tokens
 
     @classmethod
-    def of(cls, model: Model, tokens: Tokens, start: int, probes: Sequence[Probe]) -> "_Read":
+    def of(cls, model: Model, tokens: Tokens, start: int, probes: Sequence[Probe]) -> "_Stretch":
         """Of the tokens from `start` on."""
         return cls.after(model, model.prefill(tokens[:start]) if start else None, tokens[start:], probes)
 
     @classmethod
-    def after(cls, model: Model, past: KVCache | None, tokens: Tokens, probes: Sequence[Probe]) -> "_Read":
+    def after(cls, model: Model, past: KVCache | None, tokens: Tokens, probes: Sequence[Probe]) -> "_Stretch":
         """Of tokens that follow a cache."""
         families: list[Family] = sorted({probe.site.family for probe in probes})
         layers = sorted({probe.site.layer for probe in probes})
@@ -189,26 +194,26 @@ class _Read:
         return self.captured[probe.site.family, probe.site.layer][..., self.tokens.span(segment), :]
 
 
-def _readings(probe: Probe, segment: str, read: _Read, restart: _Read, masked: bool) -> list[dict[str, Any]]:
-    """What a probe says of a segment, one row per place."""
-    shown, fresh = (probe.read_out(each.slots(probe, segment)) for each in (read, restart))
+def _readings(probe: Probe, segment: str, stretch: _Stretch, restart: _Stretch, masked: bool) -> list[dict[str, Any]]:
+    """What a probe reads in a segment, one row per place."""
+    shown, fresh = (probe.read_out(source.slots(probe, segment)) for source in (stretch, restart))
     vectors = probe.features(shown, fresh)
-    seen, floor = (probe.probabilities(each)[0] for each in (vectors, probe.features(fresh, fresh)))
+    probabilities, floor = (probe.probabilities(inputs)[0] for inputs in (vectors, probe.features(fresh, fresh)))
     distance, training = float(probe.distance(vectors)[0]), probe.card.training
     promised = probe.card.measure("accuracy")
     assert promised is not None
     rows = []
     for place, name in enumerate(probe.target.places):
-        best = int(seen[place].argmax())
-        sure, without = float(seen[place, best]), float(floor[place, best])
-        bits = log2(sure / max(without, 1e-12))
+        best = int(probabilities[place].argmax())
+        probability, without = float(probabilities[place, best]), float(floor[place, best])
+        bits = log2(probability / max(without, 1e-12))
         row = {
             "segment": segment,
             "masked": masked,
             "probe": probe.name,
             "place": name,
             "reads": probe.target.classes[best],
-            "probability": sure,
+            "probability": probability,
             "base_rate": float(probe.base_rates[place, best]),
             "restart_probability": without,
             "restart_reads": probe.target.classes[int(floor[place].argmax())],
@@ -235,8 +240,8 @@ def _verdict(card: Card, masked: bool, bits: float, distance: float) -> str:
 
 
 def _in_exchanges(chat: Transcript, mask: Sequence[str], until: str) -> tuple[Transcript, str]:
-    """The conversation with each exchange as one segment, and the one that ends with `until`. No exchange goes beyond `until`, and
-    none holds a masked segment."""
+    """The conversation with each exchange as one segment, and the exchange that ends with `until`. No exchange goes
+    beyond `until`, and none holds a masked segment."""
     names: dict[str, str] = {}
     open_ones: list[str] = []
     for segment, following in zip(chat.segments, [*chat.segments[1:], None], strict=True):
@@ -260,7 +265,8 @@ def _until(chat: Transcript, mask: Sequence[str], until: str | None) -> str:
     after = chat.segments[last + 1 :]
     if not after:
         raise UserError(
-            f"Nothing comes after {chat.segments[last]!r}, so nothing can have seen it; mask an earlier message, or add some after it."
+            f"Nothing comes after {chat.segments[last]!r}, so nothing can have seen it; mask an earlier message, or "
+            "add one after it."
         )
     if until is None:
         speaks = [
@@ -269,7 +275,7 @@ def _until(chat: Transcript, mask: Sequence[str], until: str | None) -> str:
         return (speaks or after)[0]
     if chat.segments.index(until) < last:
         raise UserError(
-            f"{until!r} comes before {chat.segments[last]!r} and cannot be the last that sees it; name a later one, "
-            f"or leave it out for the next answer of the assistant."
+            f"{until!r} comes before {chat.segments[last]!r} and cannot be the last segment that sees it; name a later "
+            "one, or leave it out to use the next answer of the assistant."
         )
     return until

@@ -1,10 +1,9 @@
-"""Controls: what a probe would score if it read nothing of what it is said to read.
+"""Controls: what a probe would score if it read nothing about its target.
 
 - `hash_control`: labels that can only be memorised.
-- `permuted_within`: labels shuffled inside each context, which leave a probe all that the context alone tells.
-- `lookup`: no probe at all, but a table from a context or a text to its commonest label.
-- `bayes_bound`: what any reader of that context or text could reach.
-- `random_model`: the same architecture before it learned anything.
+- `permuted_within`: labels shuffled inside each context, so that a probe can use the context alone.
+- `lookup`: not a probe, but a table from a context or a text to its most common label.
+- `random_model`: the same architecture with random weights.
 """
 
 import copy
@@ -13,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
@@ -25,8 +24,8 @@ def hash_control(
 ) -> Int[Tensor, "targets samples"]:
     """Labels of the control task: each (context, label) has a random one, drawn by a hash (Hewitt and Liang 2019).
 
-    They depend on the same things as the real labels, but by no rule: under the random split a probe can only
-    memorise them, and under leave-context-out nothing can tell them.
+    They depend on the same things as the real labels, but follow no rule: under the random split a probe can only
+    memorise them, and under leave-context-out nothing predicts them.
 
     Raises:
         UserError: the contexts and the labels differ in number.
@@ -60,10 +59,11 @@ def lookup(
     folds: Int[np.ndarray, "samples"],
     classes: int,
 ) -> Int[Tensor, "targets samples"]:
-    """Out-of-fold guesses of a table: the commonest training label of the sample's key, or of all, if it is new.
+    """Out-of-fold guesses of a table: the most common training label of the sample's key, or of all samples if the key
+    is new.
 
-    With contexts as keys this is what the context alone tells; with the text of the tokens that a probe reads, what
-    the text alone tells.
+    With contexts as keys this is what the context alone gives away; with the tokens that a probe reads, what the text
+    alone gives away.
     """
     place, numbers = torch.from_numpy(_numbered(keys)), torch.from_numpy(folds)
     width = int(place.max()) + 1
@@ -79,25 +79,8 @@ def lookup(
     return guesses
 
 
-def bayes_bound(
-    keys: Sequence[Hashable],
-    labels: Int[Tensor, "samples"],
-    weights: Float[np.ndarray, "samples"] | None = None,
-) -> float:
-    """Accuracy of the best guess from the key, the samples being all there is.
-
-    It is exact for an enumerated population; for a sample with few of each key it lies above the truth.
-
-    Args:
-        weights: probability of each sample, up to a factor; equal by default.
-    """
-    place, classes = _numbered(keys), int(labels.max()) + 1
-    counted = np.bincount(place * classes + labels.cpu().numpy(), weights, minlength=(place.max() + 1) * classes)
-    return float(counted.reshape(-1, classes).max(1).sum() / counted.sum())
-
-
 def random_model(model: Model, seed: int) -> Model:
-    """A model of the same configuration and tokenizer whose weights are drawn anew: what is architecture alone."""
+    """A model of the same configuration and tokenizer with random weights: what the architecture alone gives."""
     from transformers import AutoModelForCausalLM
 
     plain = model.lanes.plain

@@ -1,4 +1,4 @@
-"""Whether a slot is damaged, as something to be probed: can the damage be seen in the slot itself?"""
+"""Whether a slot is damaged, as a target for probes: is the damage readable in the slot itself?"""
 
 from collections.abc import Mapping
 
@@ -20,10 +20,11 @@ SOUND_OR_DAMAGED = Target("slot", ("sound", "damaged"))
 def damaged_slots(
     model: Model, transcripts: Mapping[str, Transcript], fault: Fault, at: str, seed: int = 0
 ) -> Features:
-    """K and V of every slot of segment `at` after a fault struck some of them, and which it struck.
+    """K and V of every slot of segment `at` after a fault struck some of them, with labels that say which slots it
+    struck.
 
-    The fault's own scope says where it strikes. A slot counts as damaged if K or V changed at any layer, so a fault of one
-    layer can be looked for in all of them. To be given to `kvprobe.probing.claims.probe_features`.
+    The fault's own scope decides where it strikes. A slot counts as damaged if K or V changed at any layer, so the
+    damage of one layer can be looked for in all layers. The result is input for `kvprobe.probing.probe_features`.
 
     Args:
         transcripts: by context.
@@ -38,19 +39,20 @@ def damaged_slots(
         tokens = transcript.tokens(model.tokenizer)
         span = tokens.span(at)
         sound = model.prefill(tokens[: span.stop])
-        struck = sound.corrupt(fault, draws=[Draws(seed, number)])
-        changed = torch.zeros(span.stop - span.start, dtype=torch.bool)
-        for part, before, after in (("k", sound.keys, struck.keys), ("v", sound.values, struck.values)):
+        damaged = sound.corrupt(fault, draws=[Draws(seed, number)])
+        struck_slots = torch.zeros(span.stop - span.start, dtype=torch.bool)
+        for part, before, after in (("k", sound.keys, damaged.keys), ("v", sound.values, damaged.values)):
             layers = torch.stack([layer[0, :, span] for layer in after]).cpu()
             was = torch.stack([layer[0, :, span] for layer in before]).cpu()
-            changed |= (layers != was).any(-1).any(1).any(0)
+            struck_slots |= (layers != was).any(-1).any(1).any(0)
             vectors[part].append(layers.float().permute(2, 0, 1, 3).flatten(2))
-        labels.append(changed.long())
-        contexts += [number] * len(changed)
+        labels.append(struck_slots.long())
+        contexts += [number] * len(struck_slots)
     whole = torch.cat(labels)
     if len(whole.unique()) < 2:
         raise UserError(
-            f"The fault struck {'every' if bool(whole[0]) else 'no'} slot of segment {at!r}; give it a scope that strikes some."
+            f"The fault struck {'every' if bool(whole[0]) else 'no'} slot of segment {at!r}; give it a scope that "
+            "strikes some slots."
         )
     sites = tuple(Site(layer, None, "slot") for layer in range(model.geometry.n_layers))
     return Features(

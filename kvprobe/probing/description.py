@@ -1,13 +1,14 @@
 """Online codelength: how many bits it takes to send the labels to someone who has the features (Voita and Titov 2020).
 
 The samples are sent in blocks of growing size. Probes fitted on all blocks so far code the next one, so a codelength
-counts both how well a probe does in the end and how much data it needs to get there; nothing is held out and nothing
-is tuned on what was not sent yet. Instead of choosing a penalty, all candidates code side by side and are mixed by how
-well they have done so far: the mixture is at most log2(candidates) bits longer than the best of them. A uniform guess
-is one of the candidates, so that labels which the features do not tell cost hardly more than the uniform code.
+counts both how well a probe does in the end and how much data it needs to get there. Nothing is held out, and nothing
+is tuned on samples that were not sent yet. Instead of choosing a penalty, all candidates code side by side and are
+mixed by how well they have done so far: the mixture is at most log2(candidates) bits longer than the best of them. A
+uniform guess is one of the candidates, so that labels which the features say nothing about cost hardly more than the
+uniform code.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log, log2
@@ -19,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.probing.gram import principal_axes
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
@@ -30,12 +30,6 @@ BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.
 
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Factors between ridge scores, which regress on 0 and 1, and logits."""
-
-Predict = Callable[
-    [Float[Tensor, "probes train dim"], Int[Tensor, "targets train"], Float[Tensor, "probes test dim"], int],
-    Float[Tensor, "candidates probes targets test classes"],
-]
-"""Log-probabilities (natural) of the classes of unseen samples, by each of some candidates."""
 
 _CHUNK_BYTES = 100_000_000
 
@@ -67,16 +61,14 @@ def description(
     *,
     split: Split = "leave-context-out",
     blocks: Sequence[float] = BLOCKS,
-    predict: Predict | None = None,
     rng: np.random.Generator | None = None,
 ) -> Description:
     """Online codelength of every target from every probe's features, beside a uniform and a context-only code.
 
     Args:
-        features: those of `kvprobe.probing.permutation.paired_features`, if the split is `paired`.
+        features: those of `kvprobe.probing.splits.paired_features`, if the split is `paired`.
         split: `random` sends samples in any order; otherwise whole contexts are sent, each in one block.
         blocks: where blocks end, as rising shares of the samples, the last one 1.
-        predict: `ridge_log_probs` by default.
         rng: of the order; seeded with 0 by default.
 
     Raises:
@@ -92,8 +84,7 @@ def description(
     ends = _ends(units, blocks)
 
     chunk = max(1, _CHUNK_BYTES // (4 * len(PENALTIES) * len(SHARPNESS) * labels.numel() * classes))
-    predict = ridge_log_probs if predict is None else predict
-    probes = torch.cat([_bits(part, labels, ends, classes, predict) for part in features.split(chunk)])
+    probes = torch.cat([_bits(part, labels, ends, classes) for part in features.split(chunk)])
     bits = probes.cpu().numpy()
     context = _context_bits(torch.from_numpy(clusters), labels.cpu(), ends, classes).numpy()
 
@@ -123,7 +114,7 @@ def ridge_log_probs(
     test: Float[Tensor, "probes test dim"],
     classes: int,
 ) -> Float[Tensor, "candidates probes targets test classes"]:
-    """Softmax of ridge scores, for each penalty of `PENALTIES` and each factor of `SHARPNESS`."""
+    """Log-softmax of ridge scores of unseen samples, for each penalty of `PENALTIES` and each factor of `SHARPNESS`."""
     mean = train.mean(1, keepdim=True)
     spread = train.std(1, keepdim=True, correction=0)
     size = train.square().mean((1, 2), keepdim=True).sqrt()
@@ -131,12 +122,13 @@ def ridge_log_probs(
     seen, asked = (train - mean) * scale, (test - mean) * scale
     onehot = torch.nn.functional.one_hot(labels, classes).to(train)
     answers = onehot.permute(1, 0, 2).flatten(1)
-    # One eigendecomposition serves all penalties.
-    values, vectors = principal_axes(seen.mT @ seen)
-    turned, cross = asked @ vectors, vectors.mT @ (seen.mT @ (answers - answers.mean(0)))
+    # One eigendecomposition serves all penalties. In fp32 the search for repeated eigenvalues may not end.
+    gram = seen.mT @ seen
+    values, vectors = (part.to(gram.dtype) for part in torch.linalg.eigh(gram.double()))
+    projected, cross = asked @ vectors, vectors.mT @ (seen.mT @ (answers - answers.mean(0)))
     penalties = len(seen[0]) * torch.tensor(PENALTIES).to(train)
     shrunk = cross / (values.clamp(min=0)[None] + penalties[:, None, None])[..., None]
-    scores = (answers.mean(0) + turned @ shrunk).unflatten(-1, (-1, classes)).transpose(2, 3)
+    scores = (answers.mean(0) + projected @ shrunk).unflatten(-1, (-1, classes)).transpose(2, 3)
     sharpened = torch.tensor(SHARPNESS).to(train)[:, None, None, None, None, None] * scores
     return sharpened.flatten(0, 1).log_softmax(-1)
 
@@ -147,8 +139,8 @@ def _check(features: Tensor, labels: Tensor, classes: int, blocks: Sequence[floa
         raise UserError(f"Blocks must rise from above 0 to 1, the end of the samples; got {tuple(blocks)}.")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
-    for target, each in enumerate(labels):
-        if len(each.unique()) == 1:
+    for target, row in enumerate(labels):
+        if len(row.unique()) == 1:
             raise UserError(f"Target {target} has one class in all samples, so there is nothing to send; drop it.")
     check_features(features)
 
@@ -165,18 +157,17 @@ def _bits(
     labels: Int[Tensor, "targets samples"],
     ends: Sequence[int],
     classes: int,
-    predict: Predict,
 ) -> Float[Tensor, "probes targets samples"]:
     """Bits for each label, in the order in which they are sent."""
-    told = []
+    log_likelihoods = []
     for start, end in pairwise(ends):
-        log_probs = predict(features[:, :start], labels[:, :start], features[:, start:end], classes)
+        log_probs = ridge_log_probs(features[:, :start], labels[:, :start], features[:, start:end], classes)
         asked = labels[None, None, :, start:end, None].expand(*log_probs.shape[:2], -1, -1, 1)
-        told.append(log_probs.gather(-1, asked)[..., 0].double())
+        log_likelihoods.append(log_probs.gather(-1, asked)[..., 0].double())
     first = torch.full((len(features), len(labels), ends[0]), log2(classes), dtype=torch.double, device=features.device)
-    if not told:
+    if not log_likelihoods:
         return first
-    candidates = torch.cat(told, -1)
+    candidates = torch.cat(log_likelihoods, -1)
     # The uniform guess is a candidate, too.
     candidates = torch.cat([candidates, torch.full_like(candidates[:1], -log(classes))])
     evidence = candidates.cumsum(-1).logsumexp(0) - log(len(candidates))

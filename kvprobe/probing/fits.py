@@ -1,18 +1,27 @@
-"""The same probe at every site of every family, under one split; and the one that a careful reader would have chosen."""
+"""From features to fitted probes: the same probe at every site of every family under one split, and the site that each
+fold chooses.
+
+All that probes read passes through here: `kvprobe.probing.probe_features` and the studies take predictions, bits and
+tables of accuracies from the same fits.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.models.lens import Family
-from kvprobe.probing.calibration import Solver, calibrated_probes
+from kvprobe.probing.calibration import calibrated_probes
 from kvprobe.probing.features import Features, Site
+from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.permutation import permuted_hits
 from kvprobe.probing.splits import Split
+from kvprobe.stats import SHARE
 
 
 @dataclass(frozen=True)
@@ -22,8 +31,8 @@ class Fits:
     Attributes:
         sites: family and site of each probe.
         predicted: classes.
-        information: bits that each sample's vector tells of its classes, mean over targets.
-        inner_accuracy: accuracy on the inner fold, by outer fold: all that may be used to choose between sites.
+        information: bits that each sample's vector gives about its classes, mean over targets.
+        inner_accuracy: accuracy on the inner fold, by outer fold. Nothing else may be used to choose between sites.
     """
 
     sites: tuple[tuple[Family, Site], ...]
@@ -31,10 +40,30 @@ class Fits:
     information: Float[Tensor, "sites samples"]
     inner_accuracy: Float[Tensor, "sites folds"]
 
+    def hits(self, labels: Int[Tensor, "targets samples"]) -> Float[np.ndarray, "sites samples"]:
+        """Share of each sample's targets that are read right."""
+        return self.predicted.eq(labels).double().mean(1).numpy()
+
+    def columns(self) -> dict[str, Any]:
+        """Where each probe reads, as columns of a table."""
+        return {
+            "family": [family for family, _ in self.sites],
+            "layer": [site.layer for _, site in self.sites],
+            "head": pd.array([site.head for _, site in self.sites], dtype="Int64"),
+            "read": [site.read for _, site in self.sites],
+        }
+
+    def accuracies(
+        self, labels: Int[Tensor, "targets samples"], clusters: Int[np.ndarray, "samples"], **constant: str
+    ) -> pd.DataFrame:
+        """One row per site: accuracy (mean over targets) with `low` and `high`, beside the `constant` columns."""
+        accuracy, low, high = held_out_means(self.hits(labels), clusters, SHARE)
+        return pd.DataFrame({**constant, **self.columns(), "accuracy": accuracy, "low": low, "high": high})
+
 
 @dataclass(frozen=True)
 class Chosen:
-    """The predictions of the site that did best on each fold's inner fold, which the search over sites cannot flatter.
+    """The predictions of the site that did best on each fold's inner fold; the search over sites does not inflate them.
 
     Attributes:
         picks: the site of each test fold.
@@ -56,14 +85,13 @@ def fit_sites(
     folds: Int[np.ndarray, "samples"],
     *,
     labels: Int[Tensor, "targets samples"] | None = None,
-    solver: Solver = "ridge",
     done: Callable[[int], object] = lambda probes: None,
 ) -> Fits:
     """Cross-validated, calibrated probes at every site.
 
     Args:
         labels: those of the features by default; a control task has others.
-        done: is told how many probes were fitted.
+        done: called with the number of probes that were just fitted.
 
     Raises:
         UserError: see `calibrated_probes`.
@@ -73,13 +101,12 @@ def fit_sites(
     predicted, information, inner = [], [], []
     for family in features.tensors:
         for _, seen, size in features.batches(family, split):
-            # Some sites rightly do not vary: those that the labels cannot reach.
+            # Sites that the labels cannot reach are rightly constant.
             result = calibrated_probes(
                 seen,
                 labels.to(seen.device),
                 torch.from_numpy(folds).to(seen.device),
                 len(features.target.classes),
-                solver,
                 contexts=contexts,
                 size=size,
                 may_be_constant=True,
@@ -88,7 +115,24 @@ def fit_sites(
             information.append(result.information.mean(1).cpu())
             inner.append(result.inner_accuracy.cpu())
             done(len(seen))
-    return Fits(_sites(features), torch.cat(predicted), torch.cat(information), torch.cat(inner))
+    sites = tuple((family, site) for family in features.tensors for site in features.sites[family])
+    return Fits(sites, torch.cat(predicted), torch.cat(information), torch.cat(inner))
+
+
+def chosen(fits: Fits, folds: Int[np.ndarray, "samples"]) -> Chosen:
+    """For each test fold, the predictions of the site that did best on its inner fold.
+
+    The choice never sees the test fold, so the search over layers, families and read-outs does not inflate the accuracy
+    of these predictions.
+    """
+    predicted, information = torch.empty_like(fits.predicted[0]), torch.empty_like(fits.information[0])
+    picks = []
+    for fold, best in enumerate(fits.inner_accuracy.argmax(0).tolist()):
+        rows = torch.from_numpy(np.flatnonzero(folds == fold))
+        predicted[:, rows] = fits.predicted[best][:, rows]
+        information[rows] = fits.information[best][rows]
+        picks.append(fits.sites[best])
+    return Chosen(predicted, information, tuple(picks))
 
 
 def permuted_scores(
@@ -103,23 +147,7 @@ def permuted_scores(
     scores = []
     for family in features.tensors:
         for _, seen, size in features.batches(family, split):
-            labels, number = features.labels.to(seen.device), torch.from_numpy(folds).to(seen.device)
-            scores.append(permuted_hits(seen, labels, number, len(features.target.classes), orders, size))
+            labels, fold_numbers = features.labels.to(seen.device), torch.from_numpy(folds).to(seen.device)
+            scores.append(permuted_hits(seen, labels, fold_numbers, len(features.target.classes), orders, size))
             done(len(seen))
     return np.concatenate(scores, 1)
-
-
-def chosen(fits: Fits, folds: Int[np.ndarray, "samples"]) -> Chosen:
-    """For each test fold the predictions of the site that did best on its inner fold."""
-    predicted, information = torch.empty_like(fits.predicted[0]), torch.empty_like(fits.information[0])
-    picks = []
-    for fold, best in enumerate(fits.inner_accuracy.argmax(0).tolist()):
-        rows = torch.from_numpy(np.flatnonzero(folds == fold))
-        predicted[:, rows] = fits.predicted[best][:, rows]
-        information[rows] = fits.information[best][rows]
-        picks.append(fits.sites[best])
-    return Chosen(predicted, information, tuple(picks))
-
-
-def _sites(features: Features) -> tuple[tuple[Family, Site], ...]:
-    return tuple((family, site) for family in features.tensors for site in features.sites[family])

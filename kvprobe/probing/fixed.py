@@ -1,11 +1,9 @@
 """Ridge probes at one penalty for very many labelings of the same samples, as permutation tests need them.
 
-At a fixed penalty the out-of-fold scores are a matrix, which the features alone decide, times the labels. It is made once
-per probe; each labeling more is then one product, however wide the features are. The predictions are those of
-`kvprobe.probing.ridge.ridge_probes` with that penalty as the only candidate.
+At a fixed penalty the out-of-fold scores are a matrix times the labels, and the features alone decide the matrix. It is
+made once per probe; each further labeling is then one product, however wide the features are. The predictions are those
+of `kvprobe.probing.ridge.ridge_probes` with that penalty as the only candidate.
 """
-
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -20,13 +18,6 @@ PENALTY = 0.1
 _CHUNK_BYTES = 60_000_000
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """Out-of-fold predictions of probes at a fixed penalty."""
-
-    predicted: Int[Tensor, "probes targets samples"]
-
-
 def fixed_ridge(
     features: Float[Tensor, "probes samples dim"],
     labels: Int[Tensor, "targets samples"],
@@ -34,8 +25,8 @@ def fixed_ridge(
     classes: int,
     penalty: float = PENALTY,
     size: Float[Tensor, "probes"] | None = None,
-) -> Fixed:
-    """Cross-validated ridge classification of every target from every probe's features.
+) -> Int[Tensor, "probes targets samples"]:
+    """Out-of-fold classes by cross-validated ridge classification of every target from every probe's features.
 
     Args:
         folds: test fold of each sample; all others are trained on.
@@ -60,7 +51,7 @@ def fixed_ridge(
             )
             scores = torch.matmul(smoother, answers[~test] - share).add_(share)
             predicted[here, :, test] = scores.unflatten(-1, (-1, classes)).argmax(-1).transpose(1, 2)
-    return Fixed(predicted)
+    return predicted
 
 
 def _smoother(

@@ -1,7 +1,7 @@
 """Moments of features, batch by batch: all that ridge regression needs, in memory that does not grow with the samples.
 
-Each set of samples keeps its count, its means, and its Gram matrices about these means; disjoint sets are merged (Chan,
-Golub and LeVeque 1979), so large means do not cancel and each batch is seen once. Against one-hot answers the
+Each set of samples has its count, its means, and its Gram matrices about these means. Disjoint sets are merged (Chan,
+Golub and LeVeque 1979), so large means do not cancel and each batch is seen once. With one-hot answers the
 cross moments are the sums of each class.
 """
 
@@ -18,7 +18,7 @@ from kvprobe.probing.linear import check_features
 
 @dataclass(frozen=True)
 class Moments:
-    """What ridge regression needs to know of a set of samples; disjoint sets can be merged."""
+    """What ridge regression needs to know about a set of samples; disjoint sets can be merged."""
 
     count: int
     features: Float[Tensor, "probes dim"]
@@ -30,8 +30,8 @@ class Moments:
     def of(cls, features: Float[Tensor, "probes samples dim"], answers: Float[Tensor, "samples outputs"]) -> "Moments":
         """Moments of at least one sample."""
         mean, answer_mean = features.mean(1), answers.mean(0)
-        turned = (features - mean[:, None]).transpose(1, 2)
-        return cls(len(answers), mean, answer_mean, turned @ turned.mT, turned @ (answers - answer_mean))
+        centred = (features - mean[:, None]).transpose(1, 2)
+        return cls(len(answers), mean, answer_mean, centred @ centred.mT, centred @ (answers - answer_mean))
 
     @classmethod
     def merged(cls, parts: Sequence["Moments"]) -> "Moments":
@@ -98,7 +98,7 @@ class FoldMoments:
             self._add(fold, Moments.of(features[:, rows], answers[rows]).double())
 
     def merge(self, other: "FoldMoments") -> None:
-        """Take in what another has gathered from other samples (another shard, say)."""
+        """Take in the moments of other samples, of another shard for example."""
         for fold, part in enumerate(other._parts):
             if part is not None:
                 self._add(fold, part)
@@ -111,20 +111,12 @@ class FoldMoments:
         """
         parts = [part for fold in folds if (part := self._parts[fold]) is not None]
         if not parts:
-            raise UserError(f"No sample is in folds {list(folds)} yet; call update with some first.")
+            raise UserError(f"No sample is in folds {list(folds)} yet; call update first.")
         return Moments.merged(parts)
 
     def _add(self, fold: int, part: Moments) -> None:
         before = self._parts[fold]
         self._parts[fold] = part if before is None else Moments.merged([before, part])
-
-
-def principal_axes(
-    gram: Float[Tensor, "probes dim dim"],
-) -> tuple[Float[Tensor, "probes dim"], Float[Tensor, "probes dim dim"]]:
-    """Eigenvalues and eigenvectors of Gram matrices, found in fp64: in fp32 the search for repeated ones may not end."""
-    values, vectors = torch.linalg.eigh(gram.double())
-    return values.to(gram.dtype), vectors.to(gram.dtype)
 
 
 def one_hot_answers(

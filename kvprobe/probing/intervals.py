@@ -1,11 +1,13 @@
-"""Intervals of what cross-validated probes read: the jackknife over contexts, widened because contexts train each other's probes.
+"""Intervals of what cross-validated probes read: the jackknife over contexts, widened because contexts train each
+other's probes.
 
-Out of fold, what is read of one context depends on all the others, which trained its probe. With the fits held fixed, contexts
-look more independent than they are. Where there is nothing to read, the accuracy is a sum over pairs of contexts, of which each
-context sees half: its variance is then up to twice that of independent contexts. Where training has nothing more to learn, it is
-that of independent contexts. `SHARED` lies between, as the correction of Nadeau and Bengio (2003) does for random splits. Leaving
-each context out and fitting again costs more and gives intervals that are too wide (99.5 % and more), because a hit is no smooth
-function of what a probe was trained on. docs/intervals.md has the measured coverage.
+Out of fold, the result for one context depends on all the others, which trained its probe. With the fits held fixed,
+contexts look more independent than they are. Where there is nothing to read, the accuracy is a sum over pairs of
+contexts, of which each context sees half: its variance is then up to twice that of independent contexts. Where training
+has nothing more to learn, it is that of independent contexts. `SHARED` lies between, as the correction of Nadeau and
+Bengio (2003) does for random splits. Leaving each context out and fitting again costs more and gives intervals that are
+too wide (99.5 % and more), because a hit is not a smooth function of the training set. docs/intervals.md has the
+measured coverage.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What every linear probe is made of: weights on centred features, the evidence they give, and the input they need."""
+"""What every linear probe is made of: weights on centred features, and checks of its input."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,33 +25,14 @@ class LinearProbes:
 
     def scores(self, features: Float[Tensor, "probes samples dim"]) -> Float[Tensor, "probes targets samples classes"]:
         """The score of each class, in the precision of `features`."""
-        mean, weights, intercept = (each.to(features.dtype) for each in (self.mean, self.weights, self.intercept))
+        mean, weights, intercept = (tensor.to(features.dtype) for tensor in (self.mean, self.weights, self.intercept))
         scores = torch.baddbmm(intercept[:, None], features - mean[:, None], weights)
         return scores.unflatten(-1, (-1, self.classes)).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class OutOfFold:
-    """What probes say of samples that they were not trained on; fold f takes fold f + 1 as its inner fold.
-
-    Attributes:
-        predicted: class of each sample, with the sample's fold as test fold.
-        evidence: what the features add to each class's log frequency, up to a temperature.
-        inner_evidence: the same with the sample's fold as inner fold, by the probe of the fold before it at its
-            chosen penalty.
-        inner_accuracy: accuracy on the inner fold, by outer fold.
-        penalty: the chosen penalty, by outer fold.
-    """
-
-    predicted: Int[Tensor, "probes targets samples"]
-    evidence: Float[Tensor, "probes targets samples classes"]
-    inner_evidence: Float[Tensor, "probes targets samples classes"]
-    inner_accuracy: Float[Tensor, "probes folds"]
-    penalty: Float[Tensor, "probes targets folds"]
-
-
 def log_frequency(labels: Int[Tensor, "targets samples"], classes: int) -> Float[Tensor, "targets classes"]:
-    """Log of each class's share of the samples; a class that was not seen counts as half a sample, so that all are finite."""
+    """Log of each class's share of the samples; a class that was not seen counts as half a sample, so that all are
+    finite."""
     counts = torch.nn.functional.one_hot(labels, classes).sum(1).clamp(min=0.5)
     return (counts / counts.sum(1, keepdim=True)).log()
 
@@ -62,7 +43,7 @@ def check_problem(
     classes: int,
     contexts: Sequence[int] | Int[np.ndarray, "samples"] | None = None,
 ) -> None:
-    """Refuse labels and folds that no probe can answer for.
+    """Refuse labels and folds that no probe can be fitted to.
 
     Args:
         contexts: number of each sample's context, where no context may be in two folds.
@@ -76,24 +57,24 @@ def check_problem(
         raise UserError(f"Labels must lie in 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}.")
     if samples < classes:
         raise UserError(f"A probe of {classes} classes needs at least {classes} samples; there are {samples}.")
-    for target, each in enumerate(labels):
-        if len(each.unique()) == 1:
+    for target, row in enumerate(labels):
+        if len(row.unique()) == 1:
             raise UserError(
-                f"Target {target} has the one class {int(each[0])} in all {samples} samples; a probe needs at least two."
+                f"Target {target} has the one class {int(row[0])} in all {samples} samples; a probe needs at least two."
             )
     if count < 3:
         raise UserError(f"Probes need at least 3 folds (train, inner, test); got {count}.")
     empty = torch.nonzero(torch.bincount(folds, minlength=count) == 0)[:, 0].tolist()
     if empty:
-        raise UserError(f"Folds are numbered from 0 with none left out; no sample is in fold {empty[0]}.")
+        raise UserError(f"No sample is in fold {empty[0]}; number the folds from 0 and leave none empty.")
     if contexts is not None:
         numbers = torch.as_tensor(np.asarray(contexts), device=folds.device)
         pairs = torch.stack([numbers, folds]).unique(dim=1)[0]
-        context, seen = pairs.unique(return_counts=True)
-        if bool((seen > 1).any()):
+        context, folds_of = pairs.unique(return_counts=True)
+        if bool((folds_of > 1).any()):
             raise UserError(
-                f"Context {int(context[seen > 1][0])} is in more than one fold, so its samples would be trained and "
-                "tested on; give all samples of a context the same fold."
+                f"Context {int(context[folds_of > 1][0])} is in more than one fold, so its samples would be trained "
+                "and tested on; give all samples of a context the same fold."
             )
 
 
@@ -110,7 +91,7 @@ def check_features(features: Float[Tensor, "probes samples dim"]) -> None:
 def check_variation(
     features: Float[Tensor, "probes samples dim"], floor: Float[Tensor, "probes"], first: int = 0
 ) -> None:
-    """Refuse a probe that reads nothing but constants.
+    """Refuse a probe whose features are all constant.
 
     Args:
         floor: standard deviation up to which a feature is constant but for round-off.
@@ -123,5 +104,5 @@ def check_variation(
     if still:
         raise UserError(
             f"All features of probe {first + still[0]} are constant over the samples, so there is nothing to read; "
-            "drop the probe, or say may_be_constant=True where it is a floor or a control."
+            "drop the probe, or pass may_be_constant=True if it is a floor or a control."
         )

@@ -9,10 +9,11 @@ import torch
 
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.probing.calibration import Solver
-from kvprobe.probing.claims import FLOOR, Probing, probe_features
+from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
-from kvprobe.probing.features import Features, Site, read_features
+from kvprobe.probing.features import Features, Site
+from kvprobe.probing.probe_features import probe_features
+from kvprobe.probing.read_features import read_features
 from kvprobe.probing.use import can_be_asked, measure_use
 from kvprobe.tasks.designs import Design, Sample
 
@@ -26,22 +27,22 @@ def probe(
     families: Sequence[Family] = ("k", "v", "resid_post"),
     per_head: bool = False,
     folds: int = 5,
-    solver: Solver = "ridge",
     permutations: int = 99,
     untrained: bool = False,
     rng: np.random.Generator | None = None,
 ) -> Probing:
-    """What each layer's K, V and residual stream at segment `at` tell of the design's target, and whether that is used.
+    """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the
+    model uses it.
 
-    Each conversation is read up to the end of `at` (or up to the part `answer` in it); the segments in `hide` are masked when
-    `at` begins. Beside it stand the restart floor (the same tokens at the same positions, computed without `hide`), input
-    embeddings alone, and the controls of `kvprobe.probing.claims`. Where `at` has a part `answer`, the model is asked for it with
-    everything in view, after hiding and after a restart.
+    Each conversation is read up to the end of `at` (or up to the part `answer` in it); the segments in `hide` are
+    masked when `at` begins. The result is compared with the restart floor (the same tokens at the same positions,
+    computed without `hide`), input embeddings alone, and the controls of `kvprobe.probing.claims`. Where `at` has a
+    part `answer`, the model is asked for it with everything in view, after hiding and after a restart.
 
     Args:
         per_head: probes for each KV head instead of all heads side by side.
         permutations: of labels within context; 0 leaves p-values out.
-        untrained: also read a model of the same configuration before it learned anything, as a further floor.
+        untrained: also read a model of the same configuration with random weights, as a further floor.
         rng: of folds and controls; seeded with 0 by default.
 
     Raises:
@@ -67,12 +68,12 @@ def probe(
             per_head=per_head,
             note="Reading an untrained model",
         )
-    found = probe_features(features, floors, folds=folds, solver=solver, permutations=permutations, rng=rng)
-    return replace(found, use=measure_use(model, design, at, hide) if asked else None)
+    probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
+    return replace(probing, use=measure_use(model, design, at, hide) if asked else None)
 
 
 def embeddings(model: Model, features: Features) -> Features:
-    """The same samples, but of the tokens that were read nothing except their input embeddings: mean and last."""
+    """The same samples, read from nothing but the input embeddings of the same tokens: mean and last."""
     assert features.texts is not None
     distinct = {text: row for row, text in enumerate(dict.fromkeys(features.texts))}
     table = model.lanes.plain.get_input_embeddings().weight.detach().float().cpu()
@@ -83,7 +84,7 @@ def embeddings(model: Model, features: Features) -> Features:
 
 
 def _restarted(model: Model, sample: Sample, hide: Sequence[str]) -> Sample:
-    """The sample without these segments; what stands keeps its position, and a slot its token."""
+    """The sample without these segments; the remaining tokens keep their positions, and a slot its token."""
     slot = sample.slot
     if slot is not None:
         slot -= sum(name in hide for name in sample.transcript.tokens(model.tokenizer).segments[:slot])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.probing.gram import FoldMoments, Moments, one_hot_answers
-from kvprobe.probing.linear import LinearProbes, OutOfFold, check_features
+from kvprobe.probing.linear import LinearProbes, check_features
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Ridge penalties per training sample, on features of unit variance."""
@@ -26,18 +26,32 @@ VARIANCE_FLOOR = 1e-5
 
 @dataclass(frozen=True)
 class RidgeResult:
-    """Out-of-fold predictions of a batch of probes.
+    """Out-of-fold predictions of a batch of probes; fold f takes fold f + 1 as its inner fold.
 
     Attributes:
         predicted: class of each sample, by probes that were not trained on it.
-        inner_accuracy: accuracy on the inner fold at the chosen penalty, by outer fold. It is all that may be
-            used to choose between probes.
+        inner_accuracy: accuracy on the inner fold at the chosen penalty, by outer fold. Nothing else may be used to
+            choose between probes.
         penalty: the chosen penalty, by outer fold.
     """
 
     predicted: Int[Tensor, "probes targets samples"]
     inner_accuracy: Float[Tensor, "probes folds"]
     penalty: Float[Tensor, "probes folds"]
+
+
+@dataclass(frozen=True)
+class RidgeEvidence(RidgeResult):
+    """The same predictions with what the probes say about every class.
+
+    Attributes:
+        evidence: what the features add to each class's share of the training set, up to a temperature.
+        inner_evidence: the same for each sample's fold as inner fold, by the probe of the fold before it at its chosen
+            penalty.
+    """
+
+    evidence: Float[Tensor, "probes targets samples classes"]
+    inner_evidence: Float[Tensor, "probes targets samples classes"]
 
 
 def ridge_probes(
@@ -73,22 +87,23 @@ def ridge_evidence(
     labels: Int[Tensor, "targets samples"],
     folds: Int[Tensor, "samples"],
     classes: int,
-    penalties: Sequence[float] = PENALTIES,
+    *,
     size: Float[Tensor, "probes"] | None = None,
-) -> OutOfFold:
-    """The same probes with what they say of every class; arguments and errors are those of `ridge_probes`."""
+) -> RidgeEvidence:
+    """The same probes with what they say about every class; arguments and errors are those of `ridge_probes`."""
     shape = (len(features), *labels.shape)
     predicted = torch.empty(shape, dtype=torch.long, device=features.device)
     evidence, inner_evidence = (features.new_empty(*shape, classes) for _ in range(2))
     inner_accuracy, chosen_penalty = [], []
-    for fitted in fitted_by_fold(features, labels, folds, classes, penalties, size):
+    for fitted in fitted_by_fold(features, labels, folds, classes, PENALTIES, size):
         inner_accuracy.append(fitted.inner_accuracy)
         chosen_penalty.append(fitted.penalty)
         predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
         evidence[:, :, fitted.test] = _above_share(fitted.probes, features[:, fitted.test])
         inner_evidence[:, :, fitted.inner] = _above_share(fitted.inner_probes, features[:, fitted.inner])
-    penalty = torch.stack(chosen_penalty, 1)[:, None].expand(-1, len(labels), -1)
-    return OutOfFold(predicted, evidence, inner_evidence, torch.stack(inner_accuracy, 1), penalty)
+    return RidgeEvidence(
+        predicted, torch.stack(inner_accuracy, 1), torch.stack(chosen_penalty, 1), evidence, inner_evidence
+    )
 
 
 def streamed_ridge(
@@ -177,11 +192,11 @@ def fitted_by_fold(
     few = features.shape[2] > features.shape[1]
     parts = [] if few else [Moments.of(features[:, rows], answers[rows]) for rows in members]
 
-    def trained_on(kept: Sequence[int]) -> _Ridge | _KernelRidge:
+    def trained_on(training_folds: Sequence[int]) -> _Ridge | _KernelRidge:
         if few:
-            rows = torch.cat([members[each] for each in kept])
+            rows = torch.cat([members[other] for other in training_folds])
             return _KernelRidge(features[:, rows], answers[rows], floor)
-        return _Ridge(Moments.merged([parts[each] for each in kept]), floor)
+        return _Ridge(Moments.merged([parts[other] for other in training_folds]), floor)
 
     grid = _grid(penalties, features.shape[2], features.dtype).to(features.device)
     for fold in range(count):
@@ -198,7 +213,7 @@ def fitted_by_fold(
 def _above_share(
     probes: LinearProbes, features: Float[Tensor, "probes samples dim"]
 ) -> Float[Tensor, "probes targets samples classes"]:
-    """What the features add to each class's share of the training set, of which a ridge score is the sum."""
+    """A ridge score less the class's share of the training set: what the features add."""
     return replace(probes, intercept=torch.zeros_like(probes.intercept)).scores(features)
 
 
@@ -215,7 +230,7 @@ def _checked(labels: Int[Tensor, "targets samples"], folds: Int[Tensor, "samples
 def _rows(
     batches: Callable[[], Iterable[Float[Tensor, "probes batch dim"]]], samples: int
 ) -> Iterator[tuple[slice, Float[Tensor, "probes batch dim"]]]:
-    """A pass over the features, each batch with the rows that it holds."""
+    """A pass over the features: each batch with its rows."""
     done = 0
     for batch in batches():
         rows = slice(done, done + batch.shape[1])
@@ -244,10 +259,10 @@ def _chosen(
 def _picked(
     path: Sequence[LinearProbes], penalty: Float[Tensor, "probes"], grid: Float[Tensor, "penalties"]
 ) -> LinearProbes:
-    """Of a path of probes, each probe at its own penalty."""
+    """Each probe of a path at its own penalty."""
     weights = path[0].weights.clone()
-    for probes, each in zip(path, grid, strict=True):
-        weights = torch.where((penalty == each)[:, None, None], probes.weights, weights)
+    for probes, candidate in zip(path, grid, strict=True):
+        weights = torch.where((penalty == candidate)[:, None, None], probes.weights, weights)
     return LinearProbes(path[0].mean, weights, path[0].intercept, path[0].classes)
 
 
@@ -255,7 +270,7 @@ class _Ridge:
     """Ridge regression on standardised features, ready for any penalty."""
 
     def __init__(self, training: Moments, floor: Float[Tensor, "probes 1"]) -> None:
-        """Scale the moments of `training`, which are used up."""
+        """Scale the moments of `training` in place."""
         self.count, self.mean, self.intercept = training.count, training.features, training.answers
         deviation = (training.gram.diagonal(dim1=1, dim2=2) / self.count).sqrt()
         self.scale = torch.where(deviation > floor, 1 / deviation, 0.0)
@@ -263,7 +278,7 @@ class _Ridge:
         self.cross = training.cross.mul_(self.scale[:, :, None])
 
     def at(self, penalty: Float[Tensor, "probes"], classes: int) -> LinearProbes:
-        """The probes at a penalty each."""
+        """The probes, each at its own penalty."""
         gram = self.gram.clone()
         gram.diagonal(dim1=1, dim2=2).add_((penalty * self.count)[:, None])
         factor = torch.linalg.cholesky(gram)
@@ -290,7 +305,7 @@ class _KernelRidge:
         self.answers = answers - self.intercept
 
     def at(self, penalty: Float[Tensor, "probes"], classes: int) -> LinearProbes:
-        """The probes at a penalty each."""
+        """The probes, each at its own penalty."""
         kernel = self.kernel.clone()
         kernel.diagonal(dim1=1, dim2=2).add_((penalty * len(self.answers))[:, None])
         dual = torch.cholesky_solve(self.answers.expand(len(kernel), -1, -1), torch.linalg.cholesky(kernel))

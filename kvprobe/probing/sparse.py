@@ -1,8 +1,7 @@
 """How few dimensions carry a label: η² of each dimension, and accuracy of probes on the k best (Gurnee et al. 2023)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -17,19 +16,6 @@ from kvprobe.probing.ridge import VARIANCE_FLOOR, ridge_probes
 from kvprobe.probing.splits import centred_within
 from kvprobe.stats import SHARE
 
-
-class Predictions(Protocol):
-    """What a solver returns: at least the out-of-fold class of each sample."""
-
-    @property
-    def predicted(self) -> Int[Tensor, "probes targets samples"]: ...
-
-
-Solve = Callable[
-    [Float[Tensor, "probes samples dim"], Int[Tensor, "targets samples"], Int[Tensor, "samples"], int], Predictions
-]
-"""Cross-validated probes from features, labels, folds and the number of classes; `ridge_probes` is one."""
-
 KS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -41,7 +27,8 @@ class SparseCurves:
         table: one row per probe and k: `accuracy` (mean over targets) with `low` and `high`, and `random`, the
             accuracy of k dimensions drawn at random.
         chosen: the dimensions by η² in the training part of each fold, best first.
-        hits: share of targets that each probe gets right of each sample, by k, with the best dimensions and with random ones.
+        hits: share of each sample's targets that each probe gets right, by k, with the best dimensions and with random
+            ones.
         chance: accuracy of a guess.
     """
 
@@ -64,7 +51,7 @@ def eta_squared(
 ) -> Float[Tensor, "probes targets dim"]:
     """Share of each dimension's variance that lies between labels; 0 for a constant dimension.
 
-    Labels that tell nothing leave (labels present − 1) / (samples − 1) on average.
+    Labels unrelated to the features leave (labels present − 1) / (samples − 1) on average.
 
     Args:
         contexts: centre the features within each of them first, so that only variance within contexts counts.
@@ -90,7 +77,6 @@ def sparse_curves(
     classes: int,
     *,
     ks: Sequence[int] | None = None,
-    solve: Solve = ridge_probes,
     rng: np.random.Generator | None = None,
 ) -> SparseCurves:
     """Accuracy of probes on the k dimensions of largest η², chosen anew in each training part, for each target.
@@ -115,23 +101,19 @@ def sparse_curves(
     ranked = torch.stack([eta_squared(features[:, rows], labels[:, rows], classes) for rows in training], 1)
     chosen = ranked.argsort(dim=-1, descending=True, stable=True)[..., : ks[-1]]
     drawn = np.argsort(rng.random((probes, count, len(labels), dim)), -1)[..., : ks[-1]]
-    arms = {"accuracy": chosen, "random": torch.from_numpy(drawn.copy()).to(features.device)}
+    random_dimensions = torch.from_numpy(drawn.copy()).to(features.device)
 
-    tables, every = [], {}
+    tables, hits = [], {}
     for k in ks:
-        both = []
-        row: dict[str, np.ndarray] = {"probe": np.arange(probes), "k": np.full(probes, k)}
-        for name, dimensions in arms.items():
-            hits = _hits(features, labels, numbers, classes, dimensions[..., :k], solve)
-            both.append(hits)
-            mean, low, high = held_out_means(hits, contexts, SHARE)
-            row[name] = mean
-            if name == "accuracy":
-                row |= {"low": low, "high": high}
-        tables.append(pd.DataFrame(row))
-        every[k] = (both[0], both[1])
+        best, random = (
+            _hits(features, labels, numbers, classes, dimensions[..., :k]) for dimensions in (chosen, random_dimensions)
+        )
+        accuracy, low, high = held_out_means(best, contexts, SHARE)
+        columns = {"accuracy": accuracy, "low": low, "high": high, "random": random.mean(-1)}
+        tables.append(pd.DataFrame({"probe": np.arange(probes), "k": np.full(probes, k)} | columns))
+        hits[k] = (best, random)
     table = pd.concat(tables).sort_values(["probe", "k"], ignore_index=True)
-    return SparseCurves(table, chosen, every, 1 / classes)
+    return SparseCurves(table, chosen, hits, 1 / classes)
 
 
 def _hits(
@@ -140,7 +122,6 @@ def _hits(
     folds: Int[Tensor, "samples"],
     classes: int,
     dimensions: Int[Tensor, "probes folds targets k"],
-    solve: Solve,
 ) -> Float[np.ndarray, "probes samples"]:
     """Share of targets that probes on these dimensions get right, each fold with the dimensions that it chose."""
     probes, count, targets, _ = dimensions.shape
@@ -148,8 +129,8 @@ def _hits(
     for target in range(targets):
         index = dimensions[:, :, target, None].expand(-1, -1, features.shape[1], -1)
         seen = features[:, None].expand(-1, count, -1, -1).gather(3, index).flatten(0, 1)
-        predicted = solve(seen, labels[target : target + 1], folds, classes).predicted
+        predicted = ridge_probes(seen, labels[target : target + 1], folds, classes).predicted
         # The probes with the dimensions of one fold are fitted on all folds; only their own fold's guesses are fair.
-        own = predicted[:, 0].unflatten(0, (probes, count)).gather(1, folds.expand(probes, 1, -1))[:, 0]
-        hits += own.eq(labels[target])
+        fair = predicted[:, 0].unflatten(0, (probes, count)).gather(1, folds.expand(probes, 1, -1))[:, 0]
+        hits += fair.eq(labels[target])
     return (hits / targets).cpu().numpy()

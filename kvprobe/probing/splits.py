@@ -1,9 +1,10 @@
 """The three ways to hold samples out, reported together because they answer different questions.
 
 `random` asks whether a probe that has seen the same conversation with other codes can read this one. It is the
-easiest and the least general. `leave-context-out` asks it of conversations that the probe never saw.
-`paired` does so after each feature was centred within its conversation: it needs several codes of the very
-conversation that is read, so it says that the information is linearly there, not that a stranger could read it.
+easiest and the least general. `leave-context-out` asks this for conversations that the probe never saw.
+`paired` does so after each feature was centred within its conversation. This needs several codes of the same
+conversation, so it shows that the information is linearly there, not that it is readable without knowing the
+conversation.
 """
 
 from typing import Literal
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.probing.ridge import VARIANCE_FLOOR
 
 Split = Literal["random", "leave-context-out", "paired"]
 SPLITS: tuple[Split, ...] = ("random", "leave-context-out", "paired")
@@ -21,7 +23,7 @@ SPLITS: tuple[Split, ...] = ("random", "leave-context-out", "paired")
 def fold_numbers(
     split: Split, contexts: Int[np.ndarray, "samples"], folds: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "samples"]:
-    """The test fold of each sample; but for `random`, all samples of a context share one.
+    """The test fold of each sample; except under `random`, all samples of a context share one.
 
     Raises:
         UserError: there are fewer contexts (or samples) than folds.
@@ -29,8 +31,8 @@ def fold_numbers(
     if split == "random":
         units, index = len(contexts), np.arange(len(contexts))
     else:
-        found, index = np.unique(contexts, return_inverse=True)
-        units = len(found)
+        distinct, index = np.unique(contexts, return_inverse=True)
+        units = len(distinct)
     if units < folds:
         kind = "samples" if split == "random" else "contexts"
         raise UserError(f"The {split} split needs at least {folds} {kind} for {folds} folds; there are {units}.")
@@ -46,3 +48,14 @@ def centred_within(
         rows = np.flatnonzero(contexts == context)
         centred[rows] -= features[rows].mean(0)
     return centred
+
+
+def paired_features(
+    features: Float[Tensor, "probes samples dim"], contexts: Int[np.ndarray, "samples"]
+) -> Float[Tensor, "probes samples dim"]:
+    """Features centred within context, and exactly 0 where only round-off is left, which probes would read as
+    signal."""
+    centred = centred_within(features.transpose(0, 1), contexts).transpose(0, 1)
+    size = features.square().mean((1, 2)).sqrt()
+    varies = centred.square().mean(1).sqrt() > VARIANCE_FLOOR * size[:, None]
+    return centred * varies[:, None]

@@ -1,9 +1,9 @@
 """Transfer: a probe that was trained at one place (a segment, a layer, a distance) and is tested at another.
 
-If it reads there as well as one trained there, the two places hold the same thing in the same directions. What each place
-reads is centred by that place's own training mean, and its evidence brought to the spread that the probe's evidence has where
-it was trained: neither an offset nor a fading of the signal is an obstacle, since neither tells of a label. No context is
-trained and tested on, at whatever place.
+If it reads there as well as a probe trained there, the two places hold the same information in the same directions. The
+features of each place are centred by that place's own training mean, and the probe's evidence is scaled to the spread
+that it has where the probe was trained. So neither an offset nor a fading signal is an obstacle, since neither carries
+the label. No context is both trained and tested on, at any place.
 """
 
 from collections.abc import Hashable, Sequence
@@ -34,17 +34,18 @@ def transfer(
 
     Args:
         contexts: number of each sample's context; all samples of a context share a fold.
-        places: what they are called; numbers by default.
+        places: their names; numbers by default.
 
     Returns:
-        One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 % interval.
+        One row per pair of places: `train`, `test`, `accuracy` (a mean over targets) with `low` and `high`, its 95 %
+        interval.
 
     Raises:
-        UserError: what `check_problem` and `transferred` refuse, or another number of names than of places.
+        UserError: what `check_problem` and `transferred` refuse, or a number of names other than that of places.
     """
     names = list(range(len(features))) if places is None else list(places)
     if len(names) != len(features):
-        raise UserError(f"There are {len(names)} names for {len(features)} places; give one for each.")
+        raise UserError(f"There are {len(names)} names for {len(features)} places; give one name for each place.")
     numbers = torch.from_numpy(folds).to(labels.device)
     check_problem(labels, numbers, classes, contexts)
     hits = transferred(features, labels, numbers, classes).eq(labels).double().mean(2).cpu().numpy()
@@ -67,12 +68,13 @@ def transferred(
     classes: int,
     size: Float[Tensor, "places"] | None = None,
 ) -> Int[Tensor, "places places targets samples"]:
-    """What the ridge probe trained at the first place says of each sample at the second, its fold held out.
+    """Prediction of the ridge probe trained at the first place for each sample at the second, with the sample's fold
+    held out.
 
-    The penalty is chosen on the inner fold of the place that is trained at. On the diagonal are the predictions of `ridge_probes`.
+    The penalty is chosen on the inner fold of the training place. The diagonal holds the predictions of `ridge_probes`.
 
     Args:
-        features: of the same samples at each place, all of one kind.
+        features: of the same samples at each place, all of the same family and width.
         size: root mean square of what is read at each place before any centring; that of `features` by default.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What a report says, as data. A study builds it from its numbers; `report` renders it.
+"""A report as data, which a study makes of its numbers and `kvprobe.report.page` renders.
 
-All text here is plain and untrusted: the renderer escapes it.
+All text in it is plain and untrusted; the renderer escapes it.
 """
 
 import dataclasses
@@ -8,46 +8,45 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprobe.files import Limits, filled
-from kvprobe.text.transcript import Transcript
+from kvprobe.plain_data import Limits, filled
+from kvprobe.text.transcript import Message, Transcript
 
 LIMITS = Limits(text=2**25, entries=100_000)
-"""Of a report; the longest texts are packed attention weights."""
+"""Of a report as data; its longest texts are packed attention weights."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A message of an example conversation: `struck` if it is masked, `marked` the text in it that is hidden."""
+    """A message of an example conversation; `marked` is a text in it that stands out."""
 
     segment: str
     role: str
     text: str
-    struck: bool = False
+    masked: bool = False
     marked: str | None = None
 
 
 def passages_of(
     chat: Transcript,
     *,
-    struck: Collection[str] = (),
+    masked: Collection[str] = (),
     marked: str | None = None,
-    told: Collection[str] | None = None,
+    only_in: Collection[str] | None = None,
 ) -> list[Passage]:
     """The messages of a conversation.
 
     Args:
-        struck: segments that are masked.
-        marked: a text that is marked where it stands.
-        told: in these segments alone.
+        masked: segments that are masked.
+        marked: a text to mark wherever it occurs.
+        only_in: the segments in which it is marked; all by default.
     """
+
+    def mark(message: Message) -> str | None:
+        applies = only_in is None or message.segment in only_in
+        return marked if marked and applies and marked in message.text else None
+
     return [
-        Passage(
-            message.segment,
-            message.role,
-            message.text,
-            struck=message.segment in struck,
-            marked=marked if marked and marked in message.text and (told is None or message.segment in told) else None,
-        )
+        Passage(message.segment, message.role, message.text, message.segment in masked, mark(message))
         for message in chat.messages
     ]
 
@@ -71,11 +70,11 @@ class Table:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values around zero on a grid, to be pointed at.
+    """Values around zero on a grid, as an interactive map.
 
     Attributes:
         rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".
-        values: [rows][columns]; `None` where there is none.
+        values: [rows][columns]; `None` for no value.
         unit: what follows a value, such as "of the way".
     """
 
@@ -90,10 +89,10 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class TokenView:
-    """A text whose tokens are coloured by their values, of which there may be several kinds.
+    """A text whose tokens are coloured by their values, of one or more kinds.
 
     Attributes:
-        labels: the kinds.
+        labels: names of the kinds.
         values: [labels][tokens].
     """
 
@@ -105,15 +104,15 @@ class TokenView:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """Attention of chosen queries, of which a reader picks layer and head.
+    """Attention of chosen queries, in a layer and head that the reader picks.
 
     Attributes:
         tokens: the text of every slot.
         layers, heads: their labels.
         queries: the slots that attend, in order.
         weights: one text per layer, which `kvprobe.report.views.attention.pack` makes.
-        masked, damaged: slots that are struck through, and slots that are marked.
-        index: [layers][heads], a number beside each head; `None` where there is none.
+        masked, damaged: slots that are crossed out, and slots that are marked.
+        index: [layers][heads], a number beside each head; `None` for no number.
         index_name: what that number is.
     """
 
@@ -131,7 +130,7 @@ class AttentionView:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it, in this order."""
+    """A heading and what follows it, in this order."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -159,9 +158,9 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` gave, now or before sections had maps, views and heads.
+        """The report that `to_dict` made; a section may lack maps, views and heads.
 
         Raises:
-            UserError: anything else; see `kvprobe.files.filled`.
+            UserError: anything else; see `kvprobe.plain_data.filled`.
         """
         return filled(cls, data, "the report", LIMITS)

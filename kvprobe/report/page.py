@@ -5,44 +5,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kvprobe.errors import UserError
 from kvprobe.files import write_whole
 from kvprobe.report.document import Figure, Passage, Report
 from kvprobe.report.views.page import Part, render
 
-MOST_BYTES = 2**25
-"""Of a figure."""
+LARGEST_FIGURE = 2**25
+"""Bytes."""
 
 
-@runtime_checkable
-class Finished(Protocol):
-    """A folder with figures, and the report on them as data; see `kvprobe.experiments.runs.Run`."""
+def write_report(folder: Path, content: Mapping[str, Any]) -> Path:
+    """Render a run's `report.html` from its report as data; nothing is computed again.
 
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def report(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class _Piece:
-    text: str
-    marked: bool
-
-
-def write_report(run: Finished) -> Path:
-    """Render `report.html` from what the run holds on disk; nothing is computed again.
+    Args:
+        folder: of the run; its figures are in `figures/`.
+        content: what `Report.to_dict` gave.
 
     Raises:
-        UserError: the run is unfinished.
+        UserError: `content` is not a report, or a figure is missing.
     """
-    report = Report.from_dict(run.report)
+    report = Report.from_dict(content)
 
     def picture(figure: Figure) -> str:
-        return "data:image/png;base64," + base64.b64encode(_drawn(run, figure)).decode()
+        return "data:image/png;base64," + base64.b64encode(_drawn(folder / "figures", figure)).decode()
 
     page = render(
         "report.html.j2",
@@ -53,32 +40,31 @@ def write_report(run: Finished) -> Path:
         picture=picture,
         version=version("kvprobe"),
     )
-    return write_whole(run.path / "report.html", page)
+    return write_whole(folder / "report.html", page)
 
 
-def write_views(run: Finished) -> Path:
+def write_views(folder: Path, content: Mapping[str, Any]) -> Path:
     """Write the maps, token views and attention of a run's report as `views.html`, a page of their own.
 
     Raises:
-        UserError: the run is unfinished, or its report has no views.
+        UserError: `content` is not a report, or has no views.
     """
-    report = Report.from_dict(run.report)
+    report = Report.from_dict(content)
     parts = _parts(report)
     if not parts:
-        raise UserError(f"The report of {run.path} has no views; see its figures with `kvprobe report {run.path}`.")
-    return write_whole(run.path / "views.html", render("page.html.j2", parts, title=report.title))
+        raise UserError(f"The report of {folder} has no views; see its figures with `kvprobe report {folder}`.")
+    return write_whole(folder / "views.html", render("page.html.j2", parts, title=report.title))
 
 
-def _drawn(run: Finished, figure: Figure) -> bytes:
-    """A figure's file, which must lie in the run."""
-    folder = run.path / "figures"
-    path = folder / f"{figure.file}.png"
-    if path.resolve().parent != folder.resolve() or not path.is_file():
+def _drawn(figures: Path, figure: Figure) -> bytes:
+    """The file of a figure, which must be in this folder."""
+    path = figures / f"{figure.file}.png"
+    if path.resolve().parent != figures.resolve() or not path.is_file():
         raise UserError(
-            f"The report names the figure {figure.file[:80]!r}, which is no file of {folder}; run the study again."
+            f"The report names the figure {figure.file[:80]!r}, which is not a file in {figures}; run the study again."
         )
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path} is larger than {MOST_BYTES // 2**20} MiB; no figure of a report is.")
+    if path.stat().st_size > LARGEST_FIGURE:
+        raise UserError(f"{path} is larger than {LARGEST_FIGURE // 2**20} MiB; run the study again.")
     return path.read_bytes()
 
 
@@ -86,8 +72,14 @@ def _parts(report: Report) -> list[Part]:
     return [part for section in report.sections for part in (*section.maps, *section.views, *section.heads)]
 
 
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    marked: bool
+
+
 def _pieces(passage: Passage) -> list[_Piece]:
-    """The text of a passage, split at what is to be marked."""
+    """The text of a passage, cut wherever the marked text begins or ends."""
     if not passage.marked:
         return [_Piece(passage.text, False)]
     pieces = []

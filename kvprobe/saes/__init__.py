@@ -1,8 +1,8 @@
-"""Sparse features: record activations, train dictionaries on them with sae-lens, load any, and measure what they are worth."""
+"""Sparse autoencoders: record activations, train dictionaries on them with sae-lens, load and evaluate others."""
 
 from kvprobe.saes.activating import Activating, Example, activating
 from kvprobe.saes.corpus import self_written
-from kvprobe.saes.dictionary import SparseFeatures, shipped_dictionaries
+from kvprobe.saes.dictionary import Dictionary, shipped_dictionaries
 from kvprobe.saes.places import Place
 from kvprobe.saes.quality import Reconstruction, reconstruction, recovered, splice
 from kvprobe.saes.shards import Shards, record
@@ -10,12 +10,12 @@ from kvprobe.saes.training import Recipe, train
 
 __all__ = [
     "Activating",
+    "Dictionary",
     "Example",
     "Place",
     "Recipe",
     "Reconstruction",
     "Shards",
-    "SparseFeatures",
     "activating",
     "reconstruction",
     "record",

@@ -1,12 +1,14 @@
-"""What a latent stands for, as far as texts tell: the tokens that it is most active in, each with its surroundings."""
+"""Examples of a latent: the tokens that it is most active in, each with the text around it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.saes.dictionary import SparseFeatures
+from kvprobe.saes.dictionary import Dictionary
 from kvprobe.saes.shards import Shards
 
 BEFORE, AFTER = 14, 4
@@ -15,7 +17,7 @@ BEFORE, AFTER = 14, 4
 
 @dataclass(frozen=True)
 class Example:
-    """A stretch of text and how active a latent is in each of its tokens; the `peak`th of them is the most active of its text."""
+    """A passage and how active a latent is in each token; token number `peak` is the most active of its whole text."""
 
     ids: tuple[int, ...]
     values: tuple[float, ...]
@@ -28,7 +30,7 @@ class Activating:
 
     Attributes:
         density: share of all recorded tokens in which it is active.
-        examples: of different texts; none for a latent that is active nowhere.
+        examples: of different texts; empty for a latent that is never active.
     """
 
     latent: int
@@ -36,35 +38,54 @@ class Activating:
     examples: tuple[Example, ...]
 
 
-def activating(features: SparseFeatures, shards: Shards, latents: Sequence[int], examples: int = 6) -> list[Activating]:
-    """For each of some latents the recorded tokens that it is most active in, one of each text, and no passage twice.
+def activating(dictionary: Dictionary, shards: Shards, latents: Sequence[int], examples: int = 6) -> list[Activating]:
+    """For each latent the recorded tokens that it is most active in, at most one of each text, and no passage twice.
 
     Raises:
         UserError: there is no such latent, or nothing was recorded at the dictionary's place.
     """
     for latent in latents:
-        if not 0 <= latent < features.width:
-            raise UserError(f"There is no latent {latent}; the dictionary has {features.width}, counted from 0.")
+        if not 0 <= latent < dictionary.width:
+            raise UserError(f"There is no latent {latent}; the dictionary has latents 0 to {dictionary.width - 1}.")
     columns = torch.tensor(list(latents), dtype=torch.long)
-    seen = [features.encode(shard)[:, columns].cpu() for shard in shards.activations(features.place)]
-    values = torch.cat(seen)
+    shards_read = shards.activations(dictionary.place)
+    values = torch.cat([dictionary.encode(activations)[:, columns].cpu() for activations in shards_read])
     ids, text, _ = (torch.cat(parts) for parts in zip(*shards.words(), strict=True))
-    _, place, lengths = text.unique_consecutive(return_inverse=True, return_counts=True)
-    ends = lengths.cumsum(0).tolist()
-    starts = [end - length for end, length in zip(ends, lengths.tolist(), strict=True)]
-    found = []
-    for column, latent in enumerate(latents):
-        own = values[:, column]
-        highest = torch.zeros(len(ends)).scatter_reduce(0, place, own, "amax", include_self=False)
+    _, number, lengths = text.unique_consecutive(return_inverse=True, return_counts=True)
+    texts = _Texts(ids, number, lengths)
+    return [
+        Activating(latent, float((column != 0).double().mean()), texts.examples(column, examples))
+        for latent, column in zip(latents, values.unbind(1), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Recorded tokens.
+
+    Attributes:
+        ids: of all tokens, text after text.
+        number: of each token's text, from 0 on.
+        lengths: of the texts.
+    """
+
+    ids: Int[Tensor, "tokens"]
+    number: Int[Tensor, "tokens"]
+    lengths: Int[Tensor, "texts"]
+
+    def examples(self, values: Float[Tensor, "tokens"], count: int) -> tuple[Example, ...]:
+        """The passages around a latent's highest values, at most one of each text."""
+        ends = self.lengths.cumsum(0)
+        highest = torch.zeros(len(ends)).scatter_reduce(0, self.number, values, "amax", include_self=False)
         shown: dict[tuple[int, ...], Example] = {}
-        for number in highest.argsort(descending=True).tolist():
-            if highest[number] <= 0 or len(shown) == examples:
+        for text in highest.argsort(descending=True).tolist():
+            if highest[text] <= 0 or len(shown) == count:
                 break
-            start, end = starts[number], ends[number]
-            peak = start + int(own[start:end].argmax())
+            end = int(ends[text])
+            start = end - int(self.lengths[text])
+            peak = start + int(values[start:end].argmax())
             window = slice(max(start, peak - BEFORE), min(end, peak + AFTER + 1))
-            words = tuple(ids[window].tolist())
+            passage = tuple(self.ids[window].tolist())
             # Texts may share passages; one of each is enough.
-            shown.setdefault(words, Example(words, tuple(own[window].tolist()), peak - window.start))
-        found.append(Activating(latent, float((own != 0).double().mean()), tuple(shown.values())))
-    return found
+            shown.setdefault(passage, Example(passage, tuple(values[window].tolist()), peak - window.start))
+        return tuple(shown.values())

@@ -1,4 +1,4 @@
-"""A sparse autoencoder of sae-lens at a place of a model: what it makes of activations, and whether it fits the model."""
+"""A dictionary: a sparse autoencoder of sae-lens at a place of a model, which writes activations as sums of latents."""
 
 import warnings
 from collections.abc import Callable
@@ -23,17 +23,17 @@ from kvprobe.shipped import shipped
 
 WEIGHTS = "sae_weights.safetensors"
 FINGERPRINT = "kvprobe_model"
-"""Under this name the metadata of a dictionary trained here tell the weights that it was trained on."""
+"""The entry of a dictionary's metadata that holds the fingerprint of the weights it was trained on."""
 
 
 @dataclass(frozen=True)
-class SparseFeatures:
-    """A dictionary at a place.
+class Dictionary:
+    """A sparse autoencoder at a place.
 
     Attributes:
         sae: the sae-lens object, of any architecture that encodes and decodes at one place.
         place: where it reads and writes.
-        rotation: how activations are turned about the decoder's bias before they are read, and back after; None for not at all.
+        rotation: applied to activations about the decoder's bias before they are read, and undone afterwards, or None.
     """
 
     sae: Any
@@ -72,24 +72,24 @@ class SparseFeatures:
     def decode(self, latents: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows dim"]:
         """The reconstruction from latents, in the dtype of the dictionary."""
         with torch.no_grad():
-            found = self.sae.decode(latents)
+            decoded = self.sae.decode(latents)
             if self.rotation is not None:
-                found = (found - self.sae.b_dec) @ self.rotation.T + self.sae.b_dec
-            return found
+                decoded = (decoded - self.sae.b_dec) @ self.rotation.T + self.sae.b_dec
+            return decoded
 
     def reconstruct(self, activations: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """What is left of activations that pass through the dictionary, in their own dtype."""
+        """The reconstruction of activations from their latents, in their own dtype."""
         return self.decode(self.encode(activations)).to(activations.dtype)
 
-    def turned(self, seed: int) -> "SparseFeatures":
-        """A control: the same dictionary turned at random, so that it has its shape, thresholds and inner geometry, and is aligned with
-        nothing in the model."""
+    def rotated(self, seed: int) -> "Dictionary":
+        """A control: the same dictionary rotated at random. It keeps shape, thresholds and inner geometry, and is
+        aligned with nothing in the model."""
         drawn = torch.randn(self.dim, self.dim, generator=torch.Generator().manual_seed(seed))
         return replace(self, rotation=torch.linalg.qr(drawn).Q.to(self.sae.b_dec))
 
     def splicing(self) -> Callable[[Tensor], Tensor]:
-        """For `kvprobe.inference.capture.editing`, while texts are read from their start: the reconstruction in place of every slot but the
-        first, which no dictionary trained here has seen."""
+        """For `kvprobe.inference.capture.editing`, while texts are read from their start: the reconstruction in place
+        of every slot but the first, which dictionaries trained here have not seen."""
 
         def edit(tensor: Tensor) -> Tensor:
             flat = tensor.flatten(2)
@@ -103,21 +103,21 @@ class SparseFeatures:
         Args:
             half: write weights of 16 bits, which are read as 32 again.
         """
-        keeps = hasattr(self.sae, "save_inference_model")
-        weights, _ = (self.sae.save_inference_model if keeps else self.sae.save_model)(str(folder))
+        training = hasattr(self.sae, "save_inference_model")
+        weights, _ = (self.sae.save_inference_model if training else self.sae.save_model)(str(folder))
         if half:
             save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights)
         return folder
 
     @classmethod
-    def load(cls, source: "str | Path | Any", model: Model, place: Place | None = None) -> "SparseFeatures":
-        """A dictionary for a model: one that ships with kvprobe, by name; a folder that sae-lens wrote; or a sae-lens SAE in hand.
+    def load(cls, source: "str | Path | Any", model: Model, place: Place | None = None) -> "Dictionary":
+        """A dictionary for a model: by the name of one that ships, from a folder that sae-lens wrote, or from an SAE.
 
         Args:
             place: where it belongs; by default what its own metadata say.
 
         Raises:
-            UserError: there is none, it is damaged, it belongs nowhere in this model, or it is of the wrong width.
+            UserError: it does not exist, it is damaged, the model has no such place, or it is of the wrong width.
         """
         sae = _from_disk(source) if isinstance(source, str | Path) else source
         refuse_not_finite("the SAE", sae.named_parameters())
@@ -127,42 +127,52 @@ class SparseFeatures:
             raise UserError(
                 "The SAE does not say which hook it was trained at; give `place`, such as Place('resid_post', 7)."
             )
-        found = cls(sae.to(model.lanes.device), Place.of_hook(hook) if place is None else place)
-        shape = model.geometry
-        if found.place.layer >= shape.n_layers:
-            raise UserError(
-                f"The SAE reads layer {found.place.layer}, but {model.name} has layers 0 to {shape.n_layers - 1}; give one that was "
-                f"trained on this model."
-            )
-        found._check(found.place.width(shape), f"{found.place} of {model.name}")
-        if "transcoder" in config.architecture() or config.metadata.hook_name_out is not None:
-            raise UserError("This is a transcoder, which writes elsewhere than it reads; give an SAE.")
-        if config.metadata.hook_head_index is not None or config.reshape_activations != "none":
-            raise UserError("The SAE reads single heads; kvprobe reads KV heads side by side, so give one trained so.")
-        if config.normalize_activations in ("layer_norm", "constant_norm_rescale"):
-            raise UserError(
-                f"The SAE rescales each activation ({config.normalize_activations}), so its decoding is not linear; give one trained without."
-            )
-        if config.normalize_activations == "expected_average_only_in":
-            raise UserError(
-                "The SAE expects activations scaled by a factor that its files do not hold; fold it into the weights first "
-                "(fold_activation_norm_scaling_factor)."
-            )
+        dictionary = cls(sae.to(model.lanes.device), Place.of_hook(hook) if place is None else place)
+        dictionary._refuse_misplaced(model)
+        _refuse_unsupported(config)
         trained_on = config.metadata[FINGERPRINT]
         if trained_on is not None and trained_on != model.fingerprint:
             warnings.warn(
                 f"The SAE was trained on another model than {model.name}, or in another dtype (it differs in "
-                f"{differing(trained_on, model.fingerprint)}), so what it makes of this one is not what its card says.",
+                f"{differing(trained_on, model.fingerprint)}), so its card does not describe how well it does here.",
                 stacklevel=2,
             )
-        return found
+        return dictionary
+
+    def _refuse_misplaced(self, model: Model) -> None:
+        """Refuse a dictionary whose place the model does not have, or has in another width."""
+        shape = model.geometry
+        if self.place.layer >= shape.n_layers:
+            raise UserError(
+                f"The SAE reads layer {self.place.layer}, but {model.name} has layers 0 to {shape.n_layers - 1}; give "
+                "one that was trained on this model."
+            )
+        self._check(self.place.width(shape), f"{self.place} of {model.name}")
 
     def _check(self, width: int, what: str) -> None:
         if width != self.dim:
             raise UserError(
-                f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} {width}; give one "
-                f"that was trained there."
+                f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} "
+                f"{width}; give one that was trained there."
             )
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """Refuse an SAE of sae-lens that reads or writes in a way that kvprobe does not."""
+    if "transcoder" in config.architecture() or config.metadata.hook_name_out is not None:
+        raise UserError("This is a transcoder, which writes elsewhere than it reads; give an SAE.")
+    if config.metadata.hook_head_index is not None or config.reshape_activations != "none":
+        raise UserError("The SAE reads single heads, but kvprobe reads KV heads side by side; give one trained so.")
+    if config.normalize_activations in ("layer_norm", "constant_norm_rescale"):
+        raise UserError(
+            f"The SAE rescales each activation ({config.normalize_activations}), so its decoding is not linear; give "
+            "one trained without rescaling."
+        )
+    if config.normalize_activations == "expected_average_only_in":
+        raise UserError(
+            "The SAE expects activations scaled by a factor that its files do not hold; fold it into the weights first "
+            "(fold_activation_norm_scaling_factor)."
+        )
 
 
 def shipped_dictionaries() -> dict[str, Path]:
@@ -171,7 +181,7 @@ def shipped_dictionaries() -> dict[str, Path]:
 
 
 def content_digest(source: str | Path) -> str:
-    """A hash of the files of a dictionary on disk, by name or folder; what is no dictionary has that of nothing."""
+    """A hash of the files of a dictionary on disk, by name or folder; that of no bytes where there is none."""
     folder = shipped_dictionaries().get(str(source)) or Path(source)
     return digest([path.read_bytes() for path in sorted(folder.glob("*")) if path.name in ("cfg.json", WEIGHTS)], 16)
 
@@ -182,11 +192,12 @@ def _from_disk(source: str | Path) -> Any:
     folder = shipped_dictionaries().get(str(source)) or Path(source)
     if not (folder / "cfg.json").is_file():
         if isinstance(source, str) and not Path(source).is_dir():
-            raise UserError(
-                unknown("dictionary", source, shipped_dictionaries()) + " A folder that sae-lens wrote will do as well."
-            )
+            raise UserError(unknown("dictionary or sae-lens folder", source, shipped_dictionaries()))
         raise UserError(f"{folder} holds no SAE (it has no cfg.json); give a folder that sae-lens wrote.")
     try:
         return SAE.load_from_disk(folder, device="cpu")
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}).") from error
+        raise UserError(
+            f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}); give files that sae-lens "
+            "wrote."
+        ) from error

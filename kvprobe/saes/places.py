@@ -1,4 +1,4 @@
-"""Where a dictionary reads: one family at one layer, KV heads side by side, and what sae-lens calls that place."""
+"""Places: where a dictionary reads, as a family at a layer with KV heads side by side, and its name in sae-lens."""
 
 import re
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from kvprobe.models.lens import HOOKS, PER_HEAD, Family
 from kvprobe.names import unknown
 
 FAMILIES: tuple[Family, ...] = tuple(family for family in get_args(Family) if family != "k")
-"""Families that a dictionary may read. Keys are read before they are turned: a turned key is its content at one position, of
-which a dictionary would need as many copies as there are positions."""
+"""Families that a dictionary may read. Keys are read before they are rotated: a rotated key is its content at one
+position, and a dictionary would need a copy of each latent for each position."""
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +35,7 @@ class Place:
         """
         family, _, layer = text.partition(".")
         if not layer.isdigit():
-            raise UserError(f"{text!r} is no place to read; expected a family and a layer, such as 'resid_post.7'.")
+            raise UserError(f"A place must be a family and a layer, such as 'resid_post.7'; got {text!r}.")
         for known in FAMILIES:
             if family == known:
                 return cls(known, int(layer))
@@ -48,13 +48,14 @@ class Place:
         Raises:
             UserError: a hook that kvprobe does not read dictionaries at.
         """
-        found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
         for family in FAMILIES:
-            if found and HOOKS[family] == found[2]:
-                return cls(family, int(found[1]))
+            if match and HOOKS[family] == match[2]:
+                return cls(family, int(match[1]))
         known = ", ".join(HOOKS[family] for family in FAMILIES)
         raise UserError(
-            f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of {known}."
+            f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of "
+            f"{known}."
         )
 
     @property
@@ -71,12 +72,12 @@ class Place:
 
 
 def joined(captured: Tensor) -> Float[Tensor, "rows slots dim"]:
-    """What `kvprobe.inference.capture` gives for a place, with KV heads side by side."""
+    """What `kvprobe.inference.capture` returns for a place, with KV heads side by side."""
     return captured.transpose(1, 2).flatten(2) if captured.dim() == 4 else captured
 
 
 def site_of(lanes: Lanes, place: Place) -> Site:
-    """The module of the plain model that computes what stands at a place.
+    """The module of the plain model that computes the activations of a place.
 
     Raises:
         UserError: there is no such layer or family, or no module of its own for it.
@@ -86,7 +87,7 @@ def site_of(lanes: Lanes, place: Place) -> Site:
     site = plain_sites(lanes, [place.family], [place.layer])[place.family, place.layer]
     if site is None:
         raise UserError(
-            f"{type(lanes.plain).__name__} computes {place.family!r} together with other things, so it can be neither recorded nor "
-            f"replaced there; choose the residual stream."
+            f"{type(lanes.plain).__name__} has no module that computes {place.family!r} alone, so it cannot be "
+            "recorded or replaced; choose the residual stream."
         )
     return site

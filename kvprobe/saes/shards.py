@@ -1,13 +1,15 @@
-"""Activations on disk: what a model computes at some places while it reads many texts, in shards of a few thousand tokens.
+"""Activations on disk: what a model computes at some places while it reads many texts, in shards of a few thousand
+tokens.
 
-The model is run no further than the deepest place. The first slot of each text is left out: it is the attention sink, whose
-residual stream can be a hundred times the size of any other, and which a dictionary would learn instead of the text. An interrupted
-recording goes on where it stopped; memory holds one batch of texts, and later one window of shards.
+The model is run no further than the deepest place. The first slot of each text is left out: it is the attention sink,
+whose residual stream can be a hundred times the size of any other, and a dictionary would learn it instead of the text.
+An interrupted recording resumes where it stopped. Memory holds one batch of texts, and in training one window of
+shards.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +35,11 @@ from kvprobe.text.transcript import Tokens
 SHARD = 8_192
 """Tokens after which a shard is full."""
 ROWS = 16
-"""Texts that are read side by side."""
+"""Texts that are read in one batch."""
 WINDOW = 8
-"""Shards among whose tokens a batch is drawn."""
+"""Shards whose tokens are shuffled together for batches."""
 MOST_BYTES = 2**20
-"""Of `shards.json`."""
+"""The largest `shards.json` that is read."""
 FIRST = 1
 """Slots at the start of each text that are left out."""
 
@@ -49,8 +51,9 @@ class Shards:
     Attributes:
         folder: holds `shards.json` and numbered safetensors files.
         places: what was recorded.
-        model: fingerprint of the weights that were read with.
-        files: in order; each has `ids`, `text` and `slot` (one for each token) and one tensor `[tokens, dim]` for each place.
+        model: fingerprint of the weights with which texts were read.
+        files: in order; each has `ids`, `text` and `slot` (one for each token) and one tensor `[tokens, dim]` for each
+            place.
     """
 
     folder: Path
@@ -69,7 +72,8 @@ class Shards:
         files = tuple(folder / f"{number:05d}.safetensors" for number in range(about["shards"]))
         if missing := [path.name for path in files if not path.is_file()]:
             raise UserError(
-                f"The recording in {folder} is unfinished ({missing[0]} is missing); record it again to resume."
+                f"The recording in {folder} is unfinished ({missing[0]} is missing); call `saes.record` again to "
+                "resume it."
             )
         return cls(folder, tuple(map(Place.parse, about["places"])), about["model"], files)
 
@@ -91,11 +95,11 @@ class Shards:
             UserError: the place was not recorded.
         """
         if place not in self.places:
-            raise UserError(f"{place} was not recorded; the shards hold {', '.join(map(str, self.places))}.")
+            raise UserError(f"{place} was not recorded; choose from {', '.join(map(str, self.places))}.")
         for path in self.files:
             yield _tensor(path, place)
 
-    def moments(self, place: Place) -> tuple[Float[Tensor, "dim"], float]:
+    def mean_and_spread(self, place: Place) -> tuple[Float[Tensor, "dim"], float]:
         """The mean activation, and the root mean square distance from it along one dimension."""
         sums, squares, count = torch.zeros(()), torch.zeros(()), 0
         for shard in self.activations(place):
@@ -106,7 +110,8 @@ class Shards:
         return mean.float(), float(spread.clamp(min=0).sqrt())
 
     def batches(self, place: Place, size: int, rng: np.random.Generator) -> Iterator[Float[Tensor, "batch dim"]]:
-        """Batches without end: each pass takes the shards in a new order and shuffles tokens within `WINDOW` of them."""
+        """Batches without end: each pass takes the shards in a new order and shuffles the tokens of `WINDOW` shards
+        together."""
         rest: list[Tensor] = []
         while True:
             order = rng.permutation(len(self.files))
@@ -121,7 +126,7 @@ class Shards:
 
 
 def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folder: Path) -> Shards:
-    """Read texts and keep what is computed at these places, or go on with a recording that was interrupted.
+    """Read texts and record what is computed at these places, or resume a recording that was interrupted.
 
     Raises:
         UserError: no texts or places, a place that the model does not have, or a folder with another recording.
@@ -130,19 +135,7 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
         raise UserError("There is nothing to record; give texts of two tokens or more, and at least one place.")
     sites = {place: site_of(model.lanes, place) for place in places}
     groups = list(_grouped(texts))
-    digest = hashlib.blake2b(repr([text.ids for text in texts]).encode(), digest_size=8).hexdigest()
-    about = {
-        "model": model.fingerprint,
-        "places": list(map(str, places)),
-        "texts": digest,
-        "shards": len(groups),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "shards.json").is_file():
-        if _about(folder) != about:
-            raise UserError(f"{folder} holds a recording of other texts, places or weights; choose another folder.")
-    else:
-        (folder / "shards.json").write_text(json.dumps(about), encoding="utf-8")
+    _begin(folder, model, texts, places, len(groups))
     with tqdm(total=sum(map(len, texts)), desc="Recording activations", unit="token") as bar:
         for number, group in enumerate(groups):
             path = folder / f"{number:05d}.safetensors"
@@ -156,47 +149,62 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
     return Shards.open(folder)
 
 
-def at_places(lanes: Lanes, tokens: Sequence[Tokens], sites: dict[Place, Any]) -> dict[Place, Tensor]:
-    """What is computed at each place, `[rows, slots, dim]`; what lies beyond the deepest is not computed at all."""
-    heard: dict[Place, Tensor] = {}
+def _begin(folder: Path, model: Model, texts: Sequence[Tokens], places: Sequence[Place], shards: int) -> None:
+    """Write what a recording is of, or check that a folder holds the same recording."""
+    about = {
+        "model": model.fingerprint,
+        "places": list(map(str, places)),
+        "texts": hashlib.blake2b(repr([text.ids for text in texts]).encode(), digest_size=8).hexdigest(),
+        "shards": shards,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "shards.json").is_file():
+        (folder / "shards.json").write_text(json.dumps(about), encoding="utf-8")
+    elif _about(folder) != about:
+        raise UserError(f"{folder} holds a recording of other texts, places or weights; choose another folder.")
 
-    def listener(place: Place) -> Any:
-        def hear(tensor: Tensor) -> Tensor:
-            heard[place] = tensor.flatten(2)
-            if len(heard) == len(sites):
-                raise _Enough
+
+def at_places(lanes: Lanes, tokens: Sequence[Tokens], sites: dict[Place, Any]) -> dict[Place, Tensor]:
+    """What is computed at each place, `[rows, slots, dim]`; the model stops after the deepest place."""
+    recorded: dict[Place, Tensor] = {}
+
+    def recording(place: Place) -> Callable[[Tensor], Tensor]:
+        def record_tensor(tensor: Tensor) -> Tensor:
+            recorded[place] = tensor.flatten(2)
+            if len(recorded) == len(sites):
+                raise _AllRecorded
             return tensor
 
-        return hear
+        return record_tensor
 
-    with ExitStack() as hooks, suppress(_Enough):
+    with ExitStack() as hooks, suppress(_AllRecorded):
         for place, site in sites.items():
-            hooks.enter_context(editing(lanes, site, listener(place)))
+            hooks.enter_context(editing(lanes, site, recording(place)))
         extend(lanes, None, tokens)
-    return heard
+    return recorded
 
 
-class _Enough(Exception):
-    """Everything that was asked for has been heard."""
+class _AllRecorded(Exception):
+    """Everything that was asked for has been recorded, so the pass need not go on."""
 
 
 def _shard(lanes: Lanes, texts: Sequence[Tokens], group: Sequence[int], sites: dict[Place, Any]) -> dict[str, Tensor]:
     pieces: dict[Place, list[Tensor]] = {place: [] for place in sites}
     for first in range(0, len(group), ROWS):
         rows = group[first : first + ROWS]
-        for place, found in at_places(lanes, [texts[row] for row in rows], sites).items():
-            pieces[place] += [found[at, FIRST : len(texts[row])] for at, row in enumerate(rows)]
+        for place, activations in at_places(lanes, [texts[row] for row in rows], sites).items():
+            pieces[place] += [activations[at, FIRST : len(texts[row])] for at, row in enumerate(rows)]
     lengths = [len(texts[row]) - FIRST for row in group]
     return {
         "ids": torch.tensor([token for row in group for token in texts[row].ids[FIRST:]]),
         "text": torch.tensor(np.repeat(group, lengths)),
         "slot": torch.cat([torch.arange(length) + FIRST for length in lengths]),
-        **{str(place): torch.cat(found).cpu().contiguous() for place, found in pieces.items()},
+        **{str(place): torch.cat(parts).cpu().contiguous() for place, parts in pieces.items()},
     }
 
 
 def _grouped(texts: Sequence[Tokens]) -> Iterator[list[int]]:
-    """Numbers of consecutive texts, as many as fill a shard; those with nothing but their first slot are passed over."""
+    """Numbers of consecutive texts, as many as fill a shard; texts of no more than the slots left out are skipped."""
     group: list[int] = []
     size = 0
     for number, text in enumerate(texts):
@@ -218,5 +226,5 @@ def _tensor(path: Path, place: Place) -> Tensor:
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / "shards.json"
     if not path.is_file():
-        raise UserError(f"{folder} holds no recording (it has no shards.json); make one with `features.record`.")
+        raise UserError(f"{folder} holds no recording (it has no shards.json); make one with `saes.record`.")
     return read_json(path, MOST_BYTES)

@@ -1,7 +1,8 @@
-"""Training a dictionary on recorded activations with sae-lens, without an account, a hub or a log that leaves the machine.
+"""Training a dictionary on recorded activations with sae-lens, without an account, a hub or a remote log.
 
-Activations are centred and scaled to unit variance on the way in, so that one learning rate fits K, V and residual streams of any
-size; both are folded into the weights at the end, and what is saved reads activations as the model computes them.
+Activations are centred and scaled to unit variance, so that one learning rate fits K, V and residual streams of any
+size. At the end both are folded into the weights, so that a saved dictionary reads activations as the model computes
+them.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.saes.dictionary import FINGERPRINT, SparseFeatures
+from kvprobe.saes.dictionary import FINGERPRINT, Dictionary
 from kvprobe.saes.places import Place
 from kvprobe.saes.shards import Shards
 
@@ -26,11 +27,12 @@ class Recipe:
 
     Attributes:
         kind: `topk` (Gao et al. 2024, arXiv 2406.04093) or `jumprelu` (Rajamanoharan et al. 2024, arXiv 2407.14435).
-        width: latents.
-        active: latents of a token: that many at most (`topk`), or on average, as near as the penalty brings it (`jumprelu`).
-        tokens: to train on, each as often as it takes.
+        width: number of latents.
+        active: active latents of a token: the most (`topk`), or the average that the penalty aims at (`jumprelu`).
+        tokens: to train on; recorded tokens are repeated as often as needed.
         batch: tokens of a step.
-        learning_rate: the highest; it rises over the first twentieth of the steps and falls to 0 over the last third.
+        learning_rate: its highest value; it rises over the first twentieth of the steps and falls to 0 over the last
+            third.
         seed: of weights and batches.
     """
 
@@ -46,16 +48,16 @@ class Recipe:
         if self.kind not in get_args(Kind):
             raise UserError(unknown("kind of dictionary", self.kind, get_args(Kind)))
         if not 1 <= self.active <= self.width:
-            raise UserError(f"{self.active} of {self.width} latents cannot be active; give 1 to {self.width}.")
+            raise UserError(f"`active` must lie in 1 to {self.width}, the number of latents; got {self.active}.")
         if not 1 <= self.batch <= self.tokens or self.learning_rate <= 0:
             raise UserError(
-                f"Batches of {self.batch} of {self.tokens} tokens at rate {self.learning_rate} train nothing; give a batch of "
-                f"1 to {self.tokens} tokens and a rate above 0."
+                f"Training needs a batch of 1 to {self.tokens} tokens and a learning rate above 0; got a batch of "
+                f"{self.batch} and a rate of {self.learning_rate}."
             )
 
 
-def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> SparseFeatures:
-    """A dictionary of what was recorded at a place.
+def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dictionary:
+    """A dictionary trained on what was recorded at a place.
 
     Args:
         model_name: for the metadata, beside the fingerprint of the weights.
@@ -64,43 +66,48 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Spar
         UserError: the place was not recorded, or its activations do not vary.
     """
     from sae_lens import SAETrainer
-    from sae_lens.config import LoggingConfig, SAETrainerConfig
 
-    mean, spread = shards.moments(place)
+    mean, spread = shards.mean_and_spread(place)
     if spread == 0:
         raise UserError(f"The activations at {place} do not vary, so there is nothing to learn; record other texts.")
     steps = recipe.tokens // recipe.batch
-    config = SAETrainerConfig(
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        sae = _new(recipe, len(mean), steps, _metadata(shards, place, recipe, model_name))
+    batches = shards.batches(place, recipe.batch, np.random.default_rng(recipe.seed))
+    trainer = SAETrainer(_config(recipe, steps), sae, ((batch - mean) / spread for batch in batches))
+    with tqdm(total=steps * recipe.batch, desc=f"Training a dictionary of {place}", unit="token") as bar:
+        for step in range(steps):
+            # One step of sae-lens' `fit`, with a bar that counts tokens and without its log.
+            trainer.maybe_reset_sparsity()
+            output = trainer.step(next(trainer.data_provider))
+            trainer.n_training_steps += 1
+            bar.update(recipe.batch)
+            if step % 50 == 0:
+                # Activations have unit variance here, so the squared error per number is the unexplained share.
+                bar.set_postfix(unexplained=f"{output.losses['mse_loss'].item() / len(mean):.3f}", refresh=False)
+    trainer.set_final_sae_metadata()
+    sae.fold_activation_norm_scaling_factor(1 / spread)
+    sae.b_dec.data += mean
+    return Dictionary(sae.eval(), place)
+
+
+def _config(recipe: Recipe, steps: int) -> Any:
+    """The settings of sae-lens' trainer."""
+    from sae_lens.config import LoggingConfig, SAETrainerConfig
+
+    return SAETrainerConfig(
         total_training_samples=steps * recipe.batch,
         train_batch_size_samples=recipe.batch,
         lr=recipe.learning_rate,
         lr_end=recipe.learning_rate,
         lr_warm_up_steps=steps // 20,
         lr_decay_steps=steps // 3,
-        # A latent that was silent for a tenth of the steps is given the auxiliary loss, which brings it back.
+        # A latent that was not active for a tenth of the steps gets the auxiliary loss, which makes it active again.
         dead_feature_window=max(1, steps // 10),
         feature_sampling_window=max(1, steps // 2),
         logger=LoggingConfig(log_to_wandb=False),
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        sae = _new(recipe, len(mean), steps, _metadata(shards, place, recipe, model_name))
-    batches = shards.batches(place, recipe.batch, np.random.default_rng(recipe.seed))
-    trainer = SAETrainer(config, sae, ((batch - mean) / spread for batch in batches))
-    with tqdm(total=config.total_training_samples, desc=f"Training a dictionary of {place}", unit="token") as bar:
-        for step in range(steps):
-            # What `fit` does, with a bar that counts tokens and without its log.
-            trainer.maybe_reset_sparsity()
-            output = trainer.step(next(trainer.data_provider))
-            trainer.n_training_steps += 1
-            bar.update(recipe.batch)
-            if step % 50 == 0:
-                # The squared error of a token whose numbers have unit variance.
-                bar.set_postfix(unexplained=f"{output.losses['mse_loss'].item() / len(mean):.3f}", refresh=False)
-    trainer.set_final_sae_metadata()
-    sae.fold_activation_norm_scaling_factor(1 / spread)
-    sae.b_dec.data += mean
-    return SparseFeatures(sae.eval(), place)
 
 
 def _new(recipe: Recipe, dim: int, steps: int, metadata: Any) -> Any:
@@ -113,7 +120,7 @@ def _new(recipe: Recipe, dim: int, steps: int, metadata: Any) -> Any:
         JumpReLUTrainingSAEConfig(
             dim,
             recipe.width,
-            # The penalty of Gemma Scope 2, which draws towards a number of active latents.
+            # The penalty of Gemma Scope 2, which aims at a number of active latents.
             jumprelu_sparsity_loss_mode="quadratic",
             target_l0=float(recipe.active),
             l0_coefficient=1.0,

@@ -1,4 +1,4 @@
-"""Tasks by name: those that ship with kvprobe, and files of the user's own."""
+"""Tasks by name: those that ship with kvprobe, and files of the user."""
 
 from pathlib import Path
 
@@ -13,11 +13,10 @@ from kvprobe.tasks.task import Task
 
 
 def find_task(name: str) -> Task:
-    """The task of this name; `gsm8k:FILE.jsonl` reads GSM8K from a local file, and `FILE.jsonl` is a task of the user's own.
+    """The task of this name; `gsm8k:FILE.jsonl` reads GSM8K from a local file, and `FILE.jsonl` is a file of the user.
 
     Raises:
-        UserError: there is no such file.
-        UserError: there is no such task, or the file is not as it should be.
+        UserError: there is no such task or file, or the file is malformed.
     """
     shipped: tuple[Task, ...] = (Recite(), Retrieve(), Needle(), GSM8K())
     tasks = {task.name: task for task in shipped}
@@ -29,5 +28,5 @@ def find_task(name: str) -> Task:
     if name.endswith(".jsonl"):
         return JSONLines(Path(name))
     raise UserError(
-        unknown("task", name, tasks) + " A .jsonl file of prompts and answers, or gsm8k:FILE.jsonl, will do as well."
+        unknown("task", name, tasks) + " A .jsonl file of prompts and answers, or gsm8k:FILE.jsonl, is accepted too."
     )

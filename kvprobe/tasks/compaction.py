@@ -1,7 +1,7 @@
-"""What was said after a compaction, and questions on what was said before it.
+"""An exchange after a compaction, and questions about what was said before it.
 
-To each passcode context belong a follow-up exchange, which knows nothing that the summaries do not, and three questions:
-one whose answer the summaries hold, one whose answer only the hidden turns hold, and one that nothing answers.
+Each passcode context has a follow-up exchange, which uses only what the summaries say, and three questions: one whose
+answer is in the summaries, one whose answer is only in the hidden turns, and one without an answer.
 """
 
 from dataclasses import dataclass, fields
@@ -12,16 +12,17 @@ from typing import Literal
 import yaml
 
 from kvprobe.tasks.passcode import Context, contexts, conversation
+from kvprobe.text.messages import Message
 from kvprobe.text.transcript import Transcript
 
 Kind = Literal["summary", "hidden", "neither"]
 KINDS: tuple[Kind, ...] = ("summary", "hidden", "neither")
-"""Where the answer to a question is to be found."""
+"""Where the answer to a question is."""
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """What one context's conversation goes on with."""
+    """The continuation of one context's conversation."""
 
     id: str
     summary_question: str
@@ -36,7 +37,7 @@ class Compaction:
         return getattr(self, f"{kind}_question")
 
     def answer(self, kind: Kind) -> str | None:
-        """The words that a right answer holds; None where nothing answers the question."""
+        """The words that a right answer contains; None where there is no answer."""
         return None if kind == "neither" else getattr(self, f"{kind}_answer")
 
 
@@ -50,25 +51,29 @@ def compactions() -> tuple[Compaction, ...]:
 
 
 def compacted_conversation(context: Context, compaction: Compaction, code: str) -> Transcript:
-    """system, T1, summary1, T2 (holds `code`), summary2, T3 (the follow-up; its reply is the part `reply`) and `ask`,
-    where the code is asked for (its answer is the part `answer`)."""
+    """The conversation in segments system, T1, summary1, T2 (holds `code`), summary2, T3 (the follow-up) and `ask`.
+
+    The reply of T3 is the part `reply`; `ask` asks for the code, and its answer is the part `answer`.
+    """
     *before, question, answer = conversation(context, code).messages
     followup = [
         {"role": "user", "content": compaction.followup_user},
         {"role": "assistant", "content": [{"text": compaction.followup_assistant, "name": "reply"}]},
     ]
     messages = [
-        *({"role": m.role, "content": [{"text": p.text, "name": p.name} for p in m.parts]} for m in before),
+        *map(_mapping, before),
         *followup,
-        *({"role": m.role, "content": [{"text": p.text, "name": p.name} for p in m.parts]} for m in (question, answer)),
+        *map(_mapping, (question, answer)),
     ]
     return Transcript.from_messages(messages, [*(message.segment for message in before), "T3", "T3", "ask", "ask"])
 
 
 def asked(chat: Transcript, question: str) -> Transcript:
-    """The conversation up to and with T3, and this question in place of the one for the code."""
-    kept = [message for message in chat.messages if message.segment != "ask"]
-    messages = [{"role": m.role, "content": [{"text": p.text, "name": p.name} for p in m.parts]} for m in kept] + [
-        {"role": "user", "content": question}
-    ]
-    return Transcript.from_messages(messages, [*(message.segment for message in kept), "ask"])
+    """The conversation up to T3, and this question in place of the one for the code."""
+    before = [message for message in chat.messages if message.segment != "ask"]
+    messages = [*map(_mapping, before), {"role": "user", "content": question}]
+    return Transcript.from_messages(messages, [*(message.segment for message in before), "ask"])
+
+
+def _mapping(message: Message) -> dict[str, object]:
+    return {"role": message.role, "content": [{"text": part.text, "name": part.name} for part in message.parts]}

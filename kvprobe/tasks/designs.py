@@ -1,8 +1,8 @@
 """Designs: what a probe is to recover, from which conversations, and what these have in common.
 
-A claim about a probe stands or falls with how its samples were made. Contexts are crossed with labels, so that no label
-belongs to a conversation; folds and intervals keep the samples of a context together; and labels are drawn, not balanced
-within a context, because a balanced label is one that the others of its context tell.
+A claim about a probe depends on how its samples were made. Contexts are crossed with labels, so that no label belongs
+to one conversation. Folds and intervals keep the samples of a context together. Labels are drawn at random, not
+balanced within a context, because a balanced label can be inferred from the other labels of its context.
 """
 
 from collections import Counter
@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvprobe.errors import UserError
-from kvprobe.text.transcript import Tokenizer, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class Target:
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
             raise UserError(
-                f"Target {self.name!r} has the classes {list(self.classes)}; a probe needs at least two, none of them twice."
+                f"Target {self.name!r} has the classes {list(self.classes)}; a probe needs at least two, all of them "
+                f"different."
             )
         if not self.places:
-            raise UserError(f"Target {self.name!r} asks for nothing; give it at least one place.")
+            raise UserError(f"Target {self.name!r} has no place; give it at least one.")
 
     @property
     def chance(self) -> float:
@@ -51,7 +53,7 @@ class Sample:
     Attributes:
         transcript: the conversation.
         labels: class numbers, one per place of the target.
-        context: what the sample shares with others; folds and intervals keep samples of one context together.
+        context: name of what the sample shares with others; folds and intervals keep samples of one context together.
         slot: the one token that is read, as an index into the conversation's tokens; a whole segment by default.
     """
 
@@ -74,7 +76,7 @@ class Design:
 
     def __post_init__(self) -> None:
         if not self.samples:
-            raise UserError("A design needs samples; there are none.")
+            raise UserError("A design has no samples; give at least one.")
         places, classes = len(self.target.places), len(self.target.classes)
         for number, sample in enumerate(self.samples):
             if len(sample.labels) != places or not all(0 <= label < classes for label in sample.labels):
@@ -83,7 +85,7 @@ class Design:
                     f"in 0 to {classes - 1}."
                 )
         if len({sample.slot is None for sample in self.samples}) == 2:
-            raise UserError("Some samples name a slot and some do not; a design reads slots or segments, not both.")
+            raise UserError("Some samples name a slot and others do not; give every sample a slot, or none.")
 
     @classmethod
     def crossed(
@@ -103,8 +105,8 @@ class Design:
         return cls(
             tuple(
                 Sample(make(text), labels(text), name)
-                for (name, make), own in zip(contexts.items(), texts, strict=True)
-                for text in own
+                for (name, make), context_texts in zip(contexts.items(), texts, strict=True)
+                for text in context_texts
             ),
             target,
         )
@@ -120,7 +122,7 @@ class Design:
         """A column of labels of any kind, one for each conversation.
 
         Args:
-            contexts: the samples that must not be told apart by their surroundings (same template, same source).
+            contexts: name of each sample's surroundings (template, source), by which a probe must not recognise labels.
         """
         if not len(transcripts) == len(labels) == len(contexts):
             raise UserError(
@@ -131,31 +133,33 @@ class Design:
         number = {name: index for index, name in enumerate(classes)}
         samples = zip(transcripts, labels, contexts, strict=True)
         return cls(
-            tuple(Sample(text, (number[str(label)],), own) for text, label, own in samples), Target(name, classes)
+            tuple(Sample(text, (number[str(label)],), context) for text, label, context in samples),
+            Target(name, classes),
         )
 
     @classmethod
     def token_identity(
         cls, transcripts: Mapping[str, Transcript], tokenizer: Tokenizer, at: str, most: int = 10
     ) -> "Design":
-        """Which of its commonest tokens each slot of segment `at` holds; slots of other tokens are left out, and those from a
-        part `answer` on, which probes never read.
+        """Which of its commonest tokens each slot of segment `at` holds.
+
+        Slots of other tokens are left out, and all slots from a part `answer` on, which probes never read.
 
         Args:
             transcripts: by context.
-            most: how many tokens to tell apart.
+            most: how many tokens to distinguish.
         """
-        read = {name: transcript.tokens(tokenizer) for name, transcript in transcripts.items()}
+        tokens = {name: transcript.tokens(tokenizer) for name, transcript in transcripts.items()}
         slots = [
             (name, slot)
-            for name, row in read.items()
+            for name, row in tokens.items()
             for slot in range(row.span(at).start, row.span(at).stop)
             if "answer" not in row.parts[row.span(at).start : slot + 1]
         ]
-        common = [token for token, _ in Counter(read[name].ids[slot] for name, slot in slots).most_common(most)]
+        common = [token_id for token_id, _ in Counter(tokens[name].ids[slot] for name, slot in slots).most_common(most)]
         samples = tuple(
-            Sample(transcripts[name], (common.index(read[name].ids[slot]),), name, slot)
+            Sample(transcripts[name], (common.index(tokens[name].ids[slot]),), name, slot)
             for name, slot in slots
-            if read[name].ids[slot] in common
+            if tokens[name].ids[slot] in common
         )
         return cls(samples, Target("token", tuple(map(str, common))))

@@ -1,8 +1,9 @@
 """Pairs of conversations that differ in one fact, asked for at the end: a code, a name, a number or an instruction.
 
-Forty-eight hand-written conversations, twelve of each kind, differ in topic, people, phrasing and length. Each has a hole
-that either of two values fills, and five segments: system, T1 (small talk), fact (holds the value), T2 (small talk on
-something else) and question. What stands before the question is cached; its tokens agree slot by slot but for the value.
+Forty-eight hand-written conversations, twelve of each kind, differ in topic, people, phrasing and length. Each has a
+hole that either of two values fills, and five segments: system, T1 (small talk), fact (holds the value), T2 (small
+talk on another topic) and question. The text before the question is cached; its tokens agree slot by slot except for
+the value.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 KINDS = ("code", "name", "number", "instruction")
 SEGMENTS = ("system", "T1", "fact", "T2", "question")
@@ -23,11 +26,11 @@ SEGMENTS = ("system", "T1", "fact", "T2", "question")
 
 @dataclass(frozen=True)
 class Fact:
-    """One hand-written conversation; `fact_user` holds `{fact}` once, and nothing else knows the value.
+    """One hand-written conversation; `fact_user` holds `{fact}` once, and no other text depends on the value.
 
     Attributes:
         lead: how the reply to the question begins; the value is its next word. It may be empty.
-        values: the two that may fill the hole; `pair` says whether a tokenizer takes equally many tokens for both.
+        values: the two that may fill the hole; `pair` refuses them where a tokenizer needs different numbers of tokens.
     """
 
     id: str
@@ -50,7 +53,7 @@ class Pair:
 
     Attributes:
         prompts: what is cached, once with each value: the segments before `question`; the value is the part `value`.
-        suffix: the question and the reply to it, up to where the two replies part; the same for both.
+        suffix: the question and the beginning of the reply, up to where the two replies differ; the same for both.
         answers: the next token of each reply.
     """
 
@@ -74,20 +77,20 @@ def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
 
 
 def halves(chosen: Sequence[Fact], seed: int) -> list[int]:
-    """Half 0 or 1 for each fact, so that what is found on one half can be tested on the other; each kind in both alike.
+    """Half 0 or 1 for each fact, with equally many of each kind, so that one half can test a result of the other.
 
     Raises:
         UserError: there is only one fact.
     """
     if len(chosen) < 2:
-        raise UserError("One conversation leaves no other half to test on; give prompts=2 or more, or more kinds.")
-    rng, found, start = np.random.default_rng([seed, 1]), [0] * len(chosen), 0
+        raise UserError("One conversation cannot be split into halves; give prompts=2 or more, or more kinds.")
+    rng, half, start = np.random.default_rng([seed, 1]), [0] * len(chosen), 0
     for kind in dict.fromkeys(fact.kind for fact in chosen):
         places = rng.permutation([place for place, fact in enumerate(chosen) if fact.kind == kind])
         for number, place in enumerate(places, start):
-            found[place] = number % 2
+            half[place] = number % 2
         start += len(places)
-    return found
+    return half
 
 
 def conversation(fact: Fact, value: str) -> Transcript:
@@ -110,10 +113,10 @@ def conversation(fact: Fact, value: str) -> Transcript:
 
 
 def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
-    """The two conversations of a fact as this tokenizer and its chat template have them.
+    """The two conversations of a fact in the tokens of this tokenizer and its chat template.
 
     Raises:
-        UserError: the values take different numbers of tokens, or the replies cannot be told apart.
+        UserError: the values take different numbers of tokens, or the replies are indistinguishable.
     """
     first, second = (conversation(fact, value).tokens(tokenizer) for value in fact.values)
     start = first.span("question").start
@@ -123,11 +126,11 @@ def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
             f"tokenizer; give values that take equally many."
         )
     replies = [tokens.ids[start : tokens.part("answer").stop] for tokens in (first, second)]
-    shared = next((place for place, (one, other) in enumerate(zip(*replies, strict=False)) if one != other), None)
+    shared = next((index for index, (one, other) in enumerate(zip(*replies, strict=False)) if one != other), None)
     if shared is None:
         raise UserError(
-            f"With this tokenizer one reply of fact {fact.id!r} begins with all of the other, so they cannot be told "
-            f"apart; give values that differ in a token."
+            f"With this tokenizer one reply of fact {fact.id!r} begins with all of the other, so no token "
+            f"distinguishes them; give values that differ in a token."
         )
     cut = start + shared
     return Pair(

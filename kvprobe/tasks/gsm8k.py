@@ -1,8 +1,8 @@
 r"""GSM8K: grade-school word problems (arXiv 2110.14168), scored as lm-evaluation-harness scores its task `gsm8k`.
 
-`strict` takes the first number after `#### `, `flexible` the last thing in the text that looks like a number. Both are
+`strict` takes the first number after `#### `, `flexible` the last piece of the text that looks like a number. Both are
 compared as strings, after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were
-removed; the harness's quirks are kept: `3.00` is not `3`.
+removed. The harness's quirks are reproduced: `3.00` is not `3`.
 """
 
 import re
@@ -24,7 +24,7 @@ REQUEST = (
 )
 
 INVALID = "[invalid]"
-"""What is taken from a text without a number."""
+"""The number of a text without one."""
 
 _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -39,8 +39,7 @@ class GSM8K:
         path: a local JSONL file with `question` and `answer` (which ends in `#### 72`); from the hub without one.
 
     Raises:
-        UserError: there is no such file.
-        UserError: a line of it is not GSM8K.
+        UserError: there is no such file, or a line of it is not GSM8K.
     """
 
     path: Path | None = None
@@ -52,7 +51,7 @@ class GSM8K:
 
     def __post_init__(self) -> None:
         if self.path is not None:
-            _ = self._every  # so that a bad file is refused before a model is loaded for it
+            _ = self._items  # so that a bad file is refused before a model is loaded for it
 
     @property
     def name(self) -> str:
@@ -61,25 +60,25 @@ class GSM8K:
     @property
     def available(self) -> int:
         """The number of items."""
-        return len(self._every)
+        return len(self._items)
 
     def items(self, count: int, seed: int) -> list[Item]:
         """The first `count` items of the file, whatever the seed.
 
         Raises:
-            UserError: the published split is not here and could not be fetched.
+            UserError: the published split could not be fetched.
             UserError: the file does not hold so many.
         """
-        return first_items(self._every, count, self.name)
+        return first_items(self._items, count, self.name)
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
         """`strict` and `flexible`, see above."""
         reference = _normalised(item.answer)
-        taken = {"strict": _strict(text), "flexible": _flexible(text)}
-        return {name: _normalised(number) == reference for name, number in taken.items()}
+        numbers = {"strict": _strict(text), "flexible": _flexible(text)}
+        return {name: _normalised(number) == reference for name, number in numbers.items()}
 
     @cached_property
-    def _every(self) -> list[Item]:
+    def _items(self) -> list[Item]:
         if self.path is not None:
             return read_json_lines(self.path, _item)
         return _from_hub()
@@ -92,10 +91,10 @@ def _from_hub() -> list[Item]:
 
     try:
         path = hf_hub_download(REPOSITORY, FILE, repo_type="dataset")
-    except Exception as error:  # the hub client raises a dozen kinds; all mean that there is no file
+    except Exception as error:  # the hub client raises many kinds; all mean that there is no file
         raise UserError(
-            f"Could not get {FILE} of {REPOSITORY!r} from the hub ({type(error).__name__}); download it elsewhere, write "
-            f"its questions and answers to a JSONL file, and name the task gsm8k:/path/to/file.jsonl."
+            f"{FILE} of {REPOSITORY!r} could not be fetched from the hub ({type(error).__name__}); download it "
+            f"elsewhere, write its questions and answers to a JSONL file, and name the task gsm8k:/path/to/file.jsonl."
         ) from error
     table = pd.read_parquet(path, columns=["question", "answer"])
     return [
@@ -108,20 +107,20 @@ def _item(number: int, entry: Mapping[str, Any]) -> Item:
     question, solution = text_of(entry, "question").strip(), text_of(entry, "answer").strip()
     _, mark, answer = solution.rpartition("#### ")
     if not mark or not re.search(r"\d", _normalised(answer)):
-        raise UserError(f"The answer ends in {solution[-40:]!r}; GSM8K's end in '#### ' and a number.")
+        raise UserError(f"The answer ends in {solution[-40:]!r}; end it in '#### ' and a number.")
     chat = Transcript.from_messages([{"role": "user", "content": f"{question}\n\n{REQUEST}"}], names=["question"])
     return Item(f"gsm8k-{number}", chat, answer)
 
 
 def _strict(text: str) -> str:
-    found = _STRICT.search(text)
-    return found[1].strip() if found else INVALID
+    match = _STRICT.search(text)
+    return match[1].strip() if match else INVALID
 
 
 def _flexible(text: str) -> str:
     # As the harness does: the last match, and of its two groups the first that is not empty.
-    found = _FLEXIBLE.findall(text)
-    return next(filter(None, found[-1])).strip() if found else INVALID
+    matches = _FLEXIBLE.findall(text)
+    return next(filter(None, matches[-1])).strip() if matches else INVALID
 
 
 def _normalised(text: str) -> str:

@@ -1,9 +1,10 @@
 """Sessions of eight turns, each of which is summarised at once; the first holds a random code that no summary mentions.
 
-Thirty hand-written sessions differ in topic, people and phrasing. Each becomes a conversation of the segments system, T1,
-summary1, T2, summary2 … T8, summary8, Q; `code` is a part of T1, and `answer`, the same code, of Q. Every text but the code is
-the same whatever the code. Turns are short, because a study reads all of them for each code. Protocol of seed 003 and of the
-toy in arXiv 2604.09852, whose blocks are masked once they are summarised.
+Thirty hand-written sessions differ in topic, people and phrasing. Each becomes a conversation of the segments system,
+T1, summary1, T2, summary2 … T8, summary8, Q; `code` is a part of T1, and `answer`, the same code, of Q. All other text
+is the same for every code. Turns are short, because a study reads all of them for each code. The protocol is that of
+the Goldberg/Papailiopoulos exchange on masking prefixes and of the toy model in arXiv 2604.09852, whose blocks are
+masked once they are summarised.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from importlib import resources
 import yaml
 
 from kvprobe.errors import UserError
-from kvprobe.text.transcript import Tokenizer, Tokens, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 TURNS = 8
 TURN_NAMES = tuple(f"T{number}" for number in range(1, TURNS + 1))
@@ -32,11 +35,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """One hand-written session; the first turn's `user` holds `{code}` once, nothing else knows the code.
+    """One hand-written session; the first turn's `user` holds `{code}` once, and no other text depends on the code.
 
     Attributes:
         request: how this user asks for each summary.
-        question, answer: the last message asks for the code, and the answer ends before it.
+        question: the last message of the user, which asks for the code.
+        answer: the reply to it, up to the code.
     """
 
     id: str
@@ -48,7 +52,7 @@ class Session:
 
     def __post_init__(self) -> None:
         if len(self.turns) != TURNS:
-            raise UserError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
+            raise UserError(f"Session {self.id!r} has {len(self.turns)} turns; give {TURNS}.")
 
 
 @cache
@@ -82,7 +86,7 @@ def conversation(session: Session, code: str) -> Transcript:
 
 
 def agreeing(session: Session, codes: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]:
-    """The session's tokens with each code, which stand at the same slots and differ in the code alone.
+    """The session's tokens with each code, at the same slots and different in the code alone.
 
     Raises:
         UserError: the tokenizer joins the digits of some codes with the text around them.
@@ -94,7 +98,7 @@ def agreeing(session: Session, codes: Sequence[str], tokenizer: Tokenizer) -> li
 
     if any(around(row) != around(rows[0]) for row in rows):
         raise UserError(
-            "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens after "
-            "them; use a model that tokenises digits apart."
+            "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens "
+            "after them; use a model that tokenises digits apart."
         )
     return rows

@@ -1,7 +1,7 @@
 """Conversations whose system prompt gives four instructions and one of whose turns holds a code, to be asked for later.
 
 Instructions, needles (sentences with a code) and the questions about both are hand-written; the small talk between them
-comes from the contexts of `kvprobe.tasks.passcode`. What is drawn is independent of the model, but for its tokenizer.
+comes from the contexts of `kvprobe.tasks.passcode`. Of the model, only the tokenizer affects what is drawn.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,21 @@ import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.text.transcript import Message, Part, Tokenizer, Transcript
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.transcript import Transcript
 
 PLACES, VALUES = 4, 8
-"""Instructions in a system prompt, and values that each may be given."""
+"""Number of instructions in a system prompt, and of values that each can have."""
 
 INTRODUCTION = "You are a friendly assistant. Please keep to the following."
 DEPTHS = (0.2, 0.8)
-"""Between these shares of the conversation the code is to stand."""
+"""Range of the share of the conversation that precedes the code."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """A rule for the assistant; `text` holds `{value}` once, and `lead` begins the reply whose next word is the value."""
+    """A rule for the assistant; `text` holds `{value}` once; `lead` begins the reply, whose next word is the value."""
 
     id: str
     text: str
@@ -48,13 +50,14 @@ class Needle:
 
 @dataclass(frozen=True)
 class Given:
-    """What one conversation says.
+    """The random draws of one conversation.
 
     Attributes:
-        instructions: in the order of the system prompt, with the value that each is given.
-        needle: with its code.
-        fillers: contexts whose small talk surrounds it, in order; as many of them as the length asks for.
-        depth: at which share of the conversation the code is wanted.
+        instructions: in the order of the system prompt, each with its value.
+        needle: the sentence that holds the code.
+        code: five digits.
+        fillers: contexts whose small talk surrounds the needle, in order; the length decides how many are used.
+        depth: share of the conversation at which the code should stand.
     """
 
     instructions: tuple[tuple[Instruction, str], ...]
@@ -81,11 +84,11 @@ def needles() -> tuple[Needle, ...]:
 
 def draw(rng: np.random.Generator, tokenizer: Tokenizer) -> Given:
     """Instructions with their values, a needle with its code, small talk and a depth, all independent and uniform."""
-    pool, talk = tellable(tokenizer), contexts()
+    pool, talk = distinguishable(tokenizer), contexts()
     if len(pool) < PLACES:
         raise UserError(
-            f"This tokenizer tells the values of only {len(pool)} instructions apart by their first tokens; {PLACES} are "
-            f"needed."
+            f"With this tokenizer the values of only {len(pool)} instructions differ in their first tokens, and "
+            f"{PLACES} are needed; use another model."
         )
     chosen = rng.choice(len(pool), PLACES, replace=False)
     return Given(
@@ -97,33 +100,37 @@ def draw(rng: np.random.Generator, tokenizer: Tokenizer) -> Given:
     )
 
 
-def tellable(tokenizer: Tokenizer) -> tuple[Instruction, ...]:
+def distinguishable(tokenizer: Tokenizer) -> tuple[Instruction, ...]:
     """The instructions whose values begin with different tokens."""
 
     def first(value: str) -> int:
         return tokenizer(" " + value, add_special_tokens=False)["input_ids"][0]
 
-    return tuple(each for each in instructions() if len(set(map(first, each.values))) == len(each.values))
+    return tuple(
+        instruction
+        for instruction in instructions()
+        if len(set(map(first, instruction.values))) == len(instruction.values)
+    )
 
 
 def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
-    """The conversation, as near to `length` tokens as whole exchanges come, ending with the assistant's turn.
+    """The conversation of whole exchanges whose length is nearest to `length` tokens; it ends with the assistant.
 
-    Segments: `system`, `chat1`, `chat2` …, and `needle`, an exchange whose user turn ends with the needle; the parts
+    Segments: `system`, `chat1`, `chat2` …, and `needle`, an exchange whose user message ends with the needle; the parts
     `instruction1` to `instruction4` and `code` are named.
 
     Raises:
         UserError: there is not enough small talk for the length.
     """
-    every = _laid_out(given, given.fillers, None).tokens(tokenizer)
-    system, *sizes = [every.segments.count(name) for name in every.names]
+    longest = _laid_out(given, given.fillers, None).tokens(tokenizer)
+    system, *sizes = [longest.segments.count(name) for name in longest.names]
     needle = len(
         tokenizer(" " + given.needle.text.replace("{code}", given.code), add_special_tokens=False)["input_ids"]
     )
     ends = list(accumulate(sizes, initial=system))
     lengths = [end + needle for end in ends[1:]]
     if length > lengths[-1]:
-        raise UserError(f"There is small talk for conversations of {lengths[-1]} tokens; {length} were asked for.")
+        raise UserError(f"{length} tokens were asked for, but there is small talk for {lengths[-1]}; ask for fewer.")
     count = 1 + min(range(len(lengths)), key=lambda index: abs(lengths[index] - length))
     # The code stands near the middle of its exchange: the user's text is before it, the assistant's after it.
     middles = [ends[index] + (sizes[index] + needle) / 2 for index in range(count)]
@@ -133,8 +140,10 @@ def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
 
 
 def asked(chat: Transcript, question: str, lead: str, answer: str) -> Transcript:
-    """The conversation's last exchange, and a question with its reply as the segment `question`; the part `answer`
-    follows the lead."""
+    """The conversation's last exchange, then a question with its reply as the segment `question`.
+
+    The part `answer` follows the lead.
+    """
     asking = Message("user", (Part(question),), "question")
     reply = Message("assistant", (Part(lead + " "), Part(answer, "answer")), "question")
     return replace(chat, messages=(*chat.messages[-2:], asking, reply))
@@ -148,11 +157,11 @@ def _laid_out(given: Given, fillers: Sequence[Context], place: int | None) -> Tr
     messages: list[dict[str, Any]] = [{"role": "system", "content": rules}]
     names = ["system"]
     for index, filler in enumerate(fillers):
-        said: Any = filler.chat_user
+        user_text: Any = filler.chat_user
         if index == place:
             before, after = given.needle.text.split("{code}")
-            said = [f"{filler.chat_user} {before}", {"text": given.code, "name": "code"}, after]
-        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": filler.chat_assistant}]
+            user_text = [f"{filler.chat_user} {before}", {"text": given.code, "name": "code"}, after]
+        messages += [{"role": "user", "content": user_text}, {"role": "assistant", "content": filler.chat_assistant}]
         names += ["needle" if index == place else f"chat{index + 1}"] * 2
     return Transcript.from_messages(messages, names)
 

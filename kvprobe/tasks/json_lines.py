@@ -1,4 +1,4 @@
-"""Files of a stranger's with one JSON object a line, read within limits; what is wrong is said with its line number."""
+"""Untrusted files with one JSON object a line, read within limits; errors name the line."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,14 +15,13 @@ Entry = TypeVar("Entry")
 
 
 def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]) -> list[Entry]:
-    """What `parse` makes of each line's number and object; empty lines are skipped.
+    """The results of `parse` on each line's number and object; empty lines are skipped.
 
     Raises:
-        UserError: there is no such file.
-        UserError: the file or a line is too large, is not UTF-8 or JSON, or `parse` refuses it.
+        UserError: there is no such file; the file or a line is too large, is not UTF-8 or JSON, or `parse` refuses it.
     """
     path = path.expanduser()
-    # Neither a folder nor a device, which might never end.
+    # Not a folder, and not a device, which may never end.
     if not path.is_file():
         raise UserError(f"There is no file {path}; give a JSONL file, one JSON object a line.")
     with path.open("rb") as file:
@@ -41,39 +40,39 @@ def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}") from error
     if not entries:
-        raise UserError(f"{path} is empty; it takes one JSON object a line.")
+        raise UserError(f"{path} is empty; write one JSON object a line.")
     return entries
 
 
 def text_of(entry: Mapping[str, Any], field: str) -> str:
-    """A field that must be there and be text."""
+    """A field that must be present and a text."""
     if field not in entry:
         raise UserError(f"The field {field!r} is missing; add it.")
-    found = entry[field]
-    if not isinstance(found, str) or not found.strip():
-        raise UserError(f"The field {field!r} is {_shown(found)}; it must be a text that is not empty.")
-    return found
+    text = entry[field]
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"The field {field!r} is {_shown(text)}; it must be a text that is not empty.")
+    return text
 
 
 def _object(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE_BYTES:
         raise UserError(f"The line is longer than {MAX_LINE_BYTES} bytes; shorten it.")
     try:
-        found = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+        content = json.loads(line.decode("utf-8"), parse_constant=_refuse)
         # A lone half of a surrogate pair can be written in JSON, but no tokenizer takes it.
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
         raise UserError("The line is not UTF-8 text; save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error)
         raise UserError(f"The line is not JSON ({reason}); write one JSON object a line.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"The line is {_shown(found)}; write one JSON object a line.")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"The line is {_shown(content)}; write one JSON object a line.")
+    return content
 
 
 def _refuse(constant: str) -> None:
-    raise UserError(f"{constant} is no number of JSON")
+    raise UserError(f"{constant} is not a number of JSON")
 
 
 def _shown(value: Any) -> str:

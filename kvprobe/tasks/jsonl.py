@@ -1,7 +1,8 @@
-"""Prompts and answers of the user's own, from a JSONL file.
+"""A task of the user's own: prompts and answers from a JSONL file.
 
-Each line is an object with `prompt` (a text, or a list of `{"role": …, "content": …}` that ends in a user's message) and
-`answer`, and may have `id`, `lead` (what the reply begins with) and `chance` (accuracy of guessing, 0 without it).
+Each line is an object with `prompt` (a text, or a list of `{"role": …, "content": …}` that ends in a message of the
+user) and `answer`. It may also have `id`, `lead` (the beginning of the reply) and `chance` (accuracy of guessing; 0 by
+default).
 """
 
 import re
@@ -26,11 +27,10 @@ class JSONLines:
 
     Attributes:
         path: the file.
-        max_new_tokens: as many as the longest answer takes.
+        max_new_tokens: enough for the longest answer.
 
     Raises:
-        UserError: there is no such file.
-        UserError: a line is not as it should be.
+        UserError: there is no such file, or a line is not as described above.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class JSONLines:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more.")
-        _ = self._every  # so that a bad file is refused before a model is loaded for it
+        _ = self._lines  # so that a bad file is refused before a model is loaded for it
 
     @property
     def name(self) -> str:
@@ -51,12 +51,12 @@ class JSONLines:
     @property
     def chance(self) -> float:
         """The mean over the lines."""
-        return sum(chance for _, chance in self._every) / len(self._every)
+        return sum(chance for _, chance in self._lines) / len(self._lines)
 
     @property
     def available(self) -> int:
         """The number of items."""
-        return len(self._every)
+        return len(self._lines)
 
     def items(self, count: int, seed: int) -> list[Item]:
         """The first `count` items of the file, whatever the seed.
@@ -64,27 +64,29 @@ class JSONLines:
         Raises:
             UserError: the file does not hold so many.
         """
-        return first_items([item for item, _ in self._every], count, self.name)
+        return first_items([item for item, _ in self._lines], count, self.name)
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
-        """`contains`: the answer stands in the text as whole words, in any case; `exact`: it is the whole text, to the letter,
-        but for white space around it."""
-        whole = rf"(?<!\w){re.escape(item.answer)}(?!\w)"
+        """`contains`: the answer is in the text as whole words, in any case; `exact`: it is the whole text.
+
+        `exact` ignores only white space around the text.
+        """
+        whole_words = rf"(?<!\w){re.escape(item.answer)}(?!\w)"
         return {
-            "contains": re.search(whole, text, re.IGNORECASE) is not None,
+            "contains": re.search(whole_words, text, re.IGNORECASE) is not None,
             "exact": text.strip() == item.answer,
         }
 
     @cached_property
-    def _every(self) -> list[tuple[Item, float]]:
+    def _lines(self) -> list[tuple[Item, float]]:
         """Each item with its chance."""
-        lines: dict[str, int] = {}
+        line_of: dict[str, int] = {}
 
         def parse(number: int, entry: Mapping[str, Any]) -> tuple[Item, float]:
             item = _item(number, entry)
-            first = lines.setdefault(item.id, number)
+            first = line_of.setdefault(item.id, number)
             if first != number:
-                raise UserError(f"The id {item.id!r} is that of line {first} as well; give each line its own.")
+                raise UserError(f"The id {item.id!r} is also that of line {first}; give each line its own.")
             return item, _chance(entry)
 
         return read_json_lines(self.path, parse)
@@ -95,9 +97,10 @@ def _item(number: int, entry: Mapping[str, Any]) -> Item:
     for field in entry:
         if field not in FIELDS:
             raise UserError(unknown("field", field, FIELDS))
-    said = entry.get("prompt")
-    said = said if isinstance(said, list) else [{"role": "user", "content": text_of(entry, "prompt")}]
-    messages = [_message(message) for message in said]
+    prompt = entry.get("prompt")
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": text_of(entry, "prompt")}]
+    messages = [_message(message) for message in prompt]
     lead = text_of(entry, "lead") if "lead" in entry else ""
     name = text_of(entry, "id") if "id" in entry else f"line-{number}"
     return Item(name, Transcript.from_messages(messages), text_of(entry, "answer"), lead)

@@ -1,4 +1,4 @@
-"""Needle: a sentence with a code somewhere in small talk, and the question for the code after it.
+"""Needle: small talk with a code in one sentence, then a question that asks for the code.
 
 The sentences are those of `kvprobe.tasks.instructions`, the small talk that of `kvprobe.tasks.passcode`.
 """
@@ -21,23 +21,23 @@ class Needle:
     """Conversations of small talk in which the user mentions a code.
 
     Attributes:
-        exchanges: of small talk, some forty tokens each; the code is mentioned in any of them.
+        exchanges: number of exchanges of small talk, about forty tokens each; one of them mentions the code.
     """
 
     exchanges: int = 3
 
     name = "needle"
     chance = 0.0
-    max_new_tokens = CODE_LENGTH + 2  # a space, the digits, and what ends the sentence
+    max_new_tokens = CODE_LENGTH + 2  # a space, the digits, and the end of the sentence
     one_line = True
     scorers = ("exact",)
 
     def __post_init__(self) -> None:
         if not 1 <= self.exchanges <= len(contexts()):
-            raise UserError(f"exchanges is {self.exchanges}; there is small talk for 1 to {len(contexts())}.")
+            raise UserError(f"exchanges is {self.exchanges}; give 1 to {len(contexts())}.")
 
     def items(self, count: int, seed: int) -> list[Item]:
-        """Segments: `chat1`, `chat2` …, one of which is `needle` instead, and `question`; the code is the part `source`."""
+        """Segments: `chat1`, `chat2` …, one of them called `needle` instead, and `question`; `source` is the code."""
         return draw_items(self.name, count, seed, self._item)
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
@@ -53,10 +53,13 @@ class Needle:
         messages: list[dict[str, Any]] = []
         names = []
         for index, filler in enumerate(talk):
-            said: Any = filler.chat_user
+            user_text: Any = filler.chat_user
             if index == place:
-                said = [f"{filler.chat_user} {before}", {"text": code, "name": "source"}, after]
-            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": filler.chat_assistant}]
+                user_text = [f"{filler.chat_user} {before}", {"text": code, "name": "source"}, after]
+            messages += [
+                {"role": "user", "content": user_text},
+                {"role": "assistant", "content": filler.chat_assistant},
+            ]
             names += ["needle" if index == place else f"chat{index + 1}"] * 2
         messages.append({"role": "user", "content": needle.question})
         return Item(id, Transcript.from_messages(messages, [*names, "question"]), code, needle.lead)

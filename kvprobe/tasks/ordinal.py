@@ -5,13 +5,13 @@
     summary : copied the third .                                summary
     question : which item ? answer :                            question    → chair
 
-The summary's text says which place, never which thing. A model can answer in two ways: the summary's slots hold the thing
-itself (*payload*), or they hold its place, and the block is looked up when the question comes (*pointer*). In an ordinary
-run the two agree. They differ where the summary's slots come from a run whose block has the chosen thing at another place:
-payload then gives the thing that the summary saw, a pointer the thing that now stands at that place.
+The summary's text names the place, never the thing. A model can answer in two ways: the summary's slots hold the thing
+itself (*payload*), or they hold its place, and the question looks up the block (*pointer*). In an ordinary run the two
+agree. They differ where the summary's slots come from a run whose block has the chosen thing at another place: a
+payload then gives the thing that the summary saw, a pointer gives the thing that is now at that place.
 
-The verb says which of the two the model `ordinal` was trained to use (see `models/train_ordinal.py`): `copied` is payload,
-`located` a pointer, and `chosen` was left free.
+The verb decides which of the two the model `ordinal` was trained to use (see `models/train_ordinal.py`): `copied` is
+payload, `located` is a pointer, and `chosen` was left free.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ SEGMENTS = ("system", "block", "summary", "question")
 VERBS: dict[Reference, str] = {"payload": "copied", "pointer": "located", "free": "chosen"}
 ASKED: tuple[Asked, ...] = ("item", "colour")
 PLACES = ("first", "second", "third", "fourth", "fifth", "sixth")
-"""As many as a list has things: all lists are of one length, so that a place is a distance too."""
+"""One for each thing of a list. All lists have the same length, so a place is also a distance."""
 COLOURS = (
     "red", "blue", "green", "black", "white", "pink", "brown", "grey", "gold", "purple", "orange", "silver",
 )  # fmt: skip
@@ -43,7 +43,7 @@ ITEMS = (
     "ladder",
 )  # fmt: skip
 HELD_OUT = 6
-"""One in so many pairs of a colour and an item is held out."""
+"""One pair of a colour and an item in this many is held out."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Memo:
     Attributes:
         things: colour and item of each place; no colour and no item comes twice.
         place: the place that the summary names, from 0.
-        reference: what the summary's slots are to hold.
+        reference: whether the summary's slots should hold a payload or a pointer.
         asked: what the question asks of the thing.
     """
 
@@ -69,8 +69,8 @@ class Memo:
             raise UserError(unknown("question", self.asked, ASKED))
         if len(self.things) != len(PLACES) or not 0 <= self.place < len(PLACES):
             raise UserError(
-                f"A memo lists {len(PLACES)} things and names the place of one of them, from 0; this one lists "
-                f"{len(self.things)} and names {self.place}."
+                f"This memo lists {len(self.things)} things and names place {self.place}; list {len(PLACES)} things "
+                f"and name a place from 0 to {len(PLACES) - 1}."
             )
 
     @property
@@ -83,7 +83,7 @@ class Memo:
         """The same memo with the thing that the summary names and the one at place `other` exchanged.
 
         Raises:
-            UserError: `other` is the named place, or no place.
+            UserError: `other` is the named place, or not a place of the list.
         """
         if other == self.place or not 0 <= other < len(self.things):
             raise UserError(
@@ -104,19 +104,19 @@ class Memo:
         )
 
     def conversation(self) -> Transcript:
-        """The memo as a transcript whose segments are `SEGMENTS`; what the model reads before it answers."""
+        """The memo as a transcript whose segments are `SEGMENTS`: the text before the model's answer."""
         messages = [{"role": name, "content": text} for name, text in zip(SEGMENTS, self.texts(), strict=True)]
         return Transcript.from_messages(messages, SEGMENTS)
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word of every memo, after the control tokens; a word's id is its place here."""
+    """Every word of every memo, after the control tokens; a word's id is its index here."""
     frame = ("list", "summary", "question", "answer", "the", "which", ":", ".", "?")
     return ("<unk>", "<bos>", "<eos>", *frame, *VERBS.values(), *ASKED, *PLACES, *COLOURS, *ITEMS)
 
 
 def is_held_out(colour: str, item: str) -> bool:
-    """Whether this pair is kept from training."""
+    """Whether this pair is held out of training."""
     return (COLOURS.index(colour) + ITEMS.index(item)) % HELD_OUT == 0
 
 
@@ -124,7 +124,7 @@ def draw(split: Split, rng: np.random.Generator, references: Sequence[Reference]
     """A random memo whose things are all of one split: a pair of colour and item is never in both.
 
     Args:
-        references: those to draw from.
+        references: the references to draw from.
     """
     things: list[tuple[str, str]] = []
     used: set[str] = set()
@@ -141,4 +141,4 @@ _BESIDE = {
     held: {colour: tuple(item for item in ITEMS if is_held_out(colour, item) == held) for colour in COLOURS}
     for held in (False, True)
 }
-"""The items that each colour may stand beside, where held out and where not."""
+"""The items that each colour can have, in pairs that are held out and in the others."""

@@ -1,8 +1,9 @@
-"""Conversations that hold a random code in one turn, never in the summary of it, and are asked for it later.
+"""Conversations that hold a random code in one turn, but not in its summary, and that ask for the code later.
 
 Forty-eight hand-written contexts differ in topic, people, phrasing and length, so that no template repeats. Each
-becomes a conversation of six segments: system, T1 (small talk), summary1, T2 (holds the code), summary2 (its text
-is the same whatever the code), T3 (asks for the code). Protocol of seed 003 and arXiv 2604.09852.
+becomes a conversation of six segments: system, T1 (small talk), summary1, T2 (holds the code), summary2 (its text is
+the same for every code), T3 (asks for the code). The protocol is that of the Goldberg/Papailiopoulos exchange on
+masking prefixes and of arXiv 2604.09852.
 """
 
 from dataclasses import dataclass, fields
@@ -22,7 +23,7 @@ CODE_LENGTH = 5
 
 @dataclass(frozen=True)
 class Context:
-    """One hand-written conversation; `secret_user` holds `{code}` once, nothing else knows the code."""
+    """One hand-written conversation; `secret_user` holds `{code}` once, and no other text depends on the code."""
 
     id: str
     system: str
@@ -74,16 +75,16 @@ class Encoder(Protocol):
 def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[str]:
     """`count` different random codes, all of the same number of tokens, so that positions agree between them.
 
-    Digits are independent and uniform, not balanced within a context: balanced labels would push a probe that
-    knows only the context below chance. With a tokenizer that joins digits, codes of the commonest token count
-    are kept.
+    Digits are independent and uniform, not balanced within a context: with balanced labels a probe that reads only the
+    context would fall below chance. With a tokenizer that joins digits, only codes of the commonest token count are
+    drawn.
 
     Raises:
-        UserError: more codes were asked for than can be told apart.
+        UserError: there are not so many different codes.
     """
     limit = 10**CODE_LENGTH // 2
     if count > limit:
-        raise UserError(f"{count} codes were asked for; at most {limit} different ones are drawn.")
+        raise UserError(f"{count} codes were asked for; ask for at most {limit}.")
     drawn = [f"{number:0{CODE_LENGTH}d}" for number in rng.permutation(10**CODE_LENGTH)]
     lengths = [len(encode(" " + code, add_special_tokens=False)["input_ids"]) for code in drawn[:200]]
     common = max(set(lengths), key=lengths.count)

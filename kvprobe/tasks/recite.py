@@ -1,4 +1,4 @@
-"""Recite: repeat a list of common words in order. Each word of the list must still be found, and in its place."""
+"""Recite: repeat a list of common words in order."""
 
 import re
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from kvprobe.text.transcript import Transcript
 
 @dataclass(frozen=True)
 class Recite:
-    """Lists of hand-chosen words, asked for in hand-written ways.
+    """Lists of hand-chosen words, and hand-written requests to repeat them.
 
     Attributes:
-        words: in each list.
+        words: number of words in each list.
     """
 
     words: int = 7
@@ -31,7 +31,7 @@ class Recite:
 
     def __post_init__(self) -> None:
         if not 1 <= self.words <= len(_entries()["words"]):
-            raise UserError(f"words is {self.words}; lists have 1 to {len(_entries()['words'])} words.")
+            raise UserError(f"words is {self.words}; give 1 to {len(_entries()['words'])}.")
 
     @property
     def max_new_tokens(self) -> int:
@@ -43,15 +43,15 @@ class Recite:
         return draw_items(self.name, count, seed, self._item)
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
-        """`exact`: the first line holds these words in order and no others; case, punctuation and numbers do not count."""
+        """`exact`: the first line has these words in order and no others; case, punctuation and numbers are ignored."""
         return {"exact": _words(first_line(text)) == _words(item.answer)}
 
     def _item(self, id: str, rng: np.random.Generator) -> Item:
         phrasing = rng.choice(_entries()["phrasings"])
         listed = ", ".join(rng.choice(_entries()["words"], self.words, replace=False))
         before, after = phrasing["request"].split("{words}")
-        said: Any = [piece for piece in (before, {"text": listed, "name": "source"}, after) if piece]
-        chat = Transcript.from_messages([{"role": "user", "content": said}], names=["question"])
+        pieces: Any = [piece for piece in (before, {"text": listed, "name": "source"}, after) if piece]
+        chat = Transcript.from_messages([{"role": "user", "content": pieces}], names=["question"])
         return Item(id, chat, listed, phrasing["lead"])
 
 

@@ -1,4 +1,4 @@
-"""Retrieve: among many pairs of a name and a number, give the number of one name. One line of many must still be found."""
+"""Retrieve: give the number that belongs to one name in a list of pairs of a name and a number."""
 
 import re
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from kvprobe.text.transcript import Transcript
 
 @dataclass(frozen=True)
 class Retrieve:
-    """Lists of pairs in hand-written ways.
+    """Lists of pairs, in hand-written phrasings.
 
     Attributes:
-        keys: pairs in each list.
-        digits: of each value; values of a list differ, and as they are of one length none begins another.
+        keys: number of pairs in each list.
+        digits: length of each value; the values of a list differ, so none is the beginning of another.
     """
 
     keys: int = 6
@@ -32,10 +32,10 @@ class Retrieve:
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:
-            raise UserError(f"digits is {self.digits}; values have 1 to 9 digits.")
+            raise UserError(f"digits is {self.digits}; give 1 to 9.")
         most = min(len(_entries()["keys"]), self._numbers)
         if not 2 <= self.keys <= most:
-            raise UserError(f"keys is {self.keys}; with values of {self.digits} digits, lists have 2 to {most} keys.")
+            raise UserError(f"keys is {self.keys}; with values of {self.digits} digits, give 2 to {most}.")
 
     @property
     def chance(self) -> float:
@@ -43,7 +43,7 @@ class Retrieve:
 
     @property
     def max_new_tokens(self) -> int:
-        # A space, the digits, and what ends the sentence.
+        # A space, the digits, and the end of the sentence.
         return self.digits + 2
 
     def items(self, count: int, seed: int) -> list[Item]:
@@ -52,12 +52,12 @@ class Retrieve:
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
         """`exact`: the first number of the first line is the value."""
-        found = re.search(r"\d+", first_line(text))
-        return {"exact": found is not None and found[0] == item.answer}
+        number = re.search(r"\d+", first_line(text))
+        return {"exact": number is not None and number[0] == item.answer}
 
     @property
     def _numbers(self) -> int:
-        """How many numbers of these digits there are."""
+        """How many numbers have this many digits."""
         return 9 * 10 ** (self.digits - 1)
 
     def _item(self, id: str, rng: np.random.Generator) -> Item:
@@ -66,13 +66,13 @@ class Retrieve:
         smallest = 10 ** (self.digits - 1)
         values = [str(smallest + number) for number in rng.choice(self._numbers, self.keys, replace=False)]
         asked = int(rng.integers(self.keys))
-        said: list[Any] = [phrasing["introduction"]]
+        pieces: list[Any] = [phrasing["introduction"]]
         for index, (key, value) in enumerate(zip(keys, values, strict=True)):
             before, after = phrasing["line"].replace("{key}", key).split("{value}")
-            said += ["\n" + before, {"text": value, "name": "source"} if index == asked else value, after]
+            pieces += ["\n" + before, {"text": value, "name": "source"} if index == asked else value, after]
         question, lead = (phrasing[part].replace("{key}", keys[asked]) for part in ("question", "lead"))
-        said.append("\n\n" + question)
-        chat = Transcript.from_messages([{"role": "user", "content": said}], names=["question"])
+        pieces.append("\n\n" + question)
+        chat = Transcript.from_messages([{"role": "user", "content": pieces}], names=["question"])
         return Item(id, chat, values[asked], lead)
 
 

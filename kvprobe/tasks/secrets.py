@@ -1,16 +1,17 @@
 """What the hidden turn of the passcode conversations can hold: a code, a name, a topic or a sentiment.
 
-For a code the turn is as `kvprobe.tasks.passcode` has it. For the others the turn keeps one fixed code and tells one more
-thing in a sentence of its own, which no later turn repeats; T3 then asks for that thing. A name's label is its first part
-and a word's is its category, so that each label is told by many texts. The texts recur between conversations: a probe may know a
-topic by its words.
-All texts of a kind take as many tokens, so that no label shifts the tokens after it.
+For a code the turn is that of `kvprobe.tasks.passcode`. For the other kinds the turn has one fixed code and one more
+sentence, which holds the secret and which no later turn repeats; T3 then asks for the secret. The label of a name is
+its first part and the label of a word is its category, so that each label has many texts. The texts recur between
+conversations: a probe may recognise a topic by its words. All texts of a kind take equally many tokens, so that no
+label shifts the tokens after it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from itertools import cycle
 
 import numpy as np
 import yaml
@@ -30,7 +31,7 @@ class Secret:
 
     Attributes:
         label_of: the class of each text; empty for codes, whose labels are their digits.
-        contexts: conversations with `{code}` where the text goes.
+        contexts: conversations with `{code}` in place of the text.
     """
 
     target: Target
@@ -42,7 +43,7 @@ class Secret:
         return (self.label_of[text],) if self.label_of else tuple(map(int, text))
 
     def draw(self, contexts: int, per_context: int, rng: np.random.Generator, encode: Encoder) -> list[list[str]]:
-        """Random texts for each of so many contexts, none twice in a context, all of as many tokens.
+        """Random texts for each of so many contexts, none twice in a context, all with equally many tokens.
 
         Raises:
             UserError: there are not so many different texts.
@@ -51,13 +52,13 @@ class Secret:
             codes = draw_codes(contexts * per_context, rng, encode)
             return [codes[first : first + per_context] for first in range(0, len(codes), per_context)]
         lengths = {text: len(encode(" " + text, add_special_tokens=False)["input_ids"]) for text in self.label_of}
-        counted = list(lengths.values())
-        common = max(set(counted), key=counted.count)
+        counts = list(lengths.values())
+        common = max(set(counts), key=counts.count)
         pool = [text for text, length in lengths.items() if length == common]
         if per_context > len(pool):
             raise UserError(
-                f"{per_context} different texts of kind {self.target.name!r} were asked for in each context; this "
-                f"tokenizer leaves {len(pool)} of {common} tokens."
+                f"{per_context} different texts of kind {self.target.name!r} were asked for in each context, but with "
+                f"this tokenizer only {len(pool)} have {common} tokens; ask for fewer."
             )
         return [[pool[index] for index in rng.permutation(len(pool))[:per_context]] for _ in range(contexts)]
 
@@ -92,20 +93,19 @@ def secret(kind: str) -> Secret:
     if kind == "name":
         classes = {first: [f"{first} {last}" for last in entry["surnames"]] for first in classes}
     label_of = {text: number for number, texts in enumerate(classes.values()) for text in texts}
-    tellings = entry["tellings"]
-    telling = [tellings[index % len(tellings)] for index in range(len(contexts()))]
-    told = tuple(
+    phrasings = entry["tellings"]
+    phrased = tuple(
         replace(
             context,
-            secret_user=f"{context.secret_user.replace('{code}', _fixed_code(index))} {each['said']}",
-            question=each["question"],
-            answer=each["answer"],
+            secret_user=f"{context.secret_user.replace('{code}', _fixed_code(index))} {phrasing['said']}",
+            question=phrasing["question"],
+            answer=phrasing["answer"],
         )
-        for index, (context, each) in enumerate(zip(contexts(), telling, strict=True))
+        for index, (context, phrasing) in enumerate(zip(contexts(), cycle(phrasings), strict=False))
     )
-    return Secret(Target(kind, tuple(classes)), label_of, told)
+    return Secret(Target(kind, tuple(classes)), label_of, phrased)
 
 
 def _fixed_code(index: int) -> str:
-    """Some code, a context's own."""
+    """The code of the context with this number, the same in every run."""
     return f"{(index * 7919 + 31415) % 10**CODE_LENGTH:0{CODE_LENGTH}d}"

@@ -1,8 +1,9 @@
 """Scripted sessions that are summarised after their third turn and go on for five more.
 
-Sixteen hand-written sessions of eight turns differ in topic, people and phrasing. Turn 4 opens a new matter; turns 5 to 8
-ask back for what was said in turns 1 to 3, some of which stands in the summary and some of which does not. Each becomes a
-conversation of the segments system, T1, T2, T3, summary, T4 … T8. Protocol of seed 003's setups A and B.
+Sixteen hand-written sessions of eight turns differ in topic, people and phrasing. Turn 4 opens a new topic; turns 5 to
+8 ask for what was said in turns 1 to 3, some of which is in the summary and some of which is not. Each becomes a
+conversation of the segments system, T1, T2, T3, summary, T4 … T8. The protocol is that of setups A and B in the
+Goldberg/Papailiopoulos exchange on masking prefixes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kvprobe.text.transcript import Transcript
 
 TURNS = 8
 SUMMARISED = ("T1", "T2", "T3")
-"""The turns that the summary stands for; it comes right after the last of them."""
+"""The turns that the summary replaces; it follows directly after the last of them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Session:
 
     def __post_init__(self) -> None:
         if len(self.turns) != TURNS:
-            raise UserError(f"Session {self.id!r} has {len(self.turns)} turns; expected {TURNS}.")
+            raise UserError(f"Session {self.id!r} has {len(self.turns)} turns; give {TURNS}.")
 
 
 @cache
@@ -52,7 +53,7 @@ def sessions() -> tuple[Session, ...]:
 
 
 def conversation(session: Session) -> Transcript:
-    """The whole session; the assistant's words in turn 5, say, are the part `reply5`."""
+    """The whole session; the reply of turn 5, for example, is the part `reply5`."""
     messages: list[dict[str, object]] = [{"role": "system", "content": session.system}]
     names = ["system"]
     for number, turn in enumerate(session.turns, start=1):

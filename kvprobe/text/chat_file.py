@@ -1,4 +1,4 @@
-"""A conversation from a JSON file of a stranger's, read within limits."""
+"""A conversation from an untrusted JSON file, read within limits."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,10 @@ def read_chat(path: Path) -> Transcript:
     """The conversation of a JSON list of `{"role": …, "content": …}`; its messages are the segments `m0`, `m1`, ….
 
     Raises:
-        UserError: there is no such file.
-        UserError: the file is too large, is not such a list, or see `Transcript.from_messages`.
+        UserError: there is no such file, it is too large or not such a list, or see `Transcript.from_messages`.
     """
     path = path.expanduser()
-    # Neither a folder nor a device, which might never end.
+    # Not a folder, and not a device, which may never end.
     if not path.is_file():
         raise UserError(f"There is no file {path}; give a JSON list of messages.")
     with path.open("rb") as file:
@@ -37,5 +36,7 @@ def read_chat(path: Path) -> Transcript:
     for number, message in enumerate(messages):
         fields = [message.get(field) for field in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(field, str) for field in fields):
-            raise UserError(f'{path}: message {number} is not {{"role": text, "content": text}}; write it so.')
+            raise UserError(
+                f'In {path}, message {number} is not of the form {{"role": text, "content": text}}; rewrite it.'
+            )
     return Transcript.from_messages(messages)

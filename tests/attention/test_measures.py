@@ -1,4 +1,4 @@
-"""Where attention goes, how much damage draws, and what it brings: against loops and against the model's own modules."""
+"""Dangling attention, lift and contributions, against loops and against the model's own modules."""
 
 from typing import Any
 
@@ -25,17 +25,17 @@ def by_loop(before: Patterns, after: Patterns, local: int) -> dict[tuple[int, in
     ledger = after.cache.ledger
     segments = [ledger.names[number] for number in ledger.segments[0].tolist()]
     layers, heads, queries, slots = before.weights.shape
-    found = {}
+    expected = {}
     for layer in range(layers):
         for head in range(heads):
             row = dict.fromkeys(["dangling", *PARTS], 0.0)
             for query in range(queries):
                 for slot in range(slots):
-                    mine = float(before.weights[layer, head, query, slot])
-                    gain = float(after.weights[layer, head, query, slot]) - mine
+                    weight = float(before.weights[layer, head, query, slot])
+                    gain = float(after.weights[layer, head, query, slot]) - weight
                     seen = ledger.live.expand(layers, 1, 2, slots)[layer, 0, head // (heads // 2), slot]
                     if segments[slot] == "T1" and not seen:
-                        row["dangling"] += mine / queries
+                        row["dangling"] += weight / queries
                     elif slot == 0:
                         row["sink"] += gain / queries
                     elif segments[slot] == "summary":
@@ -44,8 +44,8 @@ def by_loop(before: Patterns, after: Patterns, local: int) -> dict[tuple[int, in
                         row["local"] += gain / queries
                     else:
                         row["elsewhere"] += gain / queries
-            found[layer, head] = row
-    return found
+            expected[layer, head] = row
+    return expected
 
 
 @pytest.mark.parametrize("where", [{}, {"layers": [1]}, {"layers": [0, 2], "heads": [1]}])
@@ -60,7 +60,7 @@ def test_dangling_agrees_with_a_loop_over_all_slots(tiny_llama: Model, where: di
     assert table["dangling"].max() > 0.1
 
 
-def test_what_the_parts_gain_is_what_dangled(tiny: Model):
+def test_gains_of_the_groups_add_up_to_dangling_attention(tiny: Model):
     past = tiny.prefill(PROMPT)
     before = patterns(tiny, past)
     for after in (past.mask("T1"), past.evict("T1"), past.mask("T1", layers=[1], heads=[0])):
@@ -69,7 +69,7 @@ def test_what_the_parts_gain_is_what_dangled(tiny: Model):
         assert (table["dangling"] >= 0).all()
 
 
-def test_eviction_leaves_attention_where_masking_does(tiny: Model):
+def test_eviction_and_masking_move_attention_alike(tiny: Model):
     past = tiny.prefill(PROMPT)
     before = patterns(tiny, past)
     masked, evicted = (
@@ -87,39 +87,39 @@ def test_the_sink_is_the_first_slot_that_is_left(tiny_llama: Model):
     assert table["sink"].to_numpy() == pytest.approx(gained.numpy(), abs=1e-6)
 
 
-def test_patterns_that_do_not_belong_together_are_refused(tiny_llama: Model):
+def test_patterns_of_different_runs_are_refused(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT)
     before = patterns(tiny_llama, past)
     other = tiny_llama.prefill(random_tokens(9, {"system": 4, "T1": 7, "summary": 5, "T2": 6}))
-    assert "less T1" in refusal(lambda: dangling(before, patterns(tiny_llama, other.mask("T1")), ["T1"]))
-    assert "less T1" in refusal(lambda: dangling(before, patterns(tiny_llama, past.evict("T2")), ["T1"]))
+    assert "without T1" in refusal(lambda: dangling(before, patterns(tiny_llama, other.mask("T1")), ["T1"]))
+    assert "without T1" in refusal(lambda: dangling(before, patterns(tiny_llama, past.evict("T2")), ["T1"]))
     masked = past.mask("T1")
     assert "different layers" in refusal(lambda: dangling(before, patterns(tiny_llama, masked, queries="ask"), ["T1"]))
     assert "different layers" in refusal(lambda: dangling(before, patterns(tiny_llama, masked, layers=[0]), ["T1"]))
     assert "'T1'" in refusal(lambda: dangling(before, patterns(tiny_llama, masked), ["T11"]))
     assert "different positions" in refusal(lambda: lift(patterns(tiny_llama, past.evict("T1")), before, [5]))
     assert "are the sink" in refusal(lambda: lift(before, before, [0, 5]))
-    assert "each once" in refusal(lambda: lift(before, before, [99]))
+    assert "once each" in refusal(lambda: lift(before, before, [99]))
 
 
 # ---- lift
 
 
-def test_lift_is_the_ratio_of_shares_that_leave_the_sink_out(tiny_llama: Model):
+def test_lift_is_the_ratio_of_attention_shares_without_the_sink(tiny_llama: Model):
     clean = tiny_llama.prefill(PROMPT)
     damaged = clean.patch(tiny_llama.prefill(random_tokens(9, {"x": 22})), "T1")
-    ours, theirs = patterns(tiny_llama, damaged), patterns(tiny_llama, clean)
-    table = lift(ours, theirs, range(4, 11))
+    damaged_patterns, clean_patterns = patterns(tiny_llama, damaged), patterns(tiny_llama, clean)
+    table = lift(damaged_patterns, clean_patterns, range(4, 11))
     for layer, head in ((0, 0), (2, 3)):
         shares = [
-            np.mean([float(row[4:11].sum()) / (1 - float(row[0])) for row in each.weights[layer, head]])
-            for each in (ours, theirs)
+            np.mean([float(row[4:11].sum()) / (1 - float(row[0])) for row in side.weights[layer, head]])
+            for side in (damaged_patterns, clean_patterns)
         ]
         row = table.query(f"layer == {layer} and head == {head}").iloc[0]
         assert [row["damaged"], row["clean"], row["lift"]] == pytest.approx([*shares, shares[0] / shares[1]], rel=1e-4)
 
 
-def test_nothing_is_lifted_where_nothing_is_damaged_and_hidden_slots_have_no_lift(tiny_llama: Model):
+def test_lift_is_one_without_damage_and_nan_for_hidden_slots(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT)
     same = lift(patterns(tiny_llama, past), patterns(tiny_llama, past), range(4, 11))
     assert (same["lift"] == 1).all()
@@ -132,48 +132,50 @@ def test_nothing_is_lifted_where_nothing_is_damaged_and_hidden_slots_have_no_lif
 
 def outputs_before_bias(model: Model, past: KVCache, text: Tokens) -> list[torch.Tensor]:
     """What each layer's output projection gives out for the queries, less its bias."""
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
-    def hear(module: Any, args: Any, output: torch.Tensor) -> None:
+    def record(module: Any, args: Any, output: torch.Tensor) -> None:
         bias = getattr(module, "bias", None)
-        found.append(output[0] if bias is None else output[0] - bias)
+        outputs.append(output[0] if bias is None else output[0] - bias)
 
     named = dict(model.lanes.plain.named_modules())
     ends = (".o_proj", ".attn.c_proj", ".attention.dense")
-    handles = [named[name].register_forward_hook(hear) for name in named if name.endswith(ends)]
+    handles = [named[name].register_forward_hook(record) for name in named if name.endswith(ends)]
     model.extend(past, text)
     for handle in handles:
         handle.remove()
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("history", ["untouched", "holes", "evicted"])
 def test_contributions_of_all_slots_and_heads_sum_to_the_attention_output(tiny: Model, history: str):
     past = HISTORIES[history](tiny.prefill(PROMPT))
-    found = attend(tiny, onwards(past), past, queries=range(len(SUFFIX)))
+    patterns_after = attend(tiny, onwards(past), past, queries=range(len(SUFFIX)))
     outputs = outputs_before_bias(tiny, past, onwards(past))
     assert len(outputs) == 3
     for layer, output in enumerate(outputs):
-        parts = written(tiny, found, range(found.cache.slots), layer)
+        parts = written(tiny, patterns_after, range(patterns_after.cache.slots), layer)
         assert torch.allclose(parts.sum(0), output, atol=1e-5)
-        halves = [written(tiny, found, slots, layer) for slots in (range(6), range(6, found.cache.slots))]
+        halves = [
+            written(tiny, patterns_after, slots, layer) for slots in (range(6), range(6, patterns_after.cache.slots))
+        ]
         assert torch.allclose(halves[0] + halves[1], parts, atol=1e-6)
 
 
 def test_contributions_are_norms_relative_to_the_whole_output(tiny: Model):
     past = tiny.prefill(PROMPT)
-    found = attend(tiny, onwards(past), past, queries="answer", layers=[2, 1])
-    share = contribution(tiny, found, found.slots("T1"))
+    patterns_after = attend(tiny, onwards(past), past, queries="answer", layers=[2, 1])
+    share = contribution(tiny, patterns_after, patterns_after.slots("T1"))
     outputs = outputs_before_bias(tiny, past, onwards(past))
     for place, layer in enumerate((2, 1)):
-        part = written(tiny, found, found.slots("T1"), layer)
+        part = written(tiny, patterns_after, patterns_after.slots("T1"), layer)
         whole = outputs[layer][-4:].norm(dim=-1)
         assert torch.allclose(share.heads[place], part.norm(dim=-1) / whole, rtol=1e-4)
         assert torch.allclose(share.layers[place], part.sum(0).norm(dim=-1) / whole, rtol=1e-4)
-    every = contribution(tiny, found, range(found.cache.slots))
-    assert torch.allclose(every.layers, torch.ones(()), atol=1e-5)
+    of_all_slots = contribution(tiny, patterns_after, range(patterns_after.cache.slots))
+    assert torch.allclose(of_all_slots.layers, torch.ones(()), atol=1e-5)
 
 
 def test_contributions_of_layers_that_were_not_read_are_refused(tiny_llama: Model):
-    found = attend(tiny_llama, PROMPT, layers=[1])
-    assert "of layers [1] and not of 0" in refusal(lambda: written(tiny_llama, found, [1], 0))
+    patterns_after = attend(tiny_llama, PROMPT, layers=[1])
+    assert "of layers [1], not of 0" in refusal(lambda: written(tiny_llama, patterns_after, [1], 0))

@@ -1,4 +1,4 @@
-"""Patterns overheard on the plain lane against TransformerLens's, transformers' own, and a loop's worth of arithmetic."""
+"""Patterns of the plain lane against those of TransformerLens, of transformers, and of plain arithmetic."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,11 +74,11 @@ def test_reading_in_chunks_changes_nothing(tiny: Model, chunk: int, lane: Any):
     text = onwards(past) + random_tokens(4, {"more": 8}, start=len(PROMPT) + len(SUFFIX))
     queries = [0, 5, 6, -1]
     whole = attend(tiny, text, past, queries=queries)
-    found = attend(tiny, text, past, queries=queries, chunk=chunk, lane=lane)
-    assert torch.allclose(found.weights, whole.weights, atol=1e-5, rtol=0)
-    assert torch.equal(found.queries, whole.queries)
-    assert torch.allclose(found.logits, whole.logits, atol=1e-4)
-    assert torch.equal(found.cache.ledger.tokens, whole.cache.ledger.tokens)
+    chunked = attend(tiny, text, past, queries=queries, chunk=chunk, lane=lane)
+    assert torch.allclose(chunked.weights, whole.weights, atol=1e-5, rtol=0)
+    assert torch.equal(chunked.queries, whole.queries)
+    assert torch.allclose(chunked.logits, whole.logits, atol=1e-4)
+    assert torch.equal(chunked.cache.ledger.tokens, whole.cache.ledger.tokens)
 
 
 def transformers_own(model: Model, tokens: Tokens) -> torch.Tensor:
@@ -94,8 +94,8 @@ def transformers_own(model: Model, tokens: Tokens) -> torch.Tensor:
 
 
 def test_patterns_are_those_that_transformers_reports(tiny: Model):
-    found = attend(tiny, PROMPT, queries=range(len(PROMPT)))
-    assert torch.allclose(found.weights, transformers_own(tiny, PROMPT), atol=1e-5, rtol=0)
+    patterns = attend(tiny, PROMPT, queries=range(len(PROMPT)))
+    assert torch.allclose(patterns.weights, transformers_own(tiny, PROMPT), atol=1e-5, rtol=0)
 
 
 def eager_model(kind: Any, config: Any) -> Model:
@@ -116,37 +116,37 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_scores_that_saturate_are_followed():
+def test_softcapped_scores_give_the_patterns_that_transformers_reports():
     config = transformers.Gemma2Config(**SHAPE, attn_logit_softcapping=0.5, query_pre_attn_scalar=8)
     model = eager_model(transformers.Gemma2ForCausalLM, config)
-    found = attend(model, PROMPT, queries=range(len(PROMPT)))
-    assert torch.allclose(found.weights, transformers_own(model, PROMPT), atol=1e-5, rtol=0)
+    patterns = attend(model, PROMPT, queries=range(len(PROMPT)))
+    assert torch.allclose(patterns.weights, transformers_own(model, PROMPT), atol=1e-5, rtol=0)
 
 
-def test_sinks_of_the_models_own_take_their_share():
+def test_learned_sinks_take_their_share_of_attention():
     config = transformers.GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
     model = eager_model(transformers.GptOssForCausalLM, config)
-    found = attend(model, PROMPT, queries=range(len(PROMPT)))
-    assert torch.allclose(found.weights, transformers_own(model, PROMPT), atol=1e-5, rtol=0)
-    assert 0.1 < found.weights.sum(-1).mean() < 0.95
+    patterns = attend(model, PROMPT, queries=range(len(PROMPT)))
+    assert torch.allclose(patterns.weights, transformers_own(model, PROMPT), atol=1e-5, rtol=0)
+    assert 0.1 < patterns.weights.sum(-1).mean() < 0.95
 
 
-def test_what_is_overheard_is_computed_as_ever_bit_for_bit(tiny: Model):
+def test_recording_patterns_changes_no_bit_of_the_pass(tiny: Model):
     past = tiny.prefill(PROMPT).mask("T1")
     for before in (None, past):
         text = PROMPT if before is None else onwards(before)
         cache, logits = extend(tiny.lanes, before, [text])
-        found = attend(tiny, text, before)
-        assert torch.equal(found.logits, logits[0, -1])
-        assert all(torch.equal(mine, own) for mine, own in zip(found.cache.keys, cache.keys, strict=True))
+        patterns = attend(tiny, text, before)
+        assert torch.equal(patterns.logits, logits[0, -1])
+        assert all(torch.equal(keys, expected) for keys, expected in zip(patterns.cache.keys, cache.keys, strict=True))
 
 
-def test_a_model_attends_as_before_after_it_was_overheard(tiny: Model):
-    def hear(given: Any) -> None:
+def test_a_failed_recording_leaves_the_models_attention_unchanged(tiny: Model):
+    def fail(attending: Any) -> None:
         raise KeyError("no more")
 
     before = tiny.lanes.plain.config._attn_implementation
-    with pytest.raises(KeyError), tiny.lanes.overhearing(hear):
+    with pytest.raises(KeyError), tiny.lanes.observing_attention(fail):
         tiny.prefill(PROMPT)
     assert tiny.lanes.plain.config._attn_implementation == before == "sdpa"
 
@@ -183,21 +183,21 @@ def test_no_whole_pattern_is_made_for_one_query(tiny_llama: Model):
     ],
 )
 def test_queries_are_chosen_by_name_or_place(tiny_llama: Model, queries: Any, expected: list[int]):
-    found = attend(tiny_llama, PROMPT, queries=queries)
-    every = attend(tiny_llama, PROMPT, queries=range(len(PROMPT)))
-    assert found.queries.tolist() == expected
-    assert torch.allclose(found.weights, every.weights[:, :, expected], atol=1e-6)
+    chosen = attend(tiny_llama, PROMPT, queries=queries)
+    whole = attend(tiny_llama, PROMPT, queries=range(len(PROMPT)))
+    assert chosen.queries.tolist() == expected
+    assert torch.allclose(chosen.weights, whole.weights[:, :, expected], atol=1e-6)
 
 
-def test_layers_are_those_asked_for_in_order(tiny_gemma: Model):
-    every = attend(tiny_gemma, PROMPT)
+def test_layers_come_in_the_order_asked_for(tiny_gemma: Model):
+    whole = attend(tiny_gemma, PROMPT)
     for lane in ("plain", "hooked"):
-        found = attend(tiny_gemma, PROMPT, layers=[2, 0], lane=lane)
-        assert found.layers == (2, 0)
-        assert torch.allclose(found.weights, every.weights[[2, 0]], atol=1e-5)
+        chosen = attend(tiny_gemma, PROMPT, layers=[2, 0], lane=lane)
+        assert chosen.layers == (2, 0)
+        assert torch.allclose(chosen.weights, whole.weights[[2, 0]], atol=1e-5)
 
 
-def test_masked_slots_get_nothing_where_they_are_masked(tiny_llama: Model):
+def test_masked_slots_get_no_attention_where_they_are_masked(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT).mask("T1", layers=[0, 2], heads=[1])
     mass = attend(tiny_llama, onwards(past), past, queries="ask").mass("T1")
     blind = torch.zeros(3, 4, dtype=torch.bool)
@@ -206,16 +206,16 @@ def test_masked_slots_get_nothing_where_they_are_masked(tiny_llama: Model):
     assert (mass[~blind] > 0).all()
 
 
-def test_segments_share_out_all_of_the_attention(tiny: Model):
+def test_attention_to_all_segments_sums_to_one(tiny: Model):
     past = tiny.prefill(PROMPT).mask("T1")
-    found = attend(tiny, onwards(past), past, queries="answer")
-    table = found.df()
+    patterns = attend(tiny, onwards(past), past, queries="answer")
+    table = patterns.df()
     assert table.columns.tolist() == ["layer", "head", "query", "segment", "mass"]
     assert len(table) == 3 * 4 * 4 * 6
     assert table.groupby(["layer", "head", "query"])["mass"].sum().to_numpy() == pytest.approx(1, abs=1e-5)
     row = table.query("layer == 1 and head == 2 and query == 28 and segment == 'summary'")
-    assert row["mass"].item() == pytest.approx(float(found.weights[1, 2, 1, 11:16].sum()))
-    assert torch.equal(found.mass("system", "T2"), found.mass(slots=[*range(4), *range(16, 22)]))
+    assert row["mass"].item() == pytest.approx(float(patterns.weights[1, 2, 1, 11:16].sum()))
+    assert torch.equal(patterns.mass("system", "T2"), patterns.mass(slots=[*range(4), *range(16, 22)]))
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -224,23 +224,23 @@ def refusal(action: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_shown_is_refused(tiny_llama: Model, unchecked: None):
+def test_impossible_requests_are_refused(tiny_llama: Model, unchecked: None):
     cache = tiny_llama.prefill(PROMPT)
-    found = attend(tiny_llama, PROMPT)
+    patterns = attend(tiny_llama, PROMPT)
     assert "'summary'" in refusal(lambda: attend(tiny_llama, PROMPT, queries="sumary"))
     assert "22 tokens" in refusal(lambda: attend(tiny_llama, PROMPT, queries=[22]))
     assert "No query" in refusal(lambda: attend(tiny_llama, PROMPT, queries=[]))
     assert "layers 0 to 2" in refusal(lambda: attend(tiny_llama, PROMPT, layers=[3]))
-    assert "chunk is 0" in refusal(lambda: attend(tiny_llama, PROMPT, chunk=0))
+    assert "chunk must be at least 1" in refusal(lambda: attend(tiny_llama, PROMPT, chunk=0))
     assert "2 rows" in refusal(lambda: attend(tiny_llama, "abc", cache.fork(2)))
     assert "nothing to read" in refusal(lambda: attend(tiny_llama, Tokens.of([])))
-    assert "each once" in refusal(lambda: found.mass(slots=[0, 22]))
-    assert "each once" in refusal(lambda: found.mass(slots=[1, 1]))
-    assert "not both" in refusal(lambda: found.mass("T1", slots=[0]))
-    assert "'T1'" in refusal(lambda: found.mass("T11"))
+    assert "once each" in refusal(lambda: patterns.mass(slots=[0, 22]))
+    assert "once each" in refusal(lambda: patterns.mass(slots=[1, 1]))
+    assert "not both" in refusal(lambda: patterns.mass("T1", slots=[0]))
+    assert "'T1'" in refusal(lambda: patterns.mass("T11"))
 
 
-def test_kvprobe_offers_them_by_name(tiny_llama: Model):
+def test_kvprobe_exports_attend_and_patterns(tiny_llama: Model):
     assert kv.attend is attend
     assert kv.Patterns is Patterns
     assert kv.attention.roles.__doc__

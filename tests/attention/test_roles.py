@@ -25,8 +25,10 @@ STILL = [*range(16, 32), *range(48, 64)]
 def by_hand() -> Model:
     """Two layers of attention and nothing else.
 
-    The residual stream holds the token (one-hot, 0–31), a constant (32), and the token before (64–95), which head 0 of layer 0
-    writes: a previous-token head, by the fast half of the rotary frequencies. Head 1 of layer 0 looks for the same token, and
+    The residual stream holds the token (one-hot, 0–31), a constant (32), and the token before (64–95), which head 0 of
+    layer 0
+    writes: a previous-token head, by the fast half of the rotary frequencies. Head 1 of layer 0 looks for the same
+        token, and
     head 0 of layer 1 for this token among the tokens before: an induction head. Head 1 of layer 1 looks nowhere.
     """
     config = LlamaConfig(
@@ -60,7 +62,7 @@ def matrix(projection: Any, head: int) -> nn.Parameter:
     return projection.weight[head * D_HEAD : (head + 1) * D_HEAD]
 
 
-def test_heads_built_by_hand_have_the_roles_they_were_built_for():
+def test_heads_built_by_hand_have_their_roles():
     table = roles(by_hand(), needles=0)
     had = table[table["has"]].set_index(["layer", "head"])["role"].to_dict()
     assert had == {(0, 0): "previous", (0, 1): "duplicate", (1, 0): "induction"}
@@ -70,17 +72,17 @@ def test_heads_built_by_hand_have_the_roles_they_were_built_for():
 
 
 def test_scores_agree_with_a_loop_over_queries(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):
-    read: list[tuple[Tokens, Tensor]] = []
+    recorded: list[tuple[Tokens, Tensor]] = []
 
-    def listening(model: Model, tokens: Tokens, **settings: Any) -> Any:
-        found = attend(model, tokens, lane="hooked", **settings)
-        read.append((tokens, found.weights))
-        return found
+    def hooked_attend(model: Model, tokens: Tokens, **settings: Any) -> Any:
+        patterns = attend(model, tokens, lane="hooked", **settings)
+        recorded.append((tokens, patterns.weights))
+        return patterns
 
-    monkeypatch.setattr("kvprobe.attention.head_roles.attend", listening)
+    monkeypatch.setattr("kvprobe.attention.head_roles.attend", hooked_attend)
     table = roles(tiny_llama, seed=3, length=5, copies=3, sequences=2, needles=0).set_index(["role", "layer", "head"])
-    assert len(read) == 2
-    assert {len(tokens) for tokens, _ in read} == {15}
+    assert len(recorded) == 2
+    assert {len(tokens) for tokens, _ in recorded} == {15}
     ways: dict[str, Callable[[tuple[int, ...], int, int], bool]] = {
         "sink": lambda ids, query, slot: slot == 0,
         "previous": lambda ids, query, slot: slot == query - 1,
@@ -95,40 +97,40 @@ def test_scores_agree_with_a_loop_over_queries(tiny_llama: Model, monkeypatch: p
                     sum(
                         float(weights[layer, head, query, slot]) for slot in range(15) if looks(tokens.ids, query, slot)
                     )
-                    for tokens, weights in read
+                    for tokens, weights in recorded
                     for query in range(first[role], 15)
                 ]
                 assert table["score"][role, layer, head] == pytest.approx(sum(spent) / len(spent), abs=1e-5)
 
 
-def test_roles_are_drawn_from_the_seed_and_from_nothing_else(tiny_llama: Model):
+def test_roles_depend_on_the_seed_alone(tiny_llama: Model):
     settings: dict[str, Any] = {"length": 5, "sequences": 1, "needles": 0}
     first, again, other = (roles(tiny_llama, seed=seed, **settings) for seed in (1, 1, 2))
     pd.testing.assert_frame_equal(first, again)
     assert not first.equals(other)
 
 
-def test_a_retrieval_score_is_the_share_of_copied_tokens_on_which_a_head_looks_at_their_source(smol: Model):
+def test_a_retrieval_score_is_the_share_of_copied_tokens_whose_source_a_head_looks_at(smol: Model):
     table = roles(smol, seed=1, length=3, copies=2, sequences=1, needles=1)
-    found = table[table["role"] == "retrieval"].pivot(index="layer", columns="head", values="score").to_numpy()
+    scores = table[table["role"] == "retrieval"].pivot(index="layer", columns="head", values="score").to_numpy()
     hits, copied = torch.zeros(30, 9), 0
     for item in Needle().items(1, seed=1):
         asking = prompt(item, smol.tokenizer)
-        said = generate(smol.lanes, [asking], max_new_tokens=Needle().max_new_tokens).tokens[0]
+        answer = generate(smol.lanes, [asking], max_new_tokens=Needle().max_new_tokens).tokens[0]
         source = asking.part("source")
-        whole = asking + Tokens.of(said[:-1], "answer", asking.following)
+        whole = asking + Tokens.of(answer[:-1], "answer", asking.following)
         patterns: list[Tensor] = []
-        with smol.lanes.hooked.attending(lambda layer, pattern, kept=patterns: kept.append(pattern[0])):
+        with smol.lanes.hooked.observing_patterns(lambda layer, pattern, kept=patterns: kept.append(pattern[0])):
             smol.extend(None, whole, lane="hooked")
-        for step, token in enumerate(said):
+        for step, token in enumerate(answer):
             if token in asking.ids[source]:
                 copied += 1
                 for layer, pattern in enumerate(patterns):
                     for head, slot in enumerate(pattern[:, len(asking) - 1 + step].argmax(-1).tolist()):
                         hits[layer, head] += source.start <= slot < source.stop and whole.ids[slot] == token
     assert copied >= 3
-    assert torch.allclose(torch.tensor(found), hits / copied)
-    assert (found >= THRESHOLDS["retrieval"]).mean() < 0.25
+    assert torch.allclose(torch.tensor(scores), hits / copied)
+    assert (scores >= THRESHOLDS["retrieval"]).mean() < 0.25
 
 
 def test_without_a_tokenizer_or_a_copy_there_is_no_retrieval_score(tiny_llama: Model):
@@ -139,7 +141,7 @@ def test_without_a_tokenizer_or_a_copy_there_is_no_retrieval_score(tiny_llama: M
         assert not retrieval["has"].any()
 
 
-def test_sequences_that_cannot_be_made_are_refused(tiny_llama: Model):
+def test_impossible_sequences_are_refused(tiny_llama: Model):
     with pytest.raises(UserError, match="at least 2, 2, 1 and 0"):
         roles(tiny_llama, copies=1)
     with pytest.raises(UserError, match="ask for fewer"):

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,6 +85,37 @@ def test_segments_and_slots_together_or_neither_are_refused(operation: str):
         getattr(cache, operation)()
     with pytest.raises(UserError, match="not both"):
         getattr(cache, operation)("T1", slots=torch.ones(2, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("operation", ["mask", "evict", "select"])
+@pytest.mark.parametrize("indices", [[1, 2], (), range(3), torch.tensor([7, 0])], ids=str)
+def test_a_list_of_slots_means_these_slots_in_all_rows(operation: str, indices: Any):
+    cache = random_cache(0)
+    slots = torch.zeros(2, 8, dtype=torch.bool)
+    slots[:, list(indices)] = True
+    assert_bit_identical(getattr(cache, operation)(slots=indices), getattr(cache, operation)(slots=slots))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda cache: cache.fork(1.5), "forked into 1.5 rows; give a whole number"),
+        (lambda cache: cache.fork("2"), "forked into 2 rows; give a whole number"),
+        (lambda cache: cache.rows("x"), "'x' is not a list of rows"),
+        (lambda cache: cache.rows(0), "'0' is not a list of rows"),
+        (lambda cache: cache.rows([2]), "no row 2; the cache has rows 0 to 1"),
+        (lambda cache: cache.mask(slots=[8]), "no slot 8; the cache has slots 0 to 7"),
+        (lambda cache: cache.mask(slots=[0.5]), r"'\[0.5\]' is not a list of slots"),
+        (lambda cache: cache.mask(slots=[[True] * 8] * 2), "is not a list of slots"),
+        (lambda cache: cache.evict(slots="T1"), "'T1' is not a list of slots"),
+        (lambda cache: cache.mask("T1", layers=1), "'1' is not a list of layers"),
+        (lambda cache: cache.mask("T1", heads=["a"]), "is not a list of KV heads"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_in_a_sentence(call: Callable[[KVCache], KVCache], sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        call(random_cache(0))
 
 
 @pytest.mark.parametrize("operation", ["mask", "evict", "select"])
@@ -212,12 +246,12 @@ def test_writing_into_an_evicted_fork_leaves_the_original_bit_identical():
 
 def test_rows_come_in_the_order_asked_for():
     cache = random_cache(17, batch=3, padded=True, gaps=True)
-    turned = cache.rows([2, 0])
-    assert torch.equal(turned.keys[1], cache.keys[1][[2, 0]])
-    assert torch.equal(turned.values[0], cache.values[0][[2, 0]])
-    assert torch.equal(turned.ledger.live, cache.ledger.live[:, [2, 0]])
-    assert torch.equal(turned.ledger.positions, cache.ledger.positions[[2, 0]])
-    assert_bit_identical(turned, cache.rows(torch.tensor([2, 0])))
+    reversed_rows = cache.rows([2, 0])
+    assert torch.equal(reversed_rows.keys[1], cache.keys[1][[2, 0]])
+    assert torch.equal(reversed_rows.values[0], cache.values[0][[2, 0]])
+    assert torch.equal(reversed_rows.ledger.live, cache.ledger.live[:, [2, 0]])
+    assert torch.equal(reversed_rows.ledger.positions, cache.ledger.positions[[2, 0]])
+    assert_bit_identical(reversed_rows, cache.rows(torch.tensor([2, 0])))
 
 
 def test_moving_a_cache_moves_all_its_tensors():

@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, changes: dict[str, torch.Tensor | None] | None = None, **metadata: str | None) -> None:
-    """Alter tensors or metadata of a file; None takes one out. The digest is made to fit, so that other checks are reached."""
+    """Alter tensors or metadata of a file; None removes one. The digest is adapted, to reach the other checks."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         notes = file.metadata()

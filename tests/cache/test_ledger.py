@@ -33,6 +33,19 @@ def test_a_ledger_is_untouched_only_if_all_is_live_and_in_place():
     assert not hidden_in_one_head.untouched
 
 
+@given(ledgers(), st.permutations([*NAMES[:2], "generation", "generated"]))
+def test_a_row_is_unfinished_if_its_last_token_belongs_to_an_answer(ledger: Ledger, names: list[str]):
+    ledger = renamed(ledger, tuple(names))
+    for row, segments in enumerate(ledger.segments.tolist()):
+        read = [names[segment] for segment in segments if segment != PADDING]
+        assert ledger.unfinished[row].item() == (bool(read) and read[-1] in ("generation", "generated"))
+
+
+def test_an_empty_ledger_is_not_unfinished():
+    none = torch.zeros(2, 0, dtype=torch.long)
+    assert not renamed(random_ledger(0), ("generated", *NAMES[1:])).take(none, none.bool()).unfinished.any()
+
+
 def test_a_ledger_is_uniform_only_without_a_layer_or_head_axis():
     assert random_ledger(0).uniform
     assert not random_ledger(0, layers=3).uniform

@@ -15,7 +15,7 @@ from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, ARCHITECTURES, _model, gemma3, gpt_neox, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_cache, random_tokens, relative_difference
 
@@ -79,7 +79,7 @@ def by_complex_numbers(key: list[float], rotary: Rotary, distance: int) -> list[
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(seed=seeds, pairs=st.integers(1, 4), rest=st.integers(0, 3), ends=st.lists(places, min_size=2, max_size=5))
 @settings(max_examples=30)
-def test_turning_multiplies_pairs_as_complex_numbers_and_leaves_the_rest(
+def test_rotation_multiplies_pairs_as_complex_numbers_and_leaves_the_rest(
     layout: Layout, seed: int, pairs: int, rest: int, ends: list[int]
 ):
     rotary = rotary_of(pairs, layout)
@@ -96,7 +96,7 @@ def test_turning_multiplies_pairs_as_complex_numbers_and_leaves_the_rest(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(seed=seeds, first=places, second=places, third=places)
 @settings(max_examples=30)
-def test_turns_compose_and_can_be_undone(layout: Layout, seed: int, first: int, second: int, third: int):
+def test_rotations_compose_and_can_be_undone(layout: Layout, seed: int, first: int, second: int, third: int):
     rotary = Rotary(10000.0 ** -(torch.arange(4) / 4), layout)
     keys = noise(seed, 1, 2, 1, 10)
     there = Rotation.between(rotary, at(first), at(second)).of(keys)
@@ -114,7 +114,7 @@ def test_the_layouts_differ():
 
 @given(seed=seeds, start=st.integers(0, 5000), end=st.integers(0, 5000))
 @settings(max_examples=8)
-def test_a_turned_key_is_the_key_computed_at_the_new_position(rotary_model: Model, seed: int, start: int, end: int):
+def test_a_rotated_key_is_the_key_computed_at_the_new_position(rotary_model: Model, seed: int, start: int, end: int):
     word = seed % 64
     there, here = (prefill(rotary_model.lanes, [Tokens.of([word], start=place)]) for place in (start, end))
     for rotary, one, other in zip(rotary_model.lanes.rotaries, there.keys, here.keys, strict=True):
@@ -122,7 +122,7 @@ def test_a_turned_key_is_the_key_computed_at_the_new_position(rotary_model: Mode
         assert relative_difference(turned, other) < 1e-6
 
 
-def test_the_rotaries_found_are_those_of_the_formula():
+def test_rotary_frequencies_follow_the_formula():
     for build, pairs in ((llama, 4), (gpt_neox, 1)):
         for rotary in build().lanes.rotaries:
             assert rotary is not None
@@ -146,7 +146,7 @@ def test_each_kind_of_layer_has_the_rotary_of_its_kind():
         torch.testing.assert_close(rotary.frequencies, frequencies)
 
 
-def test_neighbouring_numbers_turn_together_where_the_model_has_it_so():
+def test_interleaved_layouts_rotate_neighbouring_numbers():
     assert {rotary and rotary.layout for rotary in ROTARY["cohere"]().lanes.rotaries} == {"interleaved"}
 
 
@@ -160,7 +160,7 @@ def test_layers_without_positions_have_no_rotary_and_their_keys_stay():
 
 
 @pytest.mark.parametrize("kind", ["learned", "dynamic", "longrope"])
-def test_keys_that_cannot_be_turned_are_refused_in_a_sentence(kind: str, tiny_models: dict[str, Model]):
+def test_keys_that_cannot_be_rotated_are_refused_in_a_sentence(kind: str, tiny_models: dict[str, Model]):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
     model = {
         "learned": lambda: tiny_models["gpt2"],
@@ -169,14 +169,14 @@ def test_keys_that_cannot_be_turned_are_refused_in_a_sentence(kind: str, tiny_mo
     }[kind]()
     reason = "learned positions" if kind == "learned" else "changes its rotary frequencies with the length"
     cache = prefill(model.lanes, [random_tokens(0, {"T1": 2, "T2": 3})]).evict("T1").reindex()
-    with pytest.raises(UserError, match=rf"^[^\n]*{reason}[^\n]*; use law='gapped', or recompute the slots\.$"):
+    with pytest.raises(UserError, match=rf"^[^\n]*{reason}[^\n]*; use mode='gapped', or recompute the slots\.$"):
         extend(model.lanes, cache, [random_tokens(1, {"question": 1}, start=3)])
 
 
-def test_keys_that_turn_otherwise_than_the_models_frequencies_say_are_refused():
+def test_keys_rotated_by_other_frequencies_than_the_models_are_refused():
     model = llama(seed=1)
     model.lanes.plain.model.rotary_emb.register_forward_hook(lambda module, args, output: (output[1], output[0]))
-    with pytest.raises(UserError, match="keys of layer 0 of LlamaForCausalLM do not turn with position"):
+    with pytest.raises(UserError, match="keys of layer 0 of LlamaForCausalLM are not rotated by any"):
         _ = model.lanes.rotaries
 
 
@@ -225,14 +225,14 @@ def test_reindexing_counts_the_live_slots_and_leaves_tensors_and_the_rest_alone(
         assert torch.equal(getattr(closed.ledger, name), getattr(cache.ledger, name)), name
 
 
-def test_reindexing_by_the_gapped_law_changes_nothing():
+def test_reindexing_by_the_gapped_mode_changes_nothing():
     cache = random_cache(0, gaps=True, some_masked=True)
     assert_bit_identical(cache.reindex("gapped"), cache)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_unknown_position_law_is_refused_with_the_near_match():
-    with pytest.raises(UserError, match=r"no position law called 'contigous'; did you mean 'contiguous'"):
+def test_an_unknown_position_mode_is_refused_with_the_near_match():
+    with pytest.raises(UserError, match=r"no position mode called 'contigous'; did you mean 'contiguous'"):
         random_cache(0).reindex("contigous")
 
 
@@ -240,7 +240,7 @@ def shortened(model: Model) -> KVCache:
     return prefill(model.lanes, [random_tokens(0, {"sink": 2, "T1": 9, "T2": 6})]).evict("T1")
 
 
-def test_the_naive_law_feeds_keys_as_they_were_to_queries_counted_by_length(tiny: Model):
+def test_the_naive_mode_feeds_keys_as_they_were_to_queries_counted_by_length(tiny: Model):
     cache = shortened(tiny)
     question = random_tokens(1, {"question": 3}, start=cache.slots)
     past = DynamicCache()
@@ -256,10 +256,10 @@ def test_the_naive_law_feeds_keys_as_they_were_to_queries_counted_by_length(tiny
     assert relative_difference(naive, expected) < 1e-5
 
 
-def test_the_naive_law_differs_from_the_contiguous_one(tiny_llama: Model):
+def test_the_naive_mode_differs_from_the_contiguous_one(tiny_llama: Model):
     cache = shortened(tiny_llama)
     question = [random_tokens(1, {"question": 3}, start=cache.slots)]
-    found = [extend(tiny_llama.lanes, cache.reindex(law), question, logits=3)[1] for law in ("naive", "contiguous")]
+    found = [extend(tiny_llama.lanes, cache.reindex(mode), question, logits=3)[1] for mode in ("naive", "contiguous")]
     assert relative_difference(*found) > 1e-3
 
 
@@ -283,13 +283,13 @@ def test_the_warning_names_the_row_whose_positions_are_taken(tiny_llama: Model):
         extend(tiny_llama.lanes, cache, [random_tokens(row, {"T2": 1}, start=3) for row in range(2)])
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous", "naive"])
-def test_positions_that_follow_the_cache_draw_no_warning_under_any_law(tiny_llama: Model, law: str):
-    cache = shortened(tiny_llama).reindex(law)
+@pytest.mark.parametrize("mode", ["gapped", "contiguous", "naive"])
+def test_positions_that_follow_the_cache_draw_no_warning_under_any_mode(tiny_llama: Model, mode: str):
+    cache = shortened(tiny_llama).reindex(mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         following = int(cache.ledger.following)
-        assert following == (17 if law == "gapped" else 8)
+        assert following == (17 if mode == "gapped" else 8)
         extend(tiny_llama.lanes, cache, [random_tokens(1, {"question": 2}, start=following)])
 
 

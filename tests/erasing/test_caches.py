@@ -33,45 +33,45 @@ def width_of(cache: KVCache) -> int:
     return cache.n_kv_heads * cache.values[0].shape[3]
 
 
-def test_only_the_chosen_slots_of_layers_and_parts_with_an_eraser_are_touched(tiny: Model):
+def test_erasing_changes_only_chosen_slots_of_layers_and_parts_with_an_eraser(tiny: Model):
     cache = cache_of(tiny, 0)
     eraser = eraser_of(width_of(cache))
-    found = erase(cache, {(1, "V"): eraser}, "T2")
-    assert found.ledger is cache.ledger
+    erased = erase(cache, {(1, "V"): eraser}, "T2")
+    assert erased.ledger is cache.ledger
     for layer in range(cache.n_layers):
-        assert torch.equal(found.keys[layer], cache.keys[layer])
-        same = (found.values[layer] == cache.values[layer]).all(3).all(1)[0]
+        assert torch.equal(erased.keys[layer], cache.keys[layer])
+        same = (erased.values[layer] == cache.values[layer]).all(3).all(1)[0]
         assert same.tolist() == [True] * 6 + [layer != 1] * 5
     vectors = cache.values[1][0].transpose(0, 1).flatten(1)
     expected = eraser.erased(vectors)[6:]
-    torch.testing.assert_close(found.values[1][0].transpose(0, 1).flatten(1)[6:], expected)
+    torch.testing.assert_close(erased.values[1][0].transpose(0, 1).flatten(1)[6:], expected)
 
 
 def test_an_eraser_of_each_head_reads_only_its_own(tiny_llama: Model):
     cache = cache_of(tiny_llama, 0)
     heads, width = cache.n_kv_heads, cache.keys[0].shape[3]
     eraser = eraser_of(width, heads)
-    found = erase(cache, {(0, "K"): eraser}, "T1")
+    erased = erase(cache, {(0, "K"): eraser}, "T1")
     for head in range(heads):
         expected = eraser.at(head).erased(cache.keys[0][0, head, :6])
-        torch.testing.assert_close(found.keys[0][0, head, :6], expected)
+        torch.testing.assert_close(erased.keys[0][0, head, :6], expected)
 
 
-def test_an_exchange_of_everything_is_a_patch_and_of_nothing_the_base(tiny_llama: Model):
+def test_interchange_of_all_directions_is_a_patch_and_of_strength_zero_the_base(tiny_llama: Model):
     base, donor = cache_of(tiny_llama, 0), cache_of(tiny_llama, 20)
     width = width_of(base)
     whole = {(2, "K"): Subspace.spanned(torch.randn(width, width, generator=torch.Generator().manual_seed(3)))}
     slots = torch.zeros(1, base.slots, dtype=torch.bool)
     slots[0, [2, 9]] = True
-    found = interchange(base, donor, whole, slots=slots)
+    exchanged = interchange(base, donor, whole, slots=slots)
     patched = base.patch(donor, slots=slots, layers=[2], part="K")
-    torch.testing.assert_close(found.keys[2], patched.keys[2])
+    torch.testing.assert_close(exchanged.keys[2], patched.keys[2])
     assert torch.equal(interchange(base, donor, whole, slots=slots, strength=0.0).keys[2], base.keys[2])
     half = interchange(base, donor, whole, slots=slots, strength=0.5).keys[2]
     torch.testing.assert_close(half, (base.keys[2] + patched.keys[2]) / 2)
 
 
-def test_an_exchange_with_the_average_is_an_erasure_about_it(tiny_llama: Model):
+def test_interchange_with_the_average_is_an_erasure(tiny_llama: Model):
     base = cache_of(tiny_llama, 0)
     eraser = eraser_of(width_of(base))
     mean = eraser.mean.view(base.n_kv_heads, 1, -1).expand(-1, base.slots, -1)[None]
@@ -87,13 +87,13 @@ def test_rows_of_a_batch_are_erased_each_in_its_own_slots(tiny_llama: Model):
     both, erasers = KVCache.join([one, other]), {(1, "V"): eraser_of(width_of(one))}
     slots = torch.zeros(2, both.slots, dtype=torch.bool)
     slots[0, 1] = slots[1, 4] = True
-    found = erase(both, erasers, slots=slots)
+    erased = erase(both, erasers, slots=slots)
     for row, cache in enumerate((one, other)):
         expected = erase(cache, erasers, slots=slots[row : row + 1])
-        torch.testing.assert_close(found.values[1][row], expected.values[1][0])
+        torch.testing.assert_close(erased.values[1][row], expected.values[1][0])
 
 
-def test_a_cell_may_be_swapped_inside_an_eraser_and_the_rest_is_what_lies_outside(tiny_llama: Model):
+def test_patching_along_an_eraser_swaps_inside_it_and_the_rest_outside(tiny_llama: Model):
     base, donor = cache_of(tiny_llama, 0), cache_of(tiny_llama, 20)
     along = {(1, "V"): eraser_of(width_of(base))}
     suffix = Tokens.of(ids(9, 4), "question", int(base.ledger.following[0]))
@@ -108,7 +108,7 @@ def test_a_cell_may_be_swapped_inside_an_eraser_and_the_rest_is_what_lies_outsid
     assert values["rest"] != pytest.approx(values["full"], abs=1e-5)
 
 
-def test_erasers_that_fit_no_site_are_refused_in_one_sentence(tiny_llama: Model):
+def test_erasers_for_missing_layers_parts_or_widths_are_refused(tiny_llama: Model):
     cache = cache_of(tiny_llama, 0)
     eraser = eraser_of(width_of(cache))
     with pytest.raises(UserError, match="no 'V' at layer 9"):

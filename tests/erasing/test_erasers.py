@@ -30,31 +30,34 @@ def moments(features: torch.Tensor, labels: torch.Tensor) -> Moments:
     return Moments.of(features.double(), one_hot_answers(labels, CLASSES, torch.float64))
 
 
-def test_after_leace_every_class_has_the_mean_of_all_and_that_mean_stays():
+def test_after_leace_all_classes_have_the_overall_mean():
     features, labels, _ = data(targets=1)
     erased = leace(features[0], labels[0], CLASSES).erased(features[0])
     mean = features[0].mean(0)
     for label in range(CLASSES):
-        own = labels[0] == label
-        assert (features[0, own].mean(0) - mean).abs().max() > 1
-        torch.testing.assert_close(erased[own].mean(0), mean, atol=2e-3, rtol=0)
+        members = labels[0] == label
+        assert (features[0, members].mean(0) - mean).abs().max() > 1
+        torch.testing.assert_close(erased[members].mean(0), mean, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("shrinkage", [0.0, 0.1, 1.0])
-def test_after_leace_nothing_covaries_with_the_labels_whatever_the_shrinkage(shrinkage: float):
+def test_after_leace_nothing_covaries_with_the_labels_at_any_shrinkage(shrinkage: float):
     features, labels, _ = data()
     eraser = leace_of(moments(features, labels), shrinkage)
-    before, after = (covariance_with_labels(each, labels).abs().max() for each in (features, eraser.erased(features)))
+    before, after = (
+        covariance_with_labels(vectors, labels).abs().max() for vectors in (features, eraser.erased(features))
+    )
     assert before > 0.1
     assert after < 1e-4 * before
     assert eraser.rank.tolist() == [2 * (CLASSES - 1)]
 
 
-def test_a_probe_trained_anew_reads_no_more_than_chance_where_it_read_nearly_all():
+def test_after_leace_a_newly_trained_probe_is_at_chance():
     features, labels, folds = data()
     erased = leace(features, labels, CLASSES).erased(features)
     right = [
-        ridge_probes(each, labels, folds, CLASSES).predicted.eq(labels).double().mean() for each in (features, erased)
+        ridge_probes(vectors, labels, folds, CLASSES).predicted.eq(labels).double().mean()
+        for vectors in (features, erased)
     ]
     commonest = labels.mode(1).values[:, None].eq(labels).double().mean()
     assert right[0] > 0.8
@@ -64,20 +67,22 @@ def test_a_probe_trained_anew_reads_no_more_than_chance_where_it_read_nearly_all
 def test_leace_changes_least_of_all_maps_that_erase_as_much():
     """Any other such map projects along the same directions but reads them in another metric."""
     features, labels, _ = data()
-    own = moments(features, labels)
-    least = leace_of(own)
+    statistics = moments(features, labels)
+    least = leace_of(statistics)
     change = (least.erased(features) - features).square().sum(-1).mean()
     assert change / features.var(1, correction=0).sum() == pytest.approx(float(least.share), rel=1e-3)
     for seed in range(5):
-        half = torch.randn(own.gram.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        half = own.gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None] * half
-        other = leace_of(replace(own, gram=own.gram + half @ half.mT))
+        half = torch.randn(statistics.gram.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        half = statistics.gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None] * half
+        other = leace_of(replace(statistics, gram=statistics.gram + half @ half.mT))
         assert covariance_with_labels(other.erased(features), labels).abs().max() < 1e-4
-        moved = (other.read @ other.write).mT @ (own.gram / own.count).float() @ (other.read @ other.write)
+        moved = (
+            (other.read @ other.write).mT @ (statistics.gram / statistics.count).float() @ (other.read @ other.write)
+        )
         assert float(moved.diagonal(dim1=1, dim2=2).sum()) > 1.01 * float(change)
 
 
-def test_leace_is_that_of_the_concept_erasure_package():
+def test_leace_equals_the_concept_erasure_package():
     features, labels, _ = data()
     answers = one_hot_answers(labels, CLASSES, torch.float64)
     fitter = concept_erasure.LeaceFitter.fit(
@@ -89,7 +94,7 @@ def test_leace_is_that_of_the_concept_erasure_package():
     )
 
 
-def test_sites_of_a_batch_are_erased_each_by_itself():
+def test_sites_of_a_batch_are_erased_independently():
     features, labels, _ = data(probes=3)
     together = leace(features, labels, CLASSES)
     for site in range(3):
@@ -99,7 +104,7 @@ def test_sites_of_a_batch_are_erased_each_by_itself():
         )
 
 
-def test_strength_goes_from_nothing_to_all_and_beyond_and_all_of_it_twice_is_once():
+def test_erasure_is_linear_in_strength_and_idempotent():
     features, labels, _ = data()
     eraser = leace(features, labels, CLASSES)
     torch.testing.assert_close(eraser.erased(features, 0.0), features)
@@ -108,7 +113,7 @@ def test_strength_goes_from_nothing_to_all_and_beyond_and_all_of_it_twice_is_onc
     torch.testing.assert_close(eraser.erased(features, 2.0), 2 * whole - features, atol=1e-2, rtol=0)
 
 
-def test_a_site_at_which_the_labels_tell_nothing_is_left_alone():
+def test_a_site_without_information_on_the_labels_is_unchanged():
     features, labels, _ = data(targets=1, probes=2)
     features[1] = 5.0
     eraser = leace(features, labels, CLASSES)
@@ -116,7 +121,7 @@ def test_a_site_at_which_the_labels_tell_nothing_is_left_alone():
     torch.testing.assert_close(eraser.erased(features)[1], features[1])
 
 
-def test_a_random_eraser_takes_as_much_whitened_variance_in_as_many_directions_and_leaves_the_concept():
+def test_a_random_eraser_has_the_rank_and_whitened_variance_of_its_model_and_leaves_the_concept():
     features, labels, folds = data(probes=2)
     features[1] = features[1, :, :1] + torch.randn(features[1].shape, generator=torch.Generator().manual_seed(1))
     # Two dimensions of the first site do not vary, and take no direction.
@@ -137,7 +142,7 @@ def test_a_random_eraser_takes_as_much_whitened_variance_in_as_many_directions_a
     assert torch.equal(again.read, drawn.read)
 
 
-def test_inlp_stops_at_chance_and_takes_a_direction_for_each_class_it_tells():
+def test_inlp_stops_at_chance():
     features, labels, folds = planted(900, CLASSES, 2.0, probes=2, spare=40)
     features[1] = torch.randn(features[1].shape, generator=torch.Generator().manual_seed(2))
     eraser = inlp(features, labels, CLASSES, folds == 0, rounds=6)
@@ -151,7 +156,7 @@ def test_inlp_stops_at_chance_and_takes_a_direction_for_each_class_it_tells():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_erased_is_refused_in_one_sentence():
+def test_impossible_erasures_are_refused():
     features, labels, folds = data()
     with pytest.raises(UserError, match="900 samples with 10 labels"):
         leace(features, labels[:, :10], CLASSES)
@@ -167,7 +172,7 @@ def test_what_cannot_be_erased_is_refused_in_one_sentence():
         inlp(features, torch.zeros_like(labels), CLASSES, folds == 0)
 
 
-def test_an_eraser_of_one_site_is_that_of_the_batch():
+def test_the_eraser_of_one_site_is_that_of_the_batch():
     features, labels, _ = data(probes=2)
     eraser = leace(features, labels, CLASSES)
     assert isinstance(eraser.at(1), Eraser)

@@ -14,17 +14,17 @@ from kvprobe.experiments.publishing import publish
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.inference.model import Model
-from kvprobe.probes.fitted_probe import fitted_probe
-from kvprobe.probes.kept_probe import kept_probe
-from kvprobe.probes.probe_card import CARD, CARD_SPLITS, WEIGHTS, Measure, Training, Where
-from kvprobe.probes.published_probe import Probe
-from kvprobe.probing.claims import probe_features
+from kvprobe.probes.candidate import candidate_probe
+from kvprobe.probes.card import CARD, CARD_SPLITS, WEIGHTS, Measure, ProbeInput, Training
+from kvprobe.probes.fitted import fitted_probe
+from kvprobe.probes.probe import Probe
 from kvprobe.probing.features import Features
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.tasks.designs import Target
 from tests.probes.made_probes import TARGET, made_probe
 from tests.probing.planted import planted
 
-VALUES = Where("v", 1, None, "mean")
+VALUES = ProbeInput("v", 1, None, "mean")
 
 
 @pytest.fixture
@@ -133,8 +133,8 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     floor = Features.of_read_outs({"v": torch.randn(tensor.shape, generator=generator)}, rows, labels, contexts, TARGET)
     probing = probe_features(features, {"restart": floor}, permutations=19, rng=np.random.default_rng(0))
     training = Training("leakage", "a digit", "T3", "retained")
-    probe = kept_probe(tiny_llama, features, probing, training, restart=floor)
-    assert probe.site == Where("v", 2, None, "mean")
+    probe = candidate_probe(tiny_llama, features, probing, training, restart=floor)
+    assert probe.site == ProbeInput("v", 2, None, "mean")
     assert probe.name == "llamaforcausallm-digit-t3"
     assert probe.card.reads_unseen
     assert (probe.card.training.searched, probe.card.training.agreed) == (6, 1.0)
@@ -149,18 +149,18 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     assert probe.card.training.gain is not None
     assert probe.card.training.power is not None
     assert 0.5 < probe.card.training.power <= 1
-    assert kept_probe(tiny_llama, features, probing, training).card.training.power is None
+    assert candidate_probe(tiny_llama, features, probing, training).card.training.power is None
 
     still = torch.zeros_like(tensor)
     still[:, 0, 1] = torch.randn(240, 16, generator=generator)
     only = Features.of_read_outs({"v": still}, np.arange(240), labels, contexts, TARGET)
-    assert kept_probe(tiny_llama, only, probing, training).site == Where("v", 0, None, "last")
+    assert candidate_probe(tiny_llama, only, probing, training).site == ProbeInput("v", 0, None, "last")
     with pytest.raises(UserError, match="no probe to keep"):
-        kept_probe(tiny_llama, only, probing, training, restart=only, less_restart=True)
+        candidate_probe(tiny_llama, only, probing, training, restart=only, less_restart=True)
 
     alone = Features.of_read_outs(
         {"v": tensor}, rows=np.arange(240), labels=labels, contexts=contexts * 0, target=TARGET
     )
     single = probe_features(alone, {}, permutations=0, rng=np.random.default_rng(0))
     with pytest.raises(UserError, match="share one context"):
-        kept_probe(tiny_llama, alone, single, training)
+        candidate_probe(tiny_llama, alone, single, training)

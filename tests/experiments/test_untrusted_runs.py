@@ -19,7 +19,7 @@ from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, from_mapping
 from kvprobe.inference.model import Model
-from kvprobe.probes.probe_card import Where
+from kvprobe.probes.card import ProbeInput
 from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
 from kvprobe.report.page import write_report
 from kvprobe.report.views import heads_view
@@ -43,7 +43,7 @@ def whole(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small finished run with everything that a run can hold."""
     run = Run.open("leakage", Settings(), tiny_llama.fingerprint, "cpu, float32", tmp_path_factory.mktemp("runs"), "r")
     (run.path / "figures" / "line.png").write_bytes(b"\x89PNG")
-    made_probe(tiny_llama, Where("v", 1, None, "mean"), name="one").save(run.path / "probes" / "one")
+    made_probe(tiny_llama, ProbeInput("v", 1, None, "mean"), name="one").save(run.path / "probes" / "one")
     run.save_table("samples", pd.DataFrame({"sample": [0, 1]}))
     section = Section(
         "A section",
@@ -158,8 +158,8 @@ def test_a_figure_outside_the_run_is_never_read(whole: Path, tmp_path: Path, fil
     report = json.loads((folder / "report.json").read_text())
     report["sections"][0]["figures"][0]["file"] = file
     (folder / "report.json").write_text(json.dumps(report))
-    with pytest.raises(UserError, match="no file of"):
-        write_report(Run.load(folder))
+    with pytest.raises(UserError, match="not a file in"):
+        write_report(folder, Run.load(folder).report)
 
 
 SETTINGS: list[Any] = [

@@ -1,4 +1,4 @@
-"""Hosts of random numbers, one fault of each kind, and what was struck."""
+"""Contexts of random numbers, one fault of each kind, and what was struck."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from kvprobe.faults import (
     Distractor,
     Draws,
     Fault,
+    FaultContext,
     ForeignBlock,
     Fp8Saturation,
     Fp8Scale,
     Gaussian,
-    Host,
     NotANumber,
     OverlappingKV,
     Permuted,
@@ -38,7 +38,7 @@ from tests.random_caches import random_cache
 FIRST = Draws()
 LAYERS, HEADS, WIDTH, SLOTS = 3, 2, 8, 22
 GROUP, TOKENS = 2, 3
-"""Query heads to a KV head, and tokens whose queries a host knows."""
+"""Query heads to a KV head, and tokens whose queries a context knows."""
 
 NO_MODEL: list[Fault] = [
     Zeros(),
@@ -71,8 +71,8 @@ def square_cache(seed: int, slots: int = SLOTS, dtype: torch.dtype = torch.float
     return replace(cache, values=tuple(each[..., :-1].contiguous() for each in cache.values))
 
 
-def host_of(cache: KVCache, donor_slots: int | None = None) -> Host:
-    """A host with everything that any fault may need, in random numbers."""
+def context_of(cache: KVCache, donor_slots: int | None = None) -> FaultContext:
+    """A context with everything that any fault may need, in random numbers."""
     layers, heads, width, _ = cache.shape
     settings = {"dtype": cache.keys[0].dtype, "n_layers": layers, "kv_heads": heads, "d_head": width}
     donors = {
@@ -82,14 +82,14 @@ def host_of(cache: KVCache, donor_slots: int | None = None) -> Host:
     rotary = Rotary(10000.0 ** -(torch.arange(width // 2) / (width // 2)))
     rng = torch.Generator().manual_seed(7)
     asked = tuple(torch.randn(heads, TOKENS * GROUP, width, generator=rng) for _ in range(layers))
-    return Host(cache, donors, (rotary,) * layers, Queries(asked, (width**-0.5,) * layers, GROUP))
+    return FaultContext(cache, donors, (rotary,) * layers, Queries(asked, (width**-0.5,) * layers, GROUP))
 
 
 def after(
     faults: Fault | Sequence[Fault],
     cache: KVCache,
     draws: Draws | Sequence[Draws] = FIRST,
-    host: Host | None = None,
+    context: FaultContext | None = None,
     step: int = 0,
 ) -> tuple[KVCache, Damage]:
     """The cache of one row with a fault struck into a copy of it; or of several faults, each with a row of its own."""
@@ -100,8 +100,8 @@ def after(
         (keys.clone().contiguous(), values.clone().contiguous())
         for keys, values in zip(forked.keys, forked.values, strict=True)
     ]
-    host = host or host_of(cache)
-    damage = strike(faults, draws, range(len(faults)), pairs, forked.ledger, host, step)
+    context = context or context_of(cache)
+    damage = strike(faults, draws, range(len(faults)), pairs, forked.ledger, context, step)
     return KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), forked.ledger), damage
 
 

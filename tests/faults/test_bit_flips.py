@@ -142,7 +142,7 @@ def test_what_becomes_infinite_is_named():
     fault = BitFlips(bit=30, scope=Scope(layers=[1], heads=[1], slots=[5], parts="k", unit="slot"))
     found, damage = after(fault, cache)
     assert bool(found.keys[1][0, 1, 5, 2].isnan())
-    assert str(damage.broken[0]) == "K of layer 1, KV head 1, slot 5"
+    assert str(damage.nonfinite[0]) == "K of layer 1, KV head 1, slot 5"
 
 
 @pytest.mark.parametrize(

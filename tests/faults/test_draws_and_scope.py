@@ -32,7 +32,7 @@ from tests.faults import (
     SLOTS,
     WIDTH,
     after,
-    host_of,
+    context_of,
     same_bits,
     square_cache,
     struck_by,
@@ -57,7 +57,7 @@ def test_rate_0_changes_no_bit(fault: Fault):
         found, damage = after(with_rate(fault, 0.0), cache, Draws(seed))
         assert_bit_identical(found, cache)
         assert int(damage.count[0]) == 0
-        assert not damage.broken
+        assert not damage.nonfinite
 
 
 @st.composite
@@ -117,9 +117,9 @@ def test_rate_1_empties_the_scope_and_nothing_else(scope: Scope, seed: int, padd
 
 @given(seed=SEEDS, rates=st.tuples(RATES, RATES), unit=st.sampled_from(UNITS), block=st.sampled_from([1, 4]))
 def test_a_higher_rate_strikes_what_a_lower_one_does(seed: int, rates: tuple[float, float], unit: Any, block: int):
-    cache, lots = square_cache(seed, padded=seed % 2 == 0), Draws(seed)
+    cache, draws = square_cache(seed, padded=seed % 2 == 0), Draws(seed)
     block = 1 if unit == "number" else block
-    less, more = (struck_by(Scope(rate=rate, unit=unit, block=block), cache, lots) for rate in sorted(rates))
+    less, more = (struck_by(Scope(rate=rate, unit=unit, block=block), cache, draws) for rate in sorted(rates))
     assert all(bool((few <= many).all()) for few, many in zip(less, more, strict=True))
 
 
@@ -152,8 +152,10 @@ def test_two_faults_of_one_repeat_strike_the_same_numbers(seed: int, rate: float
 def test_seed_sample_repeat_and_step_each_draw_anew(unit: Any):
     cache, scope = square_cache(0), Scope(rate=0.5, unit=unit)
     drawn = [
-        as_vectors(struck_by(scope, cache, lots, step)) if unit != "number" else struck_by(scope, cache, lots, step)[0]
-        for lots, step in [
+        as_vectors(struck_by(scope, cache, draws, step))
+        if unit != "number"
+        else struck_by(scope, cache, draws, step)[0]
+        for draws, step in [
             (Draws(), 0),
             (Draws(seed=1), 0),
             (Draws(sample=1), 0),
@@ -210,7 +212,7 @@ def test_units_are_drawn_where_they_say():
     assert not head.eq(head[:, :1]).all()
     keys, values = struck_by(Scope(rate=0.5, unit="number"), cache)
     assert not torch.equal(keys, values)
-    # Each number by its own lot: four standard deviations of a binomial.
+    # Each number is drawn on its own: four standard deviations of a binomial.
     every = HEADS * SLOTS * WIDTH
     assert (torch.stack([keys, values]).flatten(2).sum(-1) - every / 2).abs().max() < 4 * (every / 4) ** 0.5
 
@@ -256,7 +258,7 @@ def test_generated_slots_are_none_before_there_are_any():
 @given(seed=SEEDS, order=st.permutations(range(2 * len(EVERY))))
 def test_rows_struck_together_are_rows_struck_alone(seed: int, order: list[int]):
     cache = square_cache(seed)
-    host = host_of(cache)
+    context = context_of(cache)
     rng = torch.Generator().manual_seed(seed)
     conditions = []
     for number, fault in enumerate(EVERY + EVERY):
@@ -264,32 +266,32 @@ def test_rows_struck_together_are_rows_struck_alone(seed: int, order: list[int])
         scope = [{}, {"layers": [1, 2]}, {"parts": "k"}, {"heads": [1]}][number % 4]
         conditions.append((with_rate(fault, rate, **scope), Draws(5, sample, repeat)))
     mixed = [conditions[place] for place in order]
-    together, damage = after([fault for fault, _ in mixed], cache, [lots for _, lots in mixed], host, step=2)
-    for row, (fault, lots) in enumerate(mixed):
-        alone, own = after(fault, cache, lots, host_of(cache), step=2)
-        assert same_bits(together.rows([row]), alone), (fault, lots)
+    together, damage = after([fault for fault, _ in mixed], cache, [draws for _, draws in mixed], context, step=2)
+    for row, (fault, draws) in enumerate(mixed):
+        alone, own = after(fault, cache, draws, context_of(cache), step=2)
+        assert same_bits(together.rows([row]), alone), (fault, draws)
         assert int(damage.count[row]) == int(own.count[0])
-        assert damage.broken.get(row) == own.broken.get(0)
+        assert damage.nonfinite.get(row) == own.nonfinite.get(0)
 
 
 @pytest.mark.parametrize("how", ["layer", "head", "channel", "effect"])
 def test_rows_of_one_operator_struck_together_are_rows_struck_alone_at_real_widths(how: Any):
     cache = square_cache(1, slots=90, d_head=64)
-    host = host_of(cache)
+    context = context_of(cache)
     faults = [Gaussian(how, scope=Scope(rate=rate, unit=unit)) for rate in (0.02, 0.3, 1.0) for unit in UNITS]
-    together, _ = after(faults, cache, host=host)
+    together, _ = after(faults, cache, context=context)
     for row, fault in enumerate(faults):
-        assert same_bits(together.rows([row]), after(fault, cache, host=host)[0]), fault
+        assert same_bits(together.rows([row]), after(fault, cache, context=context)[0]), fault
 
 
 def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():
     short, long = square_cache(1, slots=9), square_cache(2, slots=SLOTS)
     both = KVCache.join([short, long])
-    lots = [Draws(sample=4), Draws(sample=5)]
+    draws = [Draws(sample=4), Draws(sample=5)]
     for fault in (Zeros(scope=Scope(rate=0.4)), Zeros(scope=Scope(rate=0.4, unit="head")), Gaussian("raw")):
-        found = both.corrupt(fault, draws=lots)
+        found = both.corrupt(fault, draws=draws)
         for row, cache in enumerate((short, long)):
-            alone = cache.corrupt(fault, draws=lots[row : row + 1])
+            alone = cache.corrupt(fault, draws=draws[row : row + 1])
             held = slice(0, cache.slots)
             for mine, own in zip(found.keys + found.values, alone.keys + alone.values, strict=True):
                 assert torch.equal(mine[row, :, held], own[0]), (fault, row)
@@ -316,14 +318,14 @@ def test_nobody_writes_into_lots_that_are_shared(monkeypatch: pytest.MonkeyPatch
 def test_corrupt_leaves_the_cache_and_those_that_share_its_storage(fault: Fault):
     cache = square_cache(3)
     kept, fork = copy_of(cache), cache.fork(2)
-    host = host_of(cache)
-    donors = {name: copy_of(donor) for name, donor in host.donors.items()}
-    fork.corrupt(fault, hosts=[host, host])
-    cache.corrupt(fault, hosts=[host])
+    context = context_of(cache)
+    donors = {name: copy_of(donor) for name, donor in context.donors.items()}
+    fork.corrupt(fault, contexts=[context, context])
+    cache.corrupt(fault, contexts=[context])
     assert_bit_identical(cache, kept)
     assert_bit_identical(fork.rows([1]), kept)
     for name, before in donors.items():
-        assert_bit_identical(host.donors[name], before)
+        assert_bit_identical(context.donors[name], before)
 
 
 def test_corrupt_strikes_each_row_with_its_own_lots_whatever_the_fault_says_of_when():
@@ -351,7 +353,7 @@ def test_bands_of_28_layers_are_those_of_seed_001():
         ({"rate": 1.5}, "rate=1.5; it must be 0 to 1"),
         ({"rate": -0.1}, "rate=-0.1; it must be 0 to 1"),
         ({"rate": float("nan")}, "rate=nan; it must be 0 to 1"),
-        ({"rate": 0.5, "count": 2}, "count=2 and rate=0.5; give either"),
+        ({"rate": 0.5, "count": 2}, "count=2 and rate=0.5; give one of the two"),
         ({"count": -1}, "count=-1"),
         ({"layers": []}, "Scope has no layers"),
         ({"heads": []}, "Scope has no heads"),

@@ -15,15 +15,15 @@ from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
-    Broken,
     Distractor,
     Draws,
     Fault,
+    FaultContext,
     ForeignBlock,
     Fp8Saturation,
     Fp8Scale,
     Gaussian,
-    Host,
+    NonFinite,
     NotANumber,
     OverlappingKV,
     Permuted,
@@ -50,7 +50,7 @@ from tests.faults import (
     TOKENS,
     WIDTH,
     after,
-    host_of,
+    context_of,
     same_bits,
     square_cache,
     with_rate,
@@ -88,10 +88,10 @@ def test_undo_puts_back_every_bit(fault: Fault, dtype: torch.dtype):
     cache.keys[0][0, 1, 5, 2] = -0.0
     pairs = [(keys.clone(), values.clone()) for keys, values in zip(cache.keys, cache.values, strict=True)]
     pairs = [(keys.contiguous(), values.contiguous()) for keys, values in pairs]
-    host = host_of(square_cache(0, dtype=dtype))
+    context = context_of(square_cache(0, dtype=dtype))
     faults = [with_rate(fault, rate) for rate in (1.0, 0.5, 0.2)]
-    lots = [Draws(repeat=repeat) for repeat in (0, 0, 1)]
-    damage = strike(faults, lots, [2, 0, 1], pairs, cache.ledger, host, remember=True)
+    draws = [Draws(repeat=repeat) for repeat in (0, 0, 1)]
+    damage = strike(faults, draws, [2, 0, 1], pairs, cache.ledger, context, remember=True)
     struck = KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), cache.ledger)
     assert not same_bits(struck, cache)
     damage.undo()
@@ -99,10 +99,10 @@ def test_undo_puts_back_every_bit(fault: Fault, dtype: torch.dtype):
 
 
 def test_damage_undone_in_turn_leaves_nothing_where_two_strikes_overlap():
-    cache, host = square_cache(0), host_of(square_cache(0))
+    cache, context = square_cache(0), context_of(square_cache(0))
     pairs = [(keys.clone(), values.clone()) for keys, values in zip(cache.keys, cache.values, strict=True)]
     damages = [
-        strike([fault], [Draws()], [0], pairs, cache.ledger, host, remember=True)
+        strike([fault], [Draws()], [0], pairs, cache.ledger, context, remember=True)
         for fault in (Gaussian("raw", scope=Scope(rate=0.6)), Zeros(scope=Scope(rate=0.4, unit="number")))
     ]
     for damage in reversed(damages):
@@ -122,7 +122,7 @@ def test_slots_that_are_not_struck_keep_their_bits_in_bfloat16(fault: Fault):
         assert untouched.any()
         assert not untouched.all()
         assert torch.equal(now[untouched], before[untouched])
-    assert bool(damage.broken) == isinstance(fault, NotANumber)
+    assert bool(damage.nonfinite) == isinstance(fault, NotANumber)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_slots_that_are_not_struck_keep_their_bits_in_bfloat16(fault: Fault):
 def test_a_bfloat16_cache_is_damaged_as_in_fp32_but_for_rounding(fault: Fault):
     coarse = square_cache(0, dtype=torch.bfloat16)
     fine = KVCache(tuple(k.float() for k in coarse.keys), tuple(v.float() for v in coarse.values), coarse.ledger)
-    host = host_of(coarse)
+    context = context_of(coarse)
     donors = {
         name: KVCache(tuple(k.float() for k in each.keys), tuple(v.float() for v in each.values), each.ledger)
-        for name, each in host.donors.items()
+        for name, each in context.donors.items()
     }
-    found, _ = after(fault, coarse, host=host)
-    expected, _ = after(fault, fine, host=replace(host, cache=fine, donors=donors))
+    found, _ = after(fault, coarse, context=context)
+    expected, _ = after(fault, fine, context=replace(context, cache=fine, donors=donors))
     for (_, _, now), (_, _, then) in zip(both(found), both(expected), strict=True):
         assert torch.allclose(now.float(), then, rtol=2**-7, atol=2**-7, equal_nan=True)
 
@@ -214,10 +214,10 @@ def test_noise_without_deviation_is_the_mean():
         assert torch.allclose(now, before.mean((1, 2))[:, None, None].expand_as(now), atol=1e-5)
 
 
-def effect_by_hand(host: Host, layer: int, part: str, share: float) -> float:
+def effect_by_hand(context: FaultContext, layer: int, part: str, share: float) -> float:
     """The same, slot by slot: attention computed anew with one slot's K or V replaced in all heads."""
-    assert host.queries is not None
-    keys, values = host.cache.keys[layer][0], host.cache.values[layer][0]
+    assert context.queries is not None
+    keys, values = context.cache.keys[layer][0], context.cache.values[layer][0]
     heads, slots, width = (keys if part == "k" else values).shape
     vectors = keys if part == "k" else values
     noise = Draws().normal((heads, slots, width), _TRIAL, layer, int(part == "v"))
@@ -229,8 +229,8 @@ def effect_by_hand(host: Host, layer: int, part: str, share: float) -> float:
             each = []
             for head in range(heads):
                 for query in range(GROUP):
-                    asked = host.queries.rows[layer][head, token * GROUP + query]
-                    weights = (keys[head] @ asked * host.queries.scale[layer]).softmax(0)
+                    asked = context.queries.rows[layer][head, token * GROUP + query]
+                    weights = (keys[head] @ asked * context.queries.scale[layer]).softmax(0)
                     each.append(weights @ values[head])
             outputs.append(torch.cat(each))
         return torch.stack(outputs)
@@ -248,10 +248,10 @@ def effect_by_hand(host: Host, layer: int, part: str, share: float) -> float:
 @pytest.mark.parametrize(("part", "share"), itertools.product(PARTS, [0.25, 1.0, 3.0]))
 def test_the_effect_of_noise_is_that_of_one_slot_replaced_at_a_time(part: Any, share: float):
     cache = random_cache(0, 1, 9, LAYERS, HEADS, WIDTH)
-    host = Host(cache, queries=host_of(square_cache(0)).queries)
+    context = FaultContext(cache, queries=context_of(square_cache(0)).queries)
     for layer in range(LAYERS):
-        assert float(effect(host, layer, part, share)) == pytest.approx(
-            effect_by_hand(host, layer, part, share), rel=1e-3
+        assert float(effect(context, layer, part, share)) == pytest.approx(
+            effect_by_hand(context, layer, part, share), rel=1e-3
         )
 
 
@@ -260,30 +260,30 @@ def test_shares_make_the_effect_that_of_the_geometric_mean_in_every_layer(part: 
     cache = square_cache(0)
     scales = (1.0, 3.0, 0.5)
     cache = replace(cache, keys=tuple(scale * each for scale, each in zip(scales, cache.keys, strict=True)))
-    host = host_of(cache)
-    whole = torch.stack([effect(host, layer, part, 1.0) for layer in range(LAYERS)])
+    context = context_of(cache)
+    whole = torch.stack([effect(context, layer, part, 1.0) for layer in range(LAYERS)])
     target = float(whole.log().mean().exp())
-    for layer, share in enumerate(shares(host, part)):
-        assert float(effect(host, layer, part, share)) == pytest.approx(target, rel=1e-3)
+    for layer, share in enumerate(shares(context, part)):
+        assert float(effect(context, layer, part, share)) == pytest.approx(target, rel=1e-3)
 
 
 def test_noise_matched_by_its_effect_is_layer_noise_mixed_in_by_its_share():
     cache = square_cache(0)
-    host = host_of(cache)
+    context = context_of(cache)
     scope = Scope(rate=0.5)
-    found, _ = after(Gaussian("effect", scale=0.5, scope=scope), cache, host=host)
-    noise, _ = after(Gaussian("layer", scope=scope), cache, host=host)
+    found, _ = after(Gaussian("effect", scale=0.5, scope=scope), cache, context=context)
+    noise, _ = after(Gaussian("layer", scope=scope), cache, context=context)
     for (part, layer, now), (_, _, replaced), (_, _, before) in zip(both(found), both(noise), both(cache), strict=True):
-        share = 0.5 * shares(host, part)[layer]  # pyright: ignore[reportArgumentType]
+        share = 0.5 * shares(context, part)[layer]  # pyright: ignore[reportArgumentType]
         assert torch.allclose(now, before + share * (replaced - before), atol=1e-5)
 
 
 def test_what_a_host_has_worked_out_is_its_own():
-    one, other = (host_of(outlying(20 + extra)) for extra in (0, 5))
+    one, other = (context_of(outlying(20 + extra)) for extra in (0, 5))
     scaled = replace(other, cache=replace(other.cache, keys=tuple(2 * each for each in other.cache.keys)))
     for how in ("layer", "head", "channel", "effect"):
-        first = [after(Gaussian(how), host.cache, host=host)[0] for host in (one, other, scaled)]
-        fresh = [after(Gaussian(how), host.cache, host=replace(host))[0] for host in (one, other, scaled)]
+        first = [after(Gaussian(how), context.cache, context=context)[0] for context in (one, other, scaled)]
+        fresh = [after(Gaussian(how), context.cache, context=replace(context))[0] for context in (one, other, scaled)]
         assert all(map(same_bits, first, fresh))
 
 
@@ -293,9 +293,9 @@ def test_what_a_host_has_worked_out_is_its_own():
 @pytest.mark.parametrize("donor_slots", [SLOTS, 7, 40])
 def test_a_distractor_gives_slot_for_slot_and_counts_round_where_it_is_shorter(donor_slots: int):
     cache = square_cache(0)
-    host = host_of(cache, donor_slots)
-    found, _ = after(Distractor(scope=Scope(slots=range(3, SLOTS))), cache, host=host)
-    donated = both(host.donor("distractor"))
+    context = context_of(cache, donor_slots)
+    found, _ = after(Distractor(scope=Scope(slots=range(3, SLOTS))), cache, context=context)
+    donated = both(context.donor("distractor"))
     for (_, _, now), (_, _, theirs), (_, _, before) in zip(both(found), donated, both(cache), strict=True):
         assert torch.equal(now[:, :3], before[:, :3])
         for slot in range(3, SLOTS):
@@ -305,7 +305,7 @@ def test_a_distractor_gives_slot_for_slot_and_counts_round_where_it_is_shorter(d
 def test_padding_of_a_donor_is_never_given():
     cache = square_cache(0)
     donor = KVCache.join([square_cache(5, 6), square_cache(6, 12)]).rows([0])
-    found, _ = after(Distractor(), cache, host=Host(cache, {"distractor": donor}))
+    found, _ = after(Distractor(), cache, context=FaultContext(cache, {"distractor": donor}))
     for (_, _, now), (_, _, theirs) in zip(both(found), both(donor), strict=True):
         assert all(torch.equal(now[:, slot], theirs[:, slot % 6]) for slot in range(SLOTS))
 
@@ -314,9 +314,9 @@ def test_padding_of_a_donor_is_never_given():
 def test_a_matched_distractor_has_this_caches_mean_and_deviation_in_every_channel(donor_slots: int):
     cache = square_cache(0)
     cache = replace(cache, keys=outlying(SLOTS).keys)
-    host = host_of(cache, donor_slots)
-    found, _ = after(Distractor(matched=True), cache, host=host)
-    donated = both(host.donor("distractor"))
+    context = context_of(cache, donor_slots)
+    found, _ = after(Distractor(matched=True), cache, context=context)
+    donated = both(context.donor("distractor"))
     for (_, _, now), (_, _, theirs), (_, _, before) in zip(both(found), donated, both(cache), strict=True):
         assert torch.allclose(now.mean(1), before.mean(1), atol=1e-4)
         assert torch.allclose(now.std(1, correction=0), before.std(1, correction=0), rtol=1e-4)
@@ -327,27 +327,27 @@ def test_a_matched_distractor_has_this_caches_mean_and_deviation_in_every_channe
 @pytest.mark.parametrize("level", [0.0, 1.33, -17.3, 100.1])
 def test_a_channel_that_never_varies_in_the_donor_becomes_the_caches_mean(level: float):
     cache = square_cache(0)
-    host = host_of(cache)
-    host.donor("distractor").keys[1][0, :, :, 3] = level
-    found, _ = after(Distractor(matched=True), cache, host=host)
+    context = context_of(cache)
+    context.donor("distractor").keys[1][0, :, :, 3] = level
+    found, _ = after(Distractor(matched=True), cache, context=context)
     before, now = cache.keys[1][0, :, :, 3], found.keys[1][0, :, :, 3]
     assert (now - before.mean(1, keepdim=True)).abs().max() < 0.1 * before.std(1).min()
 
 
 def test_a_donor_may_have_any_name():
     cache = outlying(20)
-    named = {name: Host(cache, {name: square_cache(8, 20)}) for name in ("distractor", "clean")}
-    found = [after(Distractor(name, matched=True), cache, host=host)[0] for name, host in named.items()]
+    named = {name: FaultContext(cache, {name: square_cache(8, 20)}) for name in ("distractor", "clean")}
+    found = [after(Distractor(name, matched=True), cache, context=context)[0] for name, context in named.items()]
     assert same_bits(*found)
 
 
 def test_a_foreign_block_is_the_donors_in_all_layers_heads_and_parts():
     cache, block = square_cache(0), 4
-    host = host_of(cache)
-    found, _ = after(ForeignBlock(block=block, scope=Scope(rate=0.5)), cache, host=host)
+    context = context_of(cache)
+    found, _ = after(ForeignBlock(block=block, scope=Scope(rate=0.5)), cache, context=context)
     foreign = []
     for (_, _, now), (_, _, theirs), (_, _, before) in zip(
-        both(found), both(host.donor("distractor")), both(cache), strict=True
+        both(found), both(context.donor("distractor")), both(cache), strict=True
     ):
         taken = now.eq(theirs).all(-1)
         assert torch.equal(now[~taken], before[~taken])
@@ -360,10 +360,10 @@ def test_a_foreign_block_is_the_donors_in_all_layers_heads_and_parts():
 
 def test_a_stale_block_keeps_its_beginning_from_which_an_offset_is_drawn():
     cache, block = square_cache(0), 5
-    host, starts = host_of(cache), set()
+    context, starts = context_of(cache), set()
     for repeat in range(12):
-        found, _ = after(StaleBlock(block=block), cache, Draws(repeat=repeat), host)
-        theirs = both(host.donor("distractor"))
+        found, _ = after(StaleBlock(block=block), cache, Draws(repeat=repeat), context)
+        theirs = both(context.donor("distractor"))
         stale = torch.stack([now.eq(old).all(-1) for (_, _, now), (_, _, old) in zip(both(found), theirs, strict=True)])
         fresh = torch.stack(
             [now.eq(own).all(-1) for (_, _, now), (_, _, own) in zip(both(found), both(cache), strict=True)]
@@ -379,10 +379,10 @@ def test_a_stale_block_keeps_its_beginning_from_which_an_offset_is_drawn():
 
 def test_a_splice_reaches_only_the_layers_above():
     cache = square_cache(0)
-    host = host_of(cache)
-    found, damage = after(Splice(above=2), cache, host=host)
+    context = context_of(cache)
+    found, damage = after(Splice(above=2), cache, context=context)
     for (_, layer, now), (_, _, theirs), (_, _, own) in zip(
-        both(found), both(host.donor("scaffold")), both(cache), strict=True
+        both(found), both(context.donor("scaffold")), both(cache), strict=True
     ):
         assert torch.equal(now, theirs if layer >= 2 else own)
     assert damage.count.tolist() == [2 * HEADS * SLOTS]
@@ -402,7 +402,7 @@ def test_a_scaffold_keeps_delimiters_positions_and_length():
     assert [each for each, own in zip(neutral.ids, tokens.delimiters, strict=True) if not own] == expected
     assert all(a == b for a, b, own in zip(neutral.ids, tokens.ids, tokens.delimiters, strict=True) if own)
     assert replace(neutral, ids=tokens.ids) == tokens
-    with pytest.raises(UserError, match="There is no filler; give at least one token"):
+    with pytest.raises(UserError, match="The scaffold has no filler; give at least one token"):
         scaffold(tokens, [])
 
 
@@ -417,9 +417,9 @@ def order_of(now: Tensor, before: Tensor) -> list[int | None]:
 
 @given(seed=st.integers(0, 2**31), rate=st.floats(0, 1), unit=st.sampled_from(["slot", "layer", "head"]))
 def test_a_permutation_moves_every_struck_slot_among_the_struck(seed: int, rate: float, unit: Any):
-    cache, scope, lots = square_cache(seed), Scope(rate=rate, unit=unit), Draws(seed)
-    found, _ = after(Permuted(scope=scope), cache, lots)
-    zeroed, _ = after(Zeros(scope=scope), cache, lots)
+    cache, scope, draws = square_cache(seed), Scope(rate=rate, unit=unit), Draws(seed)
+    found, _ = after(Permuted(scope=scope), cache, draws)
+    zeroed, _ = after(Zeros(scope=scope), cache, draws)
     orders: dict[tuple[int, int], list[Any]] = {}
     for (_, layer, now), (_, _, hit), (_, _, before) in zip(both(found), both(zeroed), both(cache), strict=True):
         for head in range(HEADS):
@@ -448,10 +448,10 @@ def test_layers_and_heads_are_permuted_apart():
 def test_swapped_pointers_exchange_whole_struck_blocks_in_all_layers_heads_and_parts(
     seed: int, rate: float, slots: int
 ):
-    block, cache, lots = 4, square_cache(seed, slots), Draws(seed)
+    block, cache, draws = 4, square_cache(seed, slots), Draws(seed)
     scope = Scope(rate=rate)
-    found, _ = after(WrongPointers(block=block, scope=scope), cache, lots)
-    hit, _ = after(Zeros(scope=replace(scope, block=block)), cache, lots)
+    found, _ = after(WrongPointers(block=block, scope=scope), cache, draws)
+    hit, _ = after(Zeros(scope=replace(scope, block=block)), cache, draws)
     first = hit.keys[0][0, 0].eq(0).all(-1)
     whole = [number for number in range(slots // block) if first[number * block]]
     orders = [
@@ -495,8 +495,8 @@ def test_a_repeated_block_is_another_of_the_prompt_everywhere_and_the_last_parti
 
 def test_blocks_that_were_generated_point_into_the_prompt():
     block, longer = 4, square_cache(0, slots=24)
-    host = host_of(longer.select(slots=torch.arange(24)[None] < 10))
-    found, _ = after(WrongPointers("repeated", block=block), longer, host=host)
+    context = context_of(longer.select(slots=torch.arange(24)[None] < 10))
+    found, _ = after(WrongPointers("repeated", block=block), longer, context=context)
     order = order_of(found.keys[1][0, 1], longer.keys[1][0, 1])
     assert set(order) == set(range(8))
 
@@ -543,7 +543,7 @@ def test_overlapping_pages_read_the_same_for_k_and_v(last: Any):
 
 def test_pages_of_unequal_size_do_not_overlap():
     cache = random_cache(0, 1)
-    with pytest.raises(UserError, match="Keys have 4 numbers and values 5; pages of unequal size do not overlap"):
+    with pytest.raises(UserError, match="Keys have 4 numbers and values 5; OverlappingKV needs equal widths"):
         cache.corrupt(OverlappingKV(block=4))
 
 
@@ -555,9 +555,9 @@ def test_pages_of_unequal_size_do_not_overlap():
 def test_a_shift_turns_struck_keys_and_nothing_else(layout: Any, by: int):
     cache = square_cache(0, gaps=True)
     rotary = Rotary(torch.tensor([1.0, 0.1, 0.01]), layout)
-    host = Host(cache, rotaries=(rotary, None, rotary))
+    context = FaultContext(cache, rotaries=(rotary, None, rotary))
     slots = [2, 5, 21]
-    found, _ = after(PositionShift(by=by, scope=Scope(slots=slots)), cache, host=host)
+    found, _ = after(PositionShift(by=by, scope=Scope(slots=slots)), cache, context=context)
     for (part, layer, now), (_, _, before) in zip(both(found), both(cache), strict=True):
         expected = before.clone()
         if part == "k" and layer != 1:
@@ -576,7 +576,7 @@ def test_a_shifted_key_is_the_one_that_the_model_makes_at_that_position(tiny_mod
     model = tiny_models[name]
     here, there = (model.prefill(Tokens.of([11], "T1", position)) for position in (4, 17))
     fault = PositionShift(by=13)
-    found = here.corrupt(fault, hosts=[prepare(model.lanes, here, [fault])])
+    found = here.corrupt(fault, contexts=[prepare(model.lanes, here, [fault])])
     for now, expected in zip(found.keys, there.keys, strict=True):
         assert torch.allclose(now, expected, atol=1e-5)
     assert all(map(torch.equal, found.values, here.values))
@@ -611,7 +611,9 @@ def test_a_donors_keys_carry_its_positions_into_a_reindexed_cache(tiny_llama: Mo
     cache = tiny_llama.as_seen(reindexed(tiny_llama))
     donor = tiny_llama.prefill(random_tokens(5, {"distractor": cache.slots}))
     question = random_tokens(4, {"question": 3}, start=int(cache.ledger.following[0]))
-    found = tiny_llama.extend(cache.corrupt(Distractor(), hosts=[Host(cache, {"distractor": donor})]), question)[1]
+    found = tiny_llama.extend(
+        cache.corrupt(Distractor(), contexts=[FaultContext(cache, {"distractor": donor})]), question
+    )[1]
     expected = tiny_llama.extend(donor, question)[1]
     assert torch.allclose(found, expected, atol=1e-4)
 
@@ -679,8 +681,8 @@ def test_one_bit_leaves_two_numbers_to_a_group():
 def test_what_is_no_number_is_found_where_it_stands(value: float, part: Any):
     scope = Scope(layers=[1], heads=[1], slots=[7, 9], parts=part)
     found, damage = after(NotANumber(value, scope=scope), square_cache(0), step=3)
-    assert damage.broken == {0: Broken(part, 1, 1, 7, 3)}
-    assert str(damage.broken[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
+    assert damage.nonfinite == {0: NonFinite(part, 1, 1, 7, 3)}
+    assert str(damage.nonfinite[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
     bad = (found.keys if part == "k" else found.values)[1][0, 1]
     assert not bad[[7, 9]].isfinite().any()
     assert sum(int((~each.isfinite()).sum()) for _, _, each in both(found)) == 2 * WIDTH
@@ -688,8 +690,8 @@ def test_what_is_no_number_is_found_where_it_stands(value: float, part: Any):
 
 def test_a_single_nan_number_is_found():
     _, damage = after(NotANumber(scope=Scope(count=1, unit="number", layers=[2], parts="v")), square_cache(0))
-    assert damage.broken[0].layer == 2
-    assert damage.broken[0].part == "v"
+    assert damage.nonfinite[0].layer == 2
+    assert damage.nonfinite[0].part == "v"
     assert damage.count.tolist() == [1]
 
 
@@ -698,7 +700,7 @@ def test_numbers_whose_sum_overflows_are_not_broken():
     for each in cache.keys + cache.values:
         each.fill_(6e4)
     found, damage = after(Permuted(), cache)
-    assert not damage.broken
+    assert not damage.nonfinite
     assert same_bits(found, cache)
 
 
@@ -714,7 +716,7 @@ def refusal(act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Zeros(at=-1), "Zeros has at=-1; it must be 'every', or a step from 0 on."),
+        (lambda: Zeros(at=-1), "Zeros has at=-1; it must be 'every', or a step, 0 or more."),
         (lambda: Zeros(at="always"), "at='always'; it must be 'every'"),
         (lambda: Gaussian("leyer"), "did you mean 'layer'"),
         (lambda: Gaussian(scale=-1.0), "scale=-1.0; it must be 0 or more"),
@@ -738,14 +740,16 @@ def test_a_fault_that_cannot_be_is_refused(unchecked: None, make: Callable[[], F
 
 def test_what_a_fault_lacks_is_said_in_one_sentence():
     cache = square_cache(0)
-    bare = Host(cache, {"other": square_cache(1)})
-    short = Host(cache, {"scaffold": square_cache(1, SLOTS - 1)})
-    assert "no donor called 'distractor'; known are 'other'" in refusal(lambda: after(Distractor(), cache, host=bare))
-    assert "no donor called 'scaffold'" in refusal(lambda: after(Splice(above=0), cache, host=bare))
+    bare = FaultContext(cache, {"other": square_cache(1)})
+    short = FaultContext(cache, {"scaffold": square_cache(1, SLOTS - 1)})
+    assert "no donor called 'distractor'; known are 'other'" in refusal(
+        lambda: after(Distractor(), cache, context=bare)
+    )
+    assert "no donor called 'scaffold'" in refusal(lambda: after(Splice(above=0), cache, context=bare))
     assert "no donor called 'distractor'" in refusal(lambda: cache.corrupt(StaleBlock(block=4)))
-    assert "no rotary frequencies" in refusal(lambda: after(PositionShift(by=1), cache, host=bare))
-    assert "needs the host's queries" in refusal(lambda: after(Gaussian("effect"), cache, host=bare))
-    assert "has 21 slots and the cache 22" in refusal(lambda: after(Splice(above=0), cache, host=short))
+    assert "no rotary frequencies" in refusal(lambda: after(PositionShift(by=1), cache, context=bare))
+    assert "needs the fault context's queries" in refusal(lambda: after(Gaussian("effect"), cache, context=bare))
+    assert "has 21 slots and the cache 22" in refusal(lambda: after(Splice(above=0), cache, context=short))
     assert "cannot be quantised in groups of 3; give a divisor" in refusal(
         lambda: after(QuantisationNoise(4, 3), cache)
     )
@@ -754,23 +758,27 @@ def test_what_a_fault_lacks_is_said_in_one_sentence():
 def test_a_way_out_that_a_refusal_names_exists():
     cache = square_cache(0)
     for fault in (PositionShift(by=1), Gaussian("effect")):
-        sentence = refusal(lambda fault=fault: after(fault, cache, host=Host(cache)))
+        sentence = refusal(lambda fault=fault: after(fault, cache, context=FaultContext(cache)))
         for name in re.findall(r"Model\.(\w+)", sentence):
             assert hasattr(Model, name), sentence
 
 
 def test_hosts_and_donors_of_several_rows_or_another_shape_are_refused():
     cache = square_cache(0)
-    assert "one row; this cache has 2. Take one with KVCache.rows" in refusal(lambda: Host(cache.fork(2)))
-    assert "Donor 'd' has 2 rows" in refusal(lambda: Host(cache, {"d": cache.fork(2)}))
-    assert "expected 1 row of (3, 2, 8, 8)" in refusal(lambda: Host(cache, {"d": square_cache(0, n_layers=2)}))
+    assert "one row; this cache has 2. Take one with KVCache.rows" in refusal(lambda: FaultContext(cache.fork(2)))
+    assert "Donor 'd' has 2 rows" in refusal(lambda: FaultContext(cache, {"d": cache.fork(2)}))
+    assert "expected 1 row of (3, 2, 8, 8)" in refusal(lambda: FaultContext(cache, {"d": square_cache(0, n_layers=2)}))
 
 
 def test_as_many_hosts_and_draws_as_rows():
     cache = square_cache(0).fork(2)
-    hosts = [Host(cache.rows([0]))] * 2
-    assert "2 rows, but there are 1 hosts and 2 draws" in refusal(lambda: cache.corrupt(Zeros(), hosts=hosts[:1]))
-    assert "2 rows, but there are 2 hosts and 3 draws" in refusal(lambda: cache.corrupt(Zeros(), draws=[Draws()] * 3))
+    contexts = [FaultContext(cache.rows([0]))] * 2
+    assert "2 rows, but there are 1 fault contexts and 2 draws" in refusal(
+        lambda: cache.corrupt(Zeros(), contexts=contexts[:1])
+    )
+    assert "2 rows, but there are 2 fault contexts and 3 draws" in refusal(
+        lambda: cache.corrupt(Zeros(), draws=[Draws()] * 3)
+    )
 
 
 def test_a_fault_shows_what_is_unusual_about_it():
@@ -782,9 +790,9 @@ def test_a_fault_shows_what_is_unusual_about_it():
 def test_turn_is_the_librarys_own():
     """A shift of the whole cache is `Turn` of the whole cache."""
     cache = square_cache(0)
-    host = host_of(cache)
-    assert host.rotaries is not None
-    assert host.rotaries[0] is not None
-    found, _ = after(PositionShift(by=6), cache, host=host)
-    turn = Rotation.between(host.rotaries[0], cache.ledger.positions, cache.ledger.positions + 6)
+    context = context_of(cache)
+    assert context.rotaries is not None
+    assert context.rotaries[0] is not None
+    found, _ = after(PositionShift(by=6), cache, context=context)
+    turn = Rotation.between(context.rotaries[0], cache.ledger.positions, cache.ledger.positions + 6)
     assert all(torch.equal(now, turn.of(before)) for now, before in zip(found.keys, cache.keys, strict=True))

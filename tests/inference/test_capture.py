@@ -69,27 +69,27 @@ def test_captured_keys_and_values_are_those_of_the_hook_points(tiny_models: dict
     found = capture(lanes, ROWS[:1], ["k", "v"], lane="plain")
     hooked: dict[tuple[Family, int], torch.Tensor] = {}
 
-    def hear(family: Family, layer: int, tensor: torch.Tensor) -> None:
+    def observe(family: Family, layer: int, tensor: torch.Tensor) -> None:
         per_head = tensor if tensor.dim() == 4 and tensor.shape[1] != len(ROWS[0]) else None
         if per_head is None:
             per_head = tensor.reshape(*tensor.shape[:2], lanes.geometry.n_kv_heads, -1).transpose(1, 2)
         hooked[family, layer] = per_head
 
     shown: list[Family] = ["v"] if architecture in FUSED_QKV else ["k", "v"]
-    with lanes.hooked.listening(shown, range(3), hear):
+    with lanes.hooked.observing(shown, range(3), observe):
         extend(lanes, None, ROWS[:1], "hooked")
     for site, tensor in hooked.items():
         assert_close(tensor, found[site])
 
 
-def test_keys_before_rotation_turn_into_the_stored_ones_at_position_zero(tiny_llama: Model):
+def test_keys_before_rotation_equal_the_stored_ones_at_position_zero(tiny_llama: Model):
     found = capture(tiny_llama.lanes, ROWS, ["k_pre", "k"])
     for layer in range(3):
         assert torch.equal(found["k_pre", layer][:, :, 0], found["k", layer][:, :, 0])
         assert relative_difference(found["k_pre", layer][:, :, 3], found["k", layer][:, :, 3]) > 1e-3
 
 
-def test_keys_of_gpt2_are_stored_as_they_are_made(tiny_models: dict[str, Model]):
+def test_keys_of_gpt2_are_stored_without_rotation(tiny_models: dict[str, Model]):
     found = capture(tiny_models["gpt2"].lanes, ROWS, ["k_pre", "k"])
     for layer in range(3):
         assert_close(found["k_pre", layer], found["k", layer])
@@ -130,7 +130,7 @@ def everything(model: Model) -> Captured:
     return capture(model.lanes, ROWS, ["k", "v", "resid_post"])
 
 
-def test_a_segment_is_the_slots_that_it_names_in_each_row(tiny: Model):
+def test_a_segment_selects_its_slots_in_each_row(tiny: Model):
     every = everything(tiny)
     found = capture(tiny.lanes, ROWS, ["k", "v", "resid_post"], segments=["T2"])
     assert found.present.tolist() == [[True] * 4 + [False], [True] * 5]
@@ -243,7 +243,7 @@ def test_segments_and_slots_together_are_refused(tiny_llama: Model):
         capture(tiny_llama.lanes, ROWS, ["k"], segments=["T1"], slots=[0])
 
 
-def test_what_was_not_asked_for_is_not_given(tiny_llama: Model):
+def test_what_was_not_asked_for_is_not_captured(tiny_llama: Model):
     with pytest.raises(KeyError, match="'v' at layer 0 was not captured"):
         capture(tiny_llama.lanes, ROWS, ["k"])["v", 0]
 
@@ -251,7 +251,7 @@ def test_what_was_not_asked_for_is_not_given(tiny_llama: Model):
 def test_a_hook_that_never_fires_is_an_error(tiny: Model):
     with (
         pytest.raises(UserError, match=r"never fired.*blocks\.1\.hook_resid_post"),
-        tiny.lanes.hooked.listening(["resid_post"], [1], lambda *_: None),
+        tiny.lanes.hooked.observing(["resid_post"], [1], lambda *_: None),
     ):
         pass
 
@@ -259,7 +259,7 @@ def test_a_hook_that_never_fires_is_an_error(tiny: Model):
 def test_a_hook_that_does_not_exist_is_an_error(tiny_models: dict[str, Model]):
     with (
         pytest.raises(UserError, match=r"no hook blocks\.0\.hook_resid_mid"),
-        tiny_models["gpt_neox"].lanes.hooked.listening(["resid_mid"], [0], lambda *_: None),
+        tiny_models["gpt_neox"].lanes.hooked.observing(["resid_mid"], [0], lambda *_: None),
     ):
         pass
 

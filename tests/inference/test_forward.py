@@ -123,7 +123,7 @@ def test_reading_after_a_masked_cache_equals_one_pass_under_a_mask_made_by_hand(
 @pytest.mark.parametrize("lane", LANES)
 @given(seed=seeds, spans=spans, gap=st.integers(1, 9))
 @few
-def test_positions_given_to_fresh_tokens_are_obeyed(
+def test_new_tokens_are_read_at_the_positions_given(
     tiny: Model, lane: Lane, seed: int, spans: dict[str, int], gap: int
 ):
     before = random_tokens(seed, spans)
@@ -246,7 +246,7 @@ def test_a_mask_in_one_layer_leaves_the_keys_of_that_layer_and_those_below(tiny:
 
 @given(seed=seeds, far=st.integers(1, 6), new=lengths)
 @few
-def test_slots_out_of_every_window_are_felt_through_full_layers_alone(tiny_gemma: Model, seed: int, far: int, new: int):
+def test_slots_out_of_every_window_matter_only_through_full_layers(tiny_gemma: Model, seed: int, far: int, new: int):
     past = random_tokens(seed, {"far": far, "near": 2 * WINDOW})
     cache = prefill(tiny_gemma.lanes, [past])
     question = random_tokens(seed + 1, {"T2": new}, start=len(past))
@@ -260,7 +260,7 @@ def test_slots_out_of_every_window_are_felt_through_full_layers_alone(tiny_gemma
 
 @given(seed=seeds, far=st.integers(1, 6), new=lengths)
 @few
-def test_without_full_layers_slots_out_of_every_window_are_not_felt(seed: int, far: int, new: int):
+def test_without_full_layers_slots_out_of_every_window_do_not_matter(seed: int, far: int, new: int):
     model = gemma3(layer_types=["sliding_attention"] * 3)
     past = random_tokens(seed, {"far": far, "edge": 1, "near": WINDOW - 1})
     cache = prefill(model.lanes, [past])
@@ -272,7 +272,7 @@ def test_without_full_layers_slots_out_of_every_window_are_not_felt(seed: int, f
     assert relative_difference(logits_after(model, cache.evict("near"), question), expected) > 1e-4
 
 
-def test_a_window_reaches_no_further_after_slots_inside_it_went(tiny_gemma: Model):
+def test_a_window_reaches_no_further_after_slots_inside_it_were_evicted(tiny_gemma: Model):
     past = random_tokens(0, {"far": 4, "near": WINDOW - 1})
     question = random_tokens(1, {"T2": 1}, start=len(past))
     cache = prefill(tiny_gemma.lanes, [past]).evict("near")
@@ -302,7 +302,7 @@ def test_the_last_logits_of_unequal_rows_are_those_of_each_row(tiny: Model):
 @pytest.mark.parametrize("count", [0, 3])
 def test_more_logits_than_the_shortest_row_has_tokens_are_refused(tiny_llama: Model, count: int):
     rows = [random_tokens(0, {"T1": 2}), random_tokens(1, {"T1": 5})]
-    with pytest.raises(UserError, match=f"{count} logits were asked for, but the shortest row has 2 tokens"):
+    with pytest.raises(UserError, match=f"logits is {count}; the shortest row allows a whole number from 1 to 2"):
         extend(tiny_llama.lanes, None, rows, logits=count)
 
 
@@ -361,7 +361,7 @@ def test_provenance_is_kept_through_reading(tiny_llama: Model):
     assert cache.ledger.positions[0].tolist() == [0, 1, 2, 7, 8]
 
 
-def test_what_is_read_after_evicting_the_newest_segment_stands_where_it_would_after_masking_it(tiny: Model):
+def test_tokens_after_an_eviction_of_the_newest_segment_have_the_positions_of_those_after_a_mask(tiny: Model):
     tokens = Tokens.of(list(range(10)), "old") + Tokens.of(list(range(20, 26)), "new", start=10)
     cache, _ = extend(tiny.lanes, None, [tokens])
     masked, evicted = cache.mask("new"), cache.evict("new")

@@ -86,7 +86,7 @@ def test_the_cache_after_generation_is_a_prefill_of_all_but_the_last_token(tiny:
     assert found.cache.ledger.names == ("prompt", "generated")
 
 
-def test_same_generators_give_the_same_tokens_and_others_give_others(tiny_llama: Model):
+def test_the_same_generators_give_the_same_tokens_and_others_do_not(tiny_llama: Model):
     def sampled(seed: int) -> Generation:
         return generate(
             tiny_llama.lanes, PROMPTS, max_new_tokens=12, temperature=1.5, generators=row_generators(seed, 3)
@@ -102,7 +102,7 @@ def test_the_generator_of_a_row_depends_on_the_seed_and_its_number_alone():
     assert len({g.initial_seed() for g in many + row_generators(6, 6)}) == 12
 
 
-def test_equal_prompts_with_generators_of_their_own_go_their_own_ways(tiny_llama: Model):
+def test_equal_prompts_with_different_generators_differ(tiny_llama: Model):
     found = generate(
         tiny_llama.lanes, [PROMPTS[0]] * 4, max_new_tokens=12, temperature=1.5, generators=row_generators(0, 4)
     )
@@ -122,7 +122,7 @@ def allowed_by_hand(scores: torch.Tensor, temperature: float, top_p: float) -> l
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.3), (0.5, 0.5), (2.0, 0.1), (1.0, 0.01)])
-def test_sampling_draws_all_the_allowed_tokens_and_no_other(tiny_llama: Model, temperature: float, top_p: float):
+def test_sampling_draws_exactly_the_allowed_tokens(tiny_llama: Model, temperature: float, top_p: float):
     rows = 300
     prompt = PROMPTS[0]
     found = generate(
@@ -159,7 +159,7 @@ def stop_of_one_row(model: Model) -> tuple[int, int]:
     raise AssertionError("every row generates the same tokens; choose other prompts")
 
 
-def test_a_stop_token_ends_its_row_and_the_others_go_on_unaffected(tiny: Model):
+def test_a_stop_token_ends_its_row_and_does_not_change_the_others(tiny: Model):
     row, stop = stop_of_one_row(tiny)
     free = generate(tiny.lanes, PROMPTS, max_new_tokens=10)
     found = generate(tiny.lanes, PROMPTS, max_new_tokens=10, stop=[stop])
@@ -172,7 +172,7 @@ def test_a_stop_token_ends_its_row_and_the_others_go_on_unaffected(tiny: Model):
         assert found.logprobs[other] == pytest.approx(free.logprobs[other])
 
 
-def test_a_row_that_ended_holds_nothing_after_its_end(tiny: Model):
+def test_an_ended_row_holds_only_padding_after_its_end(tiny: Model):
     row, stop = stop_of_one_row(tiny)
     found = generate(tiny.lanes, PROMPTS, max_new_tokens=10, stop=[stop])
     held = found.cache.ledger.segments[row] != PADDING
@@ -203,7 +203,7 @@ def test_the_models_own_end_token_stops_by_default(smol: Model):
 
 @pytest.mark.parametrize("operation", ["mask", "evict"])
 @pytest.mark.parametrize("step", [0, 2])
-def test_editing_the_cache_at_a_step_equals_a_run_of_its_own_from_there(tiny: Model, operation: str, step: int):
+def test_editing_the_cache_at_a_step_equals_a_new_run_from_the_edited_cache(tiny: Model, operation: str, step: int):
     prompt = random_tokens(1, {"system": 3, "T1": 4, "T2": 2})
 
     def edit(at: int, cache: KVCache) -> KVCache | None:
@@ -241,7 +241,7 @@ def test_generating_after_masking_equals_generating_after_eviction(tiny: Model, 
     assert masked.logprobs[0] == pytest.approx(evicted.logprobs[0], abs=1e-4)
 
 
-def test_a_past_of_one_row_is_shared_by_all_prompts_and_left_as_it_was(tiny: Model):
+def test_a_past_of_one_row_is_shared_by_all_prompts_and_unchanged(tiny: Model):
     past = prefill(tiny.lanes, [random_tokens(0, {"system": 4})])
     before = copy_of(past)
     prompts = [prompt.shifted(4) for prompt in PROMPTS]
@@ -304,7 +304,7 @@ def test_asking_a_conversation_equals_the_conversation_with_the_question(tiny_ll
     assert found.tokens == expected.tokens
 
 
-def test_a_batch_of_conversations_is_answered_like_each_alone(tiny_llama: Model):
+def test_answering_a_batch_equals_answering_each_alone(tiny_llama: Model):
     together = tiny_llama.generate([chat(), asked()], max_new_tokens=6)
     for row, conversation in enumerate([chat(), asked()]):
         assert together.tokens[row] == tiny_llama.generate(conversation, max_new_tokens=6).tokens[0]
@@ -319,7 +319,7 @@ def test_asking_after_masking_equals_asking_after_eviction(tiny: Model, gone: st
 
 
 @pytest.mark.parametrize("gone", ["T1", "summary"])
-def test_a_question_after_a_gapped_restart_stands_where_it_stands_after_a_mask(tiny_llama: Model, gone: str):
+def test_a_question_after_a_gapped_restart_has_the_positions_of_one_after_a_mask(tiny_llama: Model, gone: str):
     masked = tiny_llama.generate(tiny_llama.prefill(chat()).mask(gone), ask=QUESTION, max_new_tokens=1)
     fresh = tiny_llama.generate(tiny_llama.prefill(chat().without(gone)), ask=QUESTION, max_new_tokens=1)
     assert fresh.cache.ledger.positions[0, -1] == masked.cache.ledger.positions[0, -1]
@@ -345,7 +345,7 @@ def test_a_cache_without_a_question_is_refused(tiny_llama: Model):
         tiny_llama.generate(tiny_llama.prefill(chat()))
 
 
-def test_a_text_is_continued_as_it_is(tiny_llama: Model):
+def test_a_text_is_continued_unchanged(tiny_llama: Model):
     found = tiny_llama.generate("the user asks", max_new_tokens=4)
     ids = tiny_llama.tokenizer("the user asks")["input_ids"]
     assert found.tokens == generate(tiny_llama.lanes, [Tokens.of(ids)], max_new_tokens=4).tokens

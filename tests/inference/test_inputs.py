@@ -27,7 +27,10 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE, Message, Part, Tokens, Transcript
+from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.models import VOCABULARY, gpt2, llama, tiny_tokenizer
 
 CHAT: list[dict[str, Any]] = [
@@ -44,7 +47,7 @@ def model() -> Model:
     return llama(tokenizer=tiny_tokenizer())
 
 
-def test_messages_are_read_as_the_conversation_that_they_are(model: Model):
+def test_a_list_of_messages_is_read_as_a_conversation(model: Model):
     chat = Transcript.from_messages(CHAT)
     assert model.tokens(CHAT) == model.tokens(tuple(CHAT)) == model.tokens(chat)
     assert model.prefill(CHAT).ledger.names == ("m0", "m1", "m2")
@@ -70,7 +73,7 @@ def test_a_list_of_conversations_is_a_batch(model: Model):
     "role", ["user<|im_end|>", "<|im_start|>assistant", "user\nassistant", "user: hi\nAssistant", "a b", "", 5, None]
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_role_forges_no_message(model: Model, role: Any, template: str | None):
+def test_a_role_cannot_forge_a_message(model: Model, role: Any, template: str | None):
     tokenizer = tiny_tokenizer() if template is None else tiny_tokenizer(template)
     with pytest.raises(UserError, match=r"^[^\n]*(one word|control token)[^\n]*$"):
         Transcript.from_messages([{"role": role, "content": "a"}]).tokens(tokenizer)
@@ -78,7 +81,7 @@ def test_a_role_forges_no_message(model: Model, role: Any, template: str | None)
         Transcript((Message(role, (Part("a"),), "m0"),)).tokens(tokenizer)
 
 
-def test_a_control_token_of_one_word_is_no_role():
+def test_a_control_token_of_one_word_is_refused_as_a_role():
     tokenizer = tiny_tokenizer(additional_special_tokens=["the"])
     with pytest.raises(UserError, match="control token 'the'"):
         Transcript.from_messages([{"role": "the", "content": "a"}]).tokens(tokenizer)
@@ -113,7 +116,19 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
     "id beyond the embeddings": lambda model: model.prefill(Tokens.of([VOCABULARY])),
     "lane": lambda model: model.prefill(IDS, lane="foo"),
     "lane of a policy": lambda model: model.prefill(IDS, lane="foo", policy=H2O(3)),
+    "extend a number": lambda model: model.extend(5, IDS),
+    "extend a number by a text": lambda model: model.extend(5, "hello"),
+    "extend by a number": lambda model: model.extend(None, 5),
+    "extend a model": lambda model: model.extend(model, IDS),
     "lane to extend": lambda model: model.extend(None, IDS, lane="auto"),
+    "list of lanes": lambda model: model.prefill(IDS, lane=["plain"]),
+    "samples of a number": lambda model: model.prefill(IDS, policy=TOVA(3), samples=5),
+    "samples in words": lambda model: model.generate(IDS, policy=TOVA(3), samples=["a"]),
+    "watch on a cache": lambda model: model.watch(IDS, model.prefill(IDS)),
+    "apply a text": lambda model: model.apply("TOVA(3)", model.prefill(IDS)),
+    "apply to tokens": lambda model: model.apply(SlidingWindow(3), IDS),
+    "see tokens": lambda model: model.as_seen(IDS),
+    "attend after a number": lambda model: kv.attend(model, IDS, past=5),
     "lane to generate": lambda model: model.generate(IDS, lane="foo"),
     "lane to capture": lambda model: model.capture(IDS, ["k"], lane="foo"),
     "policy in words": lambda model: model.prefill(IDS, policy="TOVA(3)"),
@@ -131,9 +146,25 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
     "NaN top_p": lambda model: model.generate(IDS, top_p=NAN),
     "stop in words": lambda model: model.generate(IDS, stop="a"),
     "float stop": lambda model: model.generate(IDS, stop=[1.5]),
+    "stop of a number": lambda model: model.generate(IDS, stop=5),
+    "one generator": lambda model: model.generate(IDS, temperature=1.0, generators=torch.Generator()),
+    "step by a number": lambda model: model.generate(IDS, on_step=5),
+    "an edit of a number": lambda model: model.generate(IDS, on_step=lambda step, cache: 5),
+    "policy to generate by a number": lambda model: model.generate(IDS, policy=5),
     "ask nothing": lambda model: model.generate(CHAT, ask=""),
     "ask a number": lambda model: model.generate(CHAT, ask=5),
     "ask a control token": lambda model: model.generate(CHAT, ask="a<|im_end|>"),
+    "capture after a number": lambda model: model.capture(IDS, ["k"], past=5),
+    "families of a number": lambda model: model.capture(IDS, 5),
+    "layers of a number": lambda model: model.capture(IDS, ["k"], layers=1),
+    "segments of a number": lambda model: model.capture(IDS, ["k"], segments=5),
+    "slots of a number": lambda model: model.capture(IDS, ["k"], slots=5),
+    "sweep a number": lambda model: model.sweep(CHAT, 5),
+    "sweep of names": lambda model: model.sweep(CHAT, ["Zeros"]),
+    "sweep with a number of donors": lambda model: model.sweep(CHAT, [kv.faults.Zeros()], donors=5),
+    "sweep of float new": lambda model: model.sweep(CHAT, [kv.faults.Zeros()], max_new_tokens=1.5),
+    "sweep of float rows": lambda model: model.sweep(CHAT, [kv.faults.Zeros()], rows="2"),
+    "sweep with stop in words": lambda model: model.sweep(CHAT, [kv.faults.Zeros()], stop="a"),
     "layer beyond": lambda model: model.capture(IDS, ["k"], layers=[99]),
     "negative layer": lambda model: model.capture(IDS, ["k"], layers=[-1]),
     "float layer": lambda model: model.capture(IDS, ["k"], layers=[1.0]),
@@ -159,7 +190,7 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
     "float seed": lambda model: RandomEviction(4, 1.5),
     "float keep_last": lambda model: PruneToolResults(1.5),
     "bool layer of values": lambda model: model.apply(ZeroValues("m0", layers=[True]), model.prefill(CHAT)),
-    "no such law": lambda model: Transcript.from_messages(CHAT).without("m1", law="foo"),
+    "no such mode": lambda model: Transcript.from_messages(CHAT).without("m1", mode="foo"),
     "no rows of generators": lambda model: kv.row_generators(0, 0),
     "float seed of generators": lambda model: kv.row_generators(1.5, 2),
     "no message": lambda model: Transcript.from_messages([]),
@@ -172,20 +203,22 @@ REFUSED: dict[str, Callable[[Model], Any]] = {
     "a part's name": lambda model: model.prefill([{"role": "user", "content": [{"text": "a", "name": 5}]}]),
     "load a number": lambda model: kv.load(5),
     "load None": lambda model: kv.load(None),
+    "load a module": lambda model: kv.load(torch.nn.Linear(2, 2)),
+    "a tokenizer of a number": lambda model: kv.load(model.lanes.plain, tokenizer=5).prefill("hello"),
     "NaN setting": lambda model: require("share", NAN, 0, 1),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_meant_is_refused_in_a_sentence(model: Model, name: str):
+def test_wrong_inputs_are_refused_in_one_sentence(model: Model, name: str):
     with pytest.raises(UserError, match=r"\A[^\n]+[.?]\Z"):
         REFUSED[name](model)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, torch.long])
 @pytest.mark.usefixtures("unchecked")
-def test_whole_numbers_of_other_libraries_are_whole(model: Model, dtype: Any):
+def test_whole_numbers_of_other_libraries_are_accepted(model: Model, dtype: Any):
     ids = torch.tensor([1, 2, 3], dtype=dtype) if isinstance(dtype, torch.dtype) else np.array([1, 2, 3], dtype=dtype)
     assert Tokens.of(list(ids)) == Tokens.of([1, 2, 3])
     assert SlidingWindow(np.int64(3)).act(kv.Scene(model.prefill(IDS))).cache.slots == 3
@@ -201,7 +234,7 @@ def repeated(count: int, **changes: Any) -> Tokens:
 @pytest.mark.parametrize(
     ("lane", "policy", "tokens"), [("plain", None, 400_000), ("hooked", None, 20_000), ("auto", H2O(4), 20_000)]
 )
-def test_more_than_memory_holds_is_refused_before_it_is_taken(
+def test_a_read_larger_than_free_memory_is_refused_before_it_starts(
     model: Model, lane: Any, policy: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -214,7 +247,7 @@ def test_more_than_memory_holds_is_refused_before_it_is_taken(
         model.prefill(repeated(tokens), lane=lane, policy=policy)
 
 
-def test_the_mask_of_an_edited_cache_counts(model: Model, monkeypatch: pytest.MonkeyPatch):
+def test_the_mask_of_an_edited_cache_counts_as_memory(model: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     scattered = tuple(range(0, 40_000, 2))
     with pytest.raises(UserError, match="needs at least"):
@@ -237,7 +270,7 @@ def test_positions_that_a_model_has_no_embeddings_for_are_refused():
     ],
     ids=" ".join,
 )
-def test_a_flag_that_takes_a_whole_number_takes_no_other(arguments: list[str], tmp_path: Any):
+def test_a_flag_for_a_whole_number_refuses_other_numbers(arguments: list[str], tmp_path: Any):
     command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0

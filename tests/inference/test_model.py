@@ -1,6 +1,7 @@
 import hashlib
 import json
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,13 +85,18 @@ def leftovers(cache_folder: Path) -> list[str]:
     return [path.name for path in [*stray, *cache_folder.glob("partial-*")]]
 
 
-def test_a_model_in_hand_is_used_as_it_is(tiny_chat: Model):
+def test_a_loaded_model_is_used_unchanged(tiny_chat: Model):
     plain = tiny_chat.lanes.plain.train()
     model = load(plain, tokenizer=tiny_chat.tokenizer)
     assert model.lanes.plain is plain
     assert not plain.training
     assert model.name == "LlamaForCausalLM"
     assert model.tokenizer is tiny_chat.tokenizer
+
+
+def test_importing_a_model_does_not_import_memory_budgets():
+    check = "import sys, kvprobe.inference.model; assert 'kvprobe.memory.budget' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_a_saved_model_loads_bit_identical(folder: Path, tiny_chat: Model):
@@ -174,7 +180,7 @@ def test_weights_cut_off_at_the_end_of_their_header_are_refused(folder: Path):
         load(folder)
 
 
-def test_a_file_that_is_no_safetensors_is_refused(folder: Path):
+def test_a_file_that_is_not_safetensors_is_refused(folder: Path):
     (folder / "model.safetensors").write_text("<html>404 not found</html>" * 50)
     with pytest.raises(UserError, match="not a safetensors file"):
         load(folder)
@@ -221,7 +227,7 @@ def test_no_code_from_a_model_folder_is_run(folder: Path, tmp_path: Path, monkey
     assert not marker.exists()
 
 
-def test_an_unknown_name_is_refused_with_the_near_one():
+def test_an_unknown_name_is_refused_with_the_nearest_known_name():
     with pytest.raises(UserError, match="no model called 'smollm2-135'; did you mean 'smollm2-135m'"):
         load("smollm2-135")
     with pytest.raises(UserError, match=r"'xyz'; known are 'smollm2-135m', .* hub id \(owner/name\) will do"):
@@ -253,7 +259,7 @@ def test_the_memory_asked_for_is_that_of_the_dtype(folder: Path, tiny_chat: Mode
         load(folder, dtype="float32")
 
 
-def test_a_gguf_file_gives_the_weights_and_the_tokenizer_that_it_holds(gguf_file: Path, tiny_chat: Model):
+def test_a_gguf_file_loads_with_its_weights_and_tokenizer(gguf_file: Path, tiny_chat: Model):
     model = load(gguf_file)
     assert torch.equal(logits_of(model), logits_of(tiny_chat))
     assert model.tokens("the user asks for 12.") == tiny_chat.tokens("the user asks for 12.")
@@ -416,7 +422,7 @@ def test_smollm2_answers_a_cache_as_it_answers_the_conversation(smol: Model):
     assert found.text != smol.generate(cache.mask("T1", "summary"), ask=question, max_new_tokens=12).text
 
 
-def test_smollm2_has_the_geometry_that_it_is_known_for(smol: Model):
+def test_smollm2_has_its_published_geometry(smol: Model):
     shape = smol.geometry
     assert (shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.d_head, shape.d_model) == (30, 9, 3, 64, 576)
     assert smol.lanes.dtype == torch.float32

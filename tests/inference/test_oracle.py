@@ -1,4 +1,4 @@
-"""Any history of reads and edits leaves a model where one pass without a cache, under masks and turns made by hand, does."""
+"""Any history of reads and edits equals one pass without a cache, under masks and rotations made by hand."""
 
 import random
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Play:
         self.rows = [Row(shape.n_layers, shape.n_kv_heads) for _ in range(self.batch)]
         # TransformerLens computes something else than Cohere does, so nothing can be captured there but K and V.
         self.hooks = type(self.model.lanes.plain).__name__ != "CohereForCausalLM"
-        # Every token of a row has an id of its own, by which it is told from all others.
+        # Each token of a row has its own id.
         self.unread = [random.Random(row).sample(range(VOCABULARY), VOCABULARY) for row in range(self.batch)]
 
     def do(self, kind: str, seed: int) -> None:
@@ -155,17 +155,17 @@ class Play:
         return self.model.geometry.max_position is None
 
     def policy(self, kind: str, rng: random.Random) -> Policy:
-        law = rng.choice(["gapped", "contiguous"]) if self.turns else "gapped"
+        mode = rng.choice(["gapped", "contiguous"]) if self.turns else "gapped"
         count = rng.randint(2, 6)
         made: dict[str, Callable[[], Policy]] = {
-            "window": lambda: SlidingWindow(count, law=law),
-            "sinks": lambda: SinkWindow(rng.randint(0, 2), count, law=law),
+            "window": lambda: SlidingWindow(count, mode=mode),
+            "sinks": lambda: SinkWindow(rng.randint(0, 2), count, mode=mode),
             "random": lambda: RandomEviction(
-                count, rng.randint(0, 9), per_head=rng.random() < 0.5, law=law, every=None
+                count, rng.randint(0, 9), per_head=rng.random() < 0.5, mode=mode, every=None
             ),
-            "H2O": lambda: H2O(count, law=law),
-            "TOVA": lambda: TOVA(count, law=law),
-            "SnapKV": lambda: SnapKV(max(4, count), window=rng.randint(1, 4), kernel=rng.choice([1, 3]), law=law),
+            "H2O": lambda: H2O(count, mode=mode),
+            "TOVA": lambda: TOVA(count, mode=mode),
+            "SnapKV": lambda: SnapKV(max(4, count), window=rng.randint(1, 4), kernel=rng.choice([1, 3]), mode=mode),
         }
         return made[kind]()
 
@@ -183,7 +183,7 @@ class Play:
                     kept[:, :, held[-1]] = live[:, index, :, slot]
             assert not bool((kept & ~row.alive).any())
             row.alive, row.held = kept, held
-            if policy.law == "contiguous":
+            if policy.mode == "contiguous":
                 row.renumber(naively=False)
 
     def check(self) -> None:
@@ -249,7 +249,7 @@ def test_any_history_equals_one_pass_without_a_cache(tiny: Model, lane: Lane, hi
 @pytest.mark.filterwarnings("error:The new tokens start")
 @given(history=histories(), batch=st.integers(2, 3))
 @settings(max_examples=6)
-def test_any_history_of_rows_with_slots_of_their_own_equals_one_pass_for_each(
+def test_any_history_of_a_batch_with_different_slots_equals_one_pass_per_row(
     tiny: Model, lane: Lane, history: list[Op], batch: int
 ):
     play(tiny, lane, history, batch)
@@ -259,7 +259,7 @@ def test_any_history_of_rows_with_slots_of_their_own_equals_one_pass_for_each(
 @given(history=histories(scored=True), batch=st.integers(1, 2))
 @example(history=[("read", 0), ("H2O", 1), ("read", 2), ("TOVA", 3), ("read", 4), ("SnapKV", 5), ("read", 6)], batch=2)
 @settings(max_examples=8)
-def test_any_history_under_policies_that_score_equals_one_pass_without_a_cache(
+def test_any_history_under_attention_policies_equals_one_pass_without_a_cache(
     tiny: Model, history: list[Op], batch: int
 ):
     play(tiny, "hooked", history, batch, watched=True)
@@ -294,7 +294,7 @@ VARIANTS: dict[str, Callable[[], Model]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.filterwarnings("error:The new tokens start")
-def test_any_history_equals_one_pass_whatever_the_rotary_embedding(variant: str):
+def test_any_history_equals_one_pass_with_every_rotary_embedding(variant: str):
     model = VARIANTS[variant]()
 
     @given(history=histories(), batch=st.integers(1, 2))
@@ -317,7 +317,7 @@ def changed(model: Model, change: Callable[[Row], Any]) -> float:
     return relative_difference(whole_pass(model, row).logits, before)
 
 
-def test_the_oracle_feels_turns_masks_and_positions(tiny_gemma: Model):
+def test_the_oracle_depends_on_rotations_masks_and_positions(tiny_gemma: Model):
     def unturned(row: Row) -> None:
         last = row.readings[-1]
         assert any(last.turns)

@@ -1,4 +1,4 @@
-"""One batch against one row at a time: every claim of `sweep` is held against `extend`, `generate` and a loop written here."""
+"""One batch equals one row at a time: `sweep` is compared with `extend`, `generate` and a loop written here."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from kvprobe.faults import (
     WrongPointers,
     Zeros,
 )
-from kvprobe.faults.host import Host
+from kvprobe.faults.context import FaultContext
 from kvprobe.faults.strike import strike
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
@@ -103,19 +103,19 @@ def by_hand(
 ) -> tuple[list[int], list[Tensor]]:
     """One row without a sweep: what it says, and its logits before each token.
 
-    Before each token a copy of the cache is struck if the fault is due. A transient fault's copy is read and thrown away,
+    Before each token a copy of the cache is struck if the fault is due. A transient fault's copy is read and dropped,
     and only the new slot is kept; a persistent fault's copy is what is read on from.
     """
     held = past if len(prompt) == 1 else extend(model.lanes, past, [prompt[:-1]])[0]
     assert held is not None
-    host = prepare(model.lanes, held, [fault], donors(model))
-    held, token, said, seen = host.cache, prompt[-1:], [], []
+    context = prepare(model.lanes, held, [fault], donors(model))
+    held, token, said, seen = context.cache, prompt[-1:], [], []
     for step in range(NEW if given is None else len(given)):
         read = held
         if fault.at == "every" or fault.at == step:
             read = copy_of(held)
             pairs = list(zip(read.keys, read.values, strict=True))
-            strike([fault], [Draws()], [0], pairs, read.ledger, host, step)
+            strike([fault], [Draws()], [0], pairs, read.ledger, context, step)
         grown, logits = extend(model.lanes, read, [token])
         if fault.transient:
             keys = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.keys, grown.keys, strict=True))
@@ -142,7 +142,7 @@ def assert_are_by_hand(model: Model, found: Sweep, prompt: Tokens = PROMPT, past
         assert list(outcome.agreed) == agreed.tolist(), trial.fault
 
 
-def test_the_clean_row_is_generate(tiny: Model):
+def test_the_clean_row_equals_generate(tiny: Model):
     expected = generate(tiny.lanes, [PROMPT], max_new_tokens=NEW, stop=[])
     found = swept(tiny, [])
     assert found.clean.tokens == expected.tokens[0]
@@ -153,7 +153,7 @@ def test_the_clean_row_is_generate(tiny: Model):
     assert found.clean.struck == 0
 
 
-def test_rate_0_says_and_thinks_what_the_clean_row_does(tiny: Model):
+def test_a_fault_of_rate_0_equals_the_clean_row(tiny: Model):
     still = [
         replace(fault, scope=replace(fault.scope, rate=0.0), at=at) for fault in FAULTS[:12] for at in (0, "every")
     ]
@@ -165,7 +165,7 @@ def test_rate_0_says_and_thinks_what_the_clean_row_does(tiny: Model):
         assert all(outcome.agreed)
 
 
-def test_many_faults_together_are_each_alone_in_any_order_and_any_chunks(tiny_llama: Model):
+def test_a_faults_outcome_does_not_depend_on_the_other_rows(tiny_llama: Model):
     timed = [
         replace(fault, at=at, transient=transient)
         for fault in FAULTS
@@ -186,7 +186,7 @@ def test_many_faults_together_are_each_alone_in_any_order_and_any_chunks(tiny_ll
 
 @pytest.mark.parametrize("at", [0, "every", 3])
 @pytest.mark.parametrize("transient", [False, True])
-def test_every_fault_is_what_a_plain_loop_makes_of_it(tiny_llama: Model, at: Any, transient: bool):
+def test_every_fault_equals_a_plain_loop(tiny_llama: Model, at: Any, transient: bool):
     faults = [replace(fault, at=at, transient=transient) for fault in [*FAULTS, PositionShift(by=2, scope=SOME)]]
     found = swept(tiny_llama, faults)
     assert any(outcome.tokens != found.clean.tokens for outcome in found.outcomes)
@@ -194,7 +194,7 @@ def test_every_fault_is_what_a_plain_loop_makes_of_it(tiny_llama: Model, at: Any
 
 
 @pytest.mark.parametrize(("at", "transient"), [(0, False), ("every", True), ("every", False)])
-def test_every_architecture_is_swept_as_a_plain_loop_reads_it(tiny: Model, at: Any, transient: bool):
+def test_every_architecture_equals_a_plain_loop(tiny: Model, at: Any, transient: bool):
     faults = [
         Zeros(scope=Scope(rate=0.5, unit="layer"), at=at, transient=transient),
         Gaussian("effect", scope=SOME, at=at, transient=transient),
@@ -204,16 +204,16 @@ def test_every_architecture_is_swept_as_a_plain_loop_reads_it(tiny: Model, at: A
     assert_are_by_hand(tiny, found)
 
 
-def test_a_persistent_fault_at_once_is_corrupt_and_generate(tiny_llama: Model):
+def test_a_persistent_fault_at_step_0_equals_corrupt_and_generate(tiny_llama: Model):
     start = tiny_llama.prefill(PROMPT[:-1])
     found = swept(tiny_llama, FAULTS)
     for fault, outcome in zip(FAULTS, found.outcomes, strict=True):
-        damaged = start.corrupt(fault, hosts=[prepare(tiny_llama.lanes, start, [fault], donors(tiny_llama))])
+        damaged = start.corrupt(fault, contexts=[prepare(tiny_llama.lanes, start, [fault], donors(tiny_llama))])
         said = generate(tiny_llama.lanes, [PROMPT[-1:]], damaged, max_new_tokens=NEW, stop=[])
         assert outcome.tokens == said.tokens[0], fault
 
 
-def test_a_fault_at_a_step_leaves_the_tokens_before_it_alone(tiny_llama: Model):
+def test_a_fault_at_a_step_does_not_change_earlier_tokens(tiny_llama: Model):
     faults = [Gaussian("raw", scale=5.0, at=at, transient=transient) for at in (1, 4) for transient in (False, True)]
     found = swept(tiny_llama, faults)
     for fault, outcome in zip(faults, found.outcomes, strict=True):
@@ -222,8 +222,8 @@ def test_a_fault_at_a_step_leaves_the_tokens_before_it_alone(tiny_llama: Model):
         assert outcome.struck == 2 * 3 * 2 * (LENGTH - 1 + fault.at)
 
 
-def test_only_what_the_model_wrote_is_generated(tiny_llama: Model):
-    """Before step 1 the cache holds the prompt, whose last token was read at step 0, and nothing that the model wrote."""
+def test_only_generated_tokens_are_in_the_generated_segment(tiny_llama: Model):
+    """At step 1 the cache holds the prompt, whose last token was read at step 0, but no generated token."""
     vectors = 2 * 3 * 2
     for at, written in ((0, 0), (1, 0), (2, 1), (4, 3)):
         own, prompt = (Zeros(scope=Scope(among=among), at=at) for among in ("generated", "prompt"))
@@ -239,7 +239,7 @@ def test_the_prompts_last_token_stays_in_its_segment(tiny_llama: Model):
     assert [outcome.struck for outcome in found.outcomes] == [2 * 3 * 2 * 5, 2 * 3 * 2 * 6]
 
 
-def test_piling_damage_grows_with_each_token(tiny_llama: Model):
+def test_persistent_damage_at_every_step_accumulates(tiny_llama: Model):
     scope = Scope(rate=0.1)
     once, piling, passing = swept(
         tiny_llama,
@@ -251,7 +251,7 @@ def test_piling_damage_grows_with_each_token(tiny_llama: Model):
     assert sum(piling.kl[15:]) > 3 * sum(passing.kl[15:])
 
 
-def test_a_row_that_stops_leaves_without_touching_the_others(tiny: Model):
+def test_a_row_that_stops_leaves_without_changing_the_others(tiny: Model):
     faults = [replace(fault, at="every", transient=True) for fault in FAULTS] + FAULTS
     long = swept(tiny, faults, max_new_tokens=12)
     rows = [long.clean, *long.outcomes]
@@ -291,7 +291,7 @@ def test_a_fault_on_masked_slots_changes_nothing(tiny: Model):
 
 
 @pytest.mark.parametrize("fault", [Permuted(), Permuted(scope=SOME, at="every"), WrongPointers(block=4)], ids=str)
-def test_slots_that_change_places_whole_change_nothing_in_full_attention(tiny: Model, fault: Fault):
+def test_swapping_whole_slots_changes_nothing_in_full_attention(tiny: Model, fault: Fault):
     found = swept(tiny, [fault, replace(fault, scope=replace(fault.scope, parts="k"))])
     windowed = any(tiny.geometry.windows)
     assert (max(found.outcomes[0].kl) < 1e-5) != windowed
@@ -315,7 +315,7 @@ def test_a_prompt_longer_than_the_window_is_swept_exactly(tiny_gemma: Model):
 # Rows that break.
 
 
-def test_a_broken_row_is_named_and_leaves_the_others_bit_identical(tiny: Model):
+def test_a_broken_row_is_named_and_the_others_are_bit_identical(tiny: Model):
     bad = NotANumber(scope=Scope(layers=[1], heads=[1], slots=[6], parts="k"))
     later = [replace(bad, at=at, transient=transient) for at in (0, 2, "every") for transient in (False, True)]
     good = [
@@ -360,8 +360,8 @@ def test_logits_that_overflow_are_named(tiny_llama: Model):
     assert found.outcomes[1].tokens == () == found.outcomes[1].kl
 
 
-def test_a_row_that_breaks_only_while_it_follows_is_marked_broken_too(tiny_llama: Model):
-    """What a flip makes of a number depends on the number, so the row's own answer may stay finite where the clean one does not."""
+def test_a_row_that_breaks_only_on_the_clean_answer_is_marked_broken(tiny_llama: Model):
+    """A flip's effect depends on the number, so the row's own answer may stay finite where the clean one does not."""
     followed_alone = 0
     for seed in range(15, 60):
         fault = BitFlips(bit=30, at="every", scope=Scope(count=1, unit="number", among="generated", parts="v"))
@@ -378,9 +378,9 @@ def test_a_row_that_breaks_only_while_it_follows_is_marked_broken_too(tiny_llama
 # Caches with a history.
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous", "naive"])
-def test_an_edited_cache_is_swept_as_it_is_read(tiny_llama: Model, law: Any):
-    past = tiny_llama.prefill(PROMPT).evict("T1").reindex(law)
+@pytest.mark.parametrize("mode", ["gapped", "contiguous", "naive"])
+def test_a_sweep_after_an_edited_cache_equals_reading_after_it(tiny_llama: Model, mode: Any):
+    past = tiny_llama.prefill(PROMPT).evict("T1").reindex(mode)
     before = copy_of(past)
     question = random_tokens(6, {"question": 4}, start=int(past.ledger.following[0]))
     faults = [*FAULTS[:1], *FAULTS[3:8], Permuted(), PositionShift(by=2), Zeros(scope=SOME, at="every", transient=True)]
@@ -393,7 +393,7 @@ def test_an_edited_cache_is_swept_as_it_is_read(tiny_llama: Model, law: Any):
     assert_bit_identical(past, before)
 
 
-def test_a_prompt_whose_end_is_kept_free_goes_on_where_generate_does(tiny_llama: Model):
+def test_a_prompt_with_a_later_end_continues_at_the_positions_of_generate(tiny_llama: Model):
     """Hidden text at the end keeps its place: what comes next stands behind it (`Tokens.end`)."""
     prompt = replace(PROMPT, end=40)
     expected = generate(tiny_llama.lanes, [prompt], max_new_tokens=12, stop=[])
@@ -401,7 +401,7 @@ def test_a_prompt_whose_end_is_kept_free_goes_on_where_generate_does(tiny_llama:
     assert swept(tiny_llama, [], prompt, max_new_tokens=12).clean.tokens == expected.tokens[0]
 
 
-def test_a_row_of_a_padded_batch_is_swept_as_it_is_alone(tiny_llama: Model):
+def test_a_sweep_of_a_row_of_a_padded_batch_equals_the_row_alone(tiny_llama: Model):
     short, long = PROMPT[:12], random_tokens(9, {"T1": 17})
     row = tiny_llama.prefill([short, long]).rows([0])
     question = random_tokens(6, {"question": 3}, start=12)
@@ -413,7 +413,7 @@ def test_a_row_of_a_padded_batch_is_swept_as_it_is_alone(tiny_llama: Model):
         assert_same(one, other)
 
 
-def test_a_sweep_leaves_the_past_and_the_donors_alone(tiny_llama: Model):
+def test_a_sweep_does_not_change_the_past_or_the_donors(tiny_llama: Model):
     past, given = tiny_llama.prefill(PROMPT), donors(tiny_llama)
     kept, lent = copy_of(past), {name: copy_of(each) for name, each in given.items()}
     question = random_tokens(6, {"question": 1}, start=LENGTH)
@@ -423,7 +423,7 @@ def test_a_sweep_leaves_the_past_and_the_donors_alone(tiny_llama: Model):
         assert_bit_identical(given[name], before)
 
 
-def test_a_model_in_bfloat16_is_swept(tiny_llama: Model):
+def test_a_sweep_runs_in_bfloat16(tiny_llama: Model):
     model = load(llama().lanes.plain.to(torch.bfloat16))
     faults = [replace(fault, at=at, transient=at == "every") for fault in FAULTS for at in (0, "every")]
     found = swept(model, [*faults, Zeros(scope=Scope(rate=0.0)), PositionShift(by=2)])
@@ -433,13 +433,13 @@ def test_a_model_in_bfloat16_is_swept(tiny_llama: Model):
     assert max(found.outcomes[-2].kl) < 0.02
     start = model.prefill(PROMPT[:-1])
     for trial, fault in enumerate(FAULTS):
-        damaged = start.corrupt(fault, hosts=[prepare(model.lanes, start, [fault], donors(model))])
+        damaged = start.corrupt(fault, contexts=[prepare(model.lanes, start, [fault], donors(model))])
         logits = extend(model.lanes, damaged, [PROMPT[-1:]])[1][0, -1]
         clean = extend(model.lanes, start, [PROMPT[-1:]])[1][0, -1]
         assert found.outcomes[2 * trial].kl[0] == pytest.approx(float(divergence(clean, logits)[0]), abs=5e-3, rel=0.1)
 
 
-def test_the_hooked_lane_says_the_same(tiny: Model):
+def test_both_lanes_give_the_same_sweep(tiny: Model):
     faults = [
         Zeros(scope=SOME),
         Gaussian("layer", scope=SOME, at="every", transient=True),
@@ -450,7 +450,7 @@ def test_the_hooked_lane_says_the_same(tiny: Model):
         assert_same(one, other, kl=1e-4)
 
 
-def test_the_last_queries_are_those_with_which_the_model_looks(tiny: Model):
+def test_the_last_queries_are_those_of_the_model(tiny: Model):
     """Their softmax over the keys is the attention that transformers reports."""
     cache = tiny.prefill(PROMPT)
     queries = last_queries(tiny.lanes, cache, 4)
@@ -493,8 +493,8 @@ def refusal(model: Model, faults: Sequence[Fault], prompt: Tokens = PROMPT, **se
 
 
 def test_settings_out_of_range_are_refused(tiny_llama: Model):
-    assert "needs at least 1 and 2" in refusal(tiny_llama, [], max_new_tokens=0)
-    assert "needs at least 1 and 2" in refusal(tiny_llama, [], rows=1)
+    assert "max_new_tokens=0; it must be a whole number, at least 1" in refusal(tiny_llama, [], max_new_tokens=0)
+    assert "rows=1; it must be a whole number, at least 2" in refusal(tiny_llama, [], rows=1)
     assert "the prompt has no token" in refusal(tiny_llama, [], Tokens.of([]))
     assert "A prompt of one token leaves no cache to damage" in refusal(tiny_llama, [], PROMPT[:1])
     assert "no donor called 'distractor'; there are none here" in refusal(tiny_llama, [Distractor()], donors={})
@@ -511,12 +511,12 @@ def test_a_donor_of_another_model_is_refused(tiny_llama: Model, tiny_models: dic
     )
 
 
-def test_positions_that_are_learned_cannot_be_shifted(tiny_models: dict[str, Model]):
+def test_learned_positions_cannot_be_shifted(tiny_models: dict[str, Model]):
     assert "learned positions" in refusal(tiny_models["gpt2"], [PositionShift(by=1)])
 
 
 @pytest.mark.parametrize("prompt", [PROMPT[-1:], PROMPT[-3:]], ids=["one token", "three"])
-def test_a_past_that_is_not_this_models_one_row_is_refused(
+def test_a_past_of_several_rows_or_another_model_is_refused(
     tiny_llama: Model, tiny_models: dict[str, Model], prompt: Tokens
 ):
     foreign = tiny_models["gpt2"].prefill(PROMPT[:-3])
@@ -530,7 +530,7 @@ def test_a_past_that_is_not_this_models_one_row_is_refused(
     assert "2 rows" in refusal(tiny_llama, [Zeros()], prompt, past=own.fork(2), donors={})
 
 
-def test_one_prompt_at_a_time(tiny_llama: Model):
+def test_several_prompts_are_refused(tiny_llama: Model):
     with pytest.raises(UserError, match="A sweep answers one prompt; there are 2"):
         tiny_llama.sweep([PROMPT, OTHER], [Zeros()])
 
@@ -563,15 +563,15 @@ def test_first_divergence(clean: tuple[int, ...], other: tuple[int, ...], expect
     assert table.first_divergence(0) == expected
 
 
-def test_a_host_is_of_the_cache_as_it_is_seen(tiny_llama: Model):
+def test_the_fault_context_holds_rotated_keys(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT).evict("T1").reindex("contiguous")
-    host = prepare(tiny_llama.lanes, past, [Gaussian("effect"), PositionShift(by=1)])
-    assert isinstance(host, Host)
-    assert not host.cache.ledger.turned
-    assert host.rotaries is not None
-    assert host.queries is not None
-    assert len(host.queries.rows) == 3
+    context = prepare(tiny_llama.lanes, past, [Gaussian("effect"), PositionShift(by=1)])
+    assert isinstance(context, FaultContext)
+    assert not context.cache.ledger.turned
+    assert context.rotaries is not None
+    assert context.queries is not None
+    assert len(context.queries.rows) == 3
 
 
-def test_a_fault_that_would_never_strike_is_refused(tiny_llama: Model):
-    assert "it never would" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)
+def test_a_fault_after_the_last_token_is_refused(tiny_llama: Model):
+    assert "raise max_new_tokens" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)

@@ -51,8 +51,8 @@ seeds = st.integers(0, 2**31)
 
 UNIFORM: list[Policy] = [
     SlidingWindow(6),
-    SlidingWindow(6, law="contiguous"),
-    SinkWindow(2, 4, law="gapped"),
+    SlidingWindow(6, mode="contiguous"),
+    SinkWindow(2, 4, mode="gapped"),
     RandomEviction(6, 0),
     SlidingWindow(6, provenance="recomputed"),
 ]
@@ -80,7 +80,7 @@ def close(model: Model, policy: Policy) -> Policy:
         return policy
     if isinstance(policy, Chain):
         return Chain(tuple(close(model, part) for part in policy.members))
-    return replace(policy, law="gapped")
+    return replace(policy, mode="gapped")
 
 
 # What is held.
@@ -88,7 +88,7 @@ def close(model: Model, policy: Policy) -> Policy:
 
 @pytest.mark.parametrize("policy", UNIFORM, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_is_held_is_what_a_uniform_policy_keeps_to_the_byte(
+def test_a_uniform_policy_holds_its_retained_slots_to_the_byte(
     tiny_models: dict[str, Model], name: str, policy: Policy
 ):
     tiny = tiny_models[name]
@@ -104,7 +104,7 @@ def test_what_is_held_is_what_a_uniform_policy_keeps_to_the_byte(
 
 
 @pytest.mark.parametrize("policy", RAGGED, ids=str)
-def test_what_a_ragged_policy_would_hold_is_counted_head_by_head(tiny_llama: Model, policy: Policy):
+def test_the_footprint_of_a_ragged_policy_is_counted_per_head(tiny_llama: Model, policy: Policy):
     found = generate(tiny_llama.lanes, [random_tokens(0, {"T1": 20})], max_new_tokens=3, stop=(), policy=policy)
     for step, kept in enumerate(found.trace):
         assert not kept.ledger.uniform
@@ -113,7 +113,7 @@ def test_what_a_ragged_policy_would_hold_is_counted_head_by_head(tiny_llama: Mod
         assert kept.footprint == live * 3 * 2 * 2 * 8 * 4 < kept.nbytes
 
 
-def test_rows_of_other_lengths_count_for_what_they_hold(tiny_llama: Model):
+def test_the_footprint_of_rows_of_different_lengths_counts_no_padding(tiny_llama: Model):
     prompts = [random_tokens(row, {"T1": count}) for row, count in enumerate([3, 10])]
     [kept] = generate(tiny_llama.lanes, prompts, max_new_tokens=1, policy=SlidingWindow(6)).trace
     slot = 3 * 2 * 2 * 8 * 4
@@ -149,12 +149,12 @@ PACED: list[Policy] = [
     H2O(5, every=2),
     SnapKV(6, window=2),
     SlidingWindow(9, every=None) | H2O(6, every=2) | TOVA(5, every=3),
-    Quantise(4, group=4, tail=2) | SlidingWindow(7, law="contiguous"),
+    Quantise(4, group=4, tail=2) | SlidingWindow(7, mode="contiguous"),
 ]
 
 
 @pytest.mark.parametrize("policy", PACED, ids=str)
-def test_generating_under_a_policy_is_reading_and_acting_in_turn(tiny_llama: Model, policy: Policy):
+def test_generating_under_a_policy_equals_reading_and_acting_alternately(tiny_llama: Model, policy: Policy):
     prompt = random_tokens(0, {"T1": 12})
     found = generate(tiny_llama.lanes, [prompt], max_new_tokens=7, stop=(), policy=policy)
     tokens, cache = generated_by_hand(tiny_llama, prompt, policy, 7)
@@ -165,7 +165,7 @@ def test_generating_under_a_policy_is_reading_and_acting_in_turn(tiny_llama: Mod
 
 @pytest.mark.parametrize("policy", [SinkWindow(1, 5), H2O(6), RandomEviction(5, 1, per_head=True)], ids=str)
 @pytest.mark.parametrize("chunk", [1, 4, 5, 40])
-def test_a_prompt_read_in_chunks_is_read_and_cut_in_turn(tiny_llama: Model, policy: Policy, chunk: int):
+def test_reading_in_chunks_equals_reading_and_acting_alternately(tiny_llama: Model, policy: Policy, chunk: int):
     tokens = random_tokens(0, {"T1": 9, "T2": 6})
     scene: Scene | None = None
     for start in range(0, 15, chunk):
@@ -189,7 +189,7 @@ def test_gaps_between_tokens_are_kept_wherever_a_chunk_ends(tiny_llama: Model, c
 
 
 @pytest.mark.parametrize("policy", [SinkWindow(2, 5), H2O(6), RandomEviction(6, 0)], ids=str)
-def test_a_prompt_read_whole_is_cut_once(tiny_llama: Model, policy: Policy):
+def test_a_policy_acts_once_on_a_prompt_read_whole(tiny_llama: Model, policy: Policy):
     rows = [random_tokens(row, {"T1": count}) for row, count in enumerate([12, 9])]
     found = tiny_llama.prefill(rows, policy=policy, samples=[4, 5])
     if policy.observes is None:
@@ -212,7 +212,7 @@ BATCHED: list[Policy] = [
     HeadBudgets(H2O(4)),
     LayerBudgets(H2O(5)),
     Quantise(4, group=4, tail=2),
-    SlidingWindow(5, law="contiguous", provenance="recomputed"),
+    SlidingWindow(5, mode="contiguous", provenance="recomputed"),
 ]
 
 
@@ -257,7 +257,7 @@ def ragged(cache: KVCache, seed: int) -> KVCache:
 
 @given(seed=seeds, counts=st.lists(st.integers(1, 9), min_size=2, max_size=3), new=st.integers(1, 3))
 @few
-def test_joined_caches_go_on_as_each_would_alone(tiny: Model, seed: int, counts: list[int], new: int):
+def test_joined_caches_continue_as_each_alone(tiny: Model, seed: int, counts: list[int], new: int):
     caches = []
     for row, count in enumerate(counts):
         cache = prefill(tiny.lanes, [random_tokens(seed + row, {f"T{row}": count, "end": 2})])
@@ -278,7 +278,7 @@ def test_joined_caches_go_on_as_each_would_alone(tiny: Model, seed: int, counts:
         assert names == [alone.ledger.names[index] for index in alone.ledger.segments[0].tolist()]
 
 
-def test_a_join_leaves_its_caches_alone_and_gives_their_rows_back(tiny_llama: Model):
+def test_a_join_does_not_change_its_caches_and_returns_their_rows(tiny_llama: Model):
     caches = [prefill(tiny_llama.lanes, [random_tokens(row, {"T1": count})]) for row, count in enumerate([3, 7, 5])]
     before = [copy_of(cache) for cache in caches]
     joined = KVCache.join(caches)
@@ -287,7 +287,7 @@ def test_a_join_leaves_its_caches_alone_and_gives_their_rows_back(tiny_llama: Mo
         assert_bit_identical(joined.rows([row]).select("T1"), cache)
 
 
-def test_a_cache_that_holds_nothing_can_be_joined_and_goes_on_where_it_was(tiny: Model):
+def test_an_empty_cache_can_be_joined_and_continues_at_its_position(tiny: Model):
     full = prefill(tiny.lanes, [random_tokens(0, {"T1": 5})])
     empty = full.evict("T1")
     runs = [random_tokens(1, {"T2": 2}, start=5)] * 2
@@ -302,9 +302,9 @@ def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_mo
     with pytest.raises(UserError, match=r"shapes \(3, 2, 8, 8\), \(3, 4, 8, 8\) cannot be joined"):
         KVCache.join([llama, gpt2])
     coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
-    with pytest.raises(UserError, match="different precisions"):
+    with pytest.raises(UserError, match="different quantisation formats"):
         KVCache.join([coarse, fine])
-    assert KVCache.join([llama, fine]).ledger.grain == fine.ledger.grain
+    assert KVCache.join([llama, fine]).ledger.quantisation == fine.ledger.quantisation
     with pytest.raises(UserError, match="no caches to join"):
         KVCache.join([])
 
@@ -343,7 +343,9 @@ def record(scene: Scene) -> Attention:
     queries=st.integers(0, 8),
 )
 @few
-def test_attention_watched_in_chunks_is_that_of_one_pass(tiny: Model, seed: int, counts: list[list[int]], queries: int):
+def test_attention_recorded_in_chunks_equals_that_of_one_pass(
+    tiny: Model, seed: int, counts: list[list[int]], queries: int
+):
     rows = [random_tokens(seed + row, {"T1": sum(row[0] for row in counts)}) for row in range(1)]
     whole = [random_tokens(seed + row, {"T1": sum(chunk[row] for chunk in counts)}) for row in range(2)]
     assert rows[0].ids == whole[0].ids
@@ -366,7 +368,7 @@ def test_attention_watched_in_chunks_is_that_of_one_pass(tiny: Model, seed: int,
         assert not bool(record(scene).recent[:, row][..., ~held].any())
 
 
-def test_a_cache_read_unwatched_counts_as_never_attended_to(tiny_llama: Model):
+def test_a_cache_without_a_record_counts_as_never_attended_to(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 5})])
     scene, _ = watch(tiny_llama.lanes, Scene(cache), [random_tokens(1, {"T2": 3}, start=5)], 4)
     assert not bool(record(scene).recent[..., 0, :].any())
@@ -374,7 +376,7 @@ def test_a_cache_read_unwatched_counts_as_never_attended_to(tiny_llama: Model):
     torch.testing.assert_close(paid, torch.full_like(paid, 3.0))
 
 
-def test_a_watched_row_may_be_read_on_by_several(tiny_llama: Model):
+def test_several_rows_can_continue_one_recorded_row(tiny_llama: Model):
     start = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
     runs = [random_tokens(row, {"T2": 2 + row}, start=6) for row in range(3)]
     together = tiny_llama.watch(runs, start, queries=3)
@@ -388,13 +390,13 @@ def test_a_watched_row_may_be_read_on_by_several(tiny_llama: Model):
 
 
 @pytest.mark.parametrize("queries", [0, 2, 5])
-def test_watching_on_with_another_memory_is_refused(tiny_llama: Model, queries: int):
+def test_another_number_of_recorded_queries_is_refused(tiny_llama: Model, queries: int):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
-    with pytest.raises(UserError, match=f"remembers the last 3 queries.*{queries}"):
+    with pytest.raises(UserError, match=f"holds the last 3 queries.*{queries}"):
         tiny_llama.watch(random_tokens(1, {"T2": 2}, start=6), scene, queries=queries)
 
 
-def test_a_hand_that_evicts_from_a_watched_cache_is_refused(tiny_llama: Model):
+def test_an_eviction_by_hand_from_a_recorded_cache_is_refused(tiny_llama: Model):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6, "T2": 2}))
     assert scene.with_cache(scene.cache.mask("T1")).attention is scene.attention
     with pytest.raises(UserError, match="from 8 to 2 slots by hand"):
@@ -421,20 +423,20 @@ def test_lanes_agree_on_a_ragged_cache_read_in_chunks_and_token_by_token(tiny: M
 # Computed again.
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous"])
+@pytest.mark.parametrize("mode", ["gapped", "contiguous"])
 @pytest.mark.parametrize("lane", LANES)
-def test_a_window_computed_again_is_a_restart_on_its_tokens(tiny: Model, law: str, lane: str):
+def test_a_recomputed_window_equals_a_restart_on_its_tokens(tiny: Model, mode: str, lane: str):
     tokens = random_tokens(0, {"T1": 9, "T2": 6})
-    policy = SlidingWindow(8, law=law, provenance="recomputed")
+    policy = SlidingWindow(8, mode=mode, provenance="recomputed")
     found = apply(tiny.lanes, policy, Scene(prefill(tiny.lanes, [tokens], lane)), lane=lane).cache
-    last = tokens[7:] if law == "gapped" else tokens[7:].shifted(0)
+    last = tokens[7:] if mode == "gapped" else tokens[7:].shifted(0)
     expected = prefill(tiny.lanes, [replace(last, recomputed=(True,) * 8)], lane)
     assert_close_caches(found, expected)
 
 
-def test_a_generation_under_a_window_computed_again_restarts_at_each_token(tiny_llama: Model):
+def test_generation_under_a_recomputed_window_restarts_at_each_token(tiny_llama: Model):
     prompt = random_tokens(0, {"T1": 12})
-    policy = SlidingWindow(6, law="contiguous", provenance="recomputed")
+    policy = SlidingWindow(6, mode="contiguous", provenance="recomputed")
     found = generate(tiny_llama.lanes, [prompt], max_new_tokens=6, stop=(), policy=policy)
     said = list(prompt.ids)
     # The first token follows the whole prompt; each later one the window and the token before it.
@@ -470,20 +472,18 @@ def names_of(segments: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("segments", SPANS, ids=str)
-def test_a_rebuilt_restart_is_a_prefill_of_the_conversation_without_the_segments(
+def test_a_rebuilt_restart_equals_a_prefill_without_the_segments(
     tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
 ):
     found = tiny.apply(RestartRebuilt(segments), tiny.prefill(chat))
-    expected = tiny.prefill(chat.without(*names_of(segments), law="contiguous"))
+    expected = tiny.prefill(chat.without(*names_of(segments), mode="contiguous"))
     assert_restarted(found, expected)
 
 
 @pytest.mark.parametrize("segments", SPANS, ids=str)
-def test_a_restart_in_place_is_a_prefill_of_the_conversation_with_gaps(
-    tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
-):
+def test_a_restart_in_place_equals_a_prefill_with_gaps(tiny: Model, chat: Transcript, segments: str | tuple[str, ...]):
     found = tiny.apply(RestartInPlace(segments), tiny.prefill(chat))
-    expected = tiny.prefill(chat.without(*names_of(segments), law="gapped"))
+    expected = tiny.prefill(chat.without(*names_of(segments), mode="gapped"))
     assert_restarted(found, expected)
     masked = tiny.apply(MaskSpans(segments), tiny.prefill(chat))
     assert torch.equal(masked.ledger.positions, found.ledger.positions)
@@ -493,9 +493,7 @@ def test_a_restart_in_place_is_a_prefill_of_the_conversation_with_gaps(
     assert not bool(masked.ledger.recomputed.any())
 
 
-def test_a_session_that_was_masked_and_then_goes_idle_knows_what_it_was_computed_without(
-    tiny_llama: Model, chat: Transcript
-):
+def test_a_rebuild_after_a_mask_marks_its_slots_as_recomputed(tiny_llama: Model, chat: Transcript):
     masked = tiny_llama.apply(MaskSpans("T1"), tiny_llama.prefill(chat))
     idle = tiny_llama.apply(RestartRebuilt("T1"), masked)
     assert_close_caches(idle, tiny_llama.apply(RestartRebuilt("T1"), tiny_llama.prefill(chat)))
@@ -503,7 +501,7 @@ def test_a_session_that_was_masked_and_then_goes_idle_knows_what_it_was_computed
     assert_close_caches(again, idle)
 
 
-def test_a_restart_after_positions_were_closed_marks_all_that_stands_behind_the_gap(tiny_llama: Model):
+def test_a_restart_after_closed_gaps_marks_all_later_slots(tiny_llama: Model):
     head, rest = random_tokens(0, {"T1": 12}), random_tokens(1, {"T2": 3, "T3": 4})
     cache = tiny_llama.apply(SinkWindow(2, 4), prefill(tiny_llama.lanes, [head]))
     cache, _ = extend(tiny_llama.lanes, cache, [rest.shifted(6)])
@@ -515,13 +513,13 @@ def test_a_restart_after_positions_were_closed_marks_all_that_stands_behind_the_
         assert relative_difference(*pair) < 1e-5
 
 
-def test_computing_again_what_lost_nothing_marks_nothing(tiny_llama: Model):
+def test_recomputing_an_unchanged_cache_marks_nothing(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 9})])
     found = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), cache)
     assert_close_caches(found, cache)
 
 
-def test_what_is_quantised_is_whole_again_when_it_is_computed_again(tiny_llama: Model):
+def test_recomputed_slots_are_no_longer_quantised(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 9})])
     coarse = tiny_llama.apply(Quantise(2, group=4, tail=0), cache)
     found = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), coarse)
@@ -538,7 +536,7 @@ def decoded(model: Model, cache: KVCache, segment: str, row: int = 0) -> str:
     return model.tokenizer.decode(cache.ledger.tokens[row, held].tolist())
 
 
-def test_a_transcript_tells_delimiters_from_texts(tiny_llama: Model, chat: Transcript):
+def test_a_transcript_marks_delimiters(tiny_llama: Model, chat: Transcript):
     tokens = chat.tokens(tiny_llama.tokenizer)
     for name, text in TEXTS.items():
         span = tokens.span(name)
@@ -551,11 +549,11 @@ def test_a_transcript_tells_delimiters_from_texts(tiny_llama: Model, chat: Trans
     assert tuple(cache.ledger.delimiters[0].tolist()) == tokens.delimiters
 
 
-@pytest.mark.parametrize("law", ["gapped", "contiguous"])
-def test_masking_a_span_drops_it_with_its_delimiters_or_leaves_these(tiny_llama: Model, chat: Transcript, law: str):
+@pytest.mark.parametrize("mode", ["gapped", "contiguous"])
+def test_masking_a_segment_hides_or_retains_its_delimiters(tiny_llama: Model, chat: Transcript, mode: str):
     cache = tiny_llama.prefill(chat)
-    dropped = tiny_llama.apply(MaskSpans("T1", law=law), cache)
-    kept = tiny_llama.apply(MaskSpans("T1", delimiters="kept", law=law), cache)
+    dropped = tiny_llama.apply(MaskSpans("T1", mode=mode), cache)
+    kept = tiny_llama.apply(MaskSpans("T1", delimiters="kept", mode=mode), cache)
     assert decoded(tiny_llama, dropped, "T1") == ""
     assert decoded(tiny_llama, kept, "T1") == "<|im_start|>user\n<|im_end|>\n"
     for found in (dropped, kept):
@@ -564,10 +562,10 @@ def test_masking_a_span_drops_it_with_its_delimiters_or_leaves_these(tiny_llama:
         for tensor, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
             assert torch.equal(tensor, before[:, :, places])
         closed = found.ledger.positions[0].tolist() == list(range(found.slots))
-        assert closed == (law == "contiguous")
+        assert closed == (mode == "contiguous")
 
 
-def test_zeroed_values_give_nothing_and_their_keys_stay(tiny: Model, chat: Transcript):
+def test_zeroed_values_add_nothing_and_their_keys_stay(tiny: Model, chat: Transcript):
     cache = tiny.prefill(chat)
     inside = cache.ledger.in_segments(["T1"])[0]
     for layers in (None, [0, 2]):
@@ -580,7 +578,7 @@ def test_zeroed_values_give_nothing_and_their_keys_stay(tiny: Model, chat: Trans
             assert bool((found.values[layer][:, :, inside] == 0).all()) == gone
 
 
-def test_zeroing_the_values_of_all_that_is_seen_leaves_a_query_with_a_share_of_its_own(tiny_llama: Model):
+def test_with_all_earlier_values_zeroed_only_a_querys_own_value_remains(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 6})])
     before = copy_of(cache)
     zeroed = tiny_llama.apply(ZeroValues("T1"), cache)
@@ -611,13 +609,13 @@ KEPT_LAST = [(0, ["tool one", "tool two", "tool three"]), (1, ["tool one", "tool
 
 @pytest.mark.parametrize(("keep_last", "pruned"), KEPT_LAST)
 @pytest.mark.parametrize("placeholder", [None, "a.", "the 1"])
-@pytest.mark.parametrize("law", ["gapped", "contiguous"])
-def test_pruned_results_are_replaced_and_the_rest_is_bit_for_bit_what_it_was(
-    tiny_llama: Model, chat: Transcript, keep_last: int, pruned: list[str], placeholder: str | None, law: str
+@pytest.mark.parametrize("mode", ["gapped", "contiguous"])
+def test_pruned_results_are_replaced_and_the_rest_is_bit_identical(
+    tiny_llama: Model, chat: Transcript, keep_last: int, pruned: list[str], placeholder: str | None, mode: str
 ):
     cache = tiny_llama.prefill(chat)
     before = copy_of(cache)
-    found = tiny_llama.apply(PruneToolResults(keep_last, placeholder, law=law), cache)
+    found = tiny_llama.apply(PruneToolResults(keep_last, placeholder, mode=mode), cache)
     assert_bit_identical(cache, before)
     assert found.ledger.tokens[0].tolist() == texts_by_hand(chat, tiny_llama, placeholder, pruned)
     text = cache.ledger.in_segments(pruned)[0] & ~cache.ledger.delimiters[0]
@@ -625,7 +623,7 @@ def test_pruned_results_are_replaced_and_the_rest_is_bit_for_bit_what_it_was(
     for after, tensor in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
         assert torch.equal(after[:, :, ~new], tensor[:, :, ~text])
     assert bool(found.ledger.live.all())
-    if law == "contiguous":
+    if mode == "contiguous":
         assert found.ledger.positions[0].tolist() == list(range(found.slots))
         assert found.ledger.following[0] == found.slots
     else:
@@ -637,7 +635,7 @@ def test_pruned_results_are_replaced_and_the_rest_is_bit_for_bit_what_it_was(
             assert found.ledger.positions[0, inside].tolist() == list(range(start, start + int(inside.sum())))
 
 
-def test_a_placeholder_sees_what_stands_before_it_and_no_text_that_went(tiny: Model, chat: Transcript):
+def test_a_placeholder_attends_to_earlier_slots_but_not_to_pruned_text(tiny: Model, chat: Transcript):
     cache = tiny.prefill(chat)
     found = tiny.apply(PruneToolResults(1, "the 1"), cache)
     ids = tiny.tokenizer("the 1", add_special_tokens=False)["input_ids"]
@@ -660,10 +658,10 @@ def test_a_placeholder_sees_what_stands_before_it_and_no_text_that_went(tiny: Mo
 
 
 @pytest.mark.parametrize("placeholder", [None, "a.", "a longer one"])
-def test_results_pruned_and_computed_again_are_the_edited_conversation_read_anew(
+def test_pruned_and_recomputed_results_equal_a_prefill_of_the_edited_conversation(
     tiny: Model, chat: Transcript, placeholder: str | None
 ):
-    policy = PruneToolResults(1, placeholder, law="contiguous", provenance="recomputed")
+    policy = PruneToolResults(1, placeholder, mode="contiguous", provenance="recomputed")
     found = tiny.apply(policy, tiny.prefill(chat))
     expected = prefill(tiny.lanes, [Tokens.of(texts_by_hand(chat, tiny, placeholder, ["tool one", "tool two"]))])
     assert torch.equal(found.ledger.tokens, expected.ledger.tokens)
@@ -673,10 +671,10 @@ def test_results_pruned_and_computed_again_are_the_edited_conversation_read_anew
 
 
 @pytest.mark.parametrize("placeholder", ["a.", "us", "b result 1", "a longer one than the text of any result"])
-def test_what_stands_behind_a_replaced_result_is_marked_however_long_its_placeholder(
+def test_slots_after_a_replaced_result_are_marked_whatever_the_placeholders_length(
     tiny_llama: Model, chat: Transcript, placeholder: str
 ):
-    policy = PruneToolResults(2, placeholder, law="contiguous", provenance="recomputed")
+    policy = PruneToolResults(2, placeholder, mode="contiguous", provenance="recomputed")
     ledger = tiny_llama.apply(policy, tiny_llama.prefill(chat)).ledger
     assert not bool(ledger.recomputed[ledger.in_segments(["system", "T1"])].any())
     assert bool(ledger.recomputed[ledger.in_segments(["summary", "tool two", "tool three", "T2"])].all())
@@ -697,11 +695,11 @@ def test_a_placeholder_needs_a_tokenizer_and_a_result_in_every_row(tiny_llama: M
 
 
 @pytest.mark.parametrize("placeholder", [None, "a."])
-def test_rows_of_one_batch_are_pruned_as_each_alone(tiny_llama: Model, chat: Transcript, placeholder: str | None):
+def test_pruning_a_batch_equals_pruning_each_row_alone(tiny_llama: Model, chat: Transcript, placeholder: str | None):
     other = Transcript.from_messages(
         [{**message, "content": message["content"] + " us"} for message in MESSAGES], NAMES
     )
-    policy = PruneToolResults(1, placeholder, law="contiguous")
+    policy = PruneToolResults(1, placeholder, mode="contiguous")
     together = tiny_llama.apply(policy, tiny_llama.prefill([chat, other]))
     for row, conversation in enumerate((chat, other)):
         alone = tiny_llama.apply(policy, tiny_llama.prefill(conversation))
@@ -719,7 +717,7 @@ def test_reading_in_chunks_gives_the_logits_of_the_last_chunk(tiny_llama: Model)
 
 
 @pytest.mark.parametrize("policy", BUDGETS, ids=str)
-def test_unequal_budgets_can_be_read_on_from(tiny: Model, policy: Policy):
+def test_a_cache_with_unequal_budgets_can_be_continued(tiny: Model, policy: Policy):
     cache = tiny.prefill(random_tokens(0, {"T1": 14}), policy=policy)
     live = cache.ledger.live.expand(3, -1, tiny.geometry.n_kv_heads, -1)
     assert 0 < int(live.sum()) <= 5 * 3 * tiny.geometry.n_kv_heads

@@ -65,13 +65,13 @@ class Bridge:
             )[0]
 
     def run(self, context: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        kept: dict[str, Tensor] = {}
+        recorded: dict[str, Tensor] = {}
 
-        def keep(name: str) -> Callable[..., None]:
-            return lambda tensor, hook: kept.__setitem__(name, tensor.clone())
+        def recording(name: str) -> Callable[..., None]:
+            return lambda tensor, hook: recorded.__setitem__(name, tensor.clone())
 
         names = [f"blocks.{layer}.{name}" for layer in range(self.layers) for name in self.NAMES]
-        return self.read(context, [(name, keep(name)) for name in names]), kept
+        return self.read(context, [(name, recording(name)) for name in names]), recorded
 
     def restored(self, context: list[int], group: tuple[Component, ...], other: dict[str, Tensor]) -> Tensor:
         def hook_of(component: Component) -> tuple[str, Callable[..., Tensor]]:
@@ -85,8 +85,8 @@ class Bridge:
                     shape = tensor.shape
                     tensor, theirs = tensor.view(*shape[:2], -1), other[name].view(*shape[:2], -1)
                     size = tensor.shape[2] // self.bridge.cfg.n_heads
-                    own = slice(component.head * size, (component.head + 1) * size)
-                    tensor[:, new, own] = theirs[:, new, own]
+                    columns = slice(component.head * size, (component.head + 1) * size)
+                    tensor[:, new, columns] = theirs[:, new, columns]
                     return tensor.view(shape)
                 tensor[:, new] = other[name][:, new]
                 return tensor
@@ -96,36 +96,38 @@ class Bridge:
         return self.read(context, [hook_of(component) for component in group])
 
 
-def test_restoring_and_noising_are_what_TransformerLens_hooks_do(tiny: Model):
+def test_restoring_and_noising_equal_TransformerLens_hooks(tiny: Model):
     bridge, (clean, damaged) = Bridge(tiny), (ids(0), ids(1))
-    own, outputs = bridge.run(clean)
-    theirs, theirs_outputs = bridge.run(damaged)
-    found = mapped(tiny, cache_of(tiny, 0), cache_of(tiny, 1))
-    assert found.damage == pytest.approx(divergence(own, theirs), abs=1e-5)
-    assert len(found.groups) == 3 * (2 + tiny.geometry.n_heads) + 3
-    for group, restored, noised in zip(found.groups, found.restored, found.noised, strict=True):
-        assert restored == pytest.approx(divergence(own, bridge.restored(damaged, group, outputs)), abs=2e-5), group
+    clean_logits, clean_outputs = bridge.run(clean)
+    damaged_logits, damaged_outputs = bridge.run(damaged)
+    layers = mapped(tiny, cache_of(tiny, 0), cache_of(tiny, 1))
+    assert layers.damage == pytest.approx(divergence(clean_logits, damaged_logits), abs=1e-5)
+    assert len(layers.groups) == 3 * (2 + tiny.geometry.n_heads) + 3
+    for group, restored, noised in zip(layers.groups, layers.restored, layers.noised, strict=True):
+        assert restored == pytest.approx(
+            divergence(clean_logits, bridge.restored(damaged, group, clean_outputs)), abs=2e-5
+        ), group
         if group[0].kind != "head":
-            assert noised == pytest.approx(divergence(own, bridge.restored(clean, group, theirs_outputs)), abs=2e-5), (
-                group
-            )
-    assert len({round(float(value), 7) for value in found.restored}) > 0.9 * len(found.groups)
+            assert noised == pytest.approx(
+                divergence(clean_logits, bridge.restored(clean, group, damaged_outputs)), abs=2e-5
+            ), group
+    assert len({round(float(value), 7) for value in layers.restored}) > 0.9 * len(layers.groups)
 
 
-def test_after_all_that_layers_add_is_restored_there_is_no_damage(tiny: Model):
+def test_restoring_all_layers_leaves_no_damage(tiny: Model):
     clean, damaged = cache_of(tiny, 0), cache_of(tiny, 1)
-    found = mapped(tiny, clean, damaged, heads=False, bands=[range(tiny.geometry.n_layers), range(1, 3)])
-    assert found.pi[-2] == pytest.approx(1, abs=1e-3)
-    assert found.noised[-2] == pytest.approx(found.damage, abs=1e-4)
-    assert found.pi[-1] < 0.999
+    layers = mapped(tiny, clean, damaged, heads=False, bands=[range(tiny.geometry.n_layers), range(1, 3)])
+    assert layers.pi[-2] == pytest.approx(1, abs=1e-3)
+    assert layers.noised[-2] == pytest.approx(layers.damage, abs=1e-4)
+    assert layers.pi[-1] < 0.999
 
 
-def test_without_damage_there_is_no_index(tiny_llama: Model):
+def test_the_index_is_nan_without_damage(tiny_llama: Model):
     clean = cache_of(tiny_llama, 0)
-    found = mapped(tiny_llama, clean, clean, heads=False)
-    assert abs(found.damage) < 1e-6
-    assert np.isnan(found.pi).all()
-    assert found.states["rho"].max() == 0
+    layers = mapped(tiny_llama, clean, clean, heads=False)
+    assert abs(layers.damage) < 1e-6
+    assert np.isnan(layers.pi).all()
+    assert layers.states["rho"].max() == 0
 
 
 def test_masking_in_one_head_is_transmitted_by_that_head_alone(tiny_llama: Model):
@@ -146,17 +148,17 @@ def test_a_damaged_cache_of_another_length_is_read_where_it_ends(tiny_llama: Mod
     keep = torch.zeros(1, COUNT, dtype=torch.bool)
     keep[0, :4] = True
     evicted = clean.evict(slots=keep).reindex()
-    found = mapped(tiny_llama, clean, evicted, heads=False)
+    layers = mapped(tiny_llama, clean, evicted, heads=False)
     scores = [tiny_llama.extend(cache, suffix_of(cache), logits=KEPT)[1][0] for cache in (clean, evicted)]
-    assert found.damage == pytest.approx(divergence(*scores), abs=1e-5)
+    assert layers.damage == pytest.approx(divergence(*scores), abs=1e-5)
 
 
 def test_groups_restored_together_are_the_rows_of_the_map(tiny_gemma: Model):
     clean, damaged = cache_of(tiny_gemma, 0), cache_of(tiny_gemma, 1)
-    found = mapped(tiny_gemma, clean, damaged)
-    damage, restored = restored_together(tiny_gemma, clean, damaged, suffix_of(clean), found.groups[::5], kept=KEPT)
-    assert damage == pytest.approx(found.damage, abs=1e-6)
-    assert restored == pytest.approx(found.restored[::5], abs=1e-5)
+    layers = mapped(tiny_gemma, clean, damaged)
+    damage, restored = restored_together(tiny_gemma, clean, damaged, suffix_of(clean), layers.groups[::5], kept=KEPT)
+    assert damage == pytest.approx(layers.damage, abs=1e-6)
+    assert restored == pytest.approx(layers.restored[::5], abs=1e-5)
 
 
 # ---- a model built by hand: one head copies the damage, another takes some of it back
@@ -167,8 +169,9 @@ CLEAN_TOKEN, FLAGGED_TOKEN = 1, 2
 
 @pytest.fixture(scope="module")
 def by_hand() -> Model:
-    """Two layers of two heads that look everywhere alike. Head 0 of layer 0 adds the flag of the context to `COPY`, head 1 of
-    layer 1 takes three tenths of it back; the others and the MLPs add nothing. The logits of token 3 are `COPY`."""
+    """Two layers of two heads that look everywhere alike. Head 0 of layer 0 adds the flag of the context to `COPY`,
+    head 1 of layer 1 takes three tenths of it back; the others and the MLPs add nothing. The logits of token 3 are
+    `COPY`."""
     size, heads = 16, 2
     config = LlamaConfig(
         vocab_size=8, hidden_size=size, intermediate_size=8, num_hidden_layers=2, num_attention_heads=heads,
@@ -197,12 +200,12 @@ def test_a_head_that_copies_damage_is_poison_and_one_that_takes_it_back_a_filter
             context = [FLAGGED_TOKEN] * flagged + [CLEAN_TOKEN] * (COUNT + prompt - flagged)
             damaged = by_hand.prefill(Tokens.of(context, "T1"))
             suffix = Tokens.of([CLEAN_TOKEN], "question", COUNT + prompt)
-            found = layer_map(by_hand, clean, damaged, suffix, progress=False)
-            tables.append(found.df().assign(family=family, prompt=prompt))
-    told = verdicts(pd.concat(tables)).set_index(["kind", "layer", "head"])["verdict"]
-    heads = told.loc["head"]
+            layers = layer_map(by_hand, clean, damaged, suffix, progress=False)
+            tables.append(layers.df().assign(family=family, prompt=prompt))
+    called = verdicts(pd.concat(tables)).set_index(["kind", "layer", "head"])["verdict"]
+    heads = called.loc["head"]
     assert dict(heads) == {(0, 0): "poison", (0, 1): "neutral", (1, 0): "neutral", (1, 1): "filter"}
-    blocks = {kind: told.loc[kind].tolist() for kind in ("attn", "mlp")}
+    blocks = {kind: called.loc[kind].tolist() for kind in ("attn", "mlp")}
     assert blocks == {"attn": ["poison", "filter"], "mlp": ["neutral", "neutral"]}
 
 
@@ -213,7 +216,7 @@ def outputs(hidden: Tensor, attn: Tensor, mlp: Tensor) -> Outputs:
     return Outputs(hidden, attn, mlp, torch.zeros(len(attn), 1, attn.shape[1], 1), torch.zeros(1, 4))
 
 
-def test_erasure_tells_a_layer_that_undoes_the_deviation_from_one_that_only_adds_to_the_stream():
+def test_erasure_is_positive_only_where_a_layer_undoes_the_deviation():
     stream, off = torch.tensor([3.0, 0.0, 4.0]), torch.tensor([0.0, 1.0, 0.0])
     zero = torch.zeros(3)
 
@@ -222,30 +225,30 @@ def test_erasure_tells_a_layer_that_undoes_the_deviation_from_one_that_only_adds
         hidden = torch.stack([stream + damage, 2 * stream + damage, 2 * stream + damage + undoes])
         return outputs(hidden[:, None], torch.stack([stream, undoes])[:, None], torch.stack([zero, zero])[:, None])
 
-    found = states(run(zero, zero), run(off, -0.5 * off)).set_index("layer")
-    assert found["rho"].tolist() == pytest.approx([0.2, 0.1])
-    assert found["gain"].tolist() == pytest.approx([0.5, 0.5])
-    assert found["erasure"].tolist() == pytest.approx([0, 0.5])
-    assert found["erasure_attn"].tolist() == pytest.approx([0, 0.5])
-    assert found["erasure_mlp"].tolist() == pytest.approx([0, 0])
-    assert found["angle"].tolist() == pytest.approx([0, 0], abs=1e-7)
+    by_layer = states(run(zero, zero), run(off, -0.5 * off)).set_index("layer")
+    assert by_layer["rho"].tolist() == pytest.approx([0.2, 0.1])
+    assert by_layer["gain"].tolist() == pytest.approx([0.5, 0.5])
+    assert by_layer["erasure"].tolist() == pytest.approx([0, 0.5])
+    assert by_layer["erasure_attn"].tolist() == pytest.approx([0, 0.5])
+    assert by_layer["erasure_mlp"].tolist() == pytest.approx([0, 0])
+    assert by_layer["angle"].tolist() == pytest.approx([0, 0], abs=1e-7)
 
 
 def test_states_follow_the_stream_of_the_model(tiny: Model):
     clean, damaged = cache_of(tiny, 0), cache_of(tiny, 1)
-    found = mapped(tiny, clean, damaged, heads=False).states
+    by_layer = mapped(tiny, clean, damaged, heads=False).states
     streams = [
         tiny.capture(suffix_of(cache), ["resid_pre"], past=cache, lane="plain").stack("resid_pre")[:, 0].double()
         for cache in (clean, damaged)
     ]
     delta = streams[1] - streams[0]
     rho = (delta.flatten(1).norm(dim=1) / streams[0].flatten(1).norm(dim=1)).numpy()
-    assert found["rho"].to_numpy() == pytest.approx(rho, abs=1e-6)
-    assert np.isnan(found["gain"][0])  # the suffix's embeddings are the same
-    assert (found["drop"] > 0).all()
+    assert by_layer["rho"].to_numpy() == pytest.approx(rho, abs=1e-6)
+    assert np.isnan(by_layer["gain"][0])  # the suffix's embeddings are the same
+    assert (by_layer["drop"] > 0).all()
 
 
-def test_the_suffix_read_with_nothing_replaced_is_the_run_itself(tiny: Model):
+def test_a_suffix_with_nothing_replaced_gives_the_models_logits(tiny: Model):
     cache = cache_of(tiny, 0)
     run = Suffix(tiny.lanes, cache, suffix_of(cache)).outputs(KEPT)
     expected = tiny.extend(cache, suffix_of(cache), logits=KEPT)[1][0]
@@ -280,21 +283,21 @@ def table(pi: dict[str, float], prompts: int = 12, spread: float = 0.1) -> pd.Da
     ],
 )
 def test_a_verdict_needs_two_families_that_agree(pi: dict[str, float], verdict: str):
-    [found] = verdicts(table(pi)).to_dict("records")
-    assert found["verdict"] == verdict
+    [row] = verdicts(table(pi)).to_dict("records")
+    assert row["verdict"] == verdict
     for family, mean in pi.items():
-        assert found[f"low_{family}"] < found[f"pi_{family}"] < found[f"high_{family}"]
-        assert found[f"pi_{family}"] == pytest.approx(mean, abs=0.1)
+        assert row[f"low_{family}"] < row[f"pi_{family}"] < row[f"high_{family}"]
+        assert row[f"pi_{family}"] == pytest.approx(mean, abs=0.1)
 
 
 def test_few_prompts_give_a_range_and_no_verdict():
-    [found] = verdicts(table({"a": 0.3, "b": 0.3}, prompts=FEWEST - 1)).to_dict("records")
-    assert found["verdict"] == "unknown"
-    assert np.isnan(found["low_a"])
-    assert found["smallest_a"] < found["pi_a"] < found["largest_a"]
+    [row] = verdicts(table({"a": 0.3, "b": 0.3}, prompts=FEWEST - 1)).to_dict("records")
+    assert row["verdict"] == "unknown"
+    assert np.isnan(row["low_a"])
+    assert row["smallest_a"] < row["pi_a"] < row["largest_a"]
 
 
-def test_a_prompt_that_was_hardly_damaged_hardly_counts():
+def test_a_prompt_with_little_damage_has_little_weight():
     frame = table({"a": 0.3, "b": 0.3})
     frame.loc[0, ["damage", "restored"]] = [1e-6, 1.0e-3]
     assert verdicts(frame)["pi_a"].iloc[0] == pytest.approx(0.3, abs=0.1)
@@ -314,7 +317,7 @@ def null(rng: np.random.Generator, components: int = 80, prompts: int = 10) -> p
     )  # fmt: skip
 
 
-def test_how_many_verdicts_chance_alone_would_give():
+def test_by_chance_estimates_the_verdicts_of_components_without_effect():
     rng = np.random.default_rng(0)
     called, expected = [], []
     for _ in range(6):
@@ -328,18 +331,18 @@ def test_how_many_verdicts_chance_alone_would_give():
     assert 0.3 < np.mean(expected) < 2
 
 
-def test_what_is_surely_there_is_more_than_chance():
+def test_strong_effects_give_more_verdicts_than_chance():
     strong = pd.concat([table({"a": 0.3, "b": 0.3}).assign(layer=layer) for layer in range(20)])
     [row] = by_chance(strong, flips=40).to_dict("records")
     assert (verdicts(strong)["verdict"] == "poison").sum() == 20 > row["mean"]
 
 
-def test_damage_that_does_nothing_is_refused():
-    with pytest.raises(UserError, match="no share means anything"):
+def test_damage_without_effect_is_refused():
+    with pytest.raises(UserError, match="too little for its shares to mean anything"):
         verdicts(pd.concat([table({"a": 0.3}), table({"b": 0.3}).assign(damage=1e-9)]))
 
 
-def test_one_family_is_too_few():
+def test_verdicts_need_two_families():
     with pytest.raises(UserError, match="needs 2 families"):
         verdicts(table({"a": 0.3}))
 
@@ -348,7 +351,7 @@ def test_one_family_is_too_few():
     ("group", "sentence"),
     [([], "A group is empty"), ([Component("head", 9, 0)], "There is no"), ([Component("head", 0)], "There is no")],
 )
-def test_groups_that_cannot_be_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
+def test_impossible_groups_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
     clean = cache_of(tiny_llama, 0)
     with pytest.raises(UserError, match=sentence):
         restored_together(tiny_llama, clean, clean, suffix_of(clean), [group])

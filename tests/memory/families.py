@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the budget knows, with sizes that differ, so that none can stand for another."""
+"""Tiny random models of every family that the budget knows; all sizes differ, so that no mix-up goes unnoticed."""
 
 from functools import cache
 from typing import Any
@@ -80,7 +80,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("deepseek_v32", {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}),
     "mamba": ("mamba", {"state_size": 8, "conv_kernel": 3}),
     "falcon_mamba": ("falcon_mamba", {"state_size": 8, "conv_kernel": 4}),
-    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "conv_kernel": 3, "chunk_size": 8}),
+    "mamba2": ("mamba2", {
+        "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "conv_kernel": 3, "chunk_size": 8,
+    }),
     "jamba": ("jamba", {
         "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 3,
         "mamba_dt_rank": 2,
@@ -88,11 +90,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
     "falcon_h1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64, "head_dim": 16}),
     "granitemoehybrid": ("granitemoehybrid", {
-        **_MAMBA2, **_EXPERTS, "layer_types": ["mamba", "attention", "mamba", "attention"], "shared_intermediate_size": 16,
+        **_MAMBA2, **_EXPERTS, "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "shared_intermediate_size": 16,
     }),
     "nemotron_h": ("nemotron_h", {
-        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 3, "chunk_size": 8,
-        "head_dim": 8, "hybrid_override_pattern": "M*-*",
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 3,
+        "chunk_size": 8, "head_dim": 8, "hybrid_override_pattern": "M*-*",
     }),
     "lfm2": ("lfm2", {"full_attn_idxs": [1, 3], "conv_L_cache": 3, "block_multiple_of": 8}),
     "llama4_text": ("llama4_text", {
@@ -116,14 +119,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def settings(name: str) -> dict[str, Any]:
-    """What the config of this tiny model is written down as: what was chosen, less what its class works out."""
+    """The config of this tiny model with the fields that were chosen, without those that its class derives."""
     kind, overrides = TINY[name]
     return {"model_type": kind, **_BASE, **overrides}
 
 
 @cache
 def tiny(name: str) -> tuple[Any, tuple[Layer, ...]]:
-    """The model, and what the budget says that its layers keep, from the settings alone."""
+    """The model, and what the budget says its layers store, from the settings alone."""
     kind, overrides = TINY[name]
     config = AutoConfig.for_model(kind, **{**_BASE, **overrides})
     made = MllamaForCausalLM if kind == "mllama_text_model" else AutoModelForCausalLM.from_config

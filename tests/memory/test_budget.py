@@ -1,4 +1,4 @@
-"""Budgets against published numbers, against what real models hold, and against themselves: sums, searches, units, output."""
+"""Budgets against published numbers, real models and themselves: sums, searches, units, output."""
 
 import json
 import re
@@ -17,9 +17,10 @@ from kvprobe.cli import app
 from kvprobe.errors import UserError
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
-from kvprobe.memory.budget import FARTHEST, Budget, budget
+from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.defaults import _DEFAULTS
-from kvprobe.memory.sources import shelf
+from kvprobe.memory.needs import FARTHEST
+from kvprobe.memory.sources import shipped_configs
 from kvprobe.memory.units import both, bytes_in, short
 from tests.memory import families
 
@@ -46,9 +47,9 @@ def test_a_token_takes_the_published_bytes(name: str, expected: int):
 
 @pytest.mark.parametrize("engine", ["hf", "logical"])
 def test_a_million_tokens_of_llama_70b_take_328_gb(engine: Any):
-    found = budget("meta-llama/Llama-3.3-70B-Instruct", context=1_000_000, engine=engine)
-    assert found.cache == 327_680_000_000
-    assert short(found.cache) == "327.68 GB"
+    needs = budget("meta-llama/Llama-3.3-70B-Instruct", context=1_000_000, engine=engine)
+    assert needs.cache == 327_680_000_000
+    assert short(needs.cache) == "327.68 GB"
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in _DEFAULTS for name in _DEFAULTS[kind]])
@@ -74,28 +75,28 @@ def real(request: pytest.FixtureRequest) -> Model:
 @pytest.mark.parametrize("prompt", [256, 700])
 def test_a_real_model_holds_what_its_budget_says(real: Model, prompt: int):
     predicted = budget(real.name, context=prompt + 2, new=2, dtype="float32")
-    found = measure(real, predicted)
-    assert found.weights == predicted.weights
-    assert found.reading.cache == predicted.generating(0).cache
-    assert found.cache == predicted.cache
-    assert found.generating is not None
-    assert found.reading.peak == pytest.approx(predicted.moments["reading"].total, rel=0.01)
-    assert found.generating.peak == pytest.approx(predicted.moments["generating"].total, rel=0.05)
-    assert found.peak == pytest.approx(predicted.peak, rel=0.001)
+    measured = measure(real, predicted)
+    assert measured.weights == predicted.weights
+    assert measured.reading.cache == predicted.generating(0).cache
+    assert measured.cache == predicted.cache
+    assert measured.generating is not None
+    assert measured.reading.peak == pytest.approx(predicted.phases["reading"].total, rel=0.01)
+    assert measured.generating.peak == pytest.approx(predicted.phases["generating"].total, rel=0.05)
+    assert measured.peak == pytest.approx(predicted.peak, rel=0.001)
 
 
-@pytest.mark.parametrize("given", [{"kernel": "eager"}, {"logits": "all"}], ids=str)
-def test_eager_attention_and_all_logits_take_what_the_budget_says(real: Model, given: dict[str, Any]):
-    predicted = budget(real.name, context=256, dtype="float32", **given)
+@pytest.mark.parametrize("choices", [{"kernel": "eager"}, {"logits": "all"}], ids=str)
+def test_eager_attention_and_all_logits_take_what_the_budget_says(real: Model, choices: dict[str, Any]):
+    predicted = budget(real.name, context=256, dtype="float32", **choices)
     assert predicted.peak > budget(real.name, context=256, dtype="float32", kernel="sdpa").peak
-    assert measure(real, predicted).reading.peak == pytest.approx(predicted.moments["reading"].total, rel=0.01)
+    assert measure(real, predicted).reading.peak == pytest.approx(predicted.phases["reading"].total, rel=0.01)
 
 
-@pytest.mark.parametrize("given", [{"engine": "logical"}, {"policy": "TOVA(8)"}, {"dtype": "bfloat16"}], ids=str)
-def test_only_what_transformers_itself_holds_is_measured(tiny_llama: Model, given: dict[str, Any]):
+@pytest.mark.parametrize("choices", [{"engine": "logical"}, {"policy": "TOVA(8)"}, {"dtype": "bfloat16"}], ids=str)
+def test_only_what_transformers_itself_holds_is_measured(tiny_llama: Model, choices: dict[str, Any]):
     fields = tiny("llama")
     with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
-        measure(tiny_llama, budget(fields, context=8, **{"dtype": "float32", **given}))
+        measure(tiny_llama, budget(fields, context=8, **{"dtype": "float32", **choices}))
 
 
 # A fresh process
@@ -105,26 +106,29 @@ def in_a_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
-def test_every_config_on_the_shelf_has_a_budget_under_every_engine_without_torch():
+def test_every_config_that_ships_has_a_budget_under_every_engine_without_torch():
     done = in_a_fresh_process(
         "import json, sys\n"
         "from kvprobe.memory.budget import budget\n"
-        "from kvprobe.memory.sources import shelf\n"
-        f"print(json.dumps([[n, e, budget(n, engine=e).peak, len(str(budget(n, engine=e)))] for n in shelf() for e in {ENGINES}]))\n"
+        "from kvprobe.memory.sources import shipped_configs\n"
+        f"made = [(n, e, budget(n, engine=e)) for n in shipped_configs() for e in {ENGINES}]\n"
+        "print(json.dumps([[n, e, needs.peak, len(str(needs))] for n, e, needs in made]))\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {(name, engine) for name, engine, *_ in found} == {(name, engine) for name in shelf() for engine in ENGINES}
-    assert all(peak > 0 and shown > 0 for *_, peak, shown in found)
+    budgets = json.loads(done.stdout)
+    assert {(name, engine) for name, engine, *_ in budgets} == {
+        (name, engine) for name in shipped_configs() for engine in ENGINES
+    }
+    assert all(peak > 0 and shown > 0 for *_, peak, shown in budgets)
 
 
 def test_the_command_answers_without_torch():
     done = in_a_fresh_process(
         "import sys\n"
         "from kvprobe.cli import app\n"
-        "command, bound, _ = app.parse_args(['budget', 'Qwen/Qwen3-8B', '--policy', 'TOVA(64)', '--memory', '24GiB'])\n"
+        "command, bound, _ = app.parse_args(['budget', 'Qwen/Qwen3-8B', '--memory', '24GiB'])\n"
         "command(*bound.args, **bound.kwargs)\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -156,38 +160,38 @@ def asked(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     """A tiny model of any family, and what may be asked of its budget."""
     engine = draw(engines)
     new = draw(st.integers(0, 7))
-    given: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "engine": engine, "new": new, "context": new + draw(st.integers(1, 60)), "batch": draw(st.integers(1, 4)),
         "dtype": draw(st.sampled_from(["float32", "bfloat16"])), "source": draw(st.integers(0, 5)),
     }  # fmt: skip
     if engine == "vllm":
-        given |= {"block": draw(st.sampled_from([4, 16])), "batched_tokens": draw(st.sampled_from([1, 32, 8192]))}
-        given |= {"cache_dtype": draw(st.sampled_from([None, "fp8"]))}
+        choices |= {"block": draw(st.sampled_from([4, 16])), "batched_tokens": draw(st.sampled_from([1, 32, 8192]))}
+        choices |= {"cache_dtype": draw(st.sampled_from([None, "fp8"]))}
     else:
-        given |= {"policy": draw(policies), "kernel": draw(st.sampled_from([None, "sdpa", "eager"]))}
-        given |= {"logits": draw(st.sampled_from(["last", "all"]))}
-    return tiny(draw(names)), given
+        choices |= {"policy": draw(policies), "kernel": draw(st.sampled_from([None, "sdpa", "eager"]))}
+        choices |= {"logits": draw(st.sampled_from(["last", "all"]))}
+    return tiny(draw(names)), choices
 
 
 @given(drawn=asked())
 @settings(max_examples=60)
 def test_layers_add_up_to_the_whole(drawn: tuple[dict[str, Any], dict[str, Any]]):
-    found = budget(drawn[0], **drawn[1])
-    padding = found.cache - sum(found.allocated)
+    needs = budget(drawn[0], **drawn[1])
+    padding = needs.cache - sum(needs.allocated)
     assert padding >= 0
-    assert padding == 0 or found.engine == "vllm"
-    assert found.peak == found.weights + max(
-        each.cache + each.activations + each.logits + each.growth for each in found.moments.values()
+    assert padding == 0 or needs.engine == "vllm"
+    assert needs.peak == needs.weights + max(
+        phase.cache + phase.activations + phase.logits + phase.growth for phase in needs.phases.values()
     )
-    assert all(part >= 0 for each in found.moments.values() for part in (each.cache, each.activations, each.growth))
-    assert sum(found.generated) <= sum(found.allocated)
+    assert all(part >= 0 for phase in needs.phases.values() for part in (phase.cache, phase.activations, phase.growth))
+    assert sum(needs.generated) <= sum(needs.allocated)
 
 
 @given(drawn=asked())
 @settings(max_examples=60)
 def test_transformers_never_holds_less_than_a_query_may_read(drawn: tuple[dict[str, Any], dict[str, Any]]):
-    found = budget(drawn[0], **{**drawn[1], "engine": "hf", "cache_dtype": None, "block": 16, "batched_tokens": 32})
-    assert all(held >= read for held, read in zip(found.allocated, found.logical, strict=True))
+    needs = budget(drawn[0], **{**drawn[1], "engine": "hf", "cache_dtype": None, "block": 16, "batched_tokens": 32})
+    assert all(held >= read for held, read in zip(needs.allocated, needs.logical, strict=True))
 
 
 @given(drawn=asked(), more=st.integers(0, 50), rows=st.integers(0, 3))
@@ -195,10 +199,10 @@ def test_transformers_never_holds_less_than_a_query_may_read(drawn: tuple[dict[s
 def test_more_tokens_or_conversations_never_need_less(
     drawn: tuple[dict[str, Any], dict[str, Any]], more: int, rows: int
 ):
-    fields, given = drawn
-    less = budget(fields, **given)
-    for changed in ({"context": given["context"] + more}, {"batch": given["batch"] + rows}):
-        greater = budget(fields, **{**given, **changed})
+    fields, choices = drawn
+    less = budget(fields, **choices)
+    for changed in ({"context": choices["context"] + more}, {"batch": choices["batch"] + rows}):
+        greater = budget(fields, **{**choices, **changed})
         assert greater.cache >= less.cache
         assert greater.peak >= less.peak
         assert greater.weights == less.weights
@@ -207,22 +211,22 @@ def test_more_tokens_or_conversations_never_need_less(
 @given(drawn=asked())
 @settings(max_examples=30)
 def test_the_logical_view_of_a_policy_is_never_more_than_that_of_none(drawn: tuple[dict[str, Any], dict[str, Any]]):
-    found = budget(drawn[0], **drawn[1])
+    needs = budget(drawn[0], **drawn[1])
     assert all(
         with_it <= without
-        for with_it, without in zip(found.logical, found.without_policy.without_format.logical, strict=True)
+        for with_it, without in zip(needs.logical, needs.without_policy.without_format.logical, strict=True)
     )
 
 
 # Searches
 
 
-def memory_for(found: Budget, share: float) -> int:
-    """Of a size at which there is something to look for: now and then less than the weights, else up to thirty times what
-    is needed beside them."""
+def memory_for(needs: Budget, share: float) -> int:
+    """A memory at which a search has work to do: sometimes less than the weights, else up to thirty times what is
+    needed beside them."""
     if share < 0.05:
-        return found.weights // 2
-    return found.weights + int((found.peak - found.weights) * (0.2 + 30 * share**2))
+        return needs.weights // 2
+    return needs.weights + int((needs.peak - needs.weights) * (0.2 + 30 * share**2))
 
 
 shares = st.floats(0, 1)
@@ -233,17 +237,17 @@ shares = st.floats(0, 1)
 def test_the_largest_context_fits_with_all_shorter_ones_and_one_token_more_does_not(
     drawn: tuple[dict[str, Any], dict[str, Any]], share: float, places: list[float]
 ):
-    found = budget(drawn[0], **drawn[1])
-    found = budget(drawn[0], **drawn[1], memory=memory_for(found, share))
-    assert found.usable is not None
-    largest, least = found.largest_context, drawn[1]["new"] + 1
+    needs = budget(drawn[0], **drawn[1])
+    needs = budget(drawn[0], **drawn[1], memory=memory_for(needs, share))
+    assert needs.usable is not None
+    largest, least = needs.largest_context, drawn[1]["new"] + 1
     if largest is None:
-        assert found.at(FARTHEST // 2).peak <= found.usable
+        assert needs.at(FARTHEST // 2).peak <= needs.usable
         return
-    assert found.at(max(least, largest + 1)).peak > found.usable
+    assert needs.at(max(least, largest + 1)).peak > needs.usable
     assert largest == 0 or largest >= least
     for place in [*places, 1.0] if largest else []:
-        assert found.at(least + int((largest - least) * place)).peak <= found.usable
+        assert needs.at(least + int((largest - least) * place)).peak <= needs.usable
 
 
 @given(drawn=asked(), share=shares, places=st.lists(st.floats(0, 1), min_size=4, max_size=4))
@@ -251,15 +255,15 @@ def test_the_largest_context_fits_with_all_shorter_ones_and_one_token_more_does_
 def test_the_largest_batch_fits_with_all_smaller_ones_and_one_conversation_more_does_not(
     drawn: tuple[dict[str, Any], dict[str, Any]], share: float, places: list[float]
 ):
-    fields, given = drawn
-    memory = memory_for(budget(fields, **given), share)
-    largest = budget(fields, **given, memory=memory).largest_batch
+    fields, choices = drawn
+    memory = memory_for(budget(fields, **choices), share)
+    largest = budget(fields, **choices, memory=memory).largest_batch
     if largest is None:
-        assert budget(fields, **{**given, "batch": FARTHEST // 2}, memory=memory).fits()
+        assert budget(fields, **{**choices, "batch": FARTHEST // 2}, memory=memory).fits()
         return
 
     def room(batch: int) -> int:
-        headroom = budget(fields, **{**given, "batch": batch}, memory=memory).headroom
+        headroom = budget(fields, **{**choices, "batch": batch}, memory=memory).headroom
         assert headroom is not None
         return headroom
 
@@ -269,12 +273,12 @@ def test_the_largest_batch_fits_with_all_smaller_ones_and_one_conversation_more_
 
 
 def before_it_runs_out(peaks: list[int], memory: int) -> int:
-    """Of what is needed at each length in turn: how many fit, from the first on."""
+    """How many lengths in a row fit, from the first on, of what is needed at each."""
     return next(length for length, peak in enumerate(peaks) if peak > memory)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "far"),
+    ("name", "choices", "far"),
     [
         ("llama", {"engine": "logical"}, 40),
         ("llama", {"engine": "logical", "policy": "TOVA(5, every=3)"}, 12),
@@ -292,13 +296,13 @@ def before_it_runs_out(peaks: list[int], memory: int) -> int:
     ],
     ids=str,
 )
-def test_as_much_can_be_generated_as_fits_at_every_token_on_the_way(name: str, given: dict[str, Any], far: int):
-    asked = {"context": 16, "dtype": "float32", **given}
-    found = budget(tiny(name), **asked)
-    peaks = [found.generating(new).peak for new in range(far)]
+def test_the_most_generated_tokens_fit_at_every_step(name: str, choices: dict[str, Any], far: int):
+    asked = {"context": 16, "dtype": "float32", **choices}
+    needs = budget(tiny(name), **asked)
+    peaks = [needs.generating(new).peak for new in range(far)]
     for memory in sorted({peaks[0], *peaks[:: 1 + far // 9]} - {max(peaks)}):
         # vLLM takes only a part of the memory.
-        room = memory if found.engine != "vllm" else -(-memory * 100 // 92)
+        room = memory if needs.engine != "vllm" else -(-memory * 100 // 92)
         limited = budget(tiny(name), **asked, memory=room)
         assert limited.usable is not None
         assert limited.largest_new == max(0, before_it_runs_out(peaks, limited.usable) - 1), memory
@@ -312,43 +316,43 @@ def test_as_much_can_be_generated_as_fits_at_every_token_on_the_way(name: str, g
 def test_with_rounding_in_groups_the_largest_context_is_where_it_first_runs_out(
     new: int, group: int, tail: int, bits: int, every: int | None, which: float
 ):
-    given: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "engine": "logical",
         "policy": f"Quantise({bits}, {group}, {tail}, every={every})",
         "new": new,
     }
-    found = budget(tiny("llama"), context=new + 1, **given)
-    peaks = [found.at(context).peak for context in range(new + 1, new + 50)]
+    needs = budget(tiny("llama"), context=new + 1, **choices)
+    peaks = [needs.at(context).peak for context in range(new + 1, new + 50)]
     memory = peaks[int(which * len(peaks))]
     assume(memory < max(peaks))
     expected = before_it_runs_out(peaks, memory)
-    assert budget(tiny("llama"), context=new + 1, **given, memory=memory).largest_context == (new + expected or 0)
+    assert budget(tiny("llama"), context=new + 1, **choices, memory=memory).largest_context == (new + expected or 0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_searches_agree_with_the_budget_they_began_at(engine: Any):
     for memory in ("1GB", "20GB", "40GB", "80GB"):
-        found = budget(QWEN, engine=engine, context=20_000, batch=3, memory=memory)
-        assert found.largest_context is not None
-        assert found.largest_batch is not None
-        assert found.headroom is not None
-        assert (found.headroom >= 0) == found.fits() == (found.largest_context >= 20_000) == (found.largest_batch >= 3)
+        needs = budget(QWEN, engine=engine, context=20_000, batch=3, memory=memory)
+        assert needs.largest_context is not None
+        assert needs.largest_batch is not None
+        assert needs.headroom is not None
+        assert (needs.headroom >= 0) == needs.fits() == (needs.largest_context >= 20_000) == (needs.largest_batch >= 3)
 
 
 def test_without_a_memory_nothing_is_searched():
-    found = budget(QWEN)
-    assert (found.memory, found.usable, found.headroom) == (None, None, None)
-    assert (found.largest_context, found.largest_batch, found.largest_new) == (None, None, None)
+    needs = budget(QWEN)
+    assert (needs.memory, needs.usable, needs.headroom) == (None, None, None)
+    assert (needs.largest_context, needs.largest_batch, needs.largest_new) == (None, None, None)
 
 
-def test_a_window_without_end_has_no_largest_context():
-    found = budget("mistralai/Mistral-7B-v0.1", engine="logical", memory="16GB")
-    assert found.largest_context is None
-    assert found.largest_batch is not None
+def test_a_sliding_window_has_no_largest_context():
+    needs = budget("mistralai/Mistral-7B-v0.1", engine="logical", memory="16GB")
+    assert needs.largest_context is None
+    assert needs.largest_batch is not None
 
 
-def test_no_context_has_less_than_one_token_to_read():
-    with pytest.raises(UserError, match="at least one"):
+def test_a_context_needs_at_least_one_token_of_prompt():
+    with pytest.raises(UserError, match="at least 5"):
         budget(QWEN, context=8, new=4).at(4)
 
 
@@ -357,9 +361,9 @@ def test_no_context_has_less_than_one_token_to_read():
 
 def test_headroom_is_what_the_engine_may_use_less_the_peak():
     for engine, usable in (("hf", 80 * 10**9), ("logical", 80 * 10**9), ("vllm", 73_600_000_000)):
-        found = budget(QWEN, engine=engine, memory="80GB")
-        assert found.usable == usable
-        assert found.headroom == usable - found.peak
+        needs = budget(QWEN, engine=engine, memory="80GB")
+        assert needs.usable == usable
+        assert needs.headroom == usable - needs.peak
 
 
 def test_ranks_share_the_weights():
@@ -388,7 +392,8 @@ def test_a_memory_is_bytes_or_a_number_with_its_unit(text: str | int, expected: 
 
 @pytest.mark.parametrize(
     "text",
-    ["24G", "24", "24 Gi", "GB", "", "-24GB", "24,5GB", "1e9B", "nanGB", "24GBs", "0GB", "24GB 24GB", "9" * 400 + "B", 0, -5, 10**400],
+    ["24G", "24", "24 Gi", "GB", "", "-24GB", "24,5GB", "1e9B", "nanGB", "24GBs",
+      "0GB", "24GB 24GB", "9" * 400 + "B", 0, -5, 10**400],
     ids=lambda text: str(text)[:10],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["memory", "weights"])
@@ -413,12 +418,12 @@ def test_bytes_are_shown_within_half_a_percent(count: int):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("choices", "said"),
     [
         *[({name: value}, name.replace("_", " ")) for name in ("context", "batch", "ranks", "block", "batched_tokens")
           for value in (0, -1, True, 1.5, "8", None, 2**35)],
         *[({name: value}, name) for name in ("new", "source") for value in (-1, True, 1.5, "8", None, 2**35)],
-        ({"context": 8, "new": 8}, "at least one"),
+        ({"context": 8, "new": 8}, "at least 9"),
         ({"engine": "VLLM"}, "vllm"),
         ({"engine": None}, "vllm"),
         ({"kernel": "flash"}, "sdpa"),
@@ -433,9 +438,9 @@ def test_bytes_are_shown_within_half_a_percent(count: int):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_asked_is_refused_in_a_sentence(given: dict[str, Any], said: str, unchecked: None):
+def test_what_cannot_be_asked_is_refused_in_a_sentence(choices: dict[str, Any], said: str, unchecked: None):
     with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
-        budget(QWEN, **given)
+        budget(QWEN, **choices)
     assert said in str(refusal.value)
 
 
@@ -463,37 +468,42 @@ ASKED: list[tuple[list[str], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "given"), ASKED, ids=str)
-def test_the_command_prints_the_budget(arguments: list[str], given: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    assert printed(capsys, *arguments) == f"{budget(arguments[0], **given)}\n"
-
-
-@pytest.mark.parametrize(("arguments", "given"), ASKED, ids=str)
-def test_its_json_has_the_numbers_of_the_budget_and_of_its_table(
-    arguments: list[str], given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("arguments", "choices"), ASKED, ids=str)
+def test_the_command_prints_the_budget(
+    arguments: list[str], choices: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
-    table, found = printed(capsys, *arguments), budget(arguments[0], **given)
-    told = json.loads(printed(capsys, *arguments, "--json"))
+    assert printed(capsys, *arguments) == f"{budget(arguments[0], **choices)}\n"
+
+
+@pytest.mark.parametrize(("arguments", "choices"), ASKED, ids=str)
+def test_its_json_has_the_numbers_of_the_budget_and_of_its_table(
+    arguments: list[str], choices: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    table, needs = printed(capsys, *arguments), budget(arguments[0], **choices)
+    numbers = json.loads(printed(capsys, *arguments, "--json"))
     for name in ("weights", "peak", "headroom", "parameters", "usable", "memory", "largest_context", "largest_batch"):
-        assert told[name] == getattr(found, name)
-    assert told["allocated"] == found.cache
-    assert [layer["allocated"] for layer in told["layers"]] == found.allocated
-    assert [layer["logical"] for layer in told["layers"]] == found.logical
-    assert told["logical"] == sum(layer["logical"] for layer in told["layers"])
-    assert told["bytes_per_token"] == sum(layer["bytes_per_token"] for layer in told["layers"])
-    moment = told["moments"][told["moment"]]
-    assert told["peak"] == told["weights"] + sum(moment.values())
+        assert numbers[name] == getattr(needs, name)
+    assert numbers["allocated"] == needs.cache
+    assert [layer["allocated"] for layer in numbers["layers"]] == needs.allocated
+    assert [layer["logical"] for layer in numbers["layers"]] == needs.logical
+    assert numbers["logical"] == sum(layer["logical"] for layer in numbers["layers"])
+    assert numbers["bytes_per_token"] == sum(layer["bytes_per_token"] for layer in numbers["layers"])
+    phase = numbers["moments"][numbers["moment"]]
+    assert numbers["peak"] == numbers["weights"] + sum(phase.values())
 
     lines = {line[:44].strip(): line for line in table.splitlines()}
     whole = next(line for line in table.splitlines() if line.startswith("all layers"))
-    for shown in (f"{told['bytes_per_token']:,}", short(told["logical"]), short(told["allocated"])):
+    for shown in (f"{numbers['bytes_per_token']:,}", short(numbers["logical"]), short(numbers["allocated"])):
         assert shown in whole
-    assert both(told["peak"]) in lines["peak"]
-    assert any(name.startswith("weights") and both(told["weights"]) in line for name, line in lines.items())
-    if told["headroom"] is not None:
-        assert both(abs(told["headroom"])) in lines["headroom" if told["headroom"] >= 0 else "DOES NOT FIT: short of"]
-        assert f"{told['largest_context']:,} tokens" in lines["largest context"]
-        assert f"{told['largest_batch']:,} at once" in lines["largest batch"]
+    assert both(numbers["peak"]) in lines["peak"]
+    assert any(name.startswith("weights") and both(numbers["weights"]) in line for name, line in lines.items())
+    if numbers["headroom"] is not None:
+        assert (
+            both(abs(numbers["headroom"]))
+            in lines["headroom" if numbers["headroom"] >= 0 else "DOES NOT FIT: short of"]
+        )
+        assert f"{numbers['largest_context']:,} tokens" in lines["largest context"]
+        assert f"{numbers['largest_batch']:,} at once" in lines["largest batch"]
 
 
 def test_layers_that_are_alike_are_one_row_of_the_table():
@@ -507,9 +517,9 @@ def test_layers_that_are_alike_are_one_row_of_the_table():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("choices", "said"),
     [
-        ({"context": 50_000}, "made for 40,960 tokens"),
+        ({"context": 50_000}, "trained for 40,960 tokens"),
         ({"engine": "vllm"}, "estimate"),
         ({"policy": "TOVA(64)"}, "TOVA(64) saves"),
         ({"cache_dtype": "fp8", "engine": "logical"}, "50.0 %"),
@@ -517,8 +527,8 @@ def test_layers_that_are_alike_are_one_row_of_the_table():
     ],
     ids=str,
 )
-def test_what_a_reader_must_know_is_remarked(given: dict[str, Any], said: str):
-    assert said in str(budget(QWEN, **given))
+def test_the_table_remarks_on_what_a_reader_must_know(choices: dict[str, Any], said: str):
+    assert said in str(budget(QWEN, **choices))
     assert said not in str(budget(QWEN))
 
 

@@ -1,4 +1,4 @@
-"""A config is a stranger's file: it gives a budget, or one sentence that names what is wrong with it."""
+"""A config is a untrusted's file: it gives a budget, or one sentence that names what is wrong with it."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvprobe.errors import UserError
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.layer_types import KINDS
-from kvprobe.memory.sources import config_of, shelf
+from kvprobe.memory.sources import config_of, shipped_configs
 
 Fields = dict[str, Any]
 
@@ -47,7 +47,7 @@ def refused(model: Any, **settings: Any) -> str:
     return str(refusal.value)
 
 
-def in_folder(parent: Path, text: str | bytes, name: str = "stranger") -> Path:
+def in_folder(parent: Path, text: str | bytes, name: str = "untrusted") -> Path:
     folder = parent / name
     folder.mkdir()
     (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -66,21 +66,21 @@ def test_a_missing_field_is_named_with_its_model(missing: str, tmp_path: Path):
         assert missing in refused(without)
     said = refused(in_folder(tmp_path, json.dumps({**LLAMA, missing: None})))
     assert missing in said
-    assert "stranger" in said
+    assert "untrusted" in said
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "mixtral"])
-def test_kv_heads_are_guessed_only_where_the_family_guesses_them(kind: str):
+def test_kv_heads_have_a_default_only_where_the_family_has_one(kind: str):
     said = refused({**LLAMA, "model_type": kind, "head_dim": 16, "num_key_value_heads": None})
     assert "num_key_value_heads" in said
 
 
 @pytest.mark.parametrize("name", [name for name in LLAMA if name != "model_type"])
 @pytest.mark.parametrize("value", [*NO_NUMBERS, 0], ids=repr)
-def test_a_size_that_is_no_whole_number_of_a_size_is_named(name: str, value: Any, tmp_path: Path):
+def test_a_size_that_is_not_a_positive_whole_number_is_named(name: str, value: Any, tmp_path: Path):
     said = refused(in_folder(tmp_path, json.dumps({**LLAMA, name: value})))
     assert name in said
-    assert "stranger" in said
+    assert "untrusted" in said
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
@@ -98,15 +98,15 @@ def test_a_size_that_is_no_whole_number_of_a_size_is_named(name: str, value: Any
         ("nemotron_h", "mamba_num_heads"),
     ],
 )
-def test_sizes_of_other_families_are_held_to_the_same(kind: str, name: str, value: Any):
+def test_sizes_of_other_families_are_checked_too(kind: str, name: str, value: Any):
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     whole = {**GEMMA, **NEMOTRON, **mixture, "model_type": kind}
     assert budget(whole).peak > 0
     assert name in refused({**whole, name: value})
 
 
-@pytest.mark.parametrize("value", [each for each in NO_NUMBERS if each != [64]], ids=repr)
-def test_a_width_of_dense_layers_is_held_to_the_same_where_all_layers_are_sparse(value: Any):
+@pytest.mark.parametrize("value", [value for value in NO_NUMBERS if value != [64]], ids=repr)
+def test_the_width_of_dense_layers_is_checked_even_if_all_layers_are_sparse(value: Any):
     sparse = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     assert "intermediate_size" in refused({**LLAMA, **sparse, "intermediate_size": value})
 
@@ -121,12 +121,12 @@ def test_a_switch_is_true_or_false(kind: str, name: str, value: Any):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 8), (5, 2), (7, 4)])
-def test_heads_that_do_not_share_out_among_kv_heads_are_refused(heads: int, kv_heads: int):
+def test_kv_heads_that_do_not_divide_the_query_heads_are_refused(heads: int, kv_heads: int):
     said = refused({**LLAMA, "head_dim": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
     assert f"{heads} query heads for {kv_heads} KV heads" in said
 
 
-def test_heads_that_do_not_share_out_the_width_are_refused():
+def test_heads_that_do_not_divide_the_width_are_refused():
     assert "hidden_size=64" in refused({**LLAMA, "num_attention_heads": 6})
 
 
@@ -162,7 +162,7 @@ def test_a_model_without_layers_is_refused(empty: Fields):
     refused({**NEMOTRON, **empty})
 
 
-def test_a_letter_that_is_no_layer_is_refused():
+def test_an_unknown_layer_letter_is_refused():
     assert "'Q'" in refused({**NEMOTRON, "hybrid_override_pattern": "M*Q"})
 
 
@@ -176,7 +176,7 @@ def test_an_unknown_family_is_named_with_its_near_match(kind: str, near: str):
 
 
 @pytest.mark.parametrize("kind", ["", "bert", "x" * 10_000, "llama\n", "LLAMA", "gpt5", 3, ["llama"], {}, True])
-def test_what_is_no_known_family_is_refused(kind: Any):
+def test_unknown_families_are_refused(kind: Any):
     refused({**LLAMA, "model_type": kind})
 
 
@@ -186,7 +186,7 @@ def test_sizes_that_change_from_layer_to_layer_are_refused_by_name(name: str):
 
 
 @pytest.mark.parametrize("inner", [None, [], "llama", 3, True, [LLAMA]], ids=repr)
-def test_a_text_config_that_is_no_mapping_is_refused(inner: Any):
+def test_a_text_config_that_is_not_a_mapping_is_refused(inner: Any):
     assert "text_config" in refused({"model_type": "gemma3", "text_config": inner})
 
 
@@ -196,7 +196,7 @@ def test_a_text_config_is_read_as_the_text_model_in_it():
     assert (inner.cache, inner.weights, inner.peak) == (alone.cache, alone.weights, alone.peak)
 
 
-def test_kv_heads_of_every_layer_cannot_be_borrowed():
+def test_not_all_layers_can_share_keys_and_values():
     gemma = {**GEMMA, "model_type": "gemma3n_text", "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
     gemma |= {"vocab_size_per_layer_input": 100, "laurel_rank": 4}
     assert budget({**gemma, "num_kv_shared_layers": 1}).peak > 0
@@ -231,11 +231,11 @@ def test_weights_packed_in_an_unknown_way_are_refused(packing: Any, said: str):
     ("dtype", "said"),
     [("float8", "float"), (16, "dtype=16"), ("bf16 ", "bf16"), ([], "dtype=[]"), (True, "dtype=True")],
 )
-def test_a_dtype_that_is_no_float_is_refused(dtype: Any, said: str):
+def test_a_dtype_that_is_not_a_float_is_refused(dtype: Any, said: str):
     assert said in refused({**LLAMA, "dtype": dtype})
 
 
-def test_what_is_wrong_is_shown_in_short():
+def test_long_values_are_shortened_in_refusals():
     assert len(refused({**LLAMA, "hidden_size": "9" * 100_000})) < 300
 
 
@@ -264,11 +264,11 @@ def test_what_is_wrong_is_shown_in_short():
     ],
     ids=lambda text: repr(text[:12]),
 )
-def test_a_file_that_holds_no_config_is_refused_by_name(text: str | bytes, tmp_path: Path):
-    assert "stranger" in refused(in_folder(tmp_path, text))
+def test_a_file_without_a_config_is_refused_by_name(text: str | bytes, tmp_path: Path):
+    assert "untrusted" in refused(in_folder(tmp_path, text))
 
 
-def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path):
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path):
     for number, value in enumerate(("NaN", "Infinity", "-Infinity", "1e400", "64.5")):
         text = json.dumps(LLAMA).replace('"hidden_size": 64', f'"hidden_size": {value}')
         assert "hidden_size" in refused(in_folder(tmp_path, text, f"number {number}"))
@@ -284,7 +284,7 @@ def test_a_folder_without_a_config_is_refused_by_name(tmp_path: Path):
     assert f"{tmp_path} has no config.json" in refused(str(tmp_path))
 
 
-def test_a_file_that_is_no_json_by_name_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_named_json_is_refused(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     path.write_text(json.dumps(LLAMA))
     assert "model.safetensors" in refused(path)
@@ -293,8 +293,8 @@ def test_a_file_that_is_no_json_by_name_is_refused(tmp_path: Path):
 def test_a_config_is_the_same_from_its_folder_its_file_and_its_fields(tmp_path: Path):
     folder = in_folder(tmp_path, json.dumps(LLAMA))
     sources: list[Any] = [folder, str(folder), folder / "config.json", LLAMA]
-    assert len({(found.peak, found.cache) for found in map(budget, sources)}) == 1
-    assert [budget(each).config.name for each in sources] == ["stranger"] * 3 + ["The model"]
+    assert len({(needs.peak, needs.cache) for needs in map(budget, sources)}) == 1
+    assert [budget(source).config.name for source in sources] == ["untrusted"] * 3 + ["The model"]
 
 
 @pytest.mark.parametrize(
@@ -313,14 +313,14 @@ def test_a_config_is_the_same_from_its_folder_its_file_and_its_fields(tmp_path: 
         ("nul\x00byte", "hub id"),
     ],
 )
-def test_an_unknown_model_is_refused_with_what_there_is(name: str, said: str):
+def test_an_unknown_model_is_refused_with_near_names(name: str, said: str):
     with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
         budget(name)
     assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen4-9000B", "openai/gpt-oss-120bb"])
-def test_an_id_that_no_hub_answers_for_is_refused_in_a_sentence(name: str):
+def test_an_id_that_is_not_on_the_hub_is_refused_in_a_sentence(name: str):
     with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
         budget(name)
     assert name in str(refusal.value)
@@ -328,7 +328,7 @@ def test_an_id_that_no_hub_answers_for_is_refused_in_a_sentence(name: str):
 
 @pytest.mark.parametrize("layers", [10**6, 10**9, 2**40])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba"])
-def test_layers_without_end_are_refused_before_they_are_counted(kind: str, layers: int):
+def test_a_huge_number_of_layers_is_refused_before_it_is_counted(kind: str, layers: int):
     """In a process that may take a gigabyte and ten seconds, and would be killed beyond."""
     config = {**GEMMA, "model_type": kind, "num_hidden_layers": layers, "state_size": 8}
     program = (
@@ -350,22 +350,22 @@ def test_layers_without_end_are_refused_before_they_are_counted(kind: str, layer
 
 
 @cache
-def fields_on_the_shelf(name: str) -> Fields:
-    """A config from the shelf, cut to a few layers, so that each budget takes a moment."""
+def shipped_fields(name: str) -> Fields:
+    """A config that ships, cut to a few layers, so that each budget is fast."""
     return shortened(dict(config_of(name).fields))
 
 
-def shortened(found: Fields, layers: int = 6) -> Fields:
+def shortened(config: Fields, layers: int = 6) -> Fields:
     for name in _LAYERS:
-        if name in found:
-            found[name] = layers
-    if "layer_types" in found:
-        found["layer_types"] = found["layer_types"][:layers]
-    if found.get("num_kv_shared_layers"):
-        found |= {"num_kv_shared_layers": 1, "intermediate_size": 16_384}
-    if "text_config" in found:
-        found["text_config"] = shortened(dict(found["text_config"]), layers)
-    return found
+        if name in config:
+            config[name] = layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    if config.get("num_kv_shared_layers"):
+        config |= {"num_kv_shared_layers": 1, "intermediate_size": 16_384}
+    if "text_config" in config:
+        config["text_config"] = shortened(dict(config["text_config"]), layers)
+    return config
 
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -376,11 +376,11 @@ def plain(value: Any) -> Iterator[int | float]:
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from plain(each)
+        for member in value.values():
+            yield from plain(member)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from plain(each)
+        for member in value:
+            yield from plain(member)
     elif is_dataclass(value) and type(value).__name__ != "Config":
         for field in fields(value):
             yield from plain(getattr(value, field.name))
@@ -388,19 +388,27 @@ def plain(value: Any) -> Iterator[int | float]:
 
 def assert_budget_or_sentence(model: Any, **settings: Any) -> None:
     try:
-        found: Budget | str = budget(model, **settings)
+        outcome: Budget | str = budget(model, **settings)
     except ValueError as error:
-        found = str(error)
-    if isinstance(found, str):
-        assert "\n" not in found
-        assert 10 < len(found) < 1500
+        outcome = str(error)
+    if isinstance(outcome, str):
+        assert "\n" not in outcome
+        assert 10 < len(outcome) < 1500
         return
-    shown = [found.peak, found.cache, found.weights, found.parameters, found.moments, found.logical, found.allocated]
-    shown += [found.layers, found.widths, found.bytes_per_token, found.trained_context]
+    shown = [
+        outcome.peak,
+        outcome.cache,
+        outcome.weights,
+        outcome.parameters,
+        outcome.phases,
+        outcome.logical,
+        outcome.allocated,
+    ]
+    shown += [outcome.layers, outcome.widths, outcome.bytes_per_token, outcome.trained_context]
     numbers = list(plain(shown))
     assert numbers
     assert all(math.isfinite(number) and number >= 0 for number in numbers)
-    assert str(found)
+    assert str(outcome)
 
 
 sizes = st.sampled_from([0, 1, 2, 3, 7, 64, 4096, -1, -64, 2**40, 2**40 + 1, 10**30]) | st.integers(-5, 300)
@@ -423,10 +431,10 @@ def few_layers(name: str, value: Any) -> bool:
 
 @st.composite
 def changed(draw: st.DrawFn) -> Fields:
-    """A config from the shelf with some fields changed, gone or new; in its text model too, if it has one."""
-    found = dict(fields_on_the_shelf(draw(st.sampled_from(sorted(shelf())))))
-    nested = isinstance(found.get("text_config"), dict) and draw(st.booleans())
-    target = dict(found["text_config"]) if nested else found
+    """A config that ships with some fields changed, gone or new; in its text model too, if it has one."""
+    config = dict(shipped_fields(draw(st.sampled_from(sorted(shipped_configs())))))
+    nested = isinstance(config.get("text_config"), dict) and draw(st.booleans())
+    target = dict(config["text_config"]) if nested else config
     known = sorted(target) + list(_NEW)
     for name in draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True)):
         action = draw(st.sampled_from(["change", "change", "delete", "nudge"]))
@@ -437,15 +445,15 @@ def changed(draw: st.DrawFn) -> Fields:
         else:
             target[name] = draw(json_values.filter(lambda value, name=name: few_layers(name, value)))
     if nested:
-        found["text_config"] = target
-    return found
+        config["text_config"] = target
+    return config
 
 
 _NEW = (
     "quantization_config", "per_layer_config", "num_key_value_heads", "head_dim", "sliding_window", "layer_types",
-    "dtype", "intermediate_size", "num_experts_per_tok", "num_kv_shared_layers", "mlp_layer_types", "use_sliding_window",
-    "max_window_layers", "no_rope_layers", "final_logit_softcapping", "mamba_ssm_cache_dtype", "attention_chunk_size",
-    "moe_intermediate_size", "num_local_experts", "num_experts", "n_inner",
+    "dtype", "intermediate_size", "num_experts_per_tok", "num_kv_shared_layers", "mlp_layer_types",
+    "use_sliding_window", "max_window_layers", "no_rope_layers", "final_logit_softcapping", "mamba_ssm_cache_dtype",
+    "attention_chunk_size", "moe_intermediate_size", "num_local_experts", "num_experts", "n_inner",
 )  # fmt: skip
 engines = st.sampled_from(["hf", "vllm", "logical"])
 
@@ -457,8 +465,8 @@ def test_a_config_with_fields_changed_gives_a_budget_or_a_sentence(config: Field
 
 
 _USED = sorted(
-    {name for each in shelf() for name in fields_on_the_shelf(each)}
-    | {name for each in shelf() for name in (fields_on_the_shelf(each).get("text_config") or {})}
+    {name for config in shipped_configs() for name in shipped_fields(config)}
+    | {name for config in shipped_configs() for name in (shipped_fields(config).get("text_config") or {})}
     | set(_NEW)
     | {"hybrid_override_pattern", "cross_attention_layers", "full_attn_idxs", "conv_L_cache", "attn_layer_indices"}
 )

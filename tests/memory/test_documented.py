@@ -1,4 +1,4 @@
-"""What the documents say of memory is what the code says."""
+"""What the documents say about memory is what the code says."""
 
 import importlib.util
 from pathlib import Path
@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from kvprobe.memory.budget import budget
-from kvprobe.memory.forward import _FOLLOWED
 from kvprobe.memory.layer_types import KINDS
+from kvprobe.memory.widths import FOLLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_where_all_layers_are_alike_the_public_formulas_agree_with_the_budget(ca
     assert calculators.hf_mem(config, 100) == calculators.lmcache("some/llama", config, 100) == found
 
 
-def test_the_number_of_families_is_as_written():
+def test_the_documented_number_of_families_is_right():
     assert f"the {len(KINDS)} families" in PAGE
-    assert f"random models of {len(_FOLLOWED)} families are within 3 %" in PAGE
+    assert f"random models of {len(FOLLOWED)} families are within 3 %" in PAGE
     assert f"in {len(KINDS)} families" in (ROOT / "README.md").read_text(encoding="utf-8")

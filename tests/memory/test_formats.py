@@ -40,7 +40,7 @@ def test_without_packing_all_weights_are_floats():
     assert stored(None) == 2 * 20_730
 
 
-def test_mxfp4_packs_experts_alone_with_a_byte_for_32():
+def test_mxfp4_packs_only_experts_with_a_byte_for_32():
     assert stored({"quant_method": "mxfp4"}) == 6400 // 2 + 6400 // 32 + 2 * (20_730 - 6400)
 
 
@@ -67,7 +67,7 @@ def test_bitsandbytes_needs_no_name_and_may_quantise_its_scales():
 
 
 @pytest.mark.parametrize("fields", [{"compression_config": {}}, {"compression_config": {"quant_method": "x"}}])
-def test_what_is_packed_in_another_way_is_refused_unless_its_bytes_are_given(fields: dict[str, Any]):
+def test_an_unknown_packing_is_refused_unless_its_bytes_are_given(fields: dict[str, Any]):
     with pytest.raises(UserError, match=r"weights="):
         stored(None, **fields)
     config = {

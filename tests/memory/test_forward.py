@@ -1,4 +1,4 @@
-"""The budget's peaks are those that torch's allocator sees, for the families whose passes were followed through the code."""
+"""The budget's peaks are those of torch's allocator, for the families whose passes follow the code of transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,25 +9,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvprobe.inference.measured import _on_cpu
 from kvprobe.memory.budget import Budget, budget
-from kvprobe.memory.forward import _FOLLOWED
+from kvprobe.memory.widths import FOLLOWED
 from tests.memory.families import TINY, settings
 
 SCRATCH = 300_000
-"""Bytes that kernels keep aside for themselves, whatever the model: nothing beside a real one, and much beside a tiny one."""
+"""Bytes of the kernels' own buffers for any model: negligible for a real model, and large for a tiny one."""
 
-FOLLOWED = [name for name, (kind, _) in TINY.items() if kind in _FOLLOWED]
+EXACT = [name for name, (kind, _) in TINY.items() if kind in FOLLOWED]
 
 _LARGER = {
     "hidden_size": 4, "intermediate_size": 6, "moe_intermediate_size": 6, "n_embd": 4, "head_dim": 2, "vocab_size": 4,
     "sliding_window": 8, "max_position_embeddings": 4, "n_positions": 4,
 }  # fmt: skip
-"""How many times larger than tiny: large enough for tensors to outweigh what kernels keep aside."""
+"""How many times larger than tiny: large enough for tensors to outweigh the kernels' buffers."""
 
 
 def larger(name: str) -> dict[str, Any]:
     return {
-        each: value * _LARGER.get(each, 1) if value and each in _LARGER else value
-        for each, value in settings(name).items()
+        field: value * _LARGER.get(field, 1) if value and field in _LARGER else value
+        for field, value in settings(name).items()
     }
 
 
@@ -52,14 +52,14 @@ def measured(fields: dict[str, Any], predicted: Budget) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(192, 1), (64, 3), (700, 1)])
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize("name", EXACT)
 def test_peaks_of_reading_and_generating_are_right_within_a_few_percent(name: str, tokens: int, batch: int):
     fields = larger(name)
     predicted = budget(fields, context=tokens, new=2, batch=batch, dtype="float32")
     assert predicted.widths.exact
     reading, generating = measured(fields, predicted)
-    assert predicted.moments["reading"].total == pytest.approx(reading, rel=0.03, abs=SCRATCH)
-    assert predicted.moments["generating"].total == pytest.approx(generating, rel=0.03, abs=SCRATCH)
+    assert predicted.phases["reading"].total == pytest.approx(reading, rel=0.03, abs=SCRATCH)
+    assert predicted.phases["generating"].total == pytest.approx(generating, rel=0.03, abs=SCRATCH)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, one KV head", "gemma3_text", "qwen3", "mistral"])
@@ -67,7 +67,7 @@ def test_eager_attention_is_budgeted_too(name: str):
     fields = larger(name)
     predicted = budget(fields, context=400, new=2, dtype="float32", kernel="eager")
     reading, generating = measured(fields, predicted)
-    assert predicted.moments["reading"].total == pytest.approx(reading, rel=0.03, abs=SCRATCH)
-    assert predicted.moments["generating"].total == pytest.approx(generating, rel=0.03, abs=SCRATCH)
+    assert predicted.phases["reading"].total == pytest.approx(reading, rel=0.03, abs=SCRATCH)
+    assert predicted.phases["generating"].total == pytest.approx(generating, rel=0.03, abs=SCRATCH)
     fused = budget(fields, context=400, new=2, dtype="float32", kernel="sdpa")
-    assert predicted.moments["reading"].total > fused.moments["reading"].total
+    assert predicted.phases["reading"].total > fused.phases["reading"].total

@@ -58,8 +58,8 @@ class Conversation:
         return hf.held(self.layers(), self.request(prompt, new))
 
 
-def shared_out(shape: tuple[int, int, int], prompt: int) -> int:
-    """The next longer prompt of which each row's numbers make whole groups."""
+def whole_groups(shape: tuple[int, int, int], prompt: int) -> int:
+    """The shortest prompt from this length up of which each row's numbers fill whole groups."""
     while shape[1] * prompt * shape[2] % 64:
         prompt += 1
     return prompt
@@ -72,7 +72,7 @@ def shared_out(shape: tuple[int, int, int], prompt: int) -> int:
 def test_a_prompt_in_quantos_cache_is_held_to_the_byte(
     numbers: str, dtype: str, shape: tuple[int, int, int], prompt: int
 ):
-    prompt = shared_out(shape, prompt)
+    prompt = whole_groups(shape, prompt)
     conversation = Conversation(numbers, dtype, shape)
     assert conversation.read(prompt) == conversation.predicted(prompt)
 
@@ -119,13 +119,13 @@ def test_latent_attention_is_held_to_the_byte(numbers: str, new: int):
 @example("int4", (2, 1, 16), 2)
 @example("int2", (2, 2, 16), 1)
 @settings(max_examples=60)
-def test_prompts_are_refused_just_where_quanto_refuses_them(numbers: str, shape: tuple[int, int, int], prompt: int):
+def test_prompts_are_refused_exactly_where_quanto_refuses_them(numbers: str, shape: tuple[int, int, int], prompt: int):
     conversation = Conversation(numbers, "float32", shape)
     request = conversation.request(prompt)
     try:
         conversation.read(prompt)
     except ValueError:
-        with pytest.raises(UserError, match=r"^[^\n]*share out[^\n]*$"):
+        with pytest.raises(UserError, match=r"^[^\n]*whole groups[^\n]*$"):
             hf.check(conversation.layers(), request)
     else:
         hf.check(conversation.layers(), request)
@@ -158,7 +158,7 @@ def test_only_full_attention_is_quantised(numbers: str, layer: Layer):
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "said"),
+    ("name", "choices", "said"),
     [
         ("Qwen/Qwen3-8B", {"cache_dtype": "nvfp4"}, "nvfp4"),
         ("Qwen/Qwen3-8B", {"cache_dtype": "float16"}, "float16"),
@@ -167,9 +167,9 @@ def test_only_full_attention_is_quantised(numbers: str, layer: Layer):
         ("google/gemma-2-9b-it", {"cache_dtype": "fp8"}, "sliding"),
     ],
 )
-def test_caches_that_transformers_has_not_are_refused_in_a_sentence(name: str, given: dict[str, str], said: str):
+def test_caches_that_transformers_lacks_are_refused_in_a_sentence(name: str, choices: dict[str, str], said: str):
     with pytest.raises(UserError, match=r"^[^\n]+$") as refusal:
-        budget(name, engine="hf", **given)
+        budget(name, engine="hf", **choices)
     assert said in str(refusal.value)
 
 

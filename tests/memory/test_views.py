@@ -1,14 +1,14 @@
-"""The three views beside one another: what a query may read, what transformers holds under a policy, what vLLM groups."""
+"""The three views compared: what a query may read, what transformers holds under a policy, how vLLM groups layers."""
 
 import pytest
 
+from kvprobe.cache.slots import Plan, Rounds
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, logical, vllm
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, State
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan, Rounds
 from kvprobe.memory.written import plan_of
 
 FLOAT = FORMATS["float32"]
@@ -38,7 +38,7 @@ def test_an_index_is_read_with_the_keys():
     assert logical.held((indexed,), rounded) == [(16 + 8 + 5) * 4 + codes + scales + index]
 
 
-def test_rounded_slots_slide_out_of_a_window_first():
+def test_rounded_slots_leave_a_window_first():
     sliding = Layer(Attention(4, 2, 8, 8, reach=6))
     plan = Plan("rounds", rounds=Rounds(4, 4, 3))
     # Of 12 tokens 8 are rounded, and 6 of the 12 are left: two rounded ones, of one group, which keeps its scales.
@@ -81,12 +81,12 @@ def test_cross_attention_is_as_long_as_its_source_in_every_view():
     assert (found.blocks, found.block_bytes) == (3 + 7, 16 * numbers)
 
 
-def test_states_that_do_not_share_out_over_ranks_are_refused():
+def test_states_that_cannot_be_divided_among_ranks_are_refused():
     with pytest.raises(UserError, match="7 ranks"):
         budget("state-spaces/mamba-2.8b-hf", engine="vllm", ranks=7)
 
 
-def test_the_fullest_moment_of_a_policy_that_seldom_acts_is_its_peak():
+def test_the_fullest_phase_of_a_policy_that_seldom_acts_is_its_peak():
     tiny = {
         "model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -95,4 +95,4 @@ def test_the_fullest_moment_of_a_policy_that_seldom_acts_is_its_peak():
     before = budget(tiny, context=65, new=49, engine="logical", policy="SlidingWindow(4, every=50)")
     assert at_the_act.cache < before.cache
     assert at_the_act.peak == before.peak
-    assert at_the_act.moment == "on the way"
+    assert at_the_act.phase == "on the way"

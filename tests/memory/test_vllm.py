@@ -11,7 +11,7 @@ from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, layers_of, text_model
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.sources import config_of, shelf
+from kvprobe.memory.sources import config_of, shipped_configs
 from kvprobe.memory.vllm import Engine, reserved
 from kvprobe.memory.written import plan_of
 
@@ -78,11 +78,11 @@ def test_every_rank_holds_the_whole_latent_cache(ranks: int):
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (32, 1)])
-def test_ranks_share_out_kv_heads_down_to_one_each(ranks: int, heads: int):
+def test_ranks_divide_kv_heads_down_to_one_each(ranks: int, heads: int):
     assert per_token(QWEN, "bfloat16", ranks=ranks) == [heads * (128 + 128) * 2] * 36
 
 
-def test_ranks_share_out_states():
+def test_ranks_divide_states():
     one, two = (
         reserved(layers("state-spaces/mamba-2.8b-hf"), request(9), Engine(ranks=ranks)).bytes for ranks in (1, 2)
     )
@@ -90,7 +90,7 @@ def test_ranks_share_out_states():
 
 
 @given(context=contexts, engine=engines, reach=st.integers(1, 5000))
-def test_a_window_takes_at_most_the_block_more_that_it_may_begin_in(context: int, engine: Engine, reach: int):
+def test_a_window_takes_at_most_one_block_more(context: int, engine: Engine, reach: int):
     windowed, full = (
         reserved((Layer(Attention(4, 2, 64, 64, reach=each)),), request(context), engine) for each in (reach, None)
     )
@@ -109,20 +109,20 @@ def test_chunks_never_take_more_than_full_attention(context: int, engine: Engine
 
 
 @pytest.mark.parametrize(("context", "blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_a_block_that_is_begun_is_whole(context: int, blocks: int):
+def test_a_partly_used_block_is_counted_whole(context: int, blocks: int):
     found = reserved(layers(QWEN), request(context), Engine())
     assert found.blocks == blocks
     assert found.bytes == sum(found.pages) == blocks * 16 * 147_456
 
 
-def test_layers_that_share_keys_and_values_cost_nothing():
+def test_layers_that_share_keys_and_values_take_no_bytes():
     found = reserved(layers("google/gemma-3n-E4B-it"), request(LONG), Engine())
     assert [pages > 0 for pages in found.pages] == [number < 20 for number in range(35)]
 
 
-@given(name=st.sampled_from(sorted(shelf())), context=contexts, engine=engines)
+@given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, engine=engines)
 @settings(max_examples=60)
-def test_what_layers_ask_for_is_never_more_than_what_is_reserved(name: str, context: int, engine: Engine):
+def test_layers_never_use_more_than_is_reserved(name: str, context: int, engine: Engine):
     found = reserved(layers(name), request(context), engine)
     assert 0 < sum(found.pages) <= found.bytes
     kinds = {(each.attention and each.attention.reach, each.state, each.shares is None) for each in layers(name)}
@@ -130,7 +130,7 @@ def test_what_layers_ask_for_is_never_more_than_what_is_reserved(name: str, cont
         assert sum(found.pages) == found.bytes
 
 
-@given(name=st.sampled_from(sorted(shelf())), context=contexts, more=st.integers(0, 5000), engine=engines)
+@given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, more=st.integers(0, 5000), engine=engines)
 @settings(max_examples=60)
 def test_a_longer_conversation_never_takes_fewer_blocks(name: str, context: int, more: int, engine: Engine):
     shorter, longer = (reserved(layers(name), request(each), engine) for each in (context, context + more))
@@ -170,7 +170,7 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "said"),
+    ("name", "choices", "said"),
     [
         (QWEN, {"cache_dtype": "int4"}, "int4"),
         (QWEN, {"cache_dtype": "int2"}, "int2"),
@@ -185,9 +185,9 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
         (QWEN, {"batched_tokens": 0}, "batched tokens"),
     ],
 )
-def test_caches_that_vllm_has_not_are_refused_in_a_sentence(name: str, given: dict[str, int | str], said: str):
+def test_caches_that_vllm_lacks_are_refused_in_a_sentence(name: str, choices: dict[str, int | str], said: str):
     with pytest.raises(UserError, match=r"^[^\n]+$") as refusal:
-        budget(name, engine="vllm", **given)
+        budget(name, engine="vllm", **choices)
     assert said in str(refusal.value)
 
 
@@ -196,7 +196,7 @@ def test_the_format_of_512_and_64_numbers_is_refused_for_another_latent():
         reserved((Layer(Attention(16, 1, 256, 64, latent=True)),), request(16, "fp8_ds_mla"), Engine())
 
 
-def test_policies_are_refused_whichever_way_they_spend_less():
+def test_all_policies_are_refused():
     for policy in ("TOVA(8)", "Quantise(2)"):
         with pytest.raises(UserError, match="no policy"):
             reserved(layers(QWEN), Request(16, plan=plan_of(policy)), Engine())

@@ -111,7 +111,9 @@ CASES: dict[str, list[Fields]] = {
     "gemma3n_text": [
         GEMMA3N,
         GEMMA3N | ATTENTION_BIAS,
-        GEMMA3N | {"num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+        GEMMA3N
+        | {"num_kv_shared_layers": 3}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]},
         GEMMA3N | {"intermediate_size": [20, 20, 30, 44, 44]},
     ],
     "qwen2": [{}, {"use_sliding_window": True, "max_window_layers": 2} | WINDOW],
@@ -153,8 +155,17 @@ CASES: dict[str, list[Fields]] = {
     "olmoe": [MOE, MOE | ATTENTION_BIAS],
     "phimoe": [LOCAL_MOE, LOCAL_MOE | ATTENTION_BIAS, LOCAL_MOE | {"lm_head_bias": True}],
     "gpt_oss": [LOCAL_MOE | {"head_dim": 10}, LOCAL_MOE | NO_ATTENTION_BIAS | WINDOW],
-    "qwen2_moe": [QWEN_MOE, QWEN_MOE | {"qkv_bias": False}, QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [0, 3]}],
-    "qwen3_moe": [MOE | {"head_dim": 10}, MOE | ATTENTION_BIAS, MOE | {"mlp_only_layers": [0, 4]}, MOE | {"num_experts": 0}],
+    "qwen2_moe": [
+        QWEN_MOE,
+        QWEN_MOE | {"qkv_bias": False},
+        QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [0, 3]},
+    ],
+    "qwen3_moe": [
+        MOE | {"head_dim": 10},
+        MOE | ATTENTION_BIAS,
+        MOE | {"mlp_only_layers": [0, 4]},
+        MOE | {"num_experts": 0},
+    ],
     "qwen3_next": [
         QWEN_MOE | DELTA_NET | {"head_dim": 10},
         QWEN_MOE | DELTA_NET | ATTENTION_BIAS | {"full_attention_interval": 2, "decoder_sparse_step": 3},
@@ -179,7 +190,9 @@ CASES: dict[str, list[Fields]] = {
     "deepseek_v32": [
         LATENT | {"index_n_heads": 5, "index_head_dim": 18},
         LATENT | ATTENTION_BIAS | {"index_n_heads": 5, "index_head_dim": 18, "first_k_dense_replace": 1},
-        LATENT | {"index_n_heads": 5, "index_head_dim": 18, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]},
+        LATENT
+        | {"index_n_heads": 5, "index_head_dim": 18}
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]},
     ],
     "mamba": [MAMBA, MAMBA | {"use_bias": True, "use_conv_bias": False, "expand": 3}, MAMBA | {"time_step_rank": 7}],
     "falcon_mamba": [MAMBA, MAMBA | {"use_bias": True, "use_conv_bias": False, "expand": 3}],
@@ -219,7 +232,8 @@ CASES: dict[str, list[Fields]] = {
     "lfm2": [
         {"full_attn_idxs": [1, 3], "conv_L_cache": 4, "block_multiple_of": 9},
         {"full_attn_idxs": [0], "conv_L_cache": 4, "conv_bias": True, "block_auto_adjust_ff_dim": False},
-        {"full_attn_idxs": [0], "conv_L_cache": 4, "block_multiple_of": 7, "block_ffn_dim_multiplier": 1.3, "block_ff_dim": 90},
+        {"full_attn_idxs": [0], "conv_L_cache": 4}
+        | {"block_multiple_of": 7, "block_ffn_dim_multiplier": 1.3, "block_ff_dim": 90},
         {"layer_types": ["conv", "conv", "full_attention", "conv", "conv"], "conv_L_cache": 4, "tie_embedding": False},
     ],
 }  # fmt: skip
@@ -293,7 +307,7 @@ def test_every_family_is_counted():
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_field_left_out_is_refused_or_is_what_transformers_takes_for_it(kind: str):
+def test_a_missing_field_is_refused_or_has_the_default_of_transformers(kind: str):
     taken = 0
     for fields in CASES[kind][:2]:
         config = config_of(kind, fields)
@@ -312,7 +326,7 @@ def test_a_field_left_out_is_refused_or_is_what_transformers_takes_for_it(kind: 
 @pytest.mark.parametrize(
     "name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
 )
-def test_sizes_that_define_a_model_are_asked_for(name: str):
+def test_sizes_that_define_a_model_are_required(name: str):
     fields = {other: value for other, value in config_of("qwen3", {}).fields.items() if other != name}
     with pytest.raises(UserError, match=f"tiny has no {name} in its config"):
         weights(Config("tiny", fields))
@@ -385,9 +399,9 @@ def test_an_unknown_family_is_refused_with_near_names():
 
 
 @pytest.mark.parametrize("factor", [True, "1", 0, -1.0, float("nan"), 1e300, None])
-def test_a_multiplier_that_is_none_is_refused(factor: object):
+def test_an_invalid_multiplier_is_refused(factor: object):
     fields = config_of("lfm2", {}).fields
-    with pytest.raises(UserError, match="tiny has no multiplier as block_ffn_dim_multiplier"):
+    with pytest.raises(UserError, match="tiny has an invalid block_ffn_dim_multiplier"):
         weights(Config("tiny", {**fields, "block_ffn_dim_multiplier": factor}))
 
 

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, built tiny: its config's own fields, each as small as its kind allows."""
+"""Every causal language model of transformers, built tiny: its config's own fields, as small as it allows."""
 
 from typing import Any
 
@@ -19,7 +19,8 @@ _SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
     "sliding_window": WINDOW, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     # GPT-2 and its kin
-    "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "n_inner": 48, "rotary_dim": 4, "n_ctx": 256, "dff": 48,
+    "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "n_inner": 48, "rotary_dim": 4, "n_ctx": 256,
+    "dff": 48,
     # Decoders cut out of encoder-decoders, BERT and its kin
     "d_model": 32, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 256, "ffn_dim": 48, "decoder_layers": LAYERS,
     "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4,
@@ -43,14 +44,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW, "num_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16},
     "dots1": {"moe_intermediate_size": 24, "n_shared_experts": 1},
-    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"] * 2, "axial_pos_embds": False, "feed_forward_size": 48,
-                 "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"] * 2, "axial_pos_embds": False,
+                 "feed_forward_size": 48, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "modernbert-decoder": {"local_attention": WINDOW},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
-    "git": {"vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-                              "image_size": 16, "patch_size": 8}},
+    "git": {"vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+                              "num_attention_heads": 4, "image_size": 16, "patch_size": 8}},
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
     "prophetnet": {"num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
@@ -61,12 +62,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama4_text": {"intermediate_size_mlp": 48},
     "llama4": {"intermediate_size_mlp": 48},
     "moshi": {"audio_vocab_size": 16},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 8,
                      "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4},
     "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 1, "index_n_heads": 2, "index_head_dim": 8},
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), _LATENT),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
+                     "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), _LATENT),
 }  # fmt: skip
 
 

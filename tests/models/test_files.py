@@ -1,4 +1,4 @@
-"""A model folder from a stranger: whatever its files hold, it loads as a model or is refused in a sentence, and runs nothing."""
+"""Model folders are untrusted input: each loads as a model or is refused in a sentence, and runs no code."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def test_a_config_that_describes_another_model_is_refused(folder: Path, changes:
     refused(folder, said)
 
 
-def test_an_adapter_is_refused_before_its_base_is_sought(folder: Path):
+def test_an_adapter_is_refused_before_its_base_is_fetched(folder: Path):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
     refused(folder, "holds an adapter")
 
@@ -135,12 +135,12 @@ def test_a_tokenizer_runs_no_code_of_its_folder(folder: Path, tmp_path: Path, mo
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "5", "[" * 100_000, '{"a":' * 100_000, "\x00"], ids=lambda text: text[:4]
 )
-def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content: str):
+def test_a_file_that_is_not_a_json_object_is_named(folder: Path, name: str, content: str):
     (folder / name).write_text(content)
     refused(folder, name)
 
 
-def test_a_file_that_never_ends_is_not_read(folder: Path):
+def test_an_endless_file_is_not_read(folder: Path):
     (folder / "generation_config.json").unlink()
     os.mkfifo(folder / "generation_config.json")
     refused(folder, "neither a file nor a folder")
@@ -192,7 +192,7 @@ def test_a_header_of_an_impossible_size_is_refused(folder: Path, size: int):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_found_at_load_by_name(folder: Path, value: float):
+def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: float):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
     tensors[name][3, 5] = value
@@ -200,7 +200,7 @@ def test_weights_that_are_not_finite_are_found_at_load_by_name(folder: Path, val
     refused(folder, f"{name} of .* has NaN or infinity")
 
 
-def test_a_model_in_hand_that_is_not_finite_is_refused():
+def test_a_loaded_model_that_is_not_finite_is_refused():
     plain = llama().lanes.plain
     with torch.no_grad():
         plain.model.embed_tokens.weight[7, 0] = torch.nan

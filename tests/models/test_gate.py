@@ -46,7 +46,7 @@ def refused(kind: Callable[[], object], *phrases: str) -> None:
         ("minimax_m3_vl_text", "an index of its own"),
     ],
 )
-def test_models_of_another_build_are_refused_at_load_by_name(kind: str, phrase: str):
+def test_unreadable_architectures_are_refused_at_load(kind: str, phrase: str):
     refused(lambda: load(tiny(kind)), NAMES[kind] if phrase.startswith(("one", "heads of")) else kind, phrase)
 
 
@@ -69,11 +69,11 @@ def test_a_model_that_looks_ahead_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["roberta", "camembert", "xlm-roberta", "data2vec-text"])
-def test_a_model_that_counts_positions_from_elsewhere_is_refused(kind: str):
+def test_a_model_that_does_not_count_positions_from_0_is_refused(kind: str):
     refused(lambda: prefill(load(tiny(kind)).lanes, [IDS]), "counts from elsewhere")
 
 
-def test_a_model_that_swallows_positions_is_refused():
+def test_a_model_that_ignores_positions_is_refused():
     model = llama()
     whole = model.lanes.plain.forward
 
@@ -84,7 +84,7 @@ def test_a_model_that_swallows_positions_is_refused():
     refused(lambda: prefill(model.lanes, [IDS]), "LlamaForCausalLM", "position_ids")
 
 
-def test_a_mask_that_one_layer_loses_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_mask_that_one_layer_ignores_is_detected(monkeypatch: pytest.MonkeyPatch):
     usual = LlamaAttention.forward
 
     def deaf(self: Any, hidden_states: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_mask_that_one_layer_loses_is_noticed(monkeypatch: pytest.MonkeyPatch)
     refused(lambda: prefill(llama().lanes, [IDS]), "hidden slots")
 
 
-def test_a_model_whose_heads_share_masks_is_narrowed_to_policies_that_treat_heads_alike():
+def test_a_model_whose_heads_share_masks_refuses_masks_per_head():
     model = load(tiny("xglm"))
     cache = prefill(model.lanes, [IDS])
     alike = extend(model.lanes, cache.mask(slots=torch.arange(10)[None] == 4), [Tokens.of([7], "q", 10)])[1]
@@ -109,14 +109,14 @@ def test_a_model_whose_heads_share_masks_is_narrowed_to_policies_that_treat_head
 
 
 @pytest.mark.parametrize("kind", ["cohere", "cohere2", "hunyuan_v1_dense"])
-def test_a_hooked_lane_that_computes_something_else_is_refused_before_a_policy_takes_it(kind: str):
+def test_a_hooked_lane_that_computes_something_else_is_refused(kind: str):
     model = load(tiny(kind))
     assert prefill(model.lanes, [IDS]).slots == len(IDS)
     refused(lambda: model.lanes.hooked, "TransformerLens computes something else", "lane='plain'")
     refused(lambda: model.prefill(IDS, policy=H2O(4)), "TransformerLens computes something else")
 
 
-def test_a_disagreement_of_the_lanes_is_noticed_wherever_it_comes_from(monkeypatch: pytest.MonkeyPatch):
+def test_a_disagreement_of_the_lanes_is_detected(monkeypatch: pytest.MonkeyPatch):
     model = llama()
     hooked = model.lanes.hooked
     calls = hooked.__class__.__call__
@@ -124,7 +124,7 @@ def test_a_disagreement_of_the_lanes_is_noticed_wherever_it_comes_from(monkeypat
     refused(lambda: llama().lanes.hooked, "TransformerLens computes something else")
 
 
-def test_the_gate_is_passed_once(monkeypatch: pytest.MonkeyPatch):
+def test_the_gate_runs_once(monkeypatch: pytest.MonkeyPatch):
     passed: list[str] = []
     checks = gate._plain_checks
     monkeypatch.setattr(gate, "_plain_checks", lambda lanes: passed.append("once") or checks(lanes))
@@ -142,7 +142,7 @@ def test_other_precisions_pass_the_gate(dtype: torch.dtype):
     assert load(model.lanes.plain).lanes.masks_by_head
 
 
-def test_one_kv_head_for_all_is_found_in_the_cache_and_generates_as_the_library_does():
+def test_a_single_kv_head_is_measured_and_generates_as_the_library_does():
     model = load(tiny("falcon"))
     assert (model.geometry.n_heads, model.geometry.n_kv_heads) == (4, 1)
     ours = model.generate(IDS, max_new_tokens=6, stop=()).tokens[0]
@@ -150,7 +150,7 @@ def test_one_kv_head_for_all_is_found_in_the_cache_and_generates_as_the_library_
     assert list(ours) == theirs[0, len(IDS) :].tolist()
 
 
-def test_windows_of_gpt_neo_go_by_position_in_rows_that_were_padded():
+def test_windows_of_gpt_neo_go_by_position_in_padded_rows():
     """By slots, the padding between a short row and what follows it would push what it holds out of the window."""
     model = load(tiny("gpt_neo"))
     short, rest = IDS[:3], Tokens.of([7, 44], "q", 3)
@@ -161,7 +161,7 @@ def test_windows_of_gpt_neo_go_by_position_in_rows_that_were_padded():
     assert model.geometry.windows == (None, 5, None, 5)
 
 
-def test_keys_turn_though_the_embedding_of_the_first_token_is_zero():
+def test_rotations_are_found_though_the_embedding_of_the_first_token_is_zero():
     """Padding embeddings are zero at the start, and keys of zeros would fit any rotation, or none."""
     config = transformers.LlamaConfig(**{**_GQA, "pad_token_id": 0})
     model = _model(transformers.LlamaForCausalLM, config, 0, None)
@@ -169,7 +169,7 @@ def test_keys_turn_though_the_embedding_of_the_first_token_is_zero():
     assert all(rotary is not None for rotary in model.lanes.rotaries)
 
 
-def test_frequencies_that_change_with_the_length_are_announced_and_never_crossed():
+def test_models_whose_frequencies_change_warn_and_refuse_later_positions():
     original = 32
     parameters = {
         "rope_type": "longrope",
@@ -187,13 +187,13 @@ def test_frequencies_that_change_with_the_length_are_announced_and_never_crossed
     refused(lambda: extend(model.lanes, cache, [Tokens.of([5], "q", original)]), "beyond the 32", "frequencies")
 
 
-def test_other_models_are_loaded_without_a_remark():
+def test_other_models_load_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llama()
 
 
-def test_attention_that_is_no_plain_softmax_is_not_shown():
+def test_attention_other_than_a_softmax_is_refused():
     model = load(tiny("doge"))
     cache = prefill(model.lanes, [IDS])
     refused(lambda: kv.attend(model, Tokens.of([7], "q", 10), cache), "attends otherwise than by a softmax")

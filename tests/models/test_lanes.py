@@ -32,7 +32,7 @@ def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str):
         Geometry.of(getattr(transformers, name)())
 
 
-def test_the_fingerprint_is_of_the_weights_and_of_nothing_else():
+def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():
     assert llama(seed=1).fingerprint == llama(seed=1, tokenizer=object()).fingerprint
     assert llama(seed=1).fingerprint != llama(seed=2).fingerprint
     changed = llama(seed=1)

@@ -1,9 +1,10 @@
-"""The oracle of patching: a prompt and what is read after it, in one pass without a cache, one row of the batch for each cell.
+"""The oracle of patching: a prompt and what is read after it, in one pass without a cache, one row of the batch for
+each cell.
 
-A `Run` reads and edits a prompt with kvprobe and keeps by hand what that does to each token (`tests.oracle.Row`).
-`patched_pass` then reads all of a base run's tokens at once, with attention written out here, and puts the donor's K and V
-where a `Swap` says: before the eyes of the suffix alone, or of every query. `hooked_pass` says the same of the prompt's
-queries by the hooks of TransformerBridge, and of the residual stream and what is added to it.
+A `Run` reads and edits a prompt with kvprobe and records by hand what that does to each token (`tests.oracle.Row`).
+`patched_pass` then reads all of a base run's tokens at once, with attention written out here, and puts the donor's K
+and V where a `Swap` says: visible to the suffix alone, or to every query. `hooked_pass` says the same of the
+prompt's queries by the hooks of TransformerBridge, and of the residual stream and what is added to it.
 """
 
 import random
@@ -69,7 +70,7 @@ class Run:
             self.mask(self.some(rng))
         elif kind == "evict":
             self.evict(self.some(rng))
-        elif self.turns:
+        elif self.rotates:
             self.reindex(naively=kind == "reindex naively")
         return self
 
@@ -106,7 +107,7 @@ class Run:
         return self
 
     @property
-    def turns(self) -> bool:
+    def rotates(self) -> bool:
         """Whether the model's keys can be given other positions."""
         return self.model.geometry.max_position is None
 
@@ -143,8 +144,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Swap:
-    """A cell: where the donor's vectors stand instead of the base's, by the tokens of the base; and which query heads and
-    tokens of the suffix see them there (None for all)."""
+    """A cell: where the donor's vectors stand instead of the base's, by the tokens of the base; and which query heads
+    and tokens of the suffix see them there (None for all)."""
 
     layers: Sequence[int]
     tokens: Sequence[int]
@@ -156,12 +157,12 @@ class Swap:
 
 def swaps_of(patched: PatchMap, base: Run) -> list[Swap]:
     """The cells of a map, by token."""
-    every = range(base.row.kv_heads)
+    all_heads = range(base.row.kv_heads)
     return [
         Swap(
             cell.layers,
             base.tokens_at(cell.slots),
-            every if cell.kv_heads is None else cell.kv_heads,
+            all_heads if cell.kv_heads is None else cell.kv_heads,
             cell.part,
             cell.query_heads,
             cell.queries,
@@ -218,7 +219,7 @@ def patched_pass(
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **settings: Any
     ) -> tuple[Tensor, None]:
-        layer, found = module.layer_idx, []
+        layer, outputs = module.layer_idx, []
         groups = query.shape[1] // key.shape[1]
         donor_keys = _turned(plain, module, made.keys[layer][None, :, theirs], turns)[0]
         for number, (start, end) in enumerate(zip(row.starts, [*row.starts[1:], len(row.ids)], strict=True)):
@@ -231,8 +232,8 @@ def patched_pass(
                 values = swapped(values, made.values[layer][:, theirs], layer, "V")
                 swapped_output = _attended(query[:, :, start:end], keys, values, seen, scaling)
                 output = torch.where(_readers(swaps, output.shape), swapped_output, output)
-            found.append(output)
-        return torch.cat(found, 2).transpose(1, 2), None
+            outputs.append(output)
+        return torch.cat(outputs, 2).transpose(1, 2), None
 
     count = len(row.ids)
     with _attention(plain, attend), torch.no_grad():
@@ -272,10 +273,11 @@ def hooked_pass(
     swaps: Sequence[Swap],
     pairs: Mapping[int, int] | None = None,
 ) -> Tensor:
-    """`[swaps, suffix tokens, vocabulary]` by `TransformerBridge.run_with_hooks` over prompt and suffix, no cache in sight.
+    """`[swaps, suffix tokens, vocabulary]` by `TransformerBridge.run_with_hooks` over prompt and suffix, no cache in
+    sight.
 
-    The prompts were read at one go and never edited, and the donor's keys stand at the base's positions. A swap's part is K,
-    V, both, or a name of `kvprobe.models.lens.HOOKS`.
+    The prompts were read at one go and never edited, and the donor's keys stand at the base's positions. A swap's part
+    is K, V, both, or a name of `kvprobe.models.lens.HOOKS`.
     """
     pairs = twins(base, donor) if pairs is None else pairs
     bridge = model.lanes.hooked.bridge

@@ -73,15 +73,15 @@ def by_hand(model: Model, base: KVCache, donor: KVCache, cell: Cell) -> float:
 
 @pytest.mark.parametrize("edit", ["", "masked", "masked in a head", "evicted", "re-indexed", "padded"])
 @pytest.mark.parametrize("over", [("layer", "slot"), ("band", "head", "segment")], ids=str)
-def test_a_reader_of_a_patch_is_one_that_reads_on_after_a_cache_edited_by_hand(tiny: Model, edit: str, over: Any):
+def test_reader_patching_equals_reading_after_a_cache_edited_by_hand(tiny: Model, edit: str, over: Any):
     base, donor = two(tiny, edit)
-    found = patch_sweep(tiny, base, donor, suffix_of(base), METRIC, over, progress=False)
-    for number in range(0, len(found.cells), 5):
-        assert found.values[number] == pytest.approx(by_hand(tiny, base, donor, found.cells[number]), abs=1e-4)
-    assert abs(found.effect).max() > 1e-2
+    patched = patch_sweep(tiny, base, donor, suffix_of(base), METRIC, over, progress=False)
+    for number in range(0, len(patched.cells), 5):
+        assert patched.values[number] == pytest.approx(by_hand(tiny, base, donor, patched.cells[number]), abs=1e-4)
+    assert abs(patched.effect).max() > 1e-2
 
 
-def test_small_passes_and_other_cells_beside_it_do_not_change_a_cell(tiny: Model):
+def test_a_cell_does_not_depend_on_the_size_of_passes_or_on_other_cells(tiny: Model):
     base, donor = two(tiny)
     sweep = partial(patch_sweep, tiny, base, donor, suffix_of(base), METRIC, progress=False)
     whole, parts = sweep(("layer", "slot")), sweep(("layer", "slot"), rows=7)
@@ -91,7 +91,7 @@ def test_small_passes_and_other_cells_beside_it_do_not_change_a_cell(tiny: Model
     assert one.values[0] == pytest.approx(cells[one.cells[0]], abs=1e-5)
 
 
-def test_everything_swapped_is_the_donor_and_nothing_different_is_no_effect(tiny: Model):
+def test_swapping_everything_gives_the_donor_and_a_donor_equal_to_the_base_has_no_effect(tiny: Model):
     base, donor = two(tiny)
     whole = patch_sweep(tiny, base, donor, suffix_of(base), METRIC, (), parts=("KV",), progress=False)
     assert whole.normalised[0] == pytest.approx(1, abs=1e-3)
@@ -99,50 +99,49 @@ def test_everything_swapped_is_the_donor_and_nothing_different_is_no_effect(tiny
     assert abs(same.effect).max() < 1e-5
 
 
-def test_what_each_query_head_reads_of_a_layers_values_is_told_apart(tiny_llama: Model):
-    """To first order the parts add up; with one reading token of the last layer they do so but for the last norm."""
+def test_query_heads_and_tokens_of_the_suffix_read_cells_separately(tiny_llama: Model):
     base, donor = two(tiny_llama)
     sweep = partial(patch_sweep, tiny_llama, base, donor, suffix_of(base), METRIC, parts=("V",), progress=False)
     all_read = sweep({"layer": [2]}).effect[0]
     last = sweep({"layer": [2], "query": [SUFFIX - 1]}).effect[0]
     earlier = sweep({"layer": [2], "query": range(SUFFIX - 1)}).effect
-    assert last == pytest.approx(all_read, abs=1e-5)  # nobody reads what earlier tokens write in the last layer
+    assert last == pytest.approx(all_read, abs=1e-5)  # what earlier tokens write in the last layer is not read
     assert abs(earlier).max() < 1e-5
     heads = sweep({"layer": [2], "query_head": None}).effect
     assert len(set(heads.round(4))) == len(heads)
 
 
 @pytest.mark.parametrize("part", ["K", "V", *ACTIVATIONS])
-def test_a_total_patch_is_what_TransformerLens_hooks_do(tiny_llama: Model, part: str):
+def test_total_patching_equals_TransformerLens_hooks(tiny_llama: Model, part: str):
     base, donor = two(tiny_llama)
     over = {"layer": [0, 1, 2], "slot": [2, 9]}
-    found = patch_sweep(
+    patched = patch_sweep(
         tiny_llama, base, donor, suffix_of(base), METRIC, over, parts=(part,), reads="total", progress=False
     )
     bridge = tiny_llama.lanes.hooked.bridge
     name = {"K": "attn.hook_rot_k", "V": "attn.hook_v"}.get(part) or HOOKS[part]  # type: ignore[index]
     positions = torch.arange(COUNT + SUFFIX)[None]
     here, there = (torch.tensor([[*tokens.ids, *SUFFIX_IDS]]) for tokens in (prompt(0), prompt(20)))
-    for cell, value in zip(found.cells, found.values, strict=True):
+    for cell, value in zip(patched.cells, patched.values, strict=True):
         hook, (slot,) = f"blocks.{cell.layers[0]}.{name}", cell.slots
-        heard: list[Tensor] = []
+        recorded: list[Tensor] = []
 
-        def hear(tensor: Tensor, hook: Any, heard: list[Tensor] = heard) -> None:
-            heard.append(tensor.clone())
+        def record(tensor: Tensor, hook: Any, recorded: list[Tensor] = recorded) -> None:
+            recorded.append(tensor.clone())
 
-        def write(tensor: Tensor, hook: Any, heard: list[Tensor] = heard, slot: int = slot) -> Tensor:
+        def write(tensor: Tensor, hook: Any, recorded: list[Tensor] = recorded, slot: int = slot) -> Tensor:
             tensor = tensor.clone()
-            tensor[:, slot] = heard[0][:, slot]
+            tensor[:, slot] = recorded[0][:, slot]
             return tensor
 
         with torch.no_grad():
-            bridge.run_with_hooks(there, fwd_hooks=[(hook, hear)], position_ids=positions)
+            bridge.run_with_hooks(there, fwd_hooks=[(hook, record)], position_ids=positions)
             logits = bridge.run_with_hooks(here, fwd_hooks=[(hook, write)], position_ids=positions)
         assert value == pytest.approx(float(METRIC(logits[0])), abs=1e-4)
-    assert abs(found.effect).max() > 1e-3
+    assert abs(patched.effect).max() > 1e-3
 
 
-def test_a_total_patch_of_the_last_slot_of_the_last_layer_is_a_readers(tiny: Model):
+def test_total_and_reader_patching_agree_on_values_of_the_last_layer(tiny: Model):
     base, donor = two(tiny)
     over = {"layer": [tiny.geometry.n_layers - 1], "slot": None}
     total, reader = (
@@ -152,7 +151,7 @@ def test_a_total_patch_of_the_last_slot_of_the_last_layer_is_a_readers(tiny: Mod
     assert total.values == pytest.approx(reader.values, abs=1e-4)
 
 
-def test_a_segment_of_another_length_is_refused_unless_told_how_and_keys_are_turned(tiny_llama: Model):
+def test_a_segment_of_another_length_needs_align_and_its_keys_are_rotated(tiny_llama: Model):
     base, _ = two(tiny_llama)
     longer = Tokens.of([7, 8], "T1") + Tokens.of(prompt(0).ids[:8], "T1", 2) + Tokens.of(prompt(0).ids[8:], "T2", 10)
     donor = tiny_llama.prefill(longer)
@@ -160,12 +159,12 @@ def test_a_segment_of_another_length_is_refused_unless_told_how_and_keys_are_tur
     with pytest.raises(UserError, match="'T1' has 8 slots in the base and 10 in the donor; say which"):
         sweep(("layer", "segment"))
     first = sweep({"layer": [0], "segment": ["T1"]}, align="end")
-    # The same tokens at the first layer have the same keys, once turned back by two positions.
+    # The same tokens at the first layer have the same keys, once rotated back by two positions.
     assert abs(first.effect).max() < 1e-4
     assert abs(sweep({"layer": [0], "segment": ["T1"]}, align="start").effect).max() > 1e-3
 
 
-def test_a_swap_along_all_directions_is_the_whole_and_along_none_is_nothing(tiny_llama: Model):
+def test_a_swap_along_all_directions_is_the_full_swap_and_leaves_no_rest(tiny_llama: Model):
     base, donor = two(tiny_llama)
     width = base.n_kv_heads * base.keys[0].shape[3]
     whole = {(1, "V"): torch.randn(width, width, generator=torch.Generator().manual_seed(0))}
@@ -180,7 +179,7 @@ def test_a_swap_along_all_directions_is_the_whole_and_along_none_is_nothing(tiny
         split(base, donor, {(1, "V"): torch.ones(1, 3)})
 
 
-def test_attribution_is_the_first_order_of_patching_in_every_cell(tiny: Model):
+def test_attribution_is_exact_patching_to_first_order_in_every_cell(tiny: Model):
     base, donor = two(tiny)
 
     def near(own: Tensor, other: Tensor) -> Tensor:
@@ -190,7 +189,7 @@ def test_attribution_is_the_first_order_of_patching_in_every_cell(tiny: Model):
     values = tuple(map(near, base.values, donor.values))
     guess = attribute(tiny, base, replace(base, keys=keys, values=values), suffix_of(base), METRIC, check=84)
     table = guess.df()
-    # In a mixture a small step may send a token to another expert, which no slope foresees: so in a tenth of the cells here.
+    # In a mixture a small step may send a token to another expert, which no slope predicts: in a tenth of these cells.
     mixture = tiny.name == "MixtralForCausalLM"
     size = table["effect"].abs().quantile(0.9 if mixture else 1.0)
     for score in ("score", "linear"):
@@ -198,7 +197,7 @@ def test_attribution_is_the_first_order_of_patching_in_every_cell(tiny: Model):
         assert wrong.mean() <= (0.2 if mixture else 0)
 
 
-def test_attribution_ranks_cells_as_patching_does_and_for_values_both_scores_are_one(tiny: Model):
+def test_attribution_ranks_cells_as_patching_does_and_its_scores_agree_for_values(tiny: Model):
     base, donor = two(tiny)
     guess = attribute(tiny, base, donor, suffix_of(base), METRIC, check=84)
     assert guess.agreement["score"] > (0.7 if tiny.name == "MixtralForCausalLM" else 0.8)
@@ -207,19 +206,19 @@ def test_attribution_ranks_cells_as_patching_does_and_for_values_both_scores_are
     assert (table["score"] - table["linear"])[table["part"] == "V"].abs().max() < 1e-4
 
 
-def test_metrics_are_what_their_names_say(tiny_llama: Model):
+def test_metrics_equal_their_definitions(tiny_llama: Model):
     base, donor = two(tiny_llama)
     suffix = suffix_of(base)
     logits = tiny_llama.extend(base, suffix, logits=2)[1][0].log_softmax(-1)
-    found = patch_sweep(tiny_llama, base, donor, suffix, LogProb((3, 4)), {"layer": [0]}, progress=False)
-    assert found.base == pytest.approx(float(logits[0, 3] + logits[1, 4]), abs=1e-4)
+    log_prob = patch_sweep(tiny_llama, base, donor, suffix, LogProb((3, 4)), {"layer": [0]}, progress=False)
+    assert log_prob.base == pytest.approx(float(logits[0, 3] + logits[1, 4]), abs=1e-4)
     kl = patch_sweep(tiny_llama, base, donor, suffix, KL(), {"layer": [0]}, progress=False)
     assert kl.base == pytest.approx(0, abs=1e-6)
     assert kl.donor > 1e-3
     assert (kl.values >= -1e-6).all()
 
 
-def test_pairs_are_pooled_with_intervals(tiny_llama: Model):
+def test_pairs_are_pooled_with_intervals_over_clusters(tiny_llama: Model):
     base, donor = two(tiny_llama)
     ways = ((base, donor, 0), (donor, base, FEWEST // 2))
     pairs = [
@@ -246,13 +245,13 @@ REFUSED = [
     ({"metric": lambda logits: None}, "returned NoneType"),
     ({"metric": lambda logits: logits.sum() * float("nan")}, "must be a finite number"),
     ({"reads": "both"}, "no way to read called 'both'"),
-    ({"parts": ("resid_pre",)}, "is no part of a cache"),
+    ({"parts": ("resid_pre",)}, "is not part of a cache"),
 ]
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("change", "sentence"), REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence(tiny_llama: Model, change: dict[str, Any], sentence: str):
+def test_impossible_sweeps_are_refused(tiny_llama: Model, change: dict[str, Any], sentence: str):
     base, donor = two(tiny_llama)
     settings: dict[str, Any] = {"metric": METRIC, "over": ("layer",), "parts": ("V",), "reads": "reader"} | change
     with pytest.raises(UserError, match=sentence):

@@ -31,16 +31,16 @@ few = settings(max_examples=6)
 
 
 def weighed(logits: Tensor) -> Tensor:
-    """A number that every logit has a part in."""
+    """A number to which every logit contributes."""
     return logits[-1] @ WEIGHTS
 
 
-def near(found: Any, expected: Any) -> bool:
-    found, expected = (
-        each.float() if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float32)
-        for each in (found, expected)
+def near(actual: Any, expected: Any) -> bool:
+    actual, expected = (
+        value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+        for value in (actual, expected)
     )
-    return found.shape == expected.shape and bool(((found - expected).abs() < TOLERANCE).all())
+    return actual.shape == expected.shape and bool(((actual - expected).abs() < TOLERANCE).all())
 
 
 def two(model: Model, spans: dict[str, int] = SPANS) -> tuple[Run, Run]:
@@ -68,10 +68,10 @@ def histories(draw: st.DrawFn) -> list[Op]:
 
 
 def run(model: Model, seed: int, history: Sequence[Op]) -> Run:
-    found = Run(model, seed)
+    made = Run(model, seed)
     for kind, of in history:
-        found.do(kind, of)
-    return found
+        made.do(kind, of)
+    return made
 
 
 def some_grid(base: Run, count: int, rng: random.Random) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def test_any_cell_after_any_history_equals_one_pass_without_a_cache(
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_single_layers_and_slots_and_heads_are_told_apart(tiny: Model, count: int):
-    """The whole product, so that a cell that was taken for its neighbour is seen: their effects differ."""
+def test_single_layers_slots_and_heads_are_patched_separately(tiny: Model, count: int):
+    """The whole product of the axes; effects differ, so a cell that is mistaken for its neighbour would show."""
     base, donor = two(tiny)
     suffix = base.suffix(0, count)
     patched = swept(base, donor, suffix, over=("head", "slot", "layer"), parts=("V", "K"))
@@ -125,7 +125,7 @@ def test_single_layers_and_slots_and_heads_are_told_apart(tiny: Model, count: in
     assert float((gaps > TOLERANCE).float().mean()) > 0.5
 
 
-def test_a_cell_equals_reading_on_after_a_cache_that_was_overwritten(tiny: Model):
+def test_a_cell_equals_reading_after_an_overwritten_cache(tiny: Model):
     base, donor = two(tiny)
     suffix = base.suffix(0, 3)
     patched = swept(base, donor, suffix, over=("layer", "segment"), parts=("K", "V", "KV"))
@@ -136,7 +136,7 @@ def test_a_cell_equals_reading_on_after_a_cache_that_was_overwritten(tiny: Model
         assert near(value, weighed(logits_of(cache, tiny, suffix)))
 
 
-def test_llama_is_patched_as_TransformerLens_hooks_would(tiny_llama: Model):
+def test_reader_patching_equals_TransformerLens_hooks(tiny_llama: Model):
     """By public hooks alone: the patched layer's z is computed again for the suffix, from its own q, k and v."""
     base, donor = two(tiny_llama)
     suffix = base.suffix(0, 4)
@@ -149,11 +149,11 @@ def test_llama_is_patched_as_TransformerLens_hooks_would(tiny_llama: Model):
                 torch.tensor([ids]), fwd_hooks=hooks, position_ids=positions, return_type="logits"
             )
 
-    def keep(found: dict[str, Tensor], layer: int) -> list[tuple[str, Callable[..., Any]]]:
+    def keep(tensors: dict[str, Tensor], layer: int) -> list[tuple[str, Callable[..., Any]]]:
         names = {name: f"blocks.{layer}.attn.{name}" for name in ("hook_rot_q", "hook_rot_k", "hook_v")}
 
         def keeping(name: str) -> Callable[..., None]:
-            return lambda tensor, hook: found.__setitem__(name, tensor[0].transpose(0, 1).clone())
+            return lambda tensor, hook: tensors.__setitem__(name, tensor[0].transpose(0, 1).clone())
 
         return [(path, keeping(name)) for name, path in names.items()]
 
@@ -168,7 +168,7 @@ def test_llama_is_patched_as_TransformerLens_hooks_would(tiny_llama: Model):
             name = {"K": "hook_rot_k", "V": "hook_v"}[cell.part]
             for head, slot in product(cell.kv_heads, cell.slots):
                 ours[name][head, slot] = theirs[name][head, slot]
-            keys, values = (ours[each].repeat_interleave(2, 0) for each in ("hook_rot_k", "hook_v"))
+            keys, values = (ours[name].repeat_interleave(2, 0) for name in ("hook_rot_k", "hook_v"))
             scores = ours["hook_rot_q"] @ keys.transpose(1, 2) / 8**0.5
             weights = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1)
             z = z.clone()
@@ -179,18 +179,18 @@ def test_llama_is_patched_as_TransformerLens_hooks_would(tiny_llama: Model):
         assert near(value, weighed(read([*base.row.ids, *suffix.ids], hooks)[0]))
 
 
-# ---- who is not heard
+# ---- slots without effect
 
 
-def test_a_slot_beyond_the_window_is_not_heard_by_windowed_layers(tiny_gemma: Model):
+def test_a_slot_beyond_the_window_has_no_effect_in_windowed_layers(tiny_gemma: Model):
     base, donor = two(tiny_gemma, {"T1": 12})
     suffix = base.suffix(0, 4)
     patched = swept(base, donor, suffix, over={"slot": range(12), "layer": None}, parts=("KV",))
     cells = list(zip(patched.cells, patched.effect, strict=True))
-    assert base.row.ids[0] == donor.row.ids[0]  # by chance, so there is nothing to hear
+    assert base.row.ids[0] == donor.row.ids[0]  # by chance, so slot 0 has no effect
     for cell, effect in cells[len(tiny_gemma.geometry.windows) :]:
-        heard = cell.layers == (2,) or suffix.positions[0] - cell.slots[0] < WINDOW
-        assert (abs(effect) > TOLERANCE) == heard
+        visible = cell.layers == (2,) or suffix.positions[0] - cell.slots[0] < WINDOW
+        assert (abs(effect) > TOLERANCE) == visible
     # The window ends among these slots: some are seen by the suffix's first tokens and not by its last.
     assert {cell.slots[0] for cell, effect in cells if cell.layers == (0,) and abs(effect) > TOLERANCE} == {
         *range(5, 12)
@@ -199,10 +199,11 @@ def test_a_slot_beyond_the_window_is_not_heard_by_windowed_layers(tiny_gemma: Mo
     assert near(patched.values, logits[:, -1] @ WEIGHTS)
 
 
-def test_a_masked_slot_has_no_effect_where_it_is_masked_and_has_elsewhere(tiny: Model):
+def test_a_masked_slot_has_an_effect_only_where_it_is_not_masked(tiny: Model):
     base, donor = two(tiny)
     base.mask([2, 5]).mask([7], layers=[1]).mask([8], heads=[0])
-    patched = swept(base, donor, base.suffix(0, 3), over={"slot": [2, 5, 6, 7, 8], "layer": None, "head": [0, 1]}, parts=("KV",))  # fmt: skip
+    over = {"slot": [2, 5, 6, 7, 8], "layer": None, "head": [0, 1]}
+    patched = swept(base, donor, base.suffix(0, 3), over=over, parts=("KV",))
     for cell, effect in zip(patched.cells, patched.effect, strict=True):
         [slot], [layer], [head] = cell.slots, cell.layers, cell.kv_heads or ()
         masked = slot in (2, 5) or (slot, layer) == (7, 1) or (slot, head) == (8, 0)
@@ -217,10 +218,10 @@ def test_a_donor_that_equals_the_base_has_no_effect(tiny: Model):
         assert torch.as_tensor(patched.normalised).isnan().all()
 
 
-def test_what_the_donor_masked_is_patched_all_the_same(tiny: Model):
+def test_slots_that_the_donor_masked_are_patched_too(tiny: Model):
     base, donor = two(tiny)
     hidden = Run(tiny, 2).read(SPANS).mask([4, 5, 6, 7])
-    one, other = (swept(base, each, base.suffix(0, 3), over=("layer", "slot")) for each in (donor, hidden))
+    one, other = (swept(base, lender, base.suffix(0, 3), over=("layer", "slot")) for lender in (donor, hidden))
     assert near(one.values, other.values)
     assert not near(one.donor, other.donor)
 
@@ -228,7 +229,7 @@ def test_what_the_donor_masked_is_patched_all_the_same(tiny: Model):
 # ---- rows
 
 
-def test_a_row_does_not_depend_on_what_runs_beside_it(tiny: Model):
+def test_a_row_does_not_depend_on_other_rows(tiny: Model):
     base, donor = two(tiny)
     suffix = base.suffix(0, 3)
     together = swept(base, donor, suffix, over=("layer", "slot", "head"), parts=("K", "V", "KV"))
@@ -253,7 +254,7 @@ def test_a_sweep_in_small_batches_is_the_same_sweep(tiny: Model, rows: int):
 
 def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):
     base, donor = run(tiny, 1, EVERYTHING[:5]), run(tiny, 2, EVERYTHING[:5])
-    before = [copy_of(each.cache) for each in (base, donor)]
+    before = [copy_of(side.cache) for side in (base, donor)]
     suffix, config = base.suffix(0, 3), tiny.lanes.plain.config
     attention, logits = config._attn_implementation, logits_of(base.cache, tiny, suffix)
 
@@ -263,8 +264,8 @@ def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):
     with pytest.raises(KeyError, match="own"):
         swept(base, donor, suffix, failing)
     swept(base, donor, suffix)
-    for each, copy in zip((base, donor), before, strict=True):
-        assert_bit_identical(each.cache, copy)
+    for side, copy in zip((base, donor), before, strict=True):
+        assert_bit_identical(side.cache, copy)
     assert config._attn_implementation == attention
     assert torch.equal(logits_of(base.cache, tiny, suffix), logits)
 
@@ -273,7 +274,7 @@ def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):
 
 
 @pytest.mark.parametrize("history", [[("read", 5), ("read", 6)], [*EVERYTHING, ("reindex", 0)]])
-def test_all_slots_and_layers_patched_are_the_donor(tiny: Model, history: list[Op]):
+def test_patching_all_slots_and_layers_gives_the_donor(tiny: Model, history: list[Op]):
     base, donor = run(tiny, 1, history), run(tiny, 2, history)
     suffix = base.suffix(0, 4)
     patched = swept(base, donor, suffix, over={"band": [range(N_LAYERS)]}, parts=("KV",))
@@ -282,7 +283,7 @@ def test_all_slots_and_layers_patched_are_the_donor(tiny: Model, history: list[O
     assert near(patched.donor, weighed(logits_of(donor.cache, tiny, suffix)))
 
 
-def test_noising_is_denoising_with_base_and_donor_changed_over(tiny: Model):
+def test_noising_is_denoising_with_base_and_donor_swapped(tiny: Model):
     one, other = two(tiny)
     suffix = one.suffix(0, 3)
     there, back = (swept(*pair, suffix, over=("layer", "segment")) for pair in ((one, other), (other, one)))
@@ -292,7 +293,7 @@ def test_noising_is_denoising_with_base_and_donor_changed_over(tiny: Model):
     assert not near(there.values, back.values)
 
 
-def test_effects_are_counted_from_the_base_and_as_a_share_of_the_way_to_the_donor(tiny_llama: Model):
+def test_effects_are_differences_from_the_base_and_shares_of_the_way_to_the_donor(tiny_llama: Model):
     base, donor = two(tiny_llama)
     patched = swept(base, donor, base.suffix(0, 3))
     values = torch.as_tensor(patched.values)
@@ -305,20 +306,18 @@ def test_effects_are_counted_from_the_base_and_as_a_share_of_the_way_to_the_dono
 
 @pytest.mark.parametrize("align", ["start", "end"])
 @pytest.mark.parametrize("history", [[], [("mask ragged", 1)], [("evict", 2), ("reindex", 3)]])
-def test_a_longer_or_shorter_segment_is_met_at_its_start_or_end_with_its_keys_turned(
-    tiny: Model, align: str, history: list[Op]
-):
+def test_segments_of_unequal_length_meet_at_start_or_end_with_keys_rotated(tiny: Model, align: str, history: list[Op]):
     base, donor = Run(tiny, 1), Run(tiny, 2)
-    for each, spans in ((base, {"system": 4, "T1": 3, "T2": 5}), (donor, {"system": 3, "T1": 6, "T2": 5})):
-        each.read(spans)
+    for side, spans in ((base, {"system": 4, "T1": 3, "T2": 5}), (donor, {"system": 3, "T1": 6, "T2": 5})):
+        side.read(spans)
         for kind, seed in history:
-            each.do(kind, seed)
+            side.do(kind, seed)
     pairs = twins(base, donor, from_end=align == "end")
     suffix = base.suffix(0, 3)
     slots = [base.row.held.index(token) for token in sorted(pairs)]
     parts = ("K", "V", "KV")
     settings: dict[str, Any] = {"over": {"slot": slots, "layer": None}, "parts": parts, "align": align}
-    if not base.turns:
+    if not base.rotates:
         with pytest.raises(UserError, match="learned positions"):
             swept(base, donor, suffix, **settings)
         return
@@ -329,7 +328,7 @@ def test_a_longer_or_shorter_segment_is_met_at_its_start_or_end_with_its_keys_tu
 
 
 @pytest.mark.parametrize("align", ["start", "end"])
-def test_slots_that_the_donor_has_nothing_for_are_left_as_they_are(tiny_llama: Model, align: str):
+def test_slots_without_a_donor_slot_are_left_unchanged(tiny_llama: Model, align: str):
     base = Run(tiny_llama, 1).read({"system": 4, "T1": 6, "T2": 2})
     donor = Run(tiny_llama, 2).read({"system": 4, "T1": 3, "T2": 2})
     suffix = base.suffix(0, 3)
@@ -344,7 +343,7 @@ def test_slots_that_the_donor_has_nothing_for_are_left_as_they_are(tiny_llama: M
 # ---- what is measured
 
 
-def test_metrics_are_what_their_names_say(tiny: Model):
+def test_metrics_equal_their_definitions(tiny: Model):
     base, donor = two(tiny)
     answer = [7, 11, 3]
     suffix = base.suffix(0, 2) + Tokens.of(answer[:2], "answer", base.row.following + 2)
@@ -363,13 +362,13 @@ def test_metrics_are_what_their_names_say(tiny: Model):
     assert near(values(lambda logits: float(logits.max())), logits[:, -1].amax(-1))
 
 
-def test_a_text_is_read_where_the_base_ends(tiny: Model):
+def test_a_text_suffix_starts_where_the_base_ends(tiny: Model):
     base, donor = two(tiny)
     base.read({"T3": 2}, gap=3)
     donor.read({"T3": 2}, gap=3)
     ids = tiny.tokenizer("the bus.", add_special_tokens=False)["input_ids"]
     suffixes = ("the bus.", Tokens.of(ids, "text", base.row.following))
-    one, other = (patch_sweep(tiny, base.cache, donor.cache, each, weighed, progress=False) for each in suffixes)
+    one, other = (patch_sweep(tiny, base.cache, donor.cache, suffix, weighed, progress=False) for suffix in suffixes)
     assert near(one.values, other.values)
     assert near([one.base, one.donor], [other.base, other.donor])
 
@@ -377,7 +376,7 @@ def test_a_text_is_read_where_the_base_ends(tiny: Model):
 # ---- the grid
 
 
-def test_a_grid_is_the_product_of_its_axes_and_what_it_does_not_name_is_whole(tiny_llama: Model):
+def test_a_grid_is_the_product_of_its_axes_and_unnamed_axes_are_whole(tiny_llama: Model):
     base, donor = two(tiny_llama)
     base.read({"T3": 2}, padding=2)
     donor.read({"T3": 2})
@@ -387,9 +386,10 @@ def test_a_grid_is_the_product_of_its_axes_and_what_it_does_not_name_is_whole(ti
     heads, layers = (0, 1), (0, 1, 2)
 
     def cells(over: Any, parts: Sequence[str] = ("KV",)) -> list[tuple[Any, ...]]:
-        found = swept(base, donor, base.suffix(0, 1), over=over, parts=parts).cells
+        patched = swept(base, donor, base.suffix(0, 1), over=over, parts=parts)
         return [
-            (cell.layers, cell.slots, heads if cell.kv_heads is None else cell.kv_heads, cell.part) for cell in found
+            (cell.layers, cell.slots, heads if cell.kv_heads is None else cell.kv_heads, cell.part)
+            for cell in patched.cells
         ]
 
     assert cells(("layer", "slot")) == [((layer,), (slot,), heads, "KV") for layer in layers for slot in live]
@@ -430,7 +430,7 @@ def test_a_table_has_a_row_for_each_cell(tiny_llama: Model):
     named=st.booleans(),
 )
 @settings(max_examples=20)
-def test_a_patched_cache_is_one_overwritten_by_hand(
+def test_a_patched_cache_equals_one_overwritten_by_hand(
     tiny_llama: Model, seed: int, layers: list[int] | None, heads: list[int] | None, part: Any, named: bool
 ):
     spans = {"system": 3, "T1": 4}
@@ -486,7 +486,7 @@ def refusal(call: Callable[[], Any]) -> str:
         ({"over": {"head": [2]}}, "no KV head 2"),
         ({"over": {"slot": [13]}}, "no slot 13"),
         ({"over": {"segment": ["T9"]}}, "no segment called 'T9'"),
-        ({"over": {"query": [3]}}, "no token of the suffix 3"),
+        ({"over": {"query": [3]}}, "no suffix token 3"),
         ({"over": {"query_head": [4]}}, "no query head 4"),
         ({"parts": ("Q",)}, "no part called 'Q'"),
         ({"parts": ()}, "no part"),
@@ -508,7 +508,7 @@ def refusal(call: Callable[[], Any]) -> str:
         ({"metric": LogProb.of([64])}, "64"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused(tiny_llama: Model, change: dict[str, Any], part: str):
+def test_impossible_sweeps_are_refused(tiny_llama: Model, change: dict[str, Any], part: str):
     base, donor = two(tiny_llama)
     asked: dict[str, Any] = {"suffix": base.suffix(0, 3), "metric": weighed, "over": ("layer",), "progress": False}
     assert part in refusal(lambda: patch_sweep(tiny_llama, base.cache, donor.cache, **asked | change))
@@ -543,7 +543,8 @@ def test_donors_that_cannot_stand_in_for_the_base_are_refused(tiny_llama: Model)
     assert "2 rows" in said(base.cache.fork(2), donor.cache)
     assert "2 rows" in said(base.cache, donor.cache.fork(2))
     assert "'T1'" in said(base.cache.evict("T1"), donor.cache, {"segment": ["T1"]})
-    double = replace(donor.cache, keys=tuple(each.double() for each in donor.cache.keys), values=tuple(each.double() for each in donor.cache.values))  # fmt: skip
+    keys, values = (tuple(map(Tensor.double, tensors)) for tensors in (donor.cache.keys, donor.cache.values))
+    double = replace(donor.cache, keys=keys, values=values)
     assert "float64" in said(base.cache, double)
     assert "float64" in refusal(lambda: base.cache.patch(double, "T1"))
 
@@ -560,7 +561,7 @@ def test_padding_cannot_be_patched(tiny_llama: Model):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_learned_positions_cannot_be_moved(tiny_models: dict[str, Model]):
+def test_keys_with_learned_positions_cannot_be_rotated(tiny_models: dict[str, Model]):
     model = tiny_models["gpt2"]
     base = Run(model, 1).read({"system": 4, "T1": 3})
     donor = Run(model, 2).read({"system": 3, "T1": 3})
@@ -570,8 +571,8 @@ def test_learned_positions_cannot_be_moved(tiny_models: dict[str, Model]):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_patch_of_a_cache_that_cannot_be_is_refused(tiny_llama: Model):
-    base, donor = (each.cache for each in two(tiny_llama))
+def test_impossible_patches_of_a_cache_are_refused(tiny_llama: Model):
+    base, donor = (side.cache for side in two(tiny_llama))
     refused: list[tuple[str, Callable[[], KVCache]]] = [
         ("no layer 3", lambda: base.patch(donor, "T1", layers=[3])),
         ("no KV head 2", lambda: base.patch(donor, "T1", heads=[2])),

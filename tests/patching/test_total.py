@@ -1,4 +1,5 @@
-"""Patches that the prompt sees too, against TransformerBridge's hooks and against one pass under attention of the test's own."""
+"""Patches that the prompt sees too, against TransformerBridge's hooks and against one pass under attention of the
+test's own."""
 
 import random
 from typing import Any
@@ -38,7 +39,7 @@ def parts_of(model: Model) -> list[str]:
 
 @given(spans=spans, seed=seeds, count=st.integers(1, 8))
 @few
-def test_patched_keys_and_values_are_seen_by_the_prompt_too(tiny: Model, spans: dict[str, int], seed: int, count: int):
+def test_patched_keys_and_values_are_read_by_the_prompt_too(tiny: Model, spans: dict[str, int], seed: int, count: int):
     rng = random.Random(seed)
     base, donor = two(tiny, spans)
     gap = rng.choice([0, 2])
@@ -55,7 +56,7 @@ def test_patched_keys_and_values_are_seen_by_the_prompt_too(tiny: Model, spans: 
 
 @given(spans=spans, seed=seeds, count=st.integers(1, 8))
 @few
-def test_patched_activations_are_seen_by_all_that_follows(tiny: Model, spans: dict[str, int], seed: int, count: int):
+def test_patched_activations_affect_all_later_tokens(tiny: Model, spans: dict[str, int], seed: int, count: int):
     rng = random.Random(seed)
     base, donor = two(tiny, spans)
     suffix = base.suffix(seed, count)
@@ -66,7 +67,7 @@ def test_patched_activations_are_seen_by_all_that_follows(tiny: Model, spans: di
     assert near(patched.values, logits[:, -1] @ WEIGHTS)
 
 
-def test_single_cells_of_every_part_are_told_apart(tiny: Model):
+def test_single_cells_of_every_part_have_effects_of_their_own(tiny: Model):
     base, donor = two(tiny)
     suffix = base.suffix(0, 3)
     known = parts_of(tiny)
@@ -95,14 +96,15 @@ def test_keys_and_values_of_the_last_layer_are_read_by_the_suffix_alone(tiny: Mo
     assert near([total.base, total.donor], [reader.base, reader.donor])
 
 
-def test_the_residual_stream_of_all_slots_patched_is_the_donor(tiny: Model):
+def test_patching_the_residual_stream_of_all_slots_gives_the_donor(tiny: Model):
     base, donor = two(tiny)
+    settings: dict[str, Any] = {"parts": ("resid_pre", "KV"), "reads": "total"}
     for layer in range(N_LAYERS - 1):
-        patched = swept(base, donor, base.suffix(0, 3), over={"band": [range(layer + 1)]}, parts=("resid_pre", "KV"), reads="total")  # fmt: skip
-        # Where its residual stream enters at the bottom, all above is the donor's; K and V of some layers are not all of it.
+        patched = swept(base, donor, base.suffix(0, 3), over={"band": [range(layer + 1)]}, **settings)
+        # With the donor's residual stream at the bottom, all layers are the donor's; K and V are not all of it.
         assert near(patched.values[0], patched.donor)
         assert not near(patched.values[1], patched.donor)
-    whole = swept(base, donor, base.suffix(0, 3), over={"band": [range(N_LAYERS)]}, parts=("resid_pre", "KV"), reads="total")  # fmt: skip
+    whole = swept(base, donor, base.suffix(0, 3), over={"band": [range(N_LAYERS)]}, **settings)
     assert near(whole.values, [whole.donor] * 2)
     # A share of the way: round-off counts for more where the way is short.
     assert abs(whole.normalised - 1).max() < 2 * TOLERANCE / abs(whole.donor - whole.base)
@@ -115,7 +117,7 @@ def test_a_donor_that_equals_the_base_has_no_effect(tiny: Model):
     assert near(patched.effect, torch.zeros(len(patched.cells)))
 
 
-def test_a_patched_slot_beyond_the_window_is_heard_through_the_tokens_between(tiny_gemma: Model):
+def test_a_slot_beyond_the_window_acts_through_the_tokens_between(tiny_gemma: Model):
     base, donor = two(tiny_gemma, {"T1": 14})
     suffix = base.suffix(0, 2)
     over = {"slot": [1], "layer": None}
@@ -128,13 +130,13 @@ def test_a_patched_slot_beyond_the_window_is_heard_through_the_tokens_between(ti
 
 
 @pytest.mark.parametrize("align", ["start", "end"])
-def test_a_longer_or_shorter_segment_is_met_at_its_start_or_end(tiny: Model, align: str):
+def test_segments_of_unequal_length_meet_at_start_or_end(tiny: Model, align: str):
     base = Run(tiny, 1).read({"system": 4, "T1": 3, "T2": 5})
     donor = Run(tiny, 2).read({"system": 3, "T1": 6, "T2": 5})
     pairs = twins(base, donor, from_end=align == "end")
     suffix = base.suffix(0, 3)
     settings: dict[str, Any] = {"over": {"slot": sorted(pairs), "layer": None}, "align": align, "reads": "total"}
-    if not base.turns:
+    if not base.rotates:
         with pytest.raises(UserError, match="learned positions"):
             swept(base, donor, suffix, parts=parts_of(tiny), **settings)
         return
@@ -155,7 +157,7 @@ def test_several_last_tokens_can_be_measured(tiny: Model):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_row_does_not_depend_on_what_runs_beside_it(tiny: Model, rows: int):
+def test_a_row_does_not_depend_on_other_rows(tiny: Model, rows: int):
     base, donor = two(tiny)
     sweeps = [
         swept(base, donor, base.suffix(0, 3), over=("slot", "layer"), parts=("V", "resid_pre"), reads="total", **how)
@@ -167,15 +169,15 @@ def test_a_row_does_not_depend_on_what_runs_beside_it(tiny: Model, rows: int):
 
 def test_a_prompt_read_in_parts_with_gaps_between_positions_is_read_again_at_them(tiny: Model):
     base, donor = two(tiny)
-    for each in (base, donor):
-        each.read({"T3": 3}, gap=4)
+    for side in (base, donor):
+        side.read({"T3": 3}, gap=4)
     suffix = base.suffix(0, 3)
     patched = swept(base, donor, suffix, over=("segment", "layer"), parts=KEYS_AND_VALUES, reads="total")
     logits = patched_pass(tiny, base, donor, suffix, swaps_of(patched, base), reads="total")
     assert near(patched.values, logits[:, -1] @ WEIGHTS)
 
 
-def test_padding_is_nobody_to_read_again(tiny: Model):
+def test_padding_is_not_read_again(tiny: Model):
     base = Run(tiny, 1).read({"system": 3}, padding=2).read({"T1": 4}, padding=1)
     donor = Run(tiny, 2).read({"system": 3}).read({"T1": 4})
     suffix = base.suffix(0, 3)
@@ -206,7 +208,7 @@ UNREADABLE: dict[str, Any] = {
 @pytest.mark.parametrize("over", [("slot",), {"slot": [0]}, {"slot": [10]}, {"layer": [2], "slot": [10]}])
 @pytest.mark.usefixtures("unchecked")
 def test_a_prompt_that_cannot_be_read_again_is_refused(tiny_llama: Model, edit: str, part: str, over: Any):
-    base, donor = (UNREADABLE[edit](each) for each in two(tiny_llama))
+    base, donor = (UNREADABLE[edit](side) for side in two(tiny_llama))
     sentence = refusal(lambda: swept(base, donor, base.suffix(0, 3), over=over, parts=(part,), reads="total"))
     assert "reads='reader'" in sentence
 
@@ -214,7 +216,7 @@ def test_a_prompt_that_cannot_be_read_again_is_refused(tiny_llama: Model, edit: 
 @pytest.mark.parametrize("edit", UNREADABLE)
 @pytest.mark.usefixtures("unchecked")
 def test_a_donor_whose_activations_cannot_be_read_again_is_refused(tiny_llama: Model, edit: str):
-    """Its tokens, read again, would give the activations of another run than the one that it holds."""
+    """Its tokens, read again, would give the activations of another run than the one that the donor holds."""
     base, donor = two(tiny_llama)
     UNREADABLE[edit](donor).read({"T3": 2})
     base.read({"T3": 2})
@@ -222,9 +224,9 @@ def test_a_donor_whose_activations_cannot_be_read_again_is_refused(tiny_llama: M
     assert "donor" in refusal(lambda: swept(base, donor, base.suffix(0, 3), parts=("resid_pre",), **settings))
 
 
-def test_an_evicted_end_is_no_edit(tiny: Model):
-    """What no slot that is left has seen may be gone."""
-    base, donor = (each.evict([10, 11, 12]) for each in two(tiny))
+def test_a_base_without_its_evicted_end_can_be_read_again(tiny: Model):
+    """Slots that no remaining slot attends to may be gone."""
+    base, donor = (side.evict([10, 11, 12]) for side in two(tiny))
     suffix = base.suffix(0, 3)
     patched = swept(base, donor, suffix, over=("slot",), parts=("V",), reads="total")
     logits = patched_pass(tiny, base, donor, suffix, swaps_of(patched, base), reads="total")
@@ -242,7 +244,7 @@ def test_an_evicted_end_is_no_edit(tiny: Model):
         ({"parts": ("hook_resid_pre",)}, "no part called"),
     ],
 )
-def test_what_total_cannot_do_is_refused(tiny_llama: Model, change: dict[str, Any], part: str):
+def test_grids_that_only_a_reader_can_run_are_refused(tiny_llama: Model, change: dict[str, Any], part: str):
     base, donor = two(tiny_llama)
     asked: dict[str, Any] = {"over": ("layer",), "parts": ("V",), "reads": "total"}
     assert part in refusal(lambda: swept(base, donor, base.suffix(0, 3), **asked | change))

@@ -43,7 +43,7 @@ from tests.random_caches import NAMES, assert_bit_identical, random_tokens
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=15)
 
-Kept = set[int]
+Slots = set[int]
 Place = tuple[int, int, int]
 """A layer, a row and a KV head."""
 
@@ -66,12 +66,12 @@ def live_at(scene: Scene, place: Place) -> list[int]:
     return [slot for slot, alive in enumerate(where.tolist()) if alive]
 
 
-def best(slots: list[int], worth: Callable[[int], float], count: int) -> Snapshot:
+def best(slots: list[int], worth: Callable[[int], float], count: int) -> Slots:
     """The slots of highest worth; of equals, the newer."""
     return set(sorted(slots, key=lambda slot: (worth(slot), slot), reverse=True)[: max(0, count)])
 
 
-def newest(slots: list[int], count: int) -> Snapshot:
+def newest(slots: list[int], count: int) -> Slots:
     return set(slots[max(0, len(slots) - count) :])
 
 
@@ -85,11 +85,11 @@ def named(given: Any) -> str:
     return getattr(given, "__name__", None) or str(given)
 
 
-def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Snapshot:
+def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Slots:
     return newest(live_at(scene, place), policy.window)
 
 
-def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Snapshot:
+def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Slots:
     live = live_at(scene, place)
     return set(live[: policy.sinks]) | newest(live, policy.window)
 
@@ -125,7 +125,7 @@ WORTH: dict[type[Policy], Callable[..., Callable[[int], float]]] = {
 }
 
 
-def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     return best(live_at(scene, place), WORTH[type(policy)](policy, scene, place), policy.budget)
 
 
@@ -152,7 +152,7 @@ def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: in
     return [max(1, largest - step * layer + window) for layer in range(layers)]
 
 
-def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     inner, length = policy.policy, max(len(live_at(scene, each)) for each in places(scene) if each[1] == place[1])
     window = PROTECTED[type(inner)](inner)
     counts = pyramid_by_hand(scene.cache.n_layers, inner.budget, window, policy.beta, length, inner.every is None)
@@ -171,7 +171,7 @@ def ada_by_hand(scores: list[list[float]], choose: int, floor: float) -> list[in
     return [round(number * (1 - floor) + int(choose * floor)) for number in among]
 
 
-def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     layer, row, own = place
     inner, heads = policy.policy, range(scene.cache.n_kv_heads)
     worth = {head: WORTH[type(inner)](inner, scene, (layer, row, head)) for head in heads}
@@ -193,7 +193,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     return protected[own] | kept[own]
 
 
-def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
+def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     ledger, row = scene.cache.ledger, place[1]
     return {
         slot
@@ -203,7 +203,7 @@ def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Snapshot:
     }
 
 
-def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Snapshot:
+def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Slots:
     ledger, row = scene.cache.ledger, place[1]
     results = [name for name in NAMES if name.startswith(policy.prefix)]
     gone = results[: max(0, len(results) - policy.keep_last)]
@@ -214,26 +214,26 @@ def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Snaps
     }
 
 
-def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Snapshot:
+def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Slots:
     return set(live_at(scene, place))
 
 
-Loop = Callable[..., Snapshot]
+Loop = Callable[..., Slots]
 POLICIES: list[tuple[Policy, Loop]] = [
     (SlidingWindow(1), window_by_loop),
     (SlidingWindow(4), window_by_loop),
     (SinkWindow(0, 3), sinks_by_loop),
     (SinkWindow(2, 3), sinks_by_loop),
-    (SinkWindow(2, 1, law="gapped"), sinks_by_loop),
+    (SinkWindow(2, 1, mode="gapped"), sinks_by_loop),
     (H2O(1), scored_by_loop),
     (H2O(5), scored_by_loop),
-    (H2O(4, recent=0, law="contiguous"), scored_by_loop),
+    (H2O(4, recent=0, mode="contiguous"), scored_by_loop),
     (H2O(4, recent=4), scored_by_loop),
     (TOVA(3), scored_by_loop),
-    (TOVA(1, law="naive"), scored_by_loop),
+    (TOVA(1, mode="naive"), scored_by_loop),
     (SnapKV(3, window=3, kernel=3), scored_by_loop),
     (SnapKV(5, window=2, kernel=5), scored_by_loop),
-    (SnapKV(5, window=1, kernel=1, law="contiguous"), scored_by_loop),
+    (SnapKV(5, window=1, kernel=1, mode="contiguous"), scored_by_loop),
     (LayerBudgets(H2O(3)), layers_by_loop),
     (LayerBudgets(TOVA(4), beta=1), layers_by_loop),
     (LayerBudgets(TOVA(4, every=None), beta=3), layers_by_loop),
@@ -252,17 +252,17 @@ SPANS: list[tuple[Policy, Loop]] = [
     (RestartInPlace("summary"), spans_by_loop),
     (RestartRebuilt(("system",)), spans_by_loop),
     (PruneToolResults(0, prefix="T"), tools_by_loop),
-    (PruneToolResults(1, prefix="T", law="contiguous"), tools_by_loop),
+    (PruneToolResults(1, prefix="T", mode="contiguous"), tools_by_loop),
     (PruneToolResults(2, prefix="T"), tools_by_loop),
 ]
 
 
-def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Snapshot]:
+def expected_kept(policy: Policy, loop: Loop, scene: Scene) -> dict[Place, Slots]:
     return {place: loop(policy, scene, place) for place in places(scene)}
 
 
-def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Snapshot]) -> None:
-    """The policy leaves these slots, in order and as they were; others are gone or dead; positions follow its law."""
+def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Slots]) -> None:
+    """The policy leaves these slots, in order and as they were; others are gone or dead; positions follow its position mode."""
     after = policy.act(before).cache
     for row in range(before.cache.batch):
         old, new = before.cache.ledger, after.ledger
@@ -273,10 +273,10 @@ def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Snapshot]) -> 
         for name in ("tokens", "segments", "recomputed", "delimiters"):
             assert torch.equal(getattr(new, name)[row, : len(held)], getattr(old, name)[row, held]), name
         assert bool(new.padding[row, len(held) :].all())
-        positions = old.positions[row, held].tolist() if policy.law == "gapped" else list(range(len(held)))
+        positions = old.positions[row, held].tolist() if policy.mode == "gapped" else list(range(len(held)))
         assert new.positions[row, : len(held)].tolist() == positions
-        assert new.following[row] == (old.following[row] if policy.law == "gapped" else len(held))
-        origins = positions if policy.law == "naive" else old.origins[row, held].tolist()
+        assert new.following[row] == (old.following[row] if policy.mode == "gapped" else len(held))
+        origins = positions if policy.mode == "naive" else old.origins[row, held].tolist()
         assert new.origins[row, : len(held)].tolist() == origins
         for layer, head in {(place[0], place[2]) for place in kept}:
             alive = [held.index(slot) for slot in sorted(kept[layer, row, head])]
@@ -310,10 +310,10 @@ def test_spans_go_as_a_loop_over_slots_has_it(policy: Policy, loop: Loop, seed: 
     assert_acted(policy, scene, expected_kept(policy, loop, scene))
 
 
-@given(scene=scenes(), count=st.integers(1, 6), law=st.sampled_from(["gapped", "contiguous", "naive"]))
+@given(scene=scenes(), count=st.integers(1, 6), mode=st.sampled_from(["gapped", "contiguous", "naive"]))
 @few
-def test_the_record_of_attention_goes_with_its_slots(scene: Scene, count: int, law: str):
-    after = H2O(count, law=law).act(scene)
+def test_the_record_of_attention_goes_with_its_slots(scene: Scene, count: int, mode: str):
+    after = H2O(count, mode=mode).act(scene)
     for row in range(scene.cache.batch):
         old, new = scene.cache.ledger, after.cache.ledger
         held = [int(slot) for slot in torch.nonzero(~new.padding[row])[:, 0]]
@@ -358,7 +358,7 @@ def test_a_budget_is_met_exactly_wherever_there_are_slots_enough(policy: Scored,
 def test_layer_budgets_are_those_of_pyramidkv(
     budget: int, window: int, beta: int, length: int, layers: int, expected: list[int]
 ):
-    counts = LayerBudgets(SnapKV(budget, window), beta).counts(layers, length).tolist()
+    counts = LayerBudgets(SnapKV(budget, window), beta).slot_count.layer_counts(layers, length)
     assert counts == expected == pyramid_by_hand(layers, budget, window, beta, length, once=True)
 
 
@@ -369,7 +369,7 @@ def test_layer_budgets_fall_and_add_up_to_the_whole_but_for_their_rounding(
 ):
     budget = data.draw(st.integers(1, 40))
     policy = H2O(budget, data.draw(st.integers(0, budget)), every=data.draw(st.sampled_from([None, 1])))
-    counts = LayerBudgets(policy, beta).counts(layers, length).tolist()
+    counts = LayerBudgets(policy, beta).slot_count.layer_counts(layers, length)
     assert min(counts) >= 1
     assert counts == sorted(counts, reverse=True)
     assert max(counts) <= max(length, budget)
@@ -481,10 +481,10 @@ def test_random_eviction_per_head_draws_every_head_for_itself():
 @few
 def test_random_eviction_spares_the_sinks_and_draws_the_rest_as_without_them(scene: Scene, sinks: int, per_head: bool):
     kept = RandomEviction(4, 7, per_head=per_head, sinks=sinks).keep(scene)
-    lots = RandomEviction(1, 7, per_head=per_head).scores(scene)
+    drawn = RandomEviction(1, 7, per_head=per_head).scores(scene)
     for place in places(scene):
         live = live_at(scene, place)
-        expected = set(live[:sinks]) | best(live[sinks:], lambda slot, p=place: float(lots[p][slot]), 4 - sinks)
+        expected = set(live[:sinks]) | best(live[sinks:], lambda slot, p=place: float(drawn[p][slot]), 4 - sinks)
         assert set(torch.nonzero(kept[place])[:, 0].tolist()) == expected
 
 
@@ -535,7 +535,7 @@ def test_random_evictions_of_several_budgets_are_nested(scene: Scene, budget: in
 PAIRS = [
     (H2O(6), TOVA(3)),
     (SinkWindow(2, 4), Quantise(2, group=5, tail=1)),
-    (MaskSpans("T1"), SlidingWindow(2, law="contiguous")),
+    (MaskSpans("T1"), SlidingWindow(2, mode="contiguous")),
     (H2O(5), SnapKV(3, window=2, kernel=3)),
     (RandomEviction(6, 1), RandomEviction(6, 2)),
     (ZeroValues("T2"), MaskSpans("system")),
@@ -563,7 +563,7 @@ def test_chains_of_chains_are_chains_and_ask_for_what_their_members_ask():
 
 
 def test_a_policy_is_written_as_it_is_made():
-    assert str(SlidingWindow(4, law="contiguous", every=3)) == "SlidingWindow(law=contiguous, every=3, window=4)"
+    assert str(SlidingWindow(4, mode="contiguous", every=3)) == "SlidingWindow(mode=contiguous, every=3, window=4)"
 
 
 def slots_traced(model: Model, policy: Policy, lane: Lane | str = "auto", count: int = 9) -> list[int]:
@@ -641,7 +641,7 @@ BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: SnapKV(20, kernel=-1), ("kernel=-1",)),
     (lambda: RandomEviction(0, 0), ("RandomEviction", "budget=0")),
     (lambda: RandomEviction(1, -1), ("seed=-1",)),
-    (lambda: RandomEviction(4, 0, law="contiguous"), ("law='contiguous'", "every=None")),
+    (lambda: RandomEviction(4, 0, mode="contiguous"), ("mode='contiguous'", "every=None")),
     (lambda: RandomEviction(4, 0, sinks=5), ("sinks=5", "0 to 4")),
     (lambda: RandomEviction(4, 0, sinks=-1), ("sinks=-1",)),
     (lambda: LayerBudgets(H2O(4), beta=0), ("LayerBudgets has beta=0", "at least 1")),
@@ -652,7 +652,7 @@ BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: Quantise(9), ("bits=9", "1 to 8")),
     (lambda: Quantise(4, group=0), ("group=0",)),
     (lambda: Quantise(4, tail=-1), ("tail=-1",)),
-    (lambda: Quantise(4, law="contiguous"), ("Quantise moves", "law")),
+    (lambda: Quantise(4, mode="contiguous"), ("Quantise moves", "mode")),
     (lambda: Quantise(4, provenance="recomputed"), ("Quantise moves",)),
     (lambda: MaskSpans(()), ("MaskSpans names no segment",)),
     (lambda: RestartRebuilt(""), ("RestartRebuilt names no segment",)),
@@ -661,8 +661,8 @@ BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: ZeroValues("T1", provenance="recomputed"), ("ZeroValues writes values",)),
     (lambda: PruneToolResults(-1), ("keep_last=-1",)),
     (lambda: PruneToolResults(1, placeholder=" "), ("empty placeholder",)),
-    (lambda: SlidingWindow(4, law="closed"), ("position law", "'closed'", "'gapped'")),
-    (lambda: SlidingWindow(4, law="contigous"), ("did you mean 'contiguous'?",)),
+    (lambda: SlidingWindow(4, mode="closed"), ("position mode", "'closed'", "'gapped'")),
+    (lambda: SlidingWindow(4, mode="contigous"), ("did you mean 'contiguous'?",)),
     (lambda: SlidingWindow(4, provenance="kept"), ("provenance", "'kept'", "'retained'")),
     (lambda: SlidingWindow(4, every=0), ("every=0", "at least 1")),
     (lambda: MaskSpans("sumary").act(random_scene(0)), ("'sumary'", "did you mean 'summary'?")),
@@ -704,11 +704,11 @@ def test_a_policy_that_scores_is_refused_at_a_cut_that_nobody_watched(tiny_llama
     assert tiny_llama.apply(SnapKV(5, window=3), scene).ledger.kept.sum() >= 5
 
 
-@pytest.mark.parametrize("policy", [SinkWindow(1, 3), SlidingWindow(3, law="contiguous")])
+@pytest.mark.parametrize("policy", [SinkWindow(1, 3), SlidingWindow(3, mode="contiguous")])
 def test_closing_up_learned_positions_is_refused_before_anything_is_done(tiny_models: dict[str, Model], policy: Policy):
     gpt2 = tiny_models["gpt2"]
     cache = prefill(gpt2.lanes, [random_tokens(0, {"T1": 6})])
-    refused(lambda: gpt2.apply(policy, cache), "learned positions", "law='gapped'")
+    refused(lambda: gpt2.apply(policy, cache), "learned positions", "mode='gapped'")
     again = replace(policy, provenance="recomputed")
     assert gpt2.apply(again, cache).ledger.positions[0].tolist() == list(
         range(int(policy.keep(Scene(cache))[0, 0, 0].sum()))

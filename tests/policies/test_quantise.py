@@ -10,12 +10,12 @@ from optimum.quanto.tensor import ungroup
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
-from kvprobe.cache.ledger import Grain
+from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.policies import Quantise, Scene, SlidingWindow
-from kvprobe.policies.quantise import Codes, codes_of_keys, codes_of_values
+from kvprobe.policies.codes import Codes, codes_of_keys, codes_of_values
 from tests.policies.scenes import with_token
 from tests.random_caches import assert_bit_identical, copy_of, random_cache, random_tokens
 
@@ -110,7 +110,10 @@ def test_each_group_is_rounded_as_a_loop_in_numpy_rounds_it(drawn: tuple[KVCache
 @settings(max_examples=60)
 def test_no_number_moves_by_more_than_half_its_groups_step(seed: int, bits: int, size: float, offset: float):
     numbers = (torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)) + offset) * size
-    for codes in (codes_of_keys(numbers, Grain(bits, 4)), codes_of_values(numbers, Grain(bits, 5))):
+    for codes in (
+        codes_of_keys(numbers, QuantisationFormat(bits, 4)),
+        codes_of_values(numbers, QuantisationFormat(bits, 5)),
+    ):
         error = (codes.numbers() - numbers).abs()
         step = codes.scale.expand_as(codes.codes).flatten(3)
         assert bool((error <= step / 2 + 1e-6 * numbers.abs().max()).all())
@@ -123,7 +126,7 @@ def test_no_number_moves_by_more_than_half_its_groups_step(seed: int, bits: int,
 @few
 def test_a_finer_grain_is_never_further_off_at_worst(seed: int, bits: int):
     numbers = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
-    steps = [codes_of_keys(numbers, Grain(each, 4)).scale for each in (bits, min(8, bits + 1))]
+    steps = [codes_of_keys(numbers, QuantisationFormat(each, 4)).scale for each in (bits, min(8, bits + 1))]
     assert bool((steps[1] <= steps[0]).all())
 
 
@@ -131,7 +134,7 @@ def test_a_finer_grain_is_never_further_off_at_worst(seed: int, bits: int):
 @pytest.mark.parametrize("number", [0.0, 0.5, -3.0])
 def test_a_constant_group_that_float16_can_hold_stays_as_it_is(bits: int, number: float):
     numbers = torch.full((1, 2, 3, 4), number)
-    codes = codes_of_keys(numbers, Grain(bits, 3))
+    codes = codes_of_keys(numbers, QuantisationFormat(bits, 3))
     assert torch.equal(codes.numbers(), numbers)
     assert not bool(codes.codes.any())
     assert not bool(codes.scale.any())
@@ -140,7 +143,7 @@ def test_a_constant_group_that_float16_can_hold_stays_as_it_is(bits: int, number
 @given(number=st.floats(-6e4, 6e4, width=32), bits=bits_drawn)
 @settings(max_examples=60)
 def test_a_constant_group_moves_by_no_more_than_a_step_of_float16(number: float, bits: int):
-    codes = codes_of_keys(torch.full((1, 1, 3, 2), number), Grain(bits, 3))
+    codes = codes_of_keys(torch.full((1, 1, 3, 2), number), QuantisationFormat(bits, 3))
     found = codes.numbers()
     assert float((found - number).abs().max()) <= max(abs(number) * 2.0**-10, 2.0**-24)
     assert len(found.unique()) == 1
@@ -148,27 +151,27 @@ def test_a_constant_group_moves_by_no_more_than_a_step_of_float16(number: float,
 
 def test_two_numbers_are_told_apart_by_a_single_bit():
     numbers = torch.tensor([0.25, -1.5, 0.25])[None, None, :, None]
-    assert torch.equal(codes_of_keys(numbers, Grain(1, 3)).numbers(), numbers)
+    assert torch.equal(codes_of_keys(numbers, QuantisationFormat(1, 3)).numbers(), numbers)
 
 
 @pytest.mark.parametrize("number", [1e6, -7e4, float("inf")])
 def test_numbers_that_float16_cannot_reach_are_refused(number: float):
     cache = random_cache(0, batch=1)
     cache.keys[1][0, 0, 0, 0] = number
-    with pytest.raises(UserError, match="beyond float16"):
+    with pytest.raises(UserError, match="beyond 65,504"):
         quantise(cache, Quantise(4, group=5, tail=0))
 
 
 def test_values_are_grouped_by_channels_and_keys_by_slots():
     keys, values = torch.zeros(1, 1, 4, 6), torch.zeros(1, 1, 4, 6)
     keys[..., 2, 3] = values[..., 2, 3] = 1.0
-    assert codes_of_keys(keys, Grain(2, 4)).scale[0, 0].nonzero().tolist() == [[0, 3]]
+    assert codes_of_keys(keys, QuantisationFormat(2, 4)).scale[0, 0].nonzero().tolist() == [[0, 3]]
     # Slot 2, of its two groups of three channels the second.
-    assert codes_of_values(values, Grain(2, 3)).scale[0, 0].nonzero().tolist() == [[2, 1, 0]]
+    assert codes_of_values(values, QuantisationFormat(2, 3)).scale[0, 0].nonzero().tolist() == [[2, 1, 0]]
 
 
 def test_a_group_wider_than_a_value_is_the_whole_value():
-    assert codes_of_values(torch.ones(1, 1, 32, 6), Grain(2, 32)).scale.shape == (1, 1, 32, 1, 1)
+    assert codes_of_values(torch.ones(1, 1, 32, 6), QuantisationFormat(2, 32)).scale.shape == (1, 1, 32, 1, 1)
 
 
 @given(drawn=caches())
@@ -187,7 +190,7 @@ def test_whole_groups_of_the_oldest_slots_are_quantised_and_the_tail_is_not(draw
         left = len(live) - whole * policy.group
         assert left <= policy.tail + policy.group - 1
         assert left >= min(policy.tail, len(live))
-    assert after.ledger.grain == Grain(policy.bits, policy.group)
+    assert after.ledger.quantisation == QuantisationFormat(policy.bits, policy.group)
 
 
 @given(seed=seeds, bits=bits_drawn, group=st.sampled_from([1, 5]), tail=st.integers(0, 4), new=st.integers(1, 12))
@@ -236,7 +239,7 @@ def test_quantising_a_fork_leaves_the_original_as_it_was(rows: int):
 def packed_bytes(before: KVCache, after: KVCache, policy: Quantise) -> int:
     """Bytes of what an engine would hold: every group packed, and all other live slots as they are."""
     held = b""
-    grain = Grain(policy.bits, policy.group)
+    quantisation = QuantisationFormat(policy.bits, policy.group)
     for row in range(after.batch):
         groups = groups_of(after, row)
         fine = [slot for slot, own in enumerate(after.ledger.quantised[row].tolist()) if own < 0]
@@ -244,8 +247,8 @@ def packed_bytes(before: KVCache, after: KVCache, policy: Quantise) -> int:
         for keys, values in zip(before.keys, before.values, strict=True):
             if groups:
                 where = torch.tensor(groups)
-                held += codes_of_keys(keys[row][:, where], grain).pack(policy.bits)
-                held += codes_of_values(values[row][:, where], grain).pack(policy.bits)
+                held += codes_of_keys(keys[row][:, where], quantisation).pack(policy.bits)
+                held += codes_of_values(values[row][:, where], quantisation).pack(policy.bits)
             held += keys[row][:, fine].numpy().tobytes() + values[row][:, fine].numpy().tobytes()
     return len(held)
 
@@ -262,7 +265,7 @@ def test_the_footprint_is_that_of_the_packed_bytes_and_the_tail(drawn: tuple[KVC
 @few
 def test_packed_bytes_unpack_to_the_codes_scales_and_minima(seed: int, bits: int):
     numbers = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
-    codes = codes_of_values(numbers, Grain(bits, 5))
+    codes = codes_of_values(numbers, QuantisationFormat(bits, 5))
     packed = np.frombuffer(codes.pack(bits), np.uint8)
     width = -(-5 * bits // 8)
     vectors, tail = packed[: 2 * 3 * 4 * width].reshape(2, 3, 4, width), packed[2 * 3 * 4 * width :]
@@ -330,7 +333,7 @@ def test_the_grid_is_that_of_quanto(bits: int, kind: str):
     def ours(tensor: torch.Tensor) -> torch.Tensor:
         grouped = tensor.unflatten(1, (-1, group))
         codes_of = codes_of_keys if kind == "keys" else codes_of_values
-        return codes_of(grouped, Grain(bits, group)).numbers().flatten(1, 2)
+        return codes_of(grouped, QuantisationFormat(bits, group)).numbers().flatten(1, 2)
 
     found, (expected, step) = ours(numbers), theirs(numbers)
     # Their scale and minimum have fp32 and ours float16: numbers near the middle between two codes may part.

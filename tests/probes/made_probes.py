@@ -3,8 +3,8 @@
 import torch
 
 from kvprobe.inference.model import Model
-from kvprobe.probes.probe_card import CARD_SPLITS, Arm, Card, Measure, Training, Where
-from kvprobe.probes.published_probe import Probe, rounded_fingerprint
+from kvprobe.probes.card import CARD_SPLITS, Arm, Card, Measure, ProbeInput, Training
+from kvprobe.probes.probe import Probe, rounded_fingerprint
 from kvprobe.probing.linear import LinearProbes
 from kvprobe.tasks.designs import Target
 
@@ -13,7 +13,7 @@ TARGET = Target("digit", ("0", "1", "2"), ("first", "second"))
 
 def made_probe(
     model: Model,
-    where: Where,
+    where: ProbeInput,
     *,
     leak: float = 0.2,
     far: float = 1e9,

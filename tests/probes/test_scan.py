@@ -1,4 +1,4 @@
-"""The live scan: what comes from the hidden messages and what does not, and when it may be called a leak."""
+"""The scan: what comes from the hidden messages and what does not, and when it may be called a leak."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from kvprobe.cli import app
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.probes import probe_card
-from kvprobe.probes.probe_card import Where
+from kvprobe.probes import card as probe_card
+from kvprobe.probes.card import ProbeInput
 from kvprobe.probes.scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, scan
 from kvprobe.report.views.scan import save_scan, scan_lines
 from kvprobe.text.transcript import Transcript
@@ -19,7 +19,7 @@ from tests.browser import browse, needs_browser
 from tests.models import llama, tiny_tokenizer
 from tests.probes.made_probes import made_probe
 
-VALUES = Where("v", 2, None, "mean")
+VALUES = ProbeInput("v", 2, None, "mean")
 MESSAGES = [
     {"role": "system", "content": "be kind."},
     {"role": "user", "content": "the shed has 28."},
@@ -52,10 +52,10 @@ def test_each_segment_is_read_from_the_cache_that_a_user_would_have_and_beside_i
             assert row["base_rate"] == pytest.approx(float(probe.base_rates[place, best]))
 
 
-def test_what_the_hidden_messages_cannot_reach_is_no_leak_however_sure_the_probe_is(tiny_llama: Model):
+def test_slots_that_hidden_messages_cannot_reach_show_no_leak_even_by_a_confident_probe(tiny_llama: Model):
     # Masked, m1 reaches later messages through m2 alone, at layer 2 at the earliest.
     probes = [
-        made_probe(tiny_llama, Where("v", layer, None, "mean"), name=f"at-{layer}", scale=9) for layer in (0, 1, 2)
+        made_probe(tiny_llama, ProbeInput("v", layer, None, "mean"), name=f"at-{layer}", scale=9) for layer in (0, 1, 2)
     ]
     table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     blind = table[table["masked"] & table["probe"].isin(["at-0", "at-1"])]
@@ -65,8 +65,10 @@ def test_what_the_hidden_messages_cannot_reach_is_no_leak_however_sure_the_probe
     assert float(table[table["masked"] & (table["probe"] == "at-2")]["bits"].abs().max()) > 0.01
 
 
-def test_of_differences_what_the_hidden_messages_cannot_reach_has_none(tiny_llama: Model):
-    probes = [made_probe(tiny_llama, Where("v", layer, None, "mean", True), name=f"at-{layer}") for layer in (1, 2)]
+def test_slots_that_hidden_messages_cannot_reach_differ_by_zero_from_the_restart(tiny_llama: Model):
+    probes = [
+        made_probe(tiny_llama, ProbeInput("v", layer, None, "mean", True), name=f"at-{layer}") for layer in (1, 2)
+    ]
     table = scan(tiny_llama, CHAT, ["m1"], probes).df()
     masked = table[table["masked"]].set_index(["probe", "place"])["bits"]
     assert not masked["at-1"].any()
@@ -157,7 +159,7 @@ EVIL = '</s></dd><script>document.title = "evil"</script> & <b>'
 
 
 @needs_browser
-def test_the_page_shows_what_was_hidden_and_runs_nothing_that_it_says(tiny_llama: Model, tmp_path: Path):
+def test_the_page_shows_the_hidden_text_and_runs_none_of_it(tiny_llama: Model, tmp_path: Path):
     messages = [*MESSAGES[:1], {"role": "user", "content": EVIL}, *MESSAGES[2:]]
     scanned = scan(tiny_llama, Transcript.from_messages(messages), ["m1"], [made_probe(tiny_llama, VALUES, scale=10)])
     page = save_scan(scanned, tmp_path / "scanned.html")

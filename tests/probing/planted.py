@@ -7,7 +7,8 @@ import torch
 def planted(
     samples: int, classes: int, signal: float, probes: int = 1, targets: int = 1, spare: int = 2, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features, labels and five folds: each class of each target pushes an axis of its own by `signal` standard deviations.
+    """Features, labels and five folds: each class of each target pushes an axis of its own by `signal` standard
+    deviations.
 
     The axes are then mixed by a rotation of the probe's own, scaled each by another factor, and moved far from zero.
     """

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing
 from kvprobe.probing.features import Features
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.tasks.designs import Target
 from tests.probing.planted import bayes_accuracy
 

@@ -75,7 +75,7 @@ def test_what_the_context_tells_is_in_the_context_code_and_not_saved_by_a_probe(
     assert held_out.context_bits[0] > 1.95
 
 
-def test_the_code_is_the_bayesian_mixture_of_its_candidates_and_sees_no_label_early():
+def test_the_code_is_the_bayesian_mixture_of_its_candidates_and_sees_no_label_early(monkeypatch: pytest.MonkeyPatch):
     """Against the definition, candidate by candidate, with a predictor that checks what it is given."""
     labels = drawn()[:1, :40]
     features = torch.arange(40.0)[None, :, None]
@@ -91,9 +91,8 @@ def test_the_code_is_the_bayesian_mixture_of_its_candidates_and_sees_no_label_ea
         guess = (labels[0, test[0, :, 0].long()] + test[0, :, 0].long() % 2) % classes
         return (sharp * torch.nn.functional.one_hot(guess, classes)).log_softmax(-1)[:, None, None][:, :, :, 0, 0]
 
-    found = description(
-        features, labels, np.arange(40), CLASSES, split="random", blocks=(0.1, 0.25, 1.0), predict=predict
-    )
+    monkeypatch.setattr("kvprobe.probing.description.ridge_log_probs", predict)
+    found = description(features, labels, np.arange(40), CLASSES, split="random", blocks=(0.1, 0.25, 1.0))
     assert found.ends == (4, 10, 40)
     assert asked == [(start, end - start) for start, end in pairwise(found.ends)]
     order = np.argsort(np.random.default_rng(0).permutation(40), kind="stable")[4:]

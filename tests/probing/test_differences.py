@@ -8,15 +8,15 @@ import torch
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.probes.probe_card import CARD_SPLITS, Measure, Training, Where
-from kvprobe.probes.published_probe import Probe
+from kvprobe.probes.card import CARD_SPLITS, Measure, ProbeInput, Training
+from kvprobe.probes.probe import Probe
 from kvprobe.probing.differences import difference, less_restart
 from kvprobe.probing.features import Features
 from kvprobe.text.transcript import Transcript
 from tests.probes.made_probes import TARGET, made_probe
 
 CONTEXTS = np.repeat(np.arange(15), 16)
-LESS = Where("v", 2, None, "mean", less_restart=True)
+LESS = ProbeInput("v", 2, None, "mean", less_restart=True)
 
 
 def conversations() -> tuple[Features, Features]:
@@ -43,7 +43,7 @@ def test_round_off_is_no_difference_and_the_restart_has_none():
     )
     assert not any(bool(tensor.any()) for tensor in less_restart(restart, restart).tensors.values())
     other = dataclasses.replace(restart, labels=restart.labels.flip(0))
-    with pytest.raises(UserError, match="other sites or samples"):
+    with pytest.raises(UserError, match="different sites or samples"):
         less_restart(told, other)
 
 
@@ -55,7 +55,7 @@ def test_in_conversations_never_seen_a_probe_of_differences_reads_what_one_of_sl
     measures = [Measure("accuracy", split, 0.6, 0.5, 0.7) for split in CARD_SPLITS]
     old, new = CONTEXTS < 10, CONTEXTS >= 10
     right = {}
-    for where in (Where("v", 2, None, "mean"), LESS):
+    for where in (ProbeInput("v", 2, None, "mean"), LESS):
         given = (seen[old], told.labels[:, old], CONTEXTS[old], TARGET, where, training, measures)
         probe = Probe.fit(tiny_llama, *given, restart=fresh[old])
         said = probe.probabilities(probe.features(seen[new], fresh[new])).argmax(-1)

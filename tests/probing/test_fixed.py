@@ -15,18 +15,18 @@ def test_predictions_are_those_of_ridge_with_one_penalty(spare: int, size: float
     features, labels, folds = planted(60, 4, signal=2.0, probes=3, targets=2, spare=spare)
     features[1, :, 0] = 7.0
     sizes = None if size is None else torch.full((3,), size)
-    found = fixed_ridge(features, labels, folds, 4, size=sizes).predicted
+    predicted = fixed_ridge(features, labels, folds, 4, size=sizes)
     expected = ridge_probes(features, labels, folds, 4, penalties=(PENALTY,), size=sizes).predicted
-    assert found.equal(expected)
-    assert found[0].eq(labels).double().mean() > 0.4
+    assert predicted.equal(expected)
+    assert predicted[0].eq(labels).double().mean() > 0.4
 
 
 def test_each_labeling_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch):
     features, labels, folds = planted(80, 3, signal=2.0, probes=4, targets=3)
-    together = fixed_ridge(features, labels, folds, 3).predicted
+    together = fixed_ridge(features, labels, folds, 3)
     monkeypatch.setattr("kvprobe.probing.fixed._CHUNK_BYTES", 1)
     for target in range(3):
-        alone = fixed_ridge(features, labels[target : target + 1], folds, 3).predicted
+        alone = fixed_ridge(features, labels[target : target + 1], folds, 3)
         assert alone[:, 0].equal(together[:, target])
 
 

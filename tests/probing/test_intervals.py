@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.probing.claims import FLOOR, Probing, probe_features
+from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import fit_sites
 from kvprobe.probing.intervals import held_out, held_out_means
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import Split, fold_numbers
 from kvprobe.stats import SHARE, means
 from kvprobe.tasks.designs import Target

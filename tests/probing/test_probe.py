@@ -11,11 +11,11 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model
-from kvprobe.probing.claims import probe_features
 from kvprobe.probing.damage import damaged_slots
-from kvprobe.probing.features import Site, read_features
+from kvprobe.probing.features import Site, read_outs
 from kvprobe.probing.probe import probe
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.probe_features import probe_features
+from kvprobe.probing.read_features import read_features
 from kvprobe.probing.use import USE_ARMS, can_be_asked, measure_use
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.text.transcript import Transcript

@@ -14,8 +14,8 @@ SAMPLES = CONTEXTS * EACH
 
 
 def places(*frames: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
-    """Features of one place per frame, labels, contexts and folds: each class pushes its own row of the frame, with fresh noise
-    at every place and an offset of the place's own. A frame may differ between contexts."""
+    """Features of one place per frame, labels, contexts and folds: each class pushes its own row of the frame, with
+    fresh noise at every place and an offset of the place's own. A frame may differ between contexts."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (1, SAMPLES), generator=generator)
     contexts = np.repeat(np.arange(CONTEXTS), EACH)

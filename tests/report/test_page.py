@@ -42,7 +42,7 @@ def page(tmp_path: Path) -> Path:
             Section(
                 title=EVIL,
                 paragraphs=[EVIL],
-                passages=[Passage(EVIL, EVIL, f"a 48213 b {EVIL}", struck=True, marked="48213")],
+                passages=[Passage(EVIL, EVIL, f"a 48213 b {EVIL}", masked=True, marked="48213")],
                 tables=[Table([EVIL], [[EVIL]], EVIL)],
                 figures=[Figure("line", EVIL)],
                 points=[EVIL],
@@ -50,7 +50,7 @@ def page(tmp_path: Path) -> Path:
         ],
     )
     run.finish({}, report.to_dict())
-    return write_report(run)
+    return write_report(run.path, run.report)
 
 
 GRID = HeatMap(EVIL, [EVIL, "1"], [EVIL], [[0.5], [None]], EVIL, EVIL, EVIL)
@@ -67,7 +67,7 @@ def viewed(tmp_path: Path) -> Path:
     run.finish(
         {}, Report("Viewed", "q", "a", sections=[*sections, Section("Second", maps=[GRID], heads=[HEADS])]).to_dict()
     )
-    return write_report(run)
+    return write_report(run.path, run.report)
 
 
 class Collector(HTMLParser):
@@ -98,7 +98,7 @@ def test_nothing_is_fetched(page: Path):
     assert "@import" not in text
 
 
-def test_the_masked_turn_is_struck_and_the_hidden_text_marked(page: Path):
+def test_a_masked_message_is_struck_through_and_the_hidden_text_marked(page: Path):
     assert re.search(r"<s>a <mark>48213</mark> b ", page.read_text())
 
 
@@ -106,9 +106,9 @@ def test_a_page_without_views_may_run_no_script(page: Path):
     assert "script-src &#39;none&#39;" in page.read_text()
 
 
-def test_maps_and_views_stand_after_the_figures_of_their_section(viewed: Path):
+def test_maps_and_views_follow_the_figures_of_their_section(viewed: Path):
     order = re.findall(r"<h2>(.*?)</h2>|<img src=\"(data)|data-component=\"(.*?)\"", viewed.read_text())
-    titles = ["".join(found) for found in order]
+    titles = ["".join(groups) for groups in order]
     assert titles == [
         "First",
         "data",
@@ -152,7 +152,7 @@ def test_a_browser_draws_the_views_under_the_pages_policy(viewed: Path, tmp_path
     assert "Content Security Policy" not in done.stderr
 
 
-def test_a_report_from_before_maps_and_views_still_loads():
+def test_a_report_without_maps_and_views_loads():
     data = Report("t", "q", "a", sections=[Section("s")]).to_dict()
     del data["sections"][0]["maps"], data["sections"][0]["views"], data["sections"][0]["heads"]
     (section,) = Report.from_dict(data).sections
@@ -166,23 +166,23 @@ def test_maps_and_views_come_back_from_a_report_as_they_were():
 
 
 def test_the_views_of_a_run_make_a_page_of_their_own(viewed: Path, page: Path):
-    path = write_views(Run.load(viewed.parent))
+    path = write_views(viewed.parent, Run.load(viewed.parent).report)
     assert (path.parent, path.name) == (viewed.parent, "views.html")
     shown = re.findall(r"data-component=\"(.*?)\"", path.read_text())
     assert shown == ["HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "HeatMap", "AttentionView"]
     with pytest.raises(UserError, match="has no views"):
-        write_views(Run.load(page.parent))
+        write_views(page.parent, Run.load(page.parent).report)
 
 
 def test_rendering_again_gives_the_same_page(page: Path):
     before = page.read_bytes()
-    assert write_report(Run.load(page.parent)).read_bytes() == before
+    assert write_report(page.parent, Run.load(page.parent).report).read_bytes() == before
 
 
 def test_an_unfinished_run_has_no_report(tmp_path: Path):
     run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
     with pytest.raises(UserError, match="unfinished"):
-        write_report(run)
+        write_report(run.path, run.report)
 
 
 @needs_browser

@@ -68,7 +68,7 @@ class Reader(HTMLParser):
         return json.loads(self.scripts[0])
 
 
-def test_a_view_is_a_figure_with_a_place_and_its_data_and_no_more_whatever_its_texts_say():
+def test_a_view_holds_a_place_and_its_data_and_nothing_else_for_any_text():
     grid = HeatMap(EVIL, [EVIL], [EVIL], [[1]], EVIL, EVIL, EVIL)
     for markup in (views.heat_map(grid), views.token_view(TokenView(EVIL, HOSTILE, [EVIL], [[1] * len(HOSTILE)]))):
         reader = Reader(markup)
@@ -107,7 +107,7 @@ def test_the_policy_allows_the_pages_own_scripts_and_nothing_else():
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in runs]
     assert len(hashes) == 2
     assert policy.startswith("default-src 'none'; ")
-    assert policy.endswith("script-src " + " ".join(f"'sha256-{each}'" for each in hashes))
+    assert policy.endswith("script-src " + " ".join(f"'sha256-{digest}'" for digest in hashes))
     assert not [attributes for _, attributes in reader.tags if {"src", "href"} & set(attributes)]
     assert not any("sourceMappingURL" in text for text in runs)
 
@@ -116,7 +116,7 @@ def test_rendering_twice_gives_the_same_page():
     assert views.page([GRID, WORDS], "x") == views.page([GRID, WORDS], "x")
 
 
-def test_four_significant_digits_are_kept_of_large_and_small_values_and_none_stays_none():
+def test_large_and_small_values_have_four_significant_digits_and_none_stays_none():
     values = [[0.123456, -12345.6], [1.23456e-7, None]]
     props = Reader(views.heat_map(HeatMap("", ["0", "1"], ["0", "1"], values, "", "", ""))).props
     assert props["values"] == [[0.1235, -12350.0], [1.235e-7, None]]
@@ -130,10 +130,10 @@ def test_the_labels_of_a_token_view_share_one_scale_around_zero():
     assert props["negativeBounds"] == [-2, -2]
 
 
-def test_where_no_script_runs_a_map_tells_its_largest_cells_and_a_token_view_its_text():
-    told = Reader(views.heat_map(GRID)).text
+def test_without_scripts_a_map_names_its_largest_cells_and_a_token_view_its_text():
+    text = Reader(views.heat_map(GRID)).text
     cells = "layer 12, slot 34 ' Alice': +0.83 logits; layer 12, slot 35: +0.4 logits; layer 12, slot 36: -0.2 logits."
-    assert f"Largest of 5 cells: {cells}" in told
+    assert f"Largest of 5 cells: {cells}" in text
     assert "<bos> Hi" in Reader(views.token_view(TokenView("", ["<bos>", " Hi"], ["V"], [[1, 2]]))).text
 
 
@@ -164,7 +164,7 @@ def test_views_that_cannot_be_drawn_are_refused_in_one_sentence(render: Callable
     assert not re.search(r"[.!?]\s", str(refused.value))
 
 
-def test_a_map_may_be_empty_of_values():
+def test_a_map_may_have_no_values():
     assert "Largest of 0 cells" in views.heat_map(HeatMap("", ["0"], ["0"], [[None]], "", "", ""))
 
 

@@ -1,4 +1,4 @@
-"""Attention views: weights that survive packing, pages that stay small, and what a browser makes of them without a network."""
+"""Attention views: weights survive packing, pages stay small, and a browser draws them without a network."""
 
 import base64
 import dataclasses
@@ -53,7 +53,7 @@ SMALL = views.heads_view(causal(1, 1, 3), ["a"] * 3)
 
 
 @pytest.mark.parametrize("queries", [[0, 1, 2, 3, 4, 5, 6], [6], [1, 4]])
-def test_a_weight_is_shown_within_the_rounding_that_is_stated(queries: list[int]):
+def test_weights_are_shown_within_the_stated_rounding(queries: list[int]):
     weights = causal(3, 2, 7)[:, :, queries]
     weights[0, 0, -1] = torch.tensor([1.0, *[0.0] * 6])
     off = (unpacked(views.heads_view(weights, ["a"] * 7, queries=queries)) - weights).abs()
@@ -62,11 +62,11 @@ def test_a_weight_is_shown_within_the_rounding_that_is_stated(queries: list[int]
     assert off[0, 0, -1].max() == 0
 
 
-def test_rows_are_those_of_the_last_slots_unless_they_are_said_to_be_of_others():
+def test_rows_are_those_of_the_last_slots_by_default():
     assert views.heads_view(causal(1, 1, 5)[:, :, 3:], ["a"] * 5).queries == [3, 4]
 
 
-def test_a_view_in_a_report_is_json_and_comes_back_as_it_was():
+def test_a_view_in_a_report_survives_json():
     index = np.array([[0.25, np.nan]])
     view = views.heads_view(causal(1, 2, 4), HOSTILE[:4], EVIL, masked=[1], damaged=[2], index=index, index_name="π")
     assert view.index == [[0.25, None]]
@@ -75,7 +75,7 @@ def test_a_view_in_a_report_is_json_and_comes_back_as_it_was():
     assert section.heads == [view]
 
 
-def test_a_view_is_a_figure_with_words_and_data_that_nothing_runs_whatever_its_texts_say():
+def test_a_view_holds_words_and_inert_data_for_any_text():
     view = views.heads_view(causal(2, 1, len(HOSTILE)), HOSTILE, EVIL, masked=[0], damaged=[0], index_name=EVIL)
     reader = Reader(views.attention_view(dataclasses.replace(view, layers=[EVIL, "b"], heads=[EVIL])))
     packed = ("script", {"type": "application/octet-stream;base64"})
@@ -86,13 +86,13 @@ def test_a_view_is_a_figure_with_words_and_data_that_nothing_runs_whatever_its_t
     assert reader.props["tokens"] == HOSTILE
 
 
-def test_without_scripts_a_view_tells_what_the_last_query_attends_to_most():
+def test_without_scripts_a_view_says_what_the_last_query_attends_to_most():
     weights = torch.zeros(2, 2, 1, 3)
     weights[..., 0] = 1
     weights[1, 0, 0] = torch.tensor([0.1, 0.9, 0.0])
-    told = Reader(views.attention_view(views.heads_view(weights, ["<bos>", " a", " b"], layers=[4, 7]))).text
-    assert told.strip().startswith("<bos> a b\n")
-    assert "Slot 2 ' b' attends most, slot 0 aside, in layer 7, head 0: 0.90 on slot 1 ' a'." in told
+    text = Reader(views.attention_view(views.heads_view(weights, ["<bos>", " a", " b"], layers=[4, 7]))).text
+    assert text.strip().startswith("<bos> a b\n")
+    assert "Slot 2 ' b' attends most, except to slot 0, in layer 7, head 0: 0.90 on slot 1 ' a'." in text
 
 
 def test_a_page_of_30_layers_of_9_heads_and_256_tokens_is_under_10_megabytes():
@@ -111,11 +111,11 @@ def test_a_page_of_several_views_has_one_copy_of_each_script():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: views.heads_view(causal(1, 1, 3) * 2, ["a"] * 3), "not from 0 to 1"),
-        (lambda: views.heads_view(causal(1, 1, 3) * torch.nan, ["a"] * 3), "not from 0 to 1"),
+        (lambda: views.heads_view(causal(1, 1, 3) * 2, ["a"] * 3), "not between 0 and 1"),
+        (lambda: views.heads_view(causal(1, 1, 3) * torch.nan, ["a"] * 3), "not between 0 and 1"),
         (lambda: views.heads_view(causal(1, 1, 3).mT, ["a"] * 3), "after its query"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 2), "not slots of the 2 tokens|are not 3"),
-        (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 1]), "name the slot of each row"),
+        (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 1]), "give the slot of each row"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 2, 1]), "in order"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[1, 2, 3]), "in order"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, masked=[3]), "masked slot"),
@@ -146,7 +146,7 @@ def test_attention_that_cannot_be_shown_is_refused_in_one_sentence(make: Callabl
         base64.b64encode(zlib.compress(bytes(6))[:-4]).decode(),
     ],
 )
-def test_packed_weights_of_a_strange_file_are_refused_before_they_fill_the_memory(packed: str):
+def test_untrusted_packed_weights_are_refused_before_they_fill_the_memory(packed: str):
     view = dataclasses.replace(views.heads_view(causal(1, 1, 3), ["a"] * 3), weights=[packed])
     tracemalloc.start()
     with pytest.raises(UserError, match="packed weights"):
@@ -187,11 +187,11 @@ def test_a_chat_is_shown_before_and_after_its_mask(tiny_llama: Model):
     assert (before.masked, after.masked) == ([], list(range(hidden.start, hidden.stop)))
     assert unpacked(before)[..., hidden].amax((2, 3)).min() > 0
     assert unpacked(after)[..., hidden].max() == 0
-    (every,) = attend_page(tiny_llama, chat).parts
-    assert torch.allclose(unpacked(every)[:, :, read], unpacked(before), atol=0.008)
+    (whole,) = attend_page(tiny_llama, chat).parts
+    assert torch.allclose(unpacked(whole)[:, :, read], unpacked(before), atol=0.008)
 
 
-def test_only_the_last_tokens_attend_where_so_many_are_asked_for(tiny_llama: Model):
+def test_only_the_chosen_number_of_last_tokens_attends(tiny_llama: Model):
     (view,) = attend_page(tiny_llama, "One two three four", last=2).parts
     assert view.queries == [len(view.tokens) - 2, len(view.tokens) - 1]
 
@@ -205,7 +205,7 @@ def test_only_the_last_tokens_attend_where_so_many_are_asked_for(tiny_llama: Mod
         ([], 10_000, "give 1 to"),
     ],
 )
-def test_what_cannot_be_masked_or_asked_for_is_refused(
+def test_impossible_masks_and_numbers_of_tokens_are_refused(
     tiny_llama: Model, mask: list[str], last: int | None, message: str
 ):
     with pytest.raises(UserError, match=message):
@@ -213,7 +213,7 @@ def test_what_cannot_be_masked_or_asked_for_is_refused(
 
 
 def test_an_empty_text_and_a_mask_of_a_text_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="nothing to mask"):
+    with pytest.raises(UserError, match="no message to mask"):
         attend_page(tiny_llama, "Hello", ["m0"])
     with pytest.raises(UserError, match="no tokens"):
         attend_page(tiny_llama, "")
@@ -235,7 +235,8 @@ addEventListener("DOMContentLoaded", async () => {
   const inks = () => [...square.querySelectorAll(".heads-text span")].map((span) => span.style.background);
   const status = () => square.querySelector(".heads-status").textContent;
   const drawn = async (before) => {
-    await until(() => chart() && picture() !== before && chart().getContext("2d").getImageData(0, 0, chart().width, chart().height).data.some(Boolean));
+    const pixels = () => chart().getContext("2d").getImageData(0, 0, chart().width, chart().height).data;
+    await until(() => chart() && picture() !== before && pixels().some(Boolean));
     return { picture: picture(), status: status(), inks: inks(), shown: square.dataset.shown };
   };
   const heads = square.querySelectorAll("[type=radio]");

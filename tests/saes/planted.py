@@ -13,7 +13,8 @@ PLACE = Place("resid_post", 1)
 
 
 def planted(folder: Path, shards: int = 4, tokens: int = 2000, seed: int = 0) -> tuple[Shards, torch.Tensor]:
-    """A recording of sums of `ACTIVE` of `PLANTED` unit directions with weights of 1 to 2, far from the origin; and the directions."""
+    """A recording of sums of `ACTIVE` of `PLANTED` unit directions with weights of 1 to 2, far from the origin; and the
+    directions."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.nn.functional.normalize(torch.randn(PLANTED, DIM, generator=generator), dim=1)
     folder.mkdir(parents=True)

@@ -5,7 +5,7 @@ from kvprobe.saes import self_written
 from kvprobe.text.transcript import Tokens
 
 
-def test_a_text_is_the_same_whatever_is_written_beside_it(tiny_llama: Model):
+def test_a_text_does_not_depend_on_other_texts(tiny_llama: Model):
     texts = self_written(tiny_llama, range(4), 12, seed=0)
     assert self_written(tiny_llama, [2], 12, seed=0) == [texts[2]]
     assert len({text.ids for text in texts}) == 4

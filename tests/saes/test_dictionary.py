@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, shipped_dictionaries, train
+from kvprobe.saes import Dictionary, Place, Recipe, Shards, shipped_dictionaries, train
 from kvprobe.saes.training import Kind
 from tests.models import llama
 from tests.saes.planted import ACTIVE, DIM, PLACE, PLANTED, planted
@@ -24,7 +24,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shards, torch.T
 
 
 @pytest.fixture(scope="module")
-def trained(recording: tuple[Shards, torch.Tensor]) -> dict[str, SparseFeatures]:
+def trained(recording: tuple[Shards, torch.Tensor]) -> dict[str, Dictionary]:
     return {
         kind: train(recording[0], PLACE, Recipe(kind, 32, ACTIVE, 150_000, batch=200, learning_rate=1e-2), "planted")
         for kind in KINDS
@@ -37,24 +37,24 @@ def fitting() -> Model:
     return llama(hidden_size=DIM, num_attention_heads=2, num_key_value_heads=1)
 
 
-def unexplained(features: SparseFeatures, activations: torch.Tensor) -> float:
-    error = (features.reconstruct(activations) - activations).square().sum()
+def unexplained(dictionary: Dictionary, activations: torch.Tensor) -> float:
+    error = (dictionary.reconstruct(activations) - activations).square().sum()
     return float(error / (activations - activations.mean(0)).square().sum())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_finds_the_planted_directions(
-    recording: tuple[Shards, torch.Tensor], trained: dict[str, SparseFeatures], kind: str
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], kind: str
 ):
     shards, directions = recording
-    features = trained[kind]
+    dictionary = trained[kind]
     activations = torch.cat(list(shards.activations(PLACE)))
-    assert unexplained(features, activations) < 0.1
+    assert unexplained(dictionary, activations) < 0.1
     # Turned at random, the same dictionary has all of this but its truth.
-    assert unexplained(features.turned(0), activations) > 5 * unexplained(features, activations)
-    found = torch.nn.functional.normalize(features.directions, dim=1) @ directions.T
-    assert (found.max(0).values > 0.95).sum() >= 0.9 * PLANTED
-    active = float((features.encode(activations) != 0).sum(1).float().mean())
+    assert unexplained(dictionary.rotated(0), activations) > 5 * unexplained(dictionary, activations)
+    cosines = torch.nn.functional.normalize(dictionary.directions, dim=1) @ directions.T
+    assert (cosines.max(0).values > 0.95).sum() >= 0.9 * PLANTED
+    active = float((dictionary.encode(activations) != 0).sum(1).float().mean())
     assert active == pytest.approx(ACTIVE, rel=0.25)
 
 
@@ -70,9 +70,9 @@ def test_the_same_seed_trains_the_same_dictionary(recording: tuple[Shards, torch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
+def test_a_saved_dictionary_is_read_alike_by_kvprobe_and_sae_lens(
     recording: tuple[Shards, torch.Tensor],
-    trained: dict[str, SparseFeatures],
+    trained: dict[str, Dictionary],
     kind: str,
     fitting: Model,
     tmp_path: Path,
@@ -82,11 +82,11 @@ def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
     activations = next(recording[0].activations(PLACE))
     folder = trained[kind].save(tmp_path / "saved")
     with pytest.warns(UserWarning, match="trained on another model"):
-        loaded = SparseFeatures.load(folder, fitting)
+        loaded = Dictionary.load(folder, fitting)
     assert loaded.place == PLACE
-    for own in (loaded, SparseFeatures(SAE.load_from_disk(folder), PLACE)):
-        latents, expected = own.encode(activations), trained[kind].encode(activations)
-        assert float((own.decode(latents) - trained[kind].decode(expected)).abs().max()) < 1e-3
+    for read in (loaded, Dictionary(SAE.load_from_disk(folder), PLACE)):
+        latents, expected = read.encode(activations), trained[kind].encode(activations)
+        assert float((read.decode(latents) - trained[kind].decode(expected)).abs().max()) < 1e-3
         assert ((latents != 0) == (expected != 0)).float().mean() > 0.9999
     # What was loaded can be saved again.
     again = loaded.save(tmp_path / "again")
@@ -95,18 +95,20 @@ def test_a_saved_dictionary_comes_back_through_kvprobe_and_through_sae_lens(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reconstruction_is_the_sum_of_its_latents_directions(
-    recording: tuple[Shards, torch.Tensor], trained: dict[str, SparseFeatures], kind: str
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], kind: str
 ):
     activations = next(recording[0].activations(PLACE))
-    for features in (trained[kind], trained[kind].turned(3)):
-        latents = features.encode(activations)
-        bias = features.decode(torch.zeros(1, features.width))
-        torch.testing.assert_close(features.decode(latents), latents @ features.directions + bias, rtol=1e-4, atol=1e-3)
+    for dictionary in (trained[kind], trained[kind].rotated(3)):
+        latents = dictionary.encode(activations)
+        bias = dictionary.decode(torch.zeros(1, dictionary.width))
+        torch.testing.assert_close(
+            dictionary.decode(latents), latents @ dictionary.directions + bias, rtol=1e-4, atol=1e-3
+        )
 
 
-def saved_as(features: SparseFeatures, folder: Path, **changes: Any) -> Path:
+def saved_as(dictionary: Dictionary, folder: Path, **changes: Any) -> Path:
     """Its files, with other entries in the config."""
-    features.save(folder)
+    dictionary.save(folder)
     config = json.loads((folder / "cfg.json").read_text())
     metadata = {**config["metadata"], **changes.pop("metadata", {})}
     (folder / "cfg.json").write_text(json.dumps({**config, **changes, "metadata": metadata}))
@@ -129,52 +131,55 @@ def saved_as(features: SparseFeatures, folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_a_dictionary_that_belongs_elsewhere_is_refused(
-    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path, changes: dict[str, Any], said: str
+    trained: dict[str, Dictionary], fitting: Model, tmp_path: Path, changes: dict[str, Any], said: str
 ):
     with pytest.raises(UserError, match=said):
-        SparseFeatures.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting)
+        Dictionary.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting)
 
 
 def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
-    trained: dict[str, SparseFeatures], tiny_llama: Model, tmp_path: Path
+    trained: dict[str, Dictionary], tiny_llama: Model, tmp_path: Path
 ):
     folder = trained["topk"].save(tmp_path / "saved")
-    expected = "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; give one that was trained there."
+    expected = (
+        "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; "
+        "give one that was trained there."
+    )
     with pytest.raises(UserError, match="The SAE reads") as refused:
-        SparseFeatures.load(folder, tiny_llama)
+        Dictionary.load(folder, tiny_llama)
     assert str(refused.value) == expected
     with pytest.raises(UserError, match="reads 16 numbers a token, but activations have 15"):
         trained["topk"].encode(torch.zeros(2, 15))
 
 
-def test_files_that_are_no_dictionary_are_refused(trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path):
+def test_files_that_are_not_a_dictionary_are_refused(trained: dict[str, Dictionary], fitting: Model, tmp_path: Path):
     with pytest.raises(UserError, match="no SAE"):
-        SparseFeatures.load(tmp_path, fitting)
-    with pytest.raises(UserError, match="no dictionary called 'resid'"):
-        SparseFeatures.load("resid", fitting)
+        Dictionary.load(tmp_path, fitting)
+    with pytest.raises(UserError, match="no dictionary or sae-lens folder called 'resid'"):
+        Dictionary.load("resid", fitting)
     folder = trained["topk"].save(tmp_path / "cut")
     weights = folder / "sae_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot be loaded"):
-        SparseFeatures.load(folder, fitting)
+        Dictionary.load(folder, fitting)
 
 
 def test_a_dictionary_that_is_not_finite_is_refused_by_name(
-    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+    trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
 ):
     folder = trained["topk"].save(tmp_path / "nan")
     weights = load_file(folder / "sae_weights.safetensors")
     weights["W_dec"][2, 3] = torch.nan
     save_file(weights, folder / "sae_weights.safetensors")
     with pytest.raises(UserError, match="tensor W_dec of the SAE has NaN or infinity"):
-        SparseFeatures.load(folder, fitting)
+        Dictionary.load(folder, fitting)
 
 
 @pytest.mark.parametrize(
     "settings", [{"kind": "topp"}, {"active": 0}, {"active": 2000}, {"tokens": 100}, {"learning_rate": 0.0}]
 )
 def test_recipes_that_train_nothing_are_refused(unchecked: None, settings: dict[str, Any]):
-    with pytest.raises(UserError, match=r"topk|latents|train nothing"):
+    with pytest.raises(UserError, match=r"topk|latents|Training needs"):
         Recipe(**settings)
 
 
@@ -188,29 +193,29 @@ def test_activations_that_do_not_vary_are_refused(tmp_path: Path):
         train(shards, PLACE, Recipe(tokens=1000, batch=100), "planted")
 
 
-def test_weights_of_half_the_size_are_read_as_before_but_for_their_rounding(
-    recording: tuple[Shards, torch.Tensor], trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+def test_half_precision_weights_differ_only_by_rounding(
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
 ):
     whole, half = (trained["topk"].save(tmp_path / name, half=name == "half") for name in ("whole", "half"))
     sizes = [(folder / "sae_weights.safetensors").stat().st_size for folder in (whole, half)]
     assert sizes[1] < 0.6 * sizes[0]
     with pytest.warns(UserWarning, match="trained on another model"):
-        read = SparseFeatures.load(half, fitting)
+        read = Dictionary.load(half, fitting)
     assert read.sae.W_dec.dtype == torch.float32
     activations = next(recording[0].activations(PLACE))
     assert unexplained(read, activations) == pytest.approx(unexplained(trained["topk"], activations), rel=0.02)
 
 
-def test_what_ships_fits_its_model_and_was_trained_on_it(smol: Model, recwarn: pytest.WarningsRecorder):
+def test_shipped_dictionaries_fit_the_model_that_they_were_trained_on(smol: Model, recwarn: pytest.WarningsRecorder):
     assert shipped_dictionaries()
     for name in shipped_dictionaries():
-        features = SparseFeatures.load(name, smol)
-        assert features.dim == features.place.width(smol.geometry)
-    assert not [each for each in recwarn if "trained on another model" in str(each.message)]
+        dictionary = Dictionary.load(name, smol)
+        assert dictionary.dim == dictionary.place.width(smol.geometry)
+    assert not [warning for warning in recwarn if "trained on another model" in str(warning.message)]
 
 
-def test_a_place_can_be_given_to_a_dictionary_that_does_not_know_its_own(
-    trained: dict[str, SparseFeatures], fitting: Model, tmp_path: Path
+def test_a_dictionary_without_a_hook_name_takes_the_place_given(
+    trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
 ):
     folder = saved_as(trained["topk"], tmp_path / "saved", metadata={"hook_name": None, "kvprobe_model": None})
-    assert SparseFeatures.load(folder, fitting, Place("mlp_out", 2)).place == Place("mlp_out", 2)
+    assert Dictionary.load(folder, fitting, Place("mlp_out", 2)).place == Place("mlp_out", 2)

@@ -1,4 +1,5 @@
-"""Splicing: a perfect reconstruction changes nothing, and the mean activation does; and the texts that a latent is active in."""
+"""Splicing: a perfect reconstruction changes nothing, and the mean activation does; and the texts that a latent is
+active in."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,17 @@ import torch
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.report.views.features import feature_page, feature_view, peak_words
-from kvprobe.saes import Place, Shards, SparseFeatures, activating, reconstruction, record, recovered, splice
+from kvprobe.report.views.latents import latent_page, latent_view, peak_words
+from kvprobe.saes import (
+    Dictionary,
+    Place,
+    Shards,
+    activating,
+    reconstruction,
+    record,
+    recovered,
+    splice,
+)
 from kvprobe.text.transcript import Tokens
 from tests.saes.planted import PLACE, TEXT, planted
 
@@ -33,75 +43,75 @@ def identity(dim: int) -> Any:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_perfect_dictionary_leaves_the_loss_unchanged_and_the_mean_does_not(tiny_llama: Model, place: Place):
-    features = SparseFeatures(identity(place.width(tiny_llama.geometry)), place)
-    found = splice(tiny_llama, features, TEXTS)
-    assert (found["spliced"] - found["clean"]).abs().max() < 1e-3
-    assert found["kl_spliced"].abs().max() < 1e-4
-    assert (found["kl_mean"] > 1e-3).all()
-    assert recovered(found) == pytest.approx(1, abs=1e-2)
-    assert found["predicted"].tolist() == [len(text) - 2 for text in TEXTS]
-    made = reconstruction(tiny_llama, features, TEXTS)
+    dictionary = Dictionary(identity(place.width(tiny_llama.geometry)), place)
+    spliced = splice(tiny_llama, dictionary, TEXTS)
+    assert (spliced["spliced"] - spliced["clean"]).abs().max() < 1e-3
+    assert spliced["kl_spliced"].abs().max() < 1e-4
+    assert (spliced["kl_mean"] > 1e-3).all()
+    assert recovered(spliced) == pytest.approx(1, abs=1e-2)
+    assert spliced["predicted"].tolist() == [len(text) - 2 for text in TEXTS]
+    made = reconstruction(tiny_llama, dictionary, TEXTS)
     assert made.unexplained < 1e-6
-    assert made.active == pytest.approx(features.dim)
+    assert made.active == pytest.approx(dictionary.dim)
 
 
 def test_the_clean_loss_is_that_of_the_model(tiny_llama: Model):
-    features = SparseFeatures(identity(32), PLACES[0])
-    found = splice(tiny_llama, features, TEXTS[:1])
+    dictionary = Dictionary(identity(32), PLACES[0])
+    spliced = splice(tiny_llama, dictionary, TEXTS[:1])
     ids = torch.tensor([TEXTS[0].ids])
     with torch.no_grad():
         logits = tiny_llama.lanes.plain(input_ids=ids).logits[0, 1:-1]
     expected = torch.nn.functional.cross_entropy(logits, ids[0, 2:], reduction="sum")
-    assert found["clean"][0] == pytest.approx(float(expected), rel=1e-4)
+    assert spliced["clean"][0] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_splicing_leaves_the_first_slot_alone(tiny_llama: Model):
-    features = SparseFeatures(identity(32), PLACES[0])
+    dictionary = Dictionary(identity(32), PLACES[0])
     with torch.no_grad():
-        features.sae.W_dec.zero_()
+        dictionary.sae.W_dec.zero_()
     tensor = torch.randn(2, 5, 32)
-    edited = features.splicing()(tensor)
+    edited = dictionary.splicing()(tensor)
     assert torch.equal(edited[:, 0], tensor[:, 0])
     assert torch.allclose(edited[:, 1:], torch.tensor(0.3))
 
 
 def test_texts_that_are_too_short_to_predict_anything_are_refused(tiny_llama: Model):
-    features = SparseFeatures(identity(32), PLACES[0])
+    dictionary = Dictionary(identity(32), PLACES[0])
     with pytest.raises(UserError, match="3 tokens or more"):
-        splice(tiny_llama, features, [Tokens.of([1, 2])])
+        splice(tiny_llama, dictionary, [Tokens.of([1, 2])])
 
 
 def test_the_examples_of_a_latent_are_the_peaks_of_different_texts(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards", shards=2, tokens=500)
-    features = SparseFeatures(identity(16), PLACE)
-    every = torch.cat(list(shards.activations(PLACE)))
-    (found,) = activating(features, shards, [5], examples=4)
-    own = features.encode(every)[:, 5]
-    assert found.density == pytest.approx(float((own > 0).double().mean()))
-    peaks = own.view(-1, TEXT).max(1).values.sort(descending=True).values[:4]
-    assert [example.values[example.peak] for example in found.examples] == peaks.tolist()
-    assert all(max(example.values) == example.values[example.peak] for example in found.examples)
-    assert all(len(example.ids) == len(example.values) <= 19 for example in found.examples)
+    dictionary = Dictionary(identity(16), PLACE)
+    activations = torch.cat(list(shards.activations(PLACE)))
+    (activity,) = activating(dictionary, shards, [5], examples=4)
+    values = dictionary.encode(activations)[:, 5]
+    assert activity.density == pytest.approx(float((values > 0).double().mean()))
+    peaks = values.view(-1, TEXT).max(1).values.sort(descending=True).values[:4]
+    assert [example.values[example.peak] for example in activity.examples] == peaks.tolist()
+    assert all(max(example.values) == example.values[example.peak] for example in activity.examples)
+    assert all(len(example.ids) == len(example.values) <= 19 for example in activity.examples)
 
 
 def test_a_passage_that_several_texts_share_is_shown_once(tiny_llama: Model, tmp_path: Path):
     shards = record(tiny_llama, [TEXTS[2], TEXTS[0], TEXTS[2]], PLACES[:1], tmp_path / "shards")
-    features = SparseFeatures(identity(32), PLACES[0])
-    for found in activating(features, shards, range(64)):
-        assert len({example.ids for example in found.examples}) == len(found.examples) <= 2
+    dictionary = Dictionary(identity(32), PLACES[0])
+    for activity in activating(dictionary, shards, range(64)):
+        assert len({example.ids for example in activity.examples}) == len(activity.examples) <= 2
 
 
-def test_a_latent_that_is_active_nowhere_has_no_examples_and_no_view(tmp_path: Path, tiny_llama: Model):
+def test_a_latent_that_is_never_active_has_no_examples_and_no_view(tmp_path: Path, tiny_llama: Model):
     shards, _ = planted(tmp_path / "shards", shards=1, tokens=100)
-    features = SparseFeatures(identity(16), PLACE)
+    dictionary = Dictionary(identity(16), PLACE)
     # All that was planted lies far above zero, where the latents of the other sign are silent.
-    (found,) = activating(features, shards, [16 + 5])
-    assert (found.density, found.examples) == (0.0, ())
-    assert peak_words(found, tiny_llama.tokenizer) == "none"
+    (activity,) = activating(dictionary, shards, [16 + 5])
+    assert (activity.density, activity.examples) == (0.0, ())
+    assert peak_words(activity, tiny_llama.tokenizer) == "none"
     with pytest.raises(UserError, match="active nowhere"):
-        feature_view(found, tiny_llama.tokenizer)
+        latent_view(activity, tiny_llama.tokenizer)
     with pytest.raises(UserError, match="no latent 32"):
-        activating(features, shards, [32])
+        activating(dictionary, shards, [32])
 
 
 class Hostile:
@@ -111,12 +121,14 @@ class Hostile:
         return "</script><img src=x onerror=alert(1)>\n" if ids[0] % 2 else "<b>"
 
 
-def test_a_page_of_features_holds_its_texts_and_nothing_that_a_token_says_runs(tiny_llama: Model, tmp_path: Path):
+def test_a_page_of_latents_escapes_the_text_of_tokens(tiny_llama: Model, tmp_path: Path):
     shards: Shards = record(tiny_llama, TEXTS, PLACES[:1], tmp_path / "shards")
-    features = SparseFeatures(identity(32), PLACES[0])
-    found = activating(features, shards, [0, 40, 3])
-    page = feature_page(found, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
-    assert page.count('data-component="ColoredTokensMulti"') == len([each for each in found if each.examples])
+    dictionary = Dictionary(identity(32), PLACES[0])
+    latents = activating(dictionary, shards, [0, 40, 3])
+    page = (
+        latent_page(latents, Hostile(), "Features <i>", ["seen <u>", "", ""]).save(tmp_path / "page.html").read_text()
+    )
+    assert page.count('data-component="ColoredTokensMulti"') == len([latent for latent in latents if latent.examples])
     for markup in ("<img src=x", "<i>", "<u>", "<b>"):
         assert markup not in page
     assert "Latent 0" in page

@@ -29,13 +29,13 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "ROWS", 2)
 
 
-def test_what_is_recorded_is_what_the_model_computes_but_for_the_first_slot(tiny_llama: Model, tmp_path: Path):
+def test_recorded_activations_are_those_of_the_model_without_the_first_slot(tiny_llama: Model, tmp_path: Path):
     shards = record(tiny_llama, TEXTS, PLACES, tmp_path / "shards")
     assert len(shards.files) > 2
     assert shards.tokens == sum(map(len, TEXTS)) - FIRST * len(TEXTS)
     captured = [tiny_llama.capture(text, FAMILIES, layers=[0, 2]) for text in TEXTS]
     for place in PLACES:
-        expected = torch.cat([joined(each[place.family, place.layer])[0, FIRST:] for each in captured])
+        expected = torch.cat([joined(tensors[place.family, place.layer])[0, FIRST:] for tensors in captured])
         torch.testing.assert_close(torch.cat(list(shards.activations(place))), expected, rtol=1e-4, atol=1e-5)
     ids, text, slot = (torch.cat(parts) for parts in zip(*shards.words(), strict=True))
     assert all(TEXTS[t].ids[s] == token for token, t, s in zip(ids.tolist(), text.tolist(), slot.tolist(), strict=True))
@@ -54,24 +54,24 @@ def test_nothing_beyond_the_deepest_place_is_computed_and_no_hook_is_left(tiny_l
     assert hooks() == before
 
 
-def test_an_interrupted_recording_resumed_is_the_uninterrupted_one(
+def test_a_resumed_recording_equals_an_uninterrupted_one(
     tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "whole")
-    made, own = [], recording._shard
+    made, shard = [], recording._shard
 
     def stop(*arguments: object) -> dict[str, torch.Tensor]:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(1)
-        return own(*arguments)  # type: ignore[arg-type]
+        return shard(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recording, "_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "resumed")
     with pytest.raises(UserError, match="unfinished"):
         Shards.open(tmp_path / "resumed")
-    monkeypatch.setattr(recording, "_shard", own)
+    monkeypatch.setattr(recording, "_shard", shard)
     resumed = record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "resumed")
     for one, other in zip(whole.files, resumed.files, strict=True):
         assert one.read_bytes() == other.read_bytes()
@@ -79,37 +79,37 @@ def test_an_interrupted_recording_resumed_is_the_uninterrupted_one(
 
 def test_each_pass_of_the_batches_gives_every_token_once_and_a_seed_gives_the_same_order(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards", shards=11, tokens=150)
-    every = torch.cat(list(shards.activations(PLACE)))
+    activations = torch.cat(list(shards.activations(PLACE)))
 
     def batches(seed: int) -> list[torch.Tensor]:
         # The 1,650 tokens twice.
         return list(islice(shards.batches(PLACE, 75, np.random.default_rng(seed)), 44))
 
-    found = batches(0)
-    for half in (found[:22], found[22:]):
-        assert torch.equal(torch.cat(half).sort(0).values, every.sort(0).values)
-    assert not torch.equal(torch.cat(found[:22]), torch.cat(found[22:]))
-    assert all(torch.equal(one, other) for one, other in zip(found, batches(0), strict=True))
-    assert not torch.equal(found[0], batches(1)[0])
+    batches_drawn = batches(0)
+    for half in (batches_drawn[:22], batches_drawn[22:]):
+        assert torch.equal(torch.cat(half).sort(0).values, activations.sort(0).values)
+    assert not torch.equal(torch.cat(batches_drawn[:22]), torch.cat(batches_drawn[22:]))
+    assert all(torch.equal(one, other) for one, other in zip(batches_drawn, batches(0), strict=True))
+    assert not torch.equal(batches_drawn[0], batches(1)[0])
 
 
 def test_a_batch_may_be_larger_than_the_recording(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards", shards=2, tokens=50)
-    found = list(islice(shards.batches(PLACE, 250, np.random.default_rng(0)), 2))
-    assert [len(batch) for batch in found] == [250, 250]
-    every = torch.cat(list(shards.activations(PLACE))).repeat(5, 1)
-    assert torch.equal(torch.cat(found).sort(0).values, every.sort(0).values)
+    batches_drawn = list(islice(shards.batches(PLACE, 250, np.random.default_rng(0)), 2))
+    assert [len(batch) for batch in batches_drawn] == [250, 250]
+    activations = torch.cat(list(shards.activations(PLACE))).repeat(5, 1)
+    assert torch.equal(torch.cat(batches_drawn).sort(0).values, activations.sort(0).values)
 
 
-def test_moments_are_those_of_all_tokens(tmp_path: Path):
+def test_mean_and_spread_are_those_of_all_tokens(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards")
-    every = torch.cat(list(shards.activations(PLACE)))
-    mean, spread = shards.moments(PLACE)
-    torch.testing.assert_close(mean, every.mean(0), rtol=1e-5, atol=1e-4)
-    assert spread == pytest.approx(float(every.var(0, correction=0).mean().sqrt()), rel=1e-4)
+    activations = torch.cat(list(shards.activations(PLACE)))
+    mean, spread = shards.mean_and_spread(PLACE)
+    torch.testing.assert_close(mean, activations.mean(0), rtol=1e-5, atol=1e-4)
+    assert spread == pytest.approx(float(activations.var(0, correction=0).mean().sqrt()), rel=1e-4)
 
 
-def test_another_recording_is_not_gone_on_with(tiny_llama: Model, tmp_path: Path):
+def test_a_folder_with_another_recording_is_refused(tiny_llama: Model, tmp_path: Path):
     record(tiny_llama, TEXTS[:2], PLACES[:1], tmp_path)
     with pytest.raises(UserError, match="holds a recording of other texts"):
         record(tiny_llama, TEXTS[1:3], PLACES[:1], tmp_path)
@@ -119,10 +119,12 @@ def test_another_recording_is_not_gone_on_with(tiny_llama: Model, tmp_path: Path
         next(Shards.open(tmp_path).activations(Place("resid_mid", 1)))
 
 
-def test_places_that_a_model_has_not_are_refused(tiny_llama: Model, tiny_models: dict[str, Model], tmp_path: Path):
+def test_places_that_a_model_does_not_have_are_refused(
+    tiny_llama: Model, tiny_models: dict[str, Model], tmp_path: Path
+):
     with pytest.raises(UserError, match="no layer 9; the model has layers 0 to 2"):
         record(tiny_llama, TEXTS, [Place("v", 9)], tmp_path)
-    with pytest.raises(UserError, match="together with other things"):
+    with pytest.raises(UserError, match="no module that computes 'k_pre' alone"):
         record(tiny_models["gpt_neox"], TEXTS, [Place("k_pre", 0)], tmp_path)
     with pytest.raises(UserError, match="nothing to record"):
         record(tiny_llama, [], [Place("v", 0)], tmp_path)
@@ -135,6 +137,6 @@ def test_a_place_is_found_again_by_its_name_and_by_its_hook(place: Place):
 
 
 @pytest.mark.parametrize("text", ["k.3", "resid_pos.3", "v", "v.x", ""])
-def test_what_is_no_place_is_refused(text: str):
+def test_text_that_is_not_a_place_is_refused(text: str):
     with pytest.raises(UserError, match="family"):
         Place.parse(text)

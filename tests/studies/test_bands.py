@@ -140,7 +140,7 @@ def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
 
 
 def test_the_report_page_says_how_it_was_done_and_what_was_found(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert "The control holds." in page
     assert "drawn anew before each token, and undone after it" in page
     assert "slots are drawn once and struck in all layers" in page
@@ -202,7 +202,7 @@ def test_a_model_with_fewer_layers_than_bands_is_refused(tiny_llama: Model, conf
         run_tiny(tiny_llama, config, tmp_path)
 
 
-# --- the preset of the seed's own table, on a tiny Qwen2
+# --- the preset of the article's table, on a tiny Qwen2
 
 
 @pytest.fixture(scope="module")
@@ -255,9 +255,9 @@ def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qw
         table
         for section in run.report["sections"]
         for table in section["tables"]
-        if section["title"] == "Beside the seed's table"
+        if section["title"] == "Beside the article's table"
     ]
-    assert table["columns"][:3] == ["band", "rate (%)", "seed 001"]
+    assert table["columns"][:3] == ["band", "rate (%)", "canarypwn"]
     assert table["columns"][4:] == ["measured: layer", "measured: effect"]
     rows = {(row[0], row[1]): row for row in table["rows"]}
     assert len(rows) == 1 + 6 * 3
@@ -269,7 +269,7 @@ def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qw
     for cell in measured:
         shown = rows[cell["band"], f"{cell['rate']:g}"][5]
         assert shown.startswith(f"{100 * cell['accuracy']['mean']:.1f} %")
-    page = write_report(run).read_text(encoding="utf-8")
+    page = write_report(run.path, run.report).read_text(encoding="utf-8")
     assert "KV Cache is More Robust Than You Think" in page
     assert "Faults are not ranked on gsm8k" in page
     assert any("table is of Qwen2.5-7B-Instruct" in warning for warning in run.report["warnings"])
@@ -560,7 +560,7 @@ def test_the_seeds_table_stands_beside_the_cells_that_were_measured():
     assert only(task["published"]["rows"], band="half 1", rate=1.0)["difference"] is None
     assert only(task["published"]["rows"], band="quarter 1", rate=4.0)["difference"] is None
     section = seed_section(metrics, task, config, 0, "")
-    # .5 of 16 items against the seed's of 100: told apart from .12, not from .43 to .79 of which .79 twice is near.
+    # .5 of 16 items against the article's of 100: distinguishable from .12, not from .43 to .79 of which .79 twice is near.
     apart = sum(
         each["difference"]["low"] > 0 or each["difference"]["high"] < 0
         for each in task["published"]["rows"]

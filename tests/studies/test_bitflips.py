@@ -17,7 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import Sample
-from kvprobe.faults import Draws, Host
+from kvprobe.faults import Draws, FaultContext
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.strike import corrupt
 from kvprobe.inference.model import Model
@@ -86,7 +86,7 @@ def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype(tiny
     assert len(single) == 2 * (16 + 16 + 32)
     for case in single:
         draws = [Draws(0, sample.number, case.trial.repeat)]
-        struck, damage = corrupt(cache, case.trial.fault, [Host(cache)], draws)
+        struck, damage = corrupt(cache, case.trial.fault, [FaultContext(cache)], draws)
         places_struck = [
             (part, layer, *index)
             for part, mine, theirs in (("k", cache.keys, struck.keys), ("v", cache.values, struck.values))
@@ -99,7 +99,7 @@ def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype(tiny
         assert places_struck[0][3] == case.labels["head"]
         found[case.trial.repeat].add(places_struck[0])
         if case.labels["dtype"] == "fp32":
-            again, _ = corrupt(struck, case.trial.fault, [Host(struck)], draws)
+            again, _ = corrupt(struck, case.trial.fault, [FaultContext(struck)], draws)
             for before, after in zip((*cache.keys, *cache.values), (*again.keys, *again.values), strict=True):
                 torch.testing.assert_close(before, after, rtol=0, atol=0)
     assert [len(each) for each in found.values()] == [1, 1]
@@ -138,7 +138,7 @@ def test_a_run_holds_every_flip_its_numbers_and_a_report(finished: Run, config: 
     assert [each["caption"].split(",")[0] for each in by_bit["maps"]] == [
         each.caption.split(",")[0] for each in bit_maps(task)
     ]
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert "Flipped bits in K and V" in page
     assert "The control holds" in page
     assert "written once, after the prompt" in page

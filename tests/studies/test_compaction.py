@@ -14,7 +14,7 @@ import kvprobe.studies.compaction.study as study
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.stats import Estimate
 from kvprobe.studies.compaction import collect as collecting
 from kvprobe.studies.compaction.analyse import OUTCOMES
@@ -103,9 +103,9 @@ def by_hand(smol: Model, arm: Any, code: str) -> tuple[Any, Any]:
         hidden &= ~torch.tensor([tokens.delimiters[:third]])
     if arm.provenance == "retained":
         cache = smol.prefill(tokens[:third]).evict(slots=hidden)
-        return cache.reindex(arm.law), tokens
+        return cache.reindex(arm.mode), tokens
     kept = [index for index in range(third) if not hidden[0, index]]
-    positions = kept if arm.law == "gapped" else list(range(len(kept)))
+    positions = kept if arm.mode == "gapped" else list(range(len(kept)))
     again = dataclasses.replace(
         tokens,
         **{
@@ -113,7 +113,7 @@ def by_hand(smol: Model, arm: Any, code: str) -> tuple[Any, Any]:
             for name in ("ids", "segments", "parts", "recomputed", "delimiters")
         },
         positions=tuple(positions),
-        end=third if arm.law == "gapped" else None,
+        end=third if arm.mode == "gapped" else None,
     )
     return smol.prefill(again), tokens
 

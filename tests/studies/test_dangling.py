@@ -88,7 +88,7 @@ def test_arms_and_heads_are_all_there_and_controls_hold(finished: Run):
 
 
 def test_the_report_shows_the_heads_of_one_conversation_before_and_after(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     assert page.count("<img") == 3
     assert page.count('data-component="AttentionView"') == 2
 

@@ -22,7 +22,7 @@ from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
 from kvprobe.report.page import write_report
-from kvprobe.saes import SparseFeatures
+from kvprobe.saes import Dictionary
 from kvprobe.studies.features.analyse import ARMS, PARTS, differing, fewest
 from kvprobe.studies.features.collect import READERS, RESTARTED, exchange, read_context, restarted
 from kvprobe.studies.features.config import Config
@@ -67,10 +67,10 @@ def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finish
     for name in ("differences", "densities", "exchange", "curves_v_1"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 5_000
     assert not (finished.path / "shards").exists()
-    kept = SparseFeatures.load(finished.path / "dictionaries" / "v.1", tiny_with_words)
+    kept = Dictionary.load(finished.path / "dictionaries" / "v.1", tiny_with_words)
     assert (kept.width, str(kept.place)) == (SMALL.width, "v.1")
     assert finished.metrics["untouched"]["v.1"] < 1e-4
-    page = write_report(finished).read_text()
+    page = write_report(finished.path, finished.report).read_text()
     assert "Which latents differ" in page
     assert page.count('data-component="ColoredTokensMulti"') > 2
 
@@ -111,8 +111,8 @@ def test_dictionaries_of_a_run_can_be_studied_again_but_only_one_of_a_place(
 
 def test_each_arm_is_what_reading_the_conversation_by_itself_gives(tiny_with_words: Model):
     model, context = tiny_with_words, contexts()[0]
-    features = SparseFeatures(identity(32), preparing.Place("resid_post", 1))
-    found = read_context(model, context, CODES, {"resid_post.1": (features, features.turned(0))})
+    features = Dictionary(identity(32), preparing.Place("resid_post", 1))
+    found = read_context(model, context, CODES, {"resid_post.1": (features, features.rotated(0))})
     tokens = conversation(context, CODES[1]).tokens(model.tokenizer)
     third, answer = tokens.span("T3").start, tokens.part("answer").start
     first = model.capture(tokens[:third], ["resid_post"], layers=[1], keep_cache=True)
@@ -138,7 +138,7 @@ def test_each_arm_is_what_reading_the_conversation_by_itself_gives(tiny_with_wor
 
 def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_are_nothing(tiny_with_words: Model):
     # Below layer 2 the values of T3 cannot have seen the hidden turns, and there is nothing to exchange.
-    features = SparseFeatures(identity(16), preparing.Place("v", 2))
+    features = Dictionary(identity(16), preparing.Place("v", 2))
     sets = {"v.2": {"all": range(32), "none": []}}
     found = exchange(tiny_with_words, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
     assert found["all"] == pytest.approx(found["whole"], rel=1e-3)
@@ -147,7 +147,7 @@ def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_a
 
 
 def test_after_the_last_layer_the_whole_exchange_is_the_restart_itself(tiny_with_words: Model):
-    features = SparseFeatures(identity(32), preparing.Place("resid_post", 2))
+    features = Dictionary(identity(32), preparing.Place("resid_post", 2))
     found = exchange(tiny_with_words, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
     assert found["retained"] > 1e-3
     assert found["whole"] < 1e-5

@@ -109,7 +109,7 @@ def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
 
 
 def test_the_report_has_every_figure_and_map(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     for figure in ("strips", "heads", "states", "tested"):
         assert (finished.path / "figures" / f"{figure}.png").is_file()
     assert page.count("<img") == 4

@@ -88,9 +88,9 @@ def compacted(model: Model, turn: int) -> KVCache:
     return cache
 
 
-def visible(model: Model, turn: int, *unread: str, law: str = "contiguous") -> KVCache:
+def visible(model: Model, turn: int, *unread: str, mode: str = "contiguous") -> KVCache:
     """The same question, read with everything before it that can be seen as one text."""
-    chat = conversation(SHORT[0]).without(*SUMMARISED, *unread, law=law)
+    chat = conversation(SHORT[0]).without(*SUMMARISED, *unread, mode=mode)
     tokens = chat.tokens(model.tokenizer)
     return model.prefill(tokens[: tokens.part(f"reply{turn}").start - 1])
 
@@ -112,12 +112,12 @@ def reply_ids(model: Model, turn: int) -> list[int]:
 
 
 @pytest.mark.parametrize("turn", [4, 7])
-@pytest.mark.parametrize(("policy", "law"), [(RestartRebuilt, "contiguous"), (RestartInPlace, "gapped")])
+@pytest.mark.parametrize(("policy", "mode"), [(RestartRebuilt, "contiguous"), (RestartInPlace, "gapped")])
 def test_a_rebuild_is_a_prefill_of_the_conversation_without_the_hidden_turns(
-    smol: Model, turn: int, policy: type[MaskSpans], law: str
+    smol: Model, turn: int, policy: type[MaskSpans], mode: str
 ):
     tokens = conversation(SHORT[0]).tokens(smol.tokenizer)
-    chat = conversation(SHORT[0]).without(*SUMMARISED, law=law)
+    chat = conversation(SHORT[0]).without(*SUMMARISED, mode=mode)
     fresh = chat.tokens(smol.tokenizer)
     expected = smol.prefill(fresh[: fresh.span(f"T{turn}").start])
     kept = smol.prefill(tokens[: tokens.span(f"T{turn}").start])
@@ -137,8 +137,8 @@ def test_the_divergence_is_that_of_reading_token_by_token(smol: Model, read: tup
     turn = 6
     reply, column = reply_ids(smol, turn), MEASURED.index(turn)
     reference = logits_along(smol, compacted(smol, turn), turn)
-    for arms, law in (((f"rebuilt{AFTER[0]}", f"rebuilt{turn}"), "contiguous"), (("in_place",), "gapped")):
-        logits = logits_along(smol, visible(smol, turn, law=law), turn)
+    for arms, mode in (((f"rebuilt{AFTER[0]}", f"rebuilt{turn}"), "contiguous"), (("in_place",), "gapped")):
+        logits = logits_along(smol, visible(smol, turn, mode=mode), turn)
         kl, agrees = divergence(reference, logits)
         surprise = -logits.log_softmax(-1)[range(len(reply)), reply]
         assert kl.mean() > 1e-3
@@ -305,7 +305,7 @@ def test_every_session_is_eight_turns_with_its_summary_after_the_third():
     for session in sessions():
         segments = conversation(session).segments
         assert segments == ("system", *SUMMARISED, "summary", *(f"T{turn}" for turn in range(4, TURNS + 1)))
-    with pytest.raises(UserError, match="has 7 turns; expected 8"):
+    with pytest.raises(UserError, match="has 7 turns; give 8"):
         dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7])
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import best_by_inner_fold, read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.stats import Estimate
 from kvprobe.studies.leakage import collect as collecting
 from kvprobe.studies.leakage.analyse import ARMS, CHANGED
@@ -208,18 +207,6 @@ def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Pat
     assert list(run.metrics["accuracy"]) == ["random"]
     assert "does not say" in run.report["warnings"][0]
     assert "in this one conversation" in run.report["answer"]
-
-
-def test_the_choice_between_probes_looks_at_the_inner_fold_alone():
-    from kvprobe.probing.ridge import RidgeResult
-
-    folds = np.array([0, 0, 1, 1, 2, 2])
-    inner = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.8, 0.1]])
-    predicted = torch.stack([torch.zeros(1, 6, dtype=torch.long), torch.ones(1, 6, dtype=torch.long)])
-    result = RidgeResult(predicted, inner, inner)
-    chosen, picks = best_by_inner_fold([("k", (4, 0), result, 0), ("k", (7, 1), result, 1)], folds)
-    assert chosen[:, 0].tolist() == [0, 0, 1, 1, 0, 0]
-    assert [pick["layer"] for pick in picks] == [4, 7, 4]
 
 
 def metrics_with(

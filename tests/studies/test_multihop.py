@@ -21,8 +21,8 @@ from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
+from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
-from kvprobe.probing.sweep import read_outs
 from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.multihop.analyse import Analysis, analyse
@@ -221,7 +221,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
         assert (finished.path / "figures" / f"{name}.svg").is_file()
     assert "The control holds" in json.dumps(finished.report)
     assert finished.metrics["light_cone"]["hop-forced"][SHALLOW]["there"] is None
-    assert "hop-forced: only the last summary in view" in write_report(finished).read_text()
+    assert "hop-forced: only the last summary in view" in write_report(finished.path, finished.report).read_text()
 
 
 def test_a_finished_run_is_found_again_and_not_run(finished: Run, shallow: Model, monkeypatch: pytest.MonkeyPatch):

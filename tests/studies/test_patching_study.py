@@ -139,7 +139,7 @@ def test_a_swapped_residual_stream_at_the_first_layer_makes_the_donor(finished: 
 
 
 def test_the_report_has_every_map_view_and_figure(finished: Run):
-    page = write_report(finished).read_text(encoding="utf-8")
+    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
     for heading in (
         "What was found",
         "Layer by segment",
@@ -184,7 +184,7 @@ def test_a_model_that_can_do_too_little_is_told_so(deep: Model, tiny_facts: tupl
         "Too few facts to say: the model says the right value in both runs of 0 of 1"
     )
     assert "What was found" not in [section["title"] for section in run.report["sections"]]
-    write_report(run)
+    write_report(run.path, run.report)
 
 
 # --- which runs there are

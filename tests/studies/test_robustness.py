@@ -22,6 +22,7 @@ from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.faults import Draws
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.strike import corrupt
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
@@ -31,15 +32,15 @@ from kvprobe.studies.robustness.analyse import analyse
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, beside, cases
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import draw_all
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.studies.robustness.narrative import findings, headline, warnings
 from kvprobe.studies.robustness.results import accuracy_section, beside_section
+from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from kvprobe.wording import estimate_of
 from tests.models import CHATML, N_LAYERS
 
-SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(KINDS), rates=(10.0, 50.0), repeats=2)
+SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
 
 
 def run_on(model: Model, config: Config, root: Path) -> Run:
@@ -56,7 +57,7 @@ def finished(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Run
 def test_there_is_a_case_for_each_fault_rate_and_repeat_and_for_each_control():
     labels = pd.DataFrame([dict(case.labels) for case in cases(SMALL)])
     main, procedure = labels[labels["group"] == MAIN], labels[labels["group"] == PROCEDURE]
-    assert len(main) == len(main.drop_duplicates(["fault", "rate", "repeat"])) == len(KINDS) * 2 * 2
+    assert len(main) == len(main.drop_duplicates(["fault", "rate", "repeat"])) == len(CATALOGUE) * 2 * 2
     assert len(procedure.drop_duplicates(["fault", "timing", "unit", "repeat"])) == 3 * 3 * 3 * 2
     assert set(procedure["rate"]) == {SMALL.procedure}
     assert labels[labels["group"] == CONTROL]["fault"].tolist() == [SMALL.faults[0], NOT_A_NUMBER]
@@ -82,11 +83,16 @@ def test_pages_keep_their_blocks_and_whole_vectors_their_numbers_whatever_the_un
         assert (drawn[name].trial.fault.scope.unit, drawn[name].trial.fault.scope.block) == ("slot", 16)
     for name in ("permuted", "permuted-keys", "shifted"):
         assert drawn[name].trial.fault.scope.unit == ("slot" if unit == "number" else unit)
-    for name in (*SEED_FAULTS, "fp8-scale", "rounded-2-bit"):
+    for name in (*REPORTED_FAULTS, "fp8-scale", "rounded-2-bit"):
         assert drawn[name].trial.fault.scope.unit == unit
 
 
-@pytest.mark.parametrize("name", KINDS)
+def test_every_named_fault_has_a_line_style_of_its_own():
+    assert list(STYLES) == list(CATALOGUE)
+    assert len(set(STYLES.values())) == len(STYLES)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
     task = find_task("recite")
     item = task.items(1, 0)[0]
@@ -94,8 +100,8 @@ def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
     cache = tiny_llama.prefill(sample.tokens)
     case = next(case for case in cases(replace(SMALL, timing="once")) if case.labels["fault"] == name)
     struck = replace(case.trial.fault, scope=replace(case.trial.fault.scope, rate=0.5))
-    host = prepare(tiny_llama.lanes, cache, [struck], trials.donors(tiny_llama, sample, {struck.lender}))
-    damaged, _ = corrupt(cache, struck, [host], [Draws()])
+    context = prepare(tiny_llama.lanes, cache, [struck], trials.donors(tiny_llama, sample, {struck.lender}))
+    damaged, _ = corrupt(cache, struck, [context], [Draws()])
     changed = {
         "k": any(not torch.equal(a, b) for a, b in zip(cache.keys, damaged.keys, strict=True)),
         "v": any(not torch.equal(a, b) for a, b in zip(cache.values, damaged.values, strict=True)),
@@ -108,13 +114,13 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
     samples = finished.df()
     assert len(samples) == SMALL.samples * (len(cases(SMALL)) + 1)
     task = finished.metrics["tasks"]["retrieve"]
-    assert len(task["levels"]) == len(KINDS) * 2
+    assert len(task["levels"]) == len(CATALOGUE) * 2
     assert len(task["procedure"]) == 27
     for name in ("accuracy_by_rate", "kl_by_rate"):
         assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
         assert (finished.path / "figures" / f"{name}.svg").is_file()
-    page = write_report(finished).read_text()
-    assert all(kind.label.replace("&", "&amp;") in page for kind in KINDS.values())
+    page = write_report(finished.path, finished.report).read_text()
+    assert all(kind.label.replace("&", "&amp;") in page for kind in CATALOGUE.values())
 
 
 def test_controls_hold_on_a_real_sweep(finished: Run):
@@ -141,7 +147,7 @@ def test_a_random_model_is_listed_with_its_baseline_and_faults_are_not_ranked(fi
     assert not task["rankable"]
     assert task["ranking"] is task["cliffs"] is None
     assert "Faults are not ranked on retrieve" in finished.report["answer"]
-    assert {each["fault"] for each in task["ranking_kl"]} == {name for name in KINDS if not KINDS[name].control}
+    assert {each["fault"] for each in task["ranking_kl"]} == {name for name in CATALOGUE if not CATALOGUE[name].control}
 
 
 def test_the_nan_is_named_and_not_counted_among_rows_that_broke(finished: Run):
@@ -181,7 +187,7 @@ def test_without_kl_the_study_still_runs_and_says_so(tiny_llama: Model, tmp_path
     assert not (run.path / "figures" / "kl_by_rate.png").exists()
     assert "KL was not measured" in " ".join(run.report["warnings"])
     assert "not measured" in " ".join(_section(run.report, "Controls")["points"])
-    assert write_report(run).is_file()
+    assert write_report(run.path, run.report).is_file()
 
 
 Right = Callable[[str, float, int], bool]
@@ -206,7 +212,7 @@ def made_up(
             nothing = rate == 0 and fault != NOT_A_NUMBER
             breaks = fault == NOT_A_NUMBER or (rate > 0 and broken(fault, rate, item))
             correct = clean(item) if nothing else right(fault, rate, item)
-            same = nothing or KINDS[fault].control if fault in KINDS else False
+            same = nothing or CATALOGUE[fault].control if fault in CATALOGUE else False
             rows.append(
                 {
                     **known,
@@ -306,7 +312,7 @@ def test_the_opposite_order_and_none_at_all_are_worded_too():
 
 
 def test_a_cliff_needs_more_than_a_point_below_half():
-    """9 of 20 is below half, but not surely; 3 of 20 is."""
+    """9 of 20 is below half, but not significantly; 3 of 20 is."""
     found = numbers(made_up(lambda fault, rate, item: item < (9 if rate == 10 else 3), MADE_UP))
     assert found["tasks"]["recite"]["cliffs"]["zeros"] == 50.0
 
@@ -325,10 +331,10 @@ def test_the_map_of_losses_stands_under_accuracy_for_tasks_that_the_model_can_do
     (found,) = accuracy_section(numbers(made_up(graded, MADE_UP)), MADE_UP).maps
     assert list(found.columns) == ["10 %", "50 %"]
     lost = dict(zip(found.rows, found.values, strict=True))
-    assert lost[KINDS["gaussian"].label] == pytest.approx([1, 1])
-    assert lost[KINDS["zeros"].label] == pytest.approx([0.4, 0.6])
-    assert lost[KINDS["distractor"].label] == pytest.approx([0.1, 0.2])
-    assert lost[KINDS["permuted"].label] == [0, 0]
+    assert lost[CATALOGUE["gaussian"].label] == pytest.approx([1, 1])
+    assert lost[CATALOGUE["zeros"].label] == pytest.approx([0.4, 0.6])
+    assert lost[CATALOGUE["distractor"].label] == pytest.approx([0.1, 0.2])
+    assert lost[CATALOGUE["permuted"].label] == [0, 0]
     too_hard = numbers(made_up(lambda *_: False, MADE_UP, clean=lambda item: item < 3))
     assert accuracy_section(too_hard, MADE_UP).maps == []
 
@@ -451,13 +457,13 @@ def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
 GSM8K_PRESETS = [name for name in presets() if name.startswith("gsm8k")]
 
 
-def test_the_presets_of_gsm8k_are_the_seeds_settings():
+def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
     assert len(GSM8K_PRESETS) == 4
     for name in GSM8K_PRESETS:
         preset = presets()[name]
         config = from_mapping(Config, preset.settings)
-        assert config.faults == SEED_FAULTS
-        assert "seed 001" in preset.source
+        assert config.faults == REPORTED_FAULTS
+        assert "canarypwn" in preset.source
         table = beside(config, [find_task("gsm8k")])
         assert table is not None
         assert config.model.endswith(table.model)
@@ -474,10 +480,10 @@ def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
     assert task["clean"]["strict"]["mean"] == 0
     assert not task["rankable"]
     assert "Faults are not ranked on gsm8k" in run.report["answer"]
-    (table,) = _section(run.report, "Beside the seed's numbers")["tables"]
+    (table,) = _section(run.report, "Beside the article's numbers")["tables"]
     assert len(table["rows"]) == 1 + 3 * 10
     assert table["rows"][0][:4] == ["sound cache", "0 %", "66.0 % (56.3 to 74.5)", "0.0 % (0.0 to 27.8)"]
-    page = write_report(run).read_text()
+    page = write_report(run.path, run.report).read_text()
     assert "39.0 % (30.0 to 48.8)" in page
     assert run.metrics["controls"]["nothing"]["holds"]
 

@@ -1,11 +1,13 @@
 """Designs: labels crossed with contexts, and what is no design."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.studies.leakage.config import KINDS as CONFIGURED
+from kvprobe.studies.leakage.config import SecretKind
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import KINDS, secret
@@ -40,15 +42,18 @@ def test_a_column_of_labels_becomes_classes_in_order():
     ("make", "words"),
     [
         (lambda: Target("one", ("a",)), "at least two"),
-        (lambda: Target("twice", ("a", "a")), "none of them twice"),
+        (lambda: Target("twice", ("a", "a")), "all of them different"),
         (lambda: Target("nothing", ("a", "b"), ()), "at least one place"),
-        (lambda: Design((), Target("t", ("a", "b"))), "there are none"),
+        (lambda: Design((), Target("t", ("a", "b"))), "has no samples"),
         (lambda: Design((Sample(CHAT, (0, 1), "x"),), Target("t", ("a", "b"))), "needs 1"),
         (lambda: Design((Sample(CHAT, (2,), "x"),), Target("t", ("a", "b"))), "0 to 1"),
-        (lambda: Design((Sample(CHAT, (0,), "x"), Sample(CHAT, (1,), "x", 0)), Target("t", ("a", "b"))), "not both"),
+        (
+            lambda: Design((Sample(CHAT, (0,), "x"), Sample(CHAT, (1,), "x", 0)), Target("t", ("a", "b"))),
+            "every sample a slot, or none",
+        ),
     ],
 )
-def test_what_is_no_design_is_refused(make, words: str):
+def test_an_inconsistent_target_or_design_is_refused(make, words: str):
     with pytest.raises(UserError, match=words):
         make()
 
@@ -73,7 +78,7 @@ def test_secrets_are_hidden_in_one_turn_asked_for_in_the_last_and_shift_nothing(
 
 
 @pytest.mark.parametrize("kind", ["name", "topic", "sentiment"])
-def test_each_label_is_told_by_many_texts(smol: Model, kind: str):
+def test_each_label_has_many_texts(smol: Model, kind: str):
     hidden = secret(kind)
     counts = np.bincount(list(hidden.label_of.values()))
     assert counts.min() >= 10
@@ -88,7 +93,7 @@ def test_each_label_is_told_by_many_texts(smol: Model, kind: str):
 def test_a_code_s_labels_are_its_digits_and_the_study_knows_all_kinds():
     assert secret("code").labels("40213") == (4, 0, 2, 1, 3)
     assert secret("topic").target.classes[secret("topic").labels("jazz")[0]] == "music"
-    assert CONFIGURED == KINDS
+    assert get_args(SecretKind) == KINDS
     with pytest.raises(UserError, match="did you mean 'topic'"):
         secret("topc")
     context = secret("name").contexts[3]

@@ -11,7 +11,7 @@ from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.inference.model import Model
 from kvprobe.models.loading import resolve_folder
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
-from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE
+from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 
 TEXTS = (
     "system", "chat_user", "chat_assistant", "fact_user", "fact_assistant", "later_user", "later_assistant", "question",
@@ -101,7 +101,7 @@ def test_prompts_are_a_conversation_long(fact: Fact, smol: Model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_answers_with_the_value_that_it_was_told(kind: str, smol: Model):
+def test_a_model_answers_with_the_value_in_its_prompt(kind: str, smol: Model):
     found = pair(facts((kind,))[-1], smol.tokenizer)
     _, logits = smol.extend(smol.prefill(list(found.prompts)), [found.suffix] * 2)
     assert logits[:, -1, list(found.answers)].argmax(-1).tolist() == [0, 1]
@@ -113,7 +113,7 @@ def test_values_of_different_length_are_refused(smol: Model):
         pair(fact, smol.tokenizer)
 
 
-def test_replies_that_cannot_be_told_apart_are_refused(smol: Model):
+def test_indistinguishable_replies_are_refused(smol: Model):
     fact = replace(facts(("code",))[0], values=("4817", "4817"))
     with pytest.raises(
         ValueError, match=r"reply of fact 'cellar-door' begins with all of the other.*differ in a token"

@@ -79,7 +79,7 @@ def harness(text: str, solution: str) -> dict[str, bool]:
         ("", "18", False, False),
     ],
 )
-def test_what_the_harness_makes_of_an_answer(text: str, answer: str, strict: bool, flexible: bool):
+def test_answers_are_extracted_as_in_the_harness(text: str, answer: str, strict: bool, flexible: bool):
     assert GSM8K().score(text, item(answer)) == {"strict": strict, "flexible": flexible}
     assert harness(text, f"Some steps, 3 + 4 = 7.\n#### {answer}") == {"strict": strict, "flexible": flexible}
 
@@ -133,7 +133,7 @@ def test_more_items_than_there_are_are_refused(tmp_path: Path):
         {"question": " ", "answer": "#### 7"},
     ],
 )
-def test_what_is_not_gsm8k_is_refused_with_its_line(tmp_path: Path, row: dict[str, str]):
+def test_a_line_that_is_not_gsm8k_is_refused_with_its_number(tmp_path: Path, row: dict[str, str]):
     with pytest.raises(UserError, match=r"own\.jsonl, line 6: "):
         GSM8K(write(tmp_path / "own.jsonl", [*ROWS, row])).items(1, 0)
 

@@ -60,7 +60,7 @@ def test_turns_are_short_and_each_has_a_summary_right_after_it(session: Session)
     assert conversation(session, "48213").segments == ("system", *expected, "Q")
 
 
-def test_codes_move_nothing(tokenizer: Any):
+def test_codes_shift_no_token(tokenizer: Any):
     codes = draw_codes(3, np.random.default_rng(0), tokenizer)
     for session in sessions():
         rows = agreeing(session, codes, tokenizer)
@@ -82,5 +82,5 @@ def test_codes_that_shift_the_tokens_after_them_are_refused(tokenizer: Any):
 
 def test_a_session_of_seven_turns_is_refused():
     session = sessions()[0]
-    with pytest.raises(UserError, match="has 7 turns; expected 8"):
+    with pytest.raises(UserError, match="has 7 turns; give 8"):
         replace(session, turns=session.turns[:7])

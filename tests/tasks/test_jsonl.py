@@ -29,7 +29,7 @@ def write(folder: Path, *lines: Any) -> Path:
     return path
 
 
-def test_all_that_a_line_may_say(tmp_path: Path):
+def test_a_line_may_have_all_fields(tmp_path: Path):
     messages = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Hi."},
@@ -49,7 +49,7 @@ def test_all_that_a_line_may_say(tmp_path: Path):
 
 @given(prompts=st.lists(st.tuples(words, words), min_size=1, max_size=5), seed=st.integers(0, 99))
 @settings(max_examples=30)
-def test_what_is_written_is_read_and_its_answer_is_right(
+def test_a_written_item_is_read_and_its_answer_is_right(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[tuple[str, str]], seed: int
 ):
     entries = [{"prompt": said, "answer": answer} for said, answer in prompts]
@@ -84,7 +84,7 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
         (b"{", "not JSON"),
         (b"prompt: x", "not JSON"),
         (b'{"prompt": "x", "answer": "y"} {}', "not JSON"),
-        (b'{"prompt": "x", "answer": "y", "chance": NaN}', "NaN is no number of JSON"),
+        (b'{"prompt": "x", "answer": "y", "chance": NaN}', "NaN is not a number of JSON"),
         (b'{"prompt": "\xff", "answer": "y"}', "not UTF-8"),
         (b'{"prompt": "\\ud800", "answer": "y"}', "not UTF-8"),
         (b"[" * 200_000, "not JSON"),
@@ -108,7 +108,7 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
         ({"prompt": ["x"], "answer": "y"}, "must be objects with 'role' and 'content'"),
         ({"prompt": [{"role": "user"}], "answer": "y"}, "must be objects with 'role' and 'content'"),
         ({"prompt": [{"role": "user", "content": [1]}], "answer": "y"}, "'content' is .*; it must be a text"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "must end in a user's message"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "must end in a message of the user"),
     ],
 )
 def test_a_bad_line_is_refused_in_one_sentence_with_its_number(tmp_path: Path, line: Any, sentence: str):
@@ -132,7 +132,7 @@ def test_files_beyond_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest
         JSONLines(path).items(1, 0)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path):
     for path in (tmp_path / "none.jsonl", tmp_path, Path("/dev/zero")):
         with pytest.raises(UserError, match="There is no file"):
             read_json_lines(path, lambda number, entry: number)

@@ -103,7 +103,7 @@ def test_no_word_has_two_numbers():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_no_memo_is_refused():
+def test_an_inconsistent_memo_is_refused():
     with pytest.raises(UserError, match="reference called 'value'"):
         Memo(THINGS, 0, "value")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="question called 'price'"):
@@ -115,6 +115,6 @@ def test_what_is_no_memo_is_refused():
 
 
 @pytest.mark.parametrize("other", [1, -1, 6])
-def test_a_swap_with_itself_or_with_no_place_is_refused(other: int):
+def test_a_swap_with_itself_or_beyond_the_list_is_refused(other: int):
     with pytest.raises(UserError, match=f"Place {other} cannot"):
         Memo(THINGS, 1).swapped(other)

@@ -19,7 +19,8 @@ from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.recite import Recite
 from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import Item, Task, prompt, rankable, too_hard
-from kvprobe.text.transcript import PLAIN_CHAT_TEMPLATE, Tokenizer, Transcript
+from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE, Tokenizer
+from kvprobe.text.transcript import Transcript
 from tests.models import tiny_tokenizer
 
 DRAWN: dict[str, Callable[..., Task]] = {"recite": Recite, "retrieve": Retrieve, "needle": Needle}
@@ -100,7 +101,7 @@ def test_a_prompt_does_not_depend_on_the_answer(answer: str, smol: Model):
 
 @given(answer=st.text("ab10 .", min_size=1).filter(lambda text: text == text.strip()))
 @few
-def test_nor_does_it_in_a_plain_template(answer: str):
+def test_a_prompt_of_a_plain_template_does_not_depend_on_the_answer(answer: str):
     tokenizer = tiny_tokenizer(PLAIN_CHAT_TEMPLATE)
     item = text_item(lead="the.")
     assert prompt(replace(item, answer=answer), tokenizer) == prompt(item, tokenizer)
@@ -138,8 +139,11 @@ def test_a_tokenizer_that_joins_answer_and_lead_is_refused():
         ({"answer": ""}, "answer of item 'one' is empty"),
         ({"answer": " 5"}, "answer of item 'one' begins or ends with white space"),
         ({"lead": "It is "}, "lead of item 'one' begins or ends with white space"),
-        ({"chat": Transcript(())}, "must end in a user's message"),
-        ({"chat": Transcript.from_messages([{"role": "assistant", "content": "x"}])}, "must end in a user's message"),
+        ({"chat": Transcript(())}, "must end in a message of the user"),
+        (
+            {"chat": Transcript.from_messages([{"role": "assistant", "content": "x"}])},
+            "must end in a message of the user",
+        ),
     ],
 )
 def test_items_that_cannot_be_asked_are_refused(change: dict[str, Any], sentence: str):
@@ -165,7 +169,7 @@ def test_a_file_that_is_not_there_is_refused_when_it_is_named(name: str):
         find_task(name)
 
 
-def test_an_unknown_task_is_answered_with_the_near_one():
+def test_an_unknown_task_is_refused_with_the_near_match():
     with pytest.raises(UserError, match="no task called 'retreive'; did you mean 'retrieve'"):
         find_task("retreive")
     with pytest.raises(UserError, match="known are 'recite', 'retrieve', 'needle', 'gsm8k'"):
@@ -185,7 +189,7 @@ def test_an_unknown_task_is_answered_with_the_near_one():
         lambda: Needle(exchanges=10**6),
     ],
 )
-def test_a_difficulty_that_cannot_be_is_refused(build: Callable[[], Task]):
+def test_an_impossible_difficulty_is_refused(build: Callable[[], Task]):
     with pytest.raises(UserError, match=r"^\w+ is \d+; .*\d+ to \d+"):
         build()
 
@@ -225,7 +229,7 @@ def test_the_needle_may_be_in_any_exchange():
     assert all(len(item.chat.segments) == 4 for item in Needle(exchanges=3).items(5, 0))
 
 
-def test_the_list_may_be_recited_in_any_dress():
+def test_case_punctuation_and_numbering_of_a_recited_list_are_ignored():
     task = Recite(words=3)
     item = replace(task.items(1, 0)[0], answer="sun, boat, key")
     for right in (
@@ -256,7 +260,7 @@ def test_three_times_chance_is_the_floor_while_it_can_be_reached(chance: float):
     assert not rankable(floor - 1e-9, chance)
 
 
-def test_tasks_of_one_seed_do_not_draw_alike():
+def test_tasks_of_one_seed_draw_different_items():
     first = {name: find_task(name).items(1, 0)[0].answer for name in DRAWN}
     assert len(set(first.values())) == len(DRAWN)
     assert str(np.random.default_rng([0, 0]).integers(10**5)) not in first.values()

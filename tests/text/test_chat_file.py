@@ -1,4 +1,4 @@
-"""A chat from a file: its messages as segments, and a sentence for everything else."""
+"""A chat from a file: messages become segments, and any other content is refused in a sentence."""
 
 from pathlib import Path
 
@@ -33,13 +33,13 @@ def test_messages_become_numbered_segments(tmp_path: Path):
         (b" " * (MAX_BYTES + 1), "1 MiB"),
     ],
 )
-def test_a_file_that_is_no_chat_is_refused(tmp_path: Path, content: bytes, message: str):
+def test_a_file_that_is_not_a_chat_is_refused(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "chat.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_chat(path)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no file"):
         read_chat(tmp_path)

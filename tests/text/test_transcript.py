@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, tiny_tokenizer
 
 GEMMA_LIKE = (
@@ -138,19 +139,19 @@ def test_unknown_and_repeated_parts_are_refused(tokenizer: Any):
 
 @pytest.mark.parametrize("gone", [("T1",), ("T1", "summary"), ("system",), ("T2",)])
 def test_leaving_segments_out_keeps_the_positions_of_the_rest(chat: Transcript, tokenizer: Any, gone: tuple[str, ...]):
-    every = chat.tokens(tokenizer, generation_prompt=True)
+    whole = chat.tokens(tokenizer, generation_prompt=True)
     rest = chat.without(*gone).tokens(tokenizer, generation_prompt=True)
-    kept = [index for index, name in enumerate(every.segments) if name not in gone]
+    kept = [index for index, name in enumerate(whole.segments) if name not in gone]
     assert rest.positions == tuple(kept)
-    assert rest.ids == tuple(every.ids[index] for index in kept)
-    assert rest.segments == tuple(every.segments[index] for index in kept)
-    assert rest.parts == tuple(every.parts[index] for index in kept)
-    assert rest.recomputed == tuple(index > every.span(gone[0]).start for index in kept)
+    assert rest.ids == tuple(whole.ids[index] for index in kept)
+    assert rest.segments == tuple(whole.segments[index] for index in kept)
+    assert rest.parts == tuple(whole.parts[index] for index in kept)
+    assert rest.recomputed == tuple(index > whole.span(gone[0]).start for index in kept)
 
 
-def test_the_contiguous_law_closes_the_gap_and_changes_nothing_else(chat: Transcript, tokenizer: Any):
+def test_contiguous_positions_close_the_gap_and_changes_nothing_else(chat: Transcript, tokenizer: Any):
     gapped = chat.without("T1").tokens(tokenizer)
-    contiguous = chat.without("T1", law="contiguous").tokens(tokenizer)
+    contiguous = chat.without("T1", mode="contiguous").tokens(tokenizer)
     assert contiguous.positions == tuple(range(len(contiguous)))
     assert contiguous.ids == gapped.ids
     assert contiguous.recomputed == gapped.recomputed
@@ -217,6 +218,11 @@ def test_a_message_without_role_or_content_is_refused(message: dict[str, str], l
 def test_another_number_of_names_than_messages_is_refused(names: list[str]):
     with pytest.raises(UserError, match=f"4 messages but {len(names)} segment names"):
         Transcript.from_messages(MESSAGES, names=names)
+
+
+def test_a_segment_with_the_name_of_generated_tokens_is_refused():
+    with pytest.raises(UserError, match="'generated', as tokens of the model are; give it another name"):
+        Transcript.from_messages(MESSAGES, names=["system", "T1", "generated", "T2"])
 
 
 def test_a_segment_that_comes_back_is_refused():

@@ -3,7 +3,7 @@
 
 // A pattern's cell is blank below the one and of full colour from the other.
 const [LEAST_SHOWN, MOST_SHOWN] = [0.002, 0.5];
-// Weights come as the square root's share of 255: see kvprobe/views/attention.py.
+// Weights come as the square root's share of 255: see kvprobe/report/views/attention.py.
 const weightOf = (level) => Number(((level / 255) ** 2).toPrecision(3));
 const PALETTE = Array.from({ length: 256 }, (_, level) => colour(level / 255).map(Math.round));
 
@@ -13,9 +13,9 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
   for (const query of queries) starts.push(starts.at(-1) + query + 1);
   const perHead = starts.pop();
   const shown = tokens.map((token) => token.replaceAll("\t", "⇥").replaceAll("\n", "↵\n"));
-  const told = (slot) => `${slot} '${tokens[slot].replaceAll("\n", "↵")}'`;
+  const named = (slot) => `${slot} '${tokens[slot].replaceAll("\n", "↵")}'`;
   // For labels on a canvas or an axis, which know no style.
-  const labels = shown.map((token, slot) => `${isDamaged.has(slot) ? "▲" : ""}${isMasked.has(slot) ? struck(token) : token}`);
+  const labels = shown.map((token, slot) => `${isDamaged.has(slot) ? "▲" : ""}${isMasked.has(slot) ? struckThrough(token) : token}`);
 
   const view = make("div", "heads");
   const bar = make("div", "heads-bar", view);
@@ -49,9 +49,9 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
     layerChoice.selectedIndex = layer;
     buttons[head].input.checked = true;
     if (layer !== unpackedLayer) {
-      const found = await unpacked(packed[layer].textContent);
-      if (layerChoice.selectedIndex !== layer) return; // another was chosen meanwhile
-      [levels, unpackedLayer] = [found, layer];
+      const bytes = await unpacked(packed[layer].textContent);
+      if (layerChoice.selectedIndex !== layer) return; // another layer was chosen in the meantime
+      [levels, unpackedLayer] = [bytes, layer];
       for (const [at, button] of buttons.entries()) tell(button, at, index?.[layer][at] ?? null);
     }
     draw();
@@ -92,16 +92,16 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
   // Colours the text by what one query pays to each of its slots.
   function attend(at) {
     if (!levels) return;
-    const own = rowOf(head, at);
+    const paid = rowOf(head, at);
     for (const [slot, span] of spans.entries()) {
-      const [red, green, blue] = PALETTE[own[slot] ?? 0];
-      span.style.background = slot < own.length ? `rgb(${red}, ${green}, ${blue})` : "";
-      span.style.color = own[slot] > 150 ? "#ffffff" : "";
+      const [red, green, blue] = PALETTE[paid[slot] ?? 0];
+      span.style.background = slot < paid.length ? `rgb(${red}, ${green}, ${blue})` : "";
+      span.style.color = paid[slot] > 150 ? "#ffffff" : "";
       span.classList.toggle("asked", slot === queries[at]);
     }
-    const most = Array.from(own, (level, slot) => [level, slot]).filter(([level]) => level).sort(([a], [b]) => b - a).slice(0, 4);
-    const paid = most.map(([level, slot]) => `${weightOf(level)} on ${told(slot)}`).join(", ");
-    status.textContent = `${view.dataset.shown}: slot ${told(queries[at])} spends ${paid}.`;
+    const most = Array.from(paid, (level, slot) => [level, slot]).filter(([level]) => level).sort(([a], [b]) => b - a).slice(0, 4);
+    const largest = most.map(([level, slot]) => `${weightOf(level)} on ${named(slot)}`).join(", ");
+    status.textContent = `${view.dataset.shown}: slot ${named(queries[at])} spends ${largest}.`;
   }
 
   const slotAt = ({ target }) => spans.indexOf(target);
@@ -111,7 +111,7 @@ function attentionView({ tokens, layers, heads, queries, masked, damaged, index,
     if (queries.includes(slot)) return attend(queries.indexOf(slot));
     attend(row);
     const level = slot <= queries[row] ? rowOf(head, row)[slot] : 0;
-    status.textContent = `${view.dataset.shown}: slot ${told(queries[row])} spends ${weightOf(level)} on ${told(slot)}.`;
+    status.textContent = `${view.dataset.shown}: slot ${named(queries[row])} spends ${weightOf(level)} on ${named(slot)}.`;
   });
   text.addEventListener("pointerleave", () => attend(row));
   text.addEventListener("click", (event) => {
@@ -196,6 +196,6 @@ function legend(parent, anyMasked, anyDamaged, indexName, square) {
 }
 
 // A long stroke over each character.
-function struck(token) {
+function struckThrough(token) {
   return [...token.replace(/\s/g, "")].map((character) => `${character}\u0336`).join("");
 }

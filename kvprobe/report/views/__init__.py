@@ -1,9 +1,4 @@
-"""Maps, token views and attention as HTML: they answer the mouse and the keyboard, need no network, and run nothing that a
-token says.
-
-A page carries one copy of the scripts that draw all its views: kvprobe's own, and CircuitsVis' bundle from its wheel for
-token views and attention patterns.
-"""
+"""Maps, token views and attention as interactive HTML that needs no network and treats tokens as text."""
 
 from kvprobe.report.views.attention import attention_view, heads_view, patterns_view
 from kvprobe.report.views.grids import heat_map, token_view

@@ -1,4 +1,4 @@
-"""What a model attends to in a text or a conversation, as a page; and what it attends to once segments are masked."""
+"""A page of attention: what a model attends to in a text or a conversation, before and after segments are masked."""
 
 from collections.abc import Sequence
 
@@ -13,31 +13,35 @@ from kvprobe.text.transcript import Transcript
 
 
 def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), last: int | None = None) -> Page:
-    """Attention of every token, in every layer and head; with `mask`, that of the last message (and the header of its answer)
-    before and after these segments are masked in the cache of what stands before it.
+    """Attention of every token, in every layer and head.
+
+    With `mask`, the tokens are those of the last message and of the header of its answer, and two views show their
+    attention before and after these segments are masked in the cache.
 
     Args:
-        last: only so many of the last of these tokens attend.
+        last: show only so many of the last tokens.
 
     Raises:
-        UserError: there is nothing to mask or to read after it, no such segment, or more than a page holds.
+        UserError: there is no message to mask or to read after the mask, no such segment, or more than a page holds.
     """
     tokens = model.prompts(text, None)[0]
     start = tokens.span(_final(text, mask)).start if mask else 0
     read = tokens[start:]
     if not len(read):
-        raise UserError("The text has no tokens; give one that is not empty.")
+        raise UserError("The text has no tokens; give a text that is not empty.")
     count = len(read) if last is None else last
     if not 1 <= count <= len(read):
-        raise UserError(f"The last {count} of {len(read)} tokens were asked for; give 1 to {len(read)}.")
+        raise UserError(f"The text has {len(read)} tokens, and last={last} was given; give 1 to {len(read)}.")
     queries = range(len(read) - count, len(read))
     refuse_sizes(model.geometry.n_layers, model.geometry.n_heads, [start + query for query in queries], len(tokens))
 
     shown: dict[str, KVCache | None] = {"": None}
     if mask:
         past = model.extend(None, tokens[:start])[0]
-        masked = f"After {', '.join(mask)} was masked: struck through, and seen by no token of the last message."
-        shown = {"With every message in view.": past, masked: past.mask(*mask)}
+        after = (
+            f"After {', '.join(mask)} was masked: it is crossed out, and no token of the last message attends to it."
+        )
+        shown = {"With all messages visible.": past, after: past.mask(*mask)}
     views = [
         patterns_view(attend(model, read, cache, queries=queries), model.tokenizer, caption)
         for caption, cache in shown.items()
@@ -46,15 +50,19 @@ def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), 
 
 
 def _final(text: str | Transcript, mask: Sequence[str]) -> str:
-    """The segment that is read after these are masked; those that cannot be masked before it are refused."""
+    """The last segment, which is read after these are masked.
+
+    Raises:
+        UserError: a segment cannot be masked before it.
+    """
     segments = () if isinstance(text, str) else text.segments
     if len(segments) < 2:
-        raise UserError("There is nothing to mask before the last message; give a chat of two messages or more.")
+        raise UserError("There is no message to mask before the last one; give a chat of two messages or more.")
     for name in mask:
         if name not in segments:
             raise UserError(unknown("segment", name, segments[:-1]))
         if name == segments[-1]:
             raise UserError(
-                f"{name!r} is the last message, which is read after others are masked; mask an earlier one."
+                f"{name!r} is the last message, which is read after the others are masked; mask an earlier one."
             )
     return segments[-1]

@@ -1,4 +1,4 @@
-"""Where a view stands on a page: a `<div>` with what it says in words, then its data, which nothing runs or reads as markup."""
+"""A view in a page: a `<div>` with its content in words, then its data, which is neither run nor read as markup."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ def component(name: str, props: Mapping[str, Any], words: str, packed: Sequence[
     """A place for a component of kvprobe or CircuitsVis, with its props as JSON that cannot end its element.
 
     Args:
-        words: what is read where no script runs; text, unless it is `Markup`.
+        words: the content for readers without scripts; text, unless it is `Markup`.
         packed: data that the component unpacks when it needs them, in base 64.
     """
     data = json.dumps(props, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    inert = "".join(f'<script type="application/octet-stream;base64">{escape(each)}</script>' for each in packed)
+    inert = "".join(f'<script type="application/octet-stream;base64">{escape(text)}</script>' for text in packed)
     return (
         f'<div class="view" data-component="{escape(name)}">{escape(words)}</div>'
         f'<script type="application/json">{data}</script>{inert}'

@@ -1,4 +1,4 @@
-"""Maps and token views: values on a grid or on the tokens of a text, as markup that holds its own data."""
+"""Maps and token views: values on a grid or on the tokens of a text, as markup with its data in it."""
 
 import math
 import re
@@ -9,11 +9,11 @@ from kvprobe.report.document import HeatMap, TokenView
 from kvprobe.report.views.component import component, figure
 
 MOST_CELLS, MOST_IN_A_LINE = 100_000, 4_096
-"""What a browser draws at once: cells of a map and its rows or columns; values of a token view and its tokens."""
+"""The most that a browser draws at once: cells of a map or values of a token view; rows, columns or tokens."""
 
 
 def heat_map(data: HeatMap) -> str:
-    """A map that tells the cell under the mouse or the arrow keys; blue above zero, red below, grey where there is none.
+    """A map that names the cell under the mouse or the arrow keys: blue above zero, red below, grey for no value.
 
     Raises:
         UserError: the map is empty, too large, or not a full grid of finite values.
@@ -38,7 +38,7 @@ def token_view(data: TokenView) -> str:
     """
     _check_grid("token view", data.values, {"labels": len(data.labels), "tokens": len(data.tokens)})
     layers = [[_rounded(value) for value in layer] for layer in data.values]
-    # Below 1e-6 the component takes a bound for zero and divides by it.
+    # The component treats a bound below 1e-6 as zero and divides by it.
     bound = max(1e-6, *(abs(value) for layer in layers for value in layer))
     props = {
         "tokens": [_inert(token) for token in data.tokens],
@@ -52,8 +52,8 @@ def token_view(data: TokenView) -> str:
 
 def _inert(token: str) -> str:
     # The component writes a token as markup in the text and as plain text in the tip, so escaping is wrong in one of
-    # them. After `<` or `&`, a word joiner keeps both from opening anything (HTML standard, "tag open state" and
-    # "character reference state") and is not seen in either.
+    # them. A word joiner after `<` or `&` keeps both from starting a tag or a reference, and is invisible in both
+    # (HTML standard, "tag open state" and "character reference state").
     return re.sub("[<&]", "\\g<0>\u2060", token).replace("\t", "⇥").replace("\n", "↵\n")
 
 
@@ -61,8 +61,8 @@ def _largest(data: HeatMap) -> str:
     """The three cells furthest from zero, in words."""
     cells = [
         (abs(value), f"{data.row_axis} {row}, {data.column_axis} {column}: {value:+.4g} {data.unit}".strip())
-        for row, line in zip(data.rows, data.values, strict=True)
-        for column, value in zip(data.columns, line, strict=True)
+        for row, values in zip(data.rows, data.values, strict=True)
+        for column, value in zip(data.columns, values, strict=True)
         if value is not None
     ]
     largest = sorted(cells, key=lambda cell: -cell[0])[:3]
@@ -78,12 +78,14 @@ def _check_grid(kind: str, values: Sequence[Sequence[int | float | None]], sides
     if max(height, width) > MOST_IN_A_LINE or height * width > MOST_CELLS:
         raise UserError(
             f"The {kind} has {height} {down} × {width} {across}; a browser draws at most {MOST_IN_A_LINE:,} of either "
-            f"and {MOST_CELLS:,} values, so give a part or means."
+            f"and {MOST_CELLS:,} values, so give a part of them, or averages."
         )
     if any(value is not None and not math.isfinite(value) for line in values for value in line):
-        raise UserError(f"The {kind} has a value that is not finite; leave its token out, or give None in a map.")
+        raise UserError(
+            f"The {kind} has a value that is not finite; give None in a map, and leave the token out of a token view."
+        )
 
 
 def _rounded(value: int | float) -> float:
-    """To four significant digits: a map of 18,000 cells is then some 130 KB."""
+    """To four significant digits, so that a map of 18,000 cells takes about 130 KB."""
     return float(f"{value:.4g}")

@@ -1,4 +1,8 @@
-"""Pages of views: one file or frame that needs no other, and that a browser may not go beyond."""
+"""Pages of views: one file or frame that needs no other, with a policy that keeps the browser from loading anything.
+
+A page carries one copy of the scripts that draw all its views: kvprobe's own, and CircuitsVis' bundle from its wheel
+for token views and attention patterns.
+"""
 
 import base64
 import hashlib
@@ -22,7 +26,7 @@ from kvprobe.report.views.grids import heat_map, token_view
 
 Part = HeatMap | TokenView | AttentionView
 HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 60}
-"""Of a notebook's frame, in rem."""
+"""Of the frame in a notebook, in rem."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Page:
         return path
 
     def _repr_html_(self) -> str:
-        # A frame of its own keeps the notebook's styles and scripts out, and those of the page in.
+        # A frame separates the styles and scripts of the page from those of the notebook.
         document = escape(page(self.parts, self.title))
         height = max(HEIGHTS[type(part)] for part in self.parts) if self.parts else 24
         style = f"width: 100%; height: {height}rem; border: 0"
@@ -47,7 +51,7 @@ class Page:
 
 
 def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], title: str = "") -> Page:
-    """A text coloured by values of its tokens, one for each token under every label of `values`.
+    """A text coloured by values of its tokens: one value for each token under each label of `values`.
 
     Raises:
         UserError: there are no tokens or labels, too many, or not one finite value for each token.
@@ -61,7 +65,7 @@ def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], 
 def heads(
     weights: Float[Tensor, "layers heads queries slots"], tokens: Sequence[str], title: str = "", **settings: Any
 ) -> Page:
-    """Attention to pick layer and head of, and to read token by token; see `kvprobe.report.views.attention.heads_view`."""
+    """Attention in a chosen layer and head, token by token; see `kvprobe.report.views.attention.heads_view`."""
     return Page([heads_view(weights, tokens, **settings)], title)
 
 
@@ -75,24 +79,25 @@ def page(parts: Sequence[Part], title: str) -> str:
 
 
 def render(template: str, parts: Sequence[Part], **values: Any) -> str:
-    """A page from one of kvprobe's templates, which shows `parts` by its `view`.
+    """A page from one of kvprobe's templates, which gets `parts` and the function `view` that draws one.
 
-    Its policy lets a browser run the scripts that the views need, and nothing else; all it may load is pictures in the page.
+    The page's policy lets a browser run the scripts that the views need and nothing else, and load nothing but pictures
+    that are in the page.
     """
     environment = Environment(
         loader=PackageLoader("kvprobe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     attention = any(isinstance(part, AttentionView) for part in parts)
     scripts = [_circuitsvis()] if attention or any(isinstance(part, TokenView) for part in parts) else []
-    scripts += [_own("views.js")] if parts else []
-    scripts += [_own("attention.js")] if attention else []
+    scripts += [_script("views.js")] if parts else []
+    scripts += [_script("attention.js")] if attention else []
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    runs = " ".join(f"'sha256-{each}'" for each in hashes) or "'none'"
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     return environment.get_template(template).render(
         parts=parts,
         view=_view,
         scripts=[Markup(script) for script in scripts],
-        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {runs}",
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}",
         **values,
     )
 
@@ -104,8 +109,8 @@ def _view(part: Part) -> Markup:
 
 
 @cache
-def _own(script: str) -> str:
-    return files("kvprobe.report").joinpath("templates", script).read_text(encoding="utf-8")
+def _script(name: str) -> str:
+    return files("kvprobe.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 @cache

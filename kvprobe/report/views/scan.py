@@ -1,12 +1,12 @@
-"""A live scan as a page: the conversation, what each probe reads in each segment, and what that is worth."""
+"""A scan as a page: the conversation, what each probe reads in each segment, and how reliable that is."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvprobe.probes.card_page import ARMS, where
-from kvprobe.probes.probe_card import CARD_SPLITS, Card
+from kvprobe.probes.card import CARD_SPLITS, Card
+from kvprobe.probes.page import ARMS, where
 from kvprobe.probes.scan import LEAK, VERDICTS, Scan
 from kvprobe.report.document import HeatMap, Table
 from kvprobe.report.views.page import render
@@ -15,12 +15,12 @@ from kvprobe.wording import percent, points
 
 @dataclass(frozen=True)
 class _Passage:
-    """A message, and how it was read."""
+    """A message, and in what state of the cache it was read."""
 
     segment: str
     role: str
     text: str
-    struck: bool
+    masked: bool
     note: str
 
 
@@ -38,8 +38,8 @@ def scan_page(scan: Scan) -> str:
         "scan.html.j2",
         [_map(scan)],
         title=f"What can still be read of {hidden}",
-        question=f"{scan.model} read the conversation with {hidden} in view up to the end of {scan.until}, and then without. What do "
-        "the slots of each segment still tell, by published probes?",
+        question=f"{scan.model} read the conversation with {hidden} visible up to the end of {scan.until}, and masked "
+        "after it. What can published probes still read in the slots of each segment?",
         answer=scan.answer,
         passages=_passages(scan),
         segments={
@@ -62,7 +62,8 @@ def scan_lines(scan: Scan) -> list[str]:
     width = max(len(named(row)) for row in rows) + 4
     classes = max(len(row["reads"]) for row in rows) + 2
     lines = [
-        f"{'':{width}}{'reads':{classes}}{'prob.':>7}{'restart':>9}{'base':>7}{'bits':>7}{'needed':>8}{'distance':>10}{'promised':>10}  verdict"
+        f"{'':{width}}{'reads':{classes}}{'prob.':>7}{'restart':>9}{'base':>7}{'bits':>7}{'needed':>8}"
+        f"{'distance':>10}{'promised':>10}  verdict"
     ]
     segment = None
     for row in rows:
@@ -70,10 +71,11 @@ def scan_lines(scan: Scan) -> list[str]:
             segment = row["segment"]
             lines.append(f"{segment}, {_when(row)}")
         lines.append(
-            f"  {named(row):{width - 2}}{row['reads']:{classes}}{row['probability']:7.1%}{row['restart_probability']:9.1%}"
-            f"{row['base_rate']:7.1%}{row['bits']:+7.2f}{_gain(row['gain']):>8}{row['distance']:10.2f}{row['promised']:10.0%}  {row['verdict']}"
+            f"  {named(row):{width - 2}}{row['reads']:{classes}}{row['probability']:7.1%}"
+            f"{row['restart_probability']:9.1%}{row['base_rate']:7.1%}{row['bits']:+7.2f}{_gain(row['gain']):>8}"
+            f"{row['distance']:10.2f}{row['promised']:10.0%}  {row['verdict']}"
         )
-    lines += ["", "In conversations never seen, by their cards:"]
+    lines += ["", "In conversations that were not used for training, by the probes' cards:"]
     lines += [f"  {name:{width - 2}}right in {promise(card)}" for name, card in scan.cards.items()]
     return [*lines, "", scan.answer]
 
@@ -84,17 +86,17 @@ def named(row: Any) -> str:
 
 
 def _gain(bits: float | None) -> str:
-    """The bits that a leak needs."""
+    """The bits that a leak needs, as text."""
     return "–" if bits is None or bits != bits else f"{bits:.2f}"
 
 
 def _when(row: Any) -> str:
     """In what state of the cache a segment was read."""
-    return "read after the mask" if row["masked"] else "read with the hidden messages in view"
+    return "read after the mask" if row["masked"] else "read with the hidden messages visible"
 
 
 def promise(card: Card) -> str:
-    """What a card promises of conversations that were never seen, beside chance."""
+    """How often a card says that the probe is right in conversations not used for training, beside chance."""
     accuracy = card.measure("accuracy")
     assert accuracy is not None
     return f"{percent(accuracy)}; chance {100 * card.target.chance:.1f} %"
@@ -110,8 +112,8 @@ def _map(scan: Scan) -> HeatMap:
     segments = list(dict.fromkeys(table["segment"]))
     values = table["bits"].to_numpy().reshape(len(segments), len(columns))
     return HeatMap(
-        caption=f"Bits that {', '.join(scan.mask)} adds to the class that is read: the logarithm of its probability over that in the "
-        "restart. What is less than a probe's own measure (needed, above) is no leak.",
+        caption=f"Bits that {', '.join(scan.mask)} adds to the class that is read: the logarithm of its probability "
+        "divided by that in the restart. A value below what the probe needs (column needed, above) is not a leak.",
         rows=segments,
         columns=columns,
         values=values.tolist(),
@@ -127,9 +129,9 @@ def _passages(scan: Scan) -> list[_Passage]:
     passages = []
     for message in scan.chat.messages:
         place = segments.index(message.segment)
-        struck = message.segment in scan.mask
-        note = "masked" if struck else "" if place < first else "saw it" if place <= until else "after the mask"
-        passages.append(_Passage(message.segment, message.role, message.text, struck, note))
+        masked = message.segment in scan.mask
+        note = "masked" if masked else "" if place < first else "saw it" if place <= until else "after the mask"
+        passages.append(_Passage(message.segment, message.role, message.text, masked, note))
     return passages
 
 
@@ -138,23 +140,24 @@ def _cards(scan: Scan) -> Table:
     rows = []
     for name, card in scan.cards.items():
         training, leak = card.training, card.measure("leak")
-        found = [card.measure("accuracy", split) for split in CARD_SPLITS]
+        accuracies = [card.measure("accuracy", split) for split in CARD_SPLITS]
         rows.append(
             [
                 name,
                 training.what,
                 where(card.site),
                 f"segment {training.segment}, {ARMS[training.arm]}",
-                *("" if each is None else percent(each) for each in found),
+                *("" if accuracy is None else percent(accuracy) for accuracy in accuracies),
                 f"{100 * card.target.chance:.1f} %",
                 "not measured" if leak is None else points(leak),
                 "" if training.power is None else f"{100 * training.power:.0f} %",
             ]
         )
-    accuracies = [f"accuracy, {split}" for split in CARD_SPLITS]
+    names = [f"accuracy, {split}" for split in CARD_SPLITS]
     return Table(
-        ["probe", "reads", "where", "trained on", *accuracies, "chance", "leak", "readings that sure"],
+        ["probe", "reads", "where", "trained on", *names, "chance", "leak", "confident readings"],
         rows,
-        "What the cards of these probes promise. Leak: accuracy above the restart floor in conversations never seen. Readings that sure: "
-        "how many of them, there, make the class so much likelier than the restart that nine of ten are right.",
+        "What the cards of these probes promise, for conversations not used for training. Leak: accuracy above the "
+        "restart floor. Confident readings: the share in which the class is so much more likely than in the "
+        "restart that nine of ten are right.",
     )

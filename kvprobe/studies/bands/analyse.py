@@ -1,6 +1,6 @@
 """From rows to numbers: what noise costs in each band, which bands differ significantly, and whether another scale agrees.
 
-Each item gives one row of every case, from shared lots, so all comparisons are paired and items are the clusters.
+Each item gives one row of every case, from shared draws, so all comparisons are paired and items are the clusters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from kvprobe.wording import estimate_of
 Range = tuple[float, float]
 POSITIVE: Range = (0.0, inf)
 LAST, BUFFER = "quarter 4", "quarter 3"
-"""Seed 001 finds the last quarter the most sensitive, and calls the third a buffer."""
+"""Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""
 SPLITS = 200
 """Halvings of the items behind each self-agreement."""
 FEWEST_TO_HALVE = 6

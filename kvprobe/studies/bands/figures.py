@@ -69,13 +69,14 @@ def file_of(figure: str, place: int) -> str:
 
 
 def main_part(config: Config) -> str:
-    """The part that stands first: K and V together, as in seed 001, unless the config leaves that out."""
+    """The part that stands first: K and V together, as in canarypwn's article, unless the config leaves that out."""
     return conditions(config)[0][1]
 
 
 def accuracy_by_band(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Config, title: str) -> Any:
-    """Figure 3 of seed 001, once for each way to match the noise: accuracy against rate, a line per band, with the seed's own
-    points beside those under noise at the layer's scale, if they were asked for."""
+    """Figure 3 of canarypwn's article, once for each way to match the noise: accuracy against rate, a line per band.
+
+    The article's own points stand beside those under noise at the layer's scale, if they were asked for."""
     import matplotlib.pyplot as plt
 
     part = main_part(config)
@@ -268,7 +269,7 @@ def _seed_points(
     accuracies = [row["theirs"]["mean"] for row in rows]
     axis.plot(where, accuracies, marker=marker, mfc="white", mec=colour, ls="none", ms=7, zorder=5)
     if place == 0:
-        axis.plot([], [], marker="o", mfc="white", mec="0.2", ls="none", ms=7, label="seed 001 (open)")
+        axis.plot([], [], marker="o", mfc="white", mec="0.2", ls="none", ms=7, label="canarypwn (open)")
 
 
 def _legend_below(figure: Any, axis: Any, title: str, columns: int, heading: str | None = None) -> None:

@@ -24,15 +24,16 @@ from kvprobe.studies.bands.results import (
 from kvprobe.wording import estimate_of, few_clusters, percent, plain
 
 QUESTION = (
-    "Seed 001 strikes bands of Qwen2.5-7B's layers with Gaussian noise at the layer's own scale, K and V together. Answers "
-    "suffer most in the last quarter, “where reasoning happens”, and hardly in the third, “a buffer”. Does this model show "
-    "that order, and does the order stay when noise has another scale, or strikes K or V alone?"
+    "“KV Cache is More Robust Than You Think in Large Language Models” (canarypwn) strikes bands of Qwen2.5-7B's layers with "
+    "Gaussian noise at the layer's own scale, K and V together. Answers suffer most in the last quarter, “where reasoning "
+    "happens”, and hardly in the third, “a buffer”. Does this model show that order, and does the order stay when noise has "
+    "another scale, or strikes K or V alone?"
 )
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing is struck may be from the clean one."""
 
 MEANINGS = {
-    "layer": "layer: mean and deviation of all numbers of the layer's K (or V), as in seed 001. A few channels with large "
+    "layer": "layer: mean and deviation of all numbers of the layer's K (or V), as in the article. A few channels with large "
     "constant keys make this scale large, and all other channels are then hit with it.",
     "head": "head: mean and deviation of each KV head's numbers.",
     "channel": "channel: mean and covariance of each head's channels, so that a struck slot looks like another slot of that "
@@ -79,7 +80,7 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
 
 
 def findings(task: Mapping[str, Any], config: Config) -> list[str]:
-    """What one task shows, the answer in the first two sentences: which part of the seed's claim holds under which noise,
+    """What one task shows, the answer in the first two sentences: which part of the article's claim holds under which noise,
     and what carries the damage."""
     part = main_part(config)
     sentences = [
@@ -219,7 +220,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
         paragraphs=[
             f"Bands of layers are struck with Gaussian noise in {rates} % of their slots, prompt and answer alike.{single} "
             f"Timing `{config.timing}`: {TIMINGS[config.timing]}. Unit `{config.unit}`: {UNIT_MEANINGS[config.unit]}. All rows of an "
-            "item share their lots: whatever the band, the noise or the part, the same slots are struck at one rate, and those "
+            "item share random draws: whatever the band, the noise or the part, the same slots are struck at one rate, and those "
             "of a lower rate are among those of a higher one.",
             f"Each item is answered greedily under every case and once with a clean cache, of which the first is shown"
             f"{f' (its reply begins “{item.lead}”; the reference is “{item.answer}”)' if item.lead else ''}."
@@ -301,8 +302,8 @@ def _limits_section(metrics: Mapping[str, Any], config: Config, model: Model) ->
             "Means and deviations are over the prompt's slots, the first included, whose keys are often outliers; it is struck as any other.",
             "Equal effect is measured at the layer's own attention output, one slot at a time, for the prompt's last queries; what later "
             "layers make of it is what the study measures. With several slots struck at once effects need not add up.",
-            "One set of lots for each item: intervals hold for items and lots together, but one item's answer is one draw.",
+            "One set of draws for each item: intervals hold for items and draws together, but one item's answer is one draw.",
             f"All rates together weighs each of {len(together(config)) - 1} rates alike, so that in KL the rate at which it is largest counts most.",
-            "One way of drawing slots and one timing; seed 001 does not say whether its noise piles up.",
+            "One way of drawing slots and one timing; the article does not say whether its noise piles up.",
         ],
     )

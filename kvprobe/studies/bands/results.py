@@ -1,4 +1,4 @@
-"""The parts of the band report that hold results: the seed's table, bands, their order, single layers, K against V."""
+"""The parts of the band report that hold results: the article's table, bands, their order, single layers, K against V."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -41,10 +41,11 @@ def seed_section(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Co
         *[percent(estimate_of(task["clean"]))] * len(noises),
     ]
     return Section(
-        title=f"Beside the seed's table{name}",
+        title=f"Beside the article's table{name}",
         paragraphs=[
-            f"{beside['source']}: {beside['model']}, {beside['samples']} items. Seed 001 strikes K and V at the layer's scale; "
-            f"under that noise {apart} of {len(compared)} accuracies differ from the seed's, whose items are few, too. Clean, this run's accuracy minus the seed's is "
+            f"{beside['source']}: {beside['model']}, {beside['samples']} items. The article strikes K and V at the layer's "
+            f"scale; under that noise {apart} of {len(compared)} accuracies differ from the article's, which has few items too. "
+            "Clean, this run's accuracy minus the article's is "
             f"{points(estimate_of(beside['clean_difference']))}.",
         ],
         tables=[
@@ -52,8 +53,8 @@ def seed_section(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Co
                 columns=[
                     "band",
                     "rate (%)",
-                    "seed 001",
-                    "layer's scale minus seed",
+                    "canarypwn",
+                    "layer's scale minus canarypwn",
                     *(f"measured: {noise}" for noise in noises),
                 ],
                 rows=[
@@ -69,8 +70,8 @@ def seed_section(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Co
                         for row in beside["rows"]
                     ),
                 ],
-                caption=f"Accuracy with noise in {PART_LABELS[part]}, beside what seed 001 reports for K and V. Wilson's 95 % intervals, the "
-                "seed's from its own number of items; differences as of independent samples (Newcombe).",
+                caption=f"Accuracy with noise in {PART_LABELS[part]}, beside what canarypwn reports for K and V. Wilson's 95 % "
+                "intervals, the article's from its own number of items; differences as of independent samples (Newcombe).",
             )
         ],
     )
@@ -84,9 +85,9 @@ def bands_section(
         figures.append(
             Figure(
                 file_of("accuracy_by_band", place),
-                "The seed's figure 3, once for each way to match the noise. Points of a rate stand side by side so that their "
+                "The article's figure 3, once for each way to match the noise. Points of a rate stand side by side so that their "
                 "intervals can be seen."
-                + (" Open marks are the seed's own, at the layer's scale." if "published" in task else ""),
+                + (" Open marks are the article's own, at the layer's scale." if "published" in task else ""),
             )
         )
     if config.follow:

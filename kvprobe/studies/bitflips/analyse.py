@@ -278,7 +278,7 @@ def _examples(single: Rows) -> list[dict[str, Any]]:
 
 
 def harm(summary: Mapping[str, Any], ranked: bool) -> Estimate:
-    """What breaks of some flips; or, where that cannot be told, what does not stay the same."""
+    """What breaks of some flips; or, where the task is too hard for that, what does not stay the same."""
     if ranked:
         return estimate_of(summary["right"]["breaks"])
     return estimate_of(summary["same"]).complement()

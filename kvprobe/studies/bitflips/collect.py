@@ -31,7 +31,7 @@ _WHERE = 0x62
 
 @dataclass(frozen=True)
 class Place:
-    """Where a flip strikes; slot and channel are drawn by the scope, from the lots of the flip's number."""
+    """Where a flip strikes; slot and channel are drawn by the scope, from the draws of the flip's number."""
 
     flip: int
     layer: int
@@ -67,7 +67,7 @@ def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
     Labels: `group` (single, rate, control), `dtype`, `field`, `bit` (0 the lowest of the mantissa), `flip`, `layer`,
     `head`, `part` and `rate` (share of all numbers).
     """
-    # Flips outermost: rows that lie together then draw from the same lots, which are kept for a short while.
+    # Flips outermost: rows that lie together then share random draws, which are cached for a short while.
     for place in places(config, sample.number, shape):
         for dtype in config.dtypes:
             for bit in range(LAYOUTS[dtype].bits):

@@ -133,7 +133,7 @@ def damage_by_rate(task: Mapping[str, Any], title: str) -> Any:
         for place, field in enumerate(FIELDS):
             label, colour, marker, dashes = LINES[field]
             rates = of_field(task, field)
-            # Side by side, so that intervals can be told apart.
+            # Side by side, so that intervals do not overlap.
             across = [each["rate"] * 1.09 ** (place - 1.5) for each in rates]
             values = [each[measure] for each in rates]
             axis.errorbar(

@@ -52,8 +52,9 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
                 environment,
                 also=[
                     "Data: samples.parquet (one row per item and flip; the clean answer has case -1) and metrics.json beside this page.",
-                    f"Sources: {PAPER} (single flips in shared blocks of a prefix cache); seed 001, takeaway 1 (“even tiny memory "
-                    "errors (bit flips) could be catastrophic if they produce out-of-distribution activations”).",
+                    f"Sources: {PAPER} (single flips in shared blocks of a prefix cache); “KV Cache is "
+                    "More Robust Than You Think in Large Language Models” (canarypwn), takeaway 1 (“even tiny memory errors "
+                    "(bit flips) could be catastrophic if they produce out-of-distribution activations”).",
                 ],
             ),
         ],
@@ -135,7 +136,7 @@ def warnings(metrics: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
     for task in metrics["tasks"]:
         if task["too_hard"]:
             found.append(
-                f"{task['too_hard']} What breaks is not told for it, only whether answers stay the same and numbers finite."
+                f"{task['too_hard']} For it, only whether answers stay the same and numbers finite is reported, not what breaks."
             )
         elif task["right"] < FEW <= metrics["items"]:
             found.append(
@@ -169,7 +170,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
             "The struck number is rounded to the dtype, one of its bits is inverted, and it is put back; the model computes in "
             f"{_named(model.lanes.dtype)}.",
             f"Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one drawn bit "
-            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number has a lot of its own, so how many flip is itself a matter of chance.",
+            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number is drawn on its own, so how many flip is itself random.",
             f"Damage is {TIMINGS['once']}: the prompt's last token and all that is written feel it.",
             "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words (other tokens, "
             "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "
@@ -263,7 +264,7 @@ def _where_section(task: Mapping[str, Any], layers: int) -> Section:
             f"In {first['dtype']}, by answers that {'break' if measure == 'breaks' else 'change'}: {'; '.join(told)}.",
             _distribution(first, measure),
             f"Fields and bits are compared at the same places. K and V, and layers {thirds[-1][0]} to {thirds[-1][-1]} (late) and "
-            f"{thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, as they fell by lot. These are {count} "
+            f"{thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, drawn at random. These are {count} "
             f"comparisons, each with its own 95 % interval"
             + ("; flips of one place in several dtypes are much alike." if len(task["dtypes"]) > 1 else "."),
         ],
@@ -278,7 +279,7 @@ def _where_section(task: Mapping[str, Any], layers: int) -> Section:
 
 
 def _distribution(dtype: Mapping[str, Any], measure: str) -> str:
-    """What seed 001 expects of numbers out of distribution, and whether it was found."""
+    """What canarypwn expects of numbers out of distribution, and whether it was found."""
     gap = estimate_of(dtype["contrasts"]["top - rest"][measure])
     power = 2 ** (LAYOUTS[dtype["dtype"]].exponent - 1)
     if gap.above():
@@ -288,8 +289,8 @@ def _distribution(dtype: Mapping[str, Any], measure: str) -> str:
     else:
         found = f"That it does more harm than the other exponent bits was not detected: {points(gap)}."
     return (
-        "Seed 001 expects a bit flip to be catastrophic if it gives activations out of distribution. The highest exponent bit is the "
-        f"one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as much. {found}"
+        "Canarypwn expects a bit flip to be catastrophic if it gives activations out of distribution. The highest exponent bit is "
+        f"the one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as much. {found}"
     )
 
 
@@ -318,8 +319,8 @@ def _rates_section(task: Mapping[str, Any], number: int) -> Section:
             f"The cache holds {numbers:,.0f} numbers on average when it is struck ({task['slots'] - 1:.0f} slots), "
             f"stored in {task['dtypes'][0]['dtype']}. "
             + (
-                f"Rates up to which accuracy is nowhere surely below clean: {'; '.join(said)}. "
-                "Not surely below is not unharmed: few items cannot show a small loss."
+                f"Rates up to which accuracy is nowhere significantly below clean: {'; '.join(said)}. "
+                "Accuracy may still be lower: few items cannot show a small loss."
                 if ranked
                 else str(task["too_hard"])
             )

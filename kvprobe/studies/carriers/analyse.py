@@ -1,4 +1,4 @@
-"""From swaps to numbers: what share of the hidden turn's effect each group of slots carries, and how surely.
+"""From swaps to numbers: what share of the hidden turn's effect each group of slots carries, with intervals.
 
 Each conversation is a cluster. Shares are pooled: the mean effect over the mean way from base to donor, so that a question on
 which the two caches hardly differ does not count the most. Shares of groups need not add up to one.

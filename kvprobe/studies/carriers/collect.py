@@ -1,7 +1,7 @@
 """Patching between two caches that differ in what their slots have seen, and in nothing else.
 
 A conversation is read up to its cut twice: whole, the hidden turn being dropped afterwards (retained), and without that
-turn, at the same positions (recomputed). What stays are the same tokens at the same places. Groups of slots are swapped
+turn, at the same positions (recomputed). Both hold the same tokens at the same places. Groups of slots are swapped
 from one into the other and a question is read after them. A third cache is retained of a conversation with another code
 in the hidden turn. One table per conversation is kept, so an interrupted run resumes.
 """
@@ -22,8 +22,8 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
-from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
+from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions

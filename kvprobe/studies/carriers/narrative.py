@@ -291,7 +291,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     context, compaction = contexts()[0], compactions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     chat = compacted_conversation(context, compaction, code)
-    passages = passages_of(chat, struck=(HIDDEN,), marked=code, told=(HIDDEN, "ask"))
+    passages = passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))
     rows = [
         [
             QUESTION_NAMES[each["question"]],
@@ -305,8 +305,8 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
         title="What was done",
         paragraphs=[
             f"Each of {metrics['conversations']} conversations is read up to its cut: whole, after which {HIDDEN} (struck through) is "
-            f"dropped from the cache (retained), and without {HIDDEN} at the same positions (recomputed). What stays are the same "
-            "tokens at the same places; only what they have seen differs. Groups of slots are swapped from one into the other "
+            f"dropped from the cache (retained), and without {HIDDEN} at the same positions (recomputed). Both hold the same "
+            "tokens at the same places; only what these have seen differs. Groups of slots are swapped from one into the other "
             "before the question is read, so that only the question and its reply see the swap. The second summary's words are the "
             "same whatever the code.",
         ],
@@ -374,8 +374,8 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         points=[
             f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
             f"{metrics['conversations']} hand-written English conversations of one plan; the summary always follows the hidden turn at once, "
-            "so its text is also what stands nearest to it. Distance and role are not told apart.",
-            "KL tells that replies differ, not that one is better.",
+            "so its text is also what stands nearest to it. Distance and role are not separated.",
+            "KL shows that replies differ, not that one is better.",
             "Slots carry jointly: what one group restores may depend on what others hold, which is why both directions are shown.",
             "Intervals are over conversations. Those that decide the headline hold together; the others are not adjusted for how many there "
             "are. Codes are one pair for each conversation.",

@@ -14,15 +14,18 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.probing.features import Features
+from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
-from kvprobe.probing.sweep import accuracy_table, best_by_inner_fold, sites, sweep
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate
 from kvprobe.studies.compaction.arms import ARMS, CONTRASTS, MASK, RESTART, RETAINED, contrast
 from kvprobe.studies.compaction.collect import CALIBRATION, CONDITIONS, FAMILIES, LOOKED_AT
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS
+from kvprobe.tasks.designs import Target
 
-CHANCE = 0.1
+TARGET = Target("code", tuple("0123456789"))
+CHANCE = TARGET.chance
 CLAIMS = 9
 """Of the headline: the distance, three factors on it, right answers and those beyond the calibration, leak, leak within contexts
 and use. The intervals that decide them hold together."""
@@ -154,32 +157,18 @@ def _probe(
     """Every probe's accuracy, and per (split, arm) how many digits the probe chosen on the inner fold read right."""
     labels = torch.from_numpy(collected.measured["digits"].T.copy())
     tables, hits = [], {}
-    with tqdm(total=len(SPLITS) * len(ARMS) * len(FAMILIES), desc="Fitting probes", unit="sweep") as bar:
+    with tqdm(total=len(SPLITS) * len(ARMS), desc="Fitting probes", unit="arm") as bar:
         for split in SPLITS:
             folds = fold_numbers(split, collected.contexts, config.folds, rng)
             for arm in ARMS:
-                candidates = []
-                for family in FAMILIES:
-                    features = collected.features[arm.name, family]
-                    rows = np.arange(len(collected.contexts)) if arm in RETAINED else collected.contexts
-                    result = sweep(features, rows, labels, collected.contexts, split, folds, classes=10)
-                    places = sites(features)
-                    tables.append(
-                        accuracy_table(
-                            result,
-                            places,
-                            labels,
-                            collected.contexts,
-                            arm=arm.name,
-                            split=split,
-                            family=family,
-                        )
-                    )
-                    candidates += [(family, site, result, index) for index, site in enumerate(places)]
-                    bar.update()
-                predicted, _ = best_by_inner_fold(candidates, folds)
-                hits[split, arm.name] = (predicted == collected.measured["digits"]).mean(1)
-    return pd.concat(tables, ignore_index=True), hits
+                rows = np.arange(len(collected.contexts)) if arm in RETAINED else collected.contexts
+                tensors = {family: collected.features[arm.name, family] for family in FAMILIES}
+                features = Features.of_read_outs(tensors, rows, labels, collected.contexts, TARGET)
+                fits = fit_sites(features, split, folds)
+                tables.append(fits.accuracies(labels, collected.contexts, arm=arm.name, split=split))
+                hits[split, arm.name] = chosen(fits, folds).predicted.eq(labels).double().mean(0).numpy()
+                bar.update()
+    return pd.concat(tables, ignore_index=True).drop(columns="head"), hits
 
 
 def _outcomes(

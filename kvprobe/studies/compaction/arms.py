@@ -1,15 +1,15 @@
-"""The arms of the study: a full factorial of provenance × position law × delimiters, each a policy."""
+"""The arms of the study: a full factorial of provenance × position mode × delimiters, each a policy."""
 
 from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
-from kvprobe.cache.cache import PositionLaw
+from kvprobe.cache.cache import PositionMode
 from kvprobe.policies.mask_spans import Delimiters, MaskSpans
 from kvprobe.policies.policy import Provenance
 
 HIDDEN_SEGMENTS = ("T1", "T2")
-LAWS: tuple[PositionLaw, ...] = ("gapped", "contiguous")
+MODES: tuple[PositionMode, ...] = ("gapped", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -17,23 +17,28 @@ class Arm:
     """One way to go on without the hidden turns."""
 
     provenance: Provenance
-    law: PositionLaw
+    mode: PositionMode
     delimiters: Delimiters
 
     @property
     def name(self) -> str:
-        return f"{self.provenance}, {self.law}, delimiters {self.delimiters}"
+        return f"{self.provenance}, {self.mode}, delimiters {self.delimiters}"
+
+    @property
+    def levels(self) -> dict[str, str]:
+        """The level of each of `FACTORS`."""
+        return {"provenance": self.provenance, "law": self.mode, "delimiters": self.delimiters}
 
     @property
     def policy(self) -> MaskSpans:
-        return MaskSpans(HIDDEN_SEGMENTS, self.delimiters, law=self.law, provenance=self.provenance)
+        return MaskSpans(HIDDEN_SEGMENTS, self.delimiters, mode=self.mode, provenance=self.provenance)
 
 
-ARMS = tuple(Arm(*levels) for levels in product(get_args(Provenance), LAWS, get_args(Delimiters)))
+ARMS = tuple(Arm(*levels) for levels in product(get_args(Provenance), MODES, get_args(Delimiters)))
 RETAINED = tuple(arm for arm in ARMS if arm.provenance == "retained")
 RECOMPUTED = tuple(arm for arm in ARMS if arm.provenance == "recomputed")
 MASK, RESTART = (
-    next(arm for arm in arms if (arm.law, arm.delimiters) == ("gapped", "dropped")) for arms in (RETAINED, RECOMPUTED)
+    next(arm for arm in arms if (arm.mode, arm.delimiters) == ("gapped", "dropped")) for arms in (RETAINED, RECOMPUTED)
 )
 """The pair that differs in provenance alone."""
 
@@ -42,7 +47,7 @@ FACTORS = {
     "law": ("contiguous", "gapped"),
     "delimiters": ("dropped", "kept"),
 }
-"""Each factor with its low and its high level."""
+"""Each factor, as metrics.json calls it, with its low and its high level."""
 
 CONTRASTS = tuple(
     tuple(name for name, chosen in zip(FACTORS, bits, strict=True) if chosen)
@@ -59,6 +64,6 @@ def contrast(factors: tuple[str, ...]) -> list[float]:
     for arm in ARMS:
         sign = 1
         for name in factors:
-            sign *= 1 if getattr(arm, name) == FACTORS[name][1] else -1
+            sign *= 1 if arm.levels[name] == FACTORS[name][1] else -1
         coefficients.append(2 * sign / len(ARMS))
     return coefficients

@@ -23,7 +23,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, Arm
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, compactions
@@ -89,7 +89,7 @@ def read_context(
 
 
 def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int) -> tuple[dict[str, Tensor], KVCache]:
-    """What T3's slots hold of the code under each arm, and what the model says of it; and the cache of the first code's
+    """What T3's slots hold of the code under each arm, and what the model answers about it; and the cache of the first code's
     conversation up to T3."""
     start, ask, answer = whole[0].part("code").start, whole[0].span("ask").start, whole[0].part("answer")
     prefix = model.prefill(whole[0][:start])
@@ -193,12 +193,12 @@ def _attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows
     masks = torch.stack([first.expand_as(system), system & ~first, hidden, summaries])
     shares: dict[int, Tensor] = {}
 
-    def hear(layer: int, pattern: Tensor) -> None:
+    def observe(layer: int, pattern: Tensor) -> None:
         before, own = pattern[..., :past].mean(2), pattern[..., past:].sum(-1).mean(2)
         shared = torch.einsum("bhs,gbs->bhg", before.float(), masks.float())
         shares[layer] = torch.cat([shared, own[..., None].float()], -1)
 
-    with model.lanes.hooked.attending(hear):
+    with model.lanes.hooked.observing_patterns(observe):
         model.extend(rows, _onwards(rows, [turn] * rows.batch), lane="hooked")
     return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)
 

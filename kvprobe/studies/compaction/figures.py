@@ -53,7 +53,7 @@ def by_arm(metrics: dict[str, Any]) -> Any:
                     [place],
                     xerr=error,
                     fmt="o" if arm.delimiters == "dropped" else "s",
-                    mfc=COLOURS[arm.provenance] if arm.law == "gapped" else "white",
+                    mfc=COLOURS[arm.provenance] if arm.mode == "gapped" else "white",
                     color=COLOURS[arm.provenance],
                     capsize=2.5,
                     markersize=5.5,

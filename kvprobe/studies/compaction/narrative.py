@@ -20,7 +20,7 @@ from kvprobe.wording import estimate_of, percent, plain, points, signed, verdict
 
 QUESTION = (
     "A conversation was summarised and its turns are dropped from the cache. Is it better to mask them and go on with what "
-    "was computed while they were in view, or to restart and compute what stays afresh? And how much of the difference is "
+    "was computed while they were in view, or to restart and compute the retained slots again? And how much of the difference is "
     "provenance, how much position, how much the chat delimiters?"
 )
 _ROUND_OFF = 100
@@ -58,8 +58,8 @@ def narrate(
                 also=[
                     "Data: samples.parquet (codes), conversations.parquet (continuations and answers, as text), "
                     "probes.parquet and metrics.json beside this page.",
-                    "After seed 003 and the restart ablation of arXiv 2604.09852, which changes provenance, positions and "
-                    "delimiters at once.",
+                    "After the Goldberg/Papailiopoulos exchange on masking prefixes, and the restart ablation of arXiv 2604.09852, "
+                    "which changes provenance, positions and delimiters at once.",
                 ],
             ),
         ],
@@ -141,7 +141,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     context, compaction = contexts()[0], compactions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     chat = compacted_conversation(context, compaction, code)
-    passages = passages_of(chat, struck=HIDDEN_SEGMENTS, marked=code, told=("T2", "ask"))
+    passages = passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))
     return Section(
         title="What the model reads",
         paragraphs=[
@@ -314,7 +314,7 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
             f"{points(estimate_of(calibration['right_summary_beyond_calibration']))}.",
             f"Ceiling: with the full context the model answers {percent(estimate_of(metrics['full']['right_summary']))} of the "
             f"questions on the summary and {percent(estimate_of(metrics['full']['right_hidden']))} of those on the hidden turns "
-            "with the right words; where that is low, the arms cannot be told apart by right answers.",
+            "with the right words; where that is low, right answers cannot distinguish the arms.",
         ],
     )
 

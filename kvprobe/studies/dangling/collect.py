@@ -110,7 +110,7 @@ def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
 def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
     """The cache in each arm; gaps can be closed only where keys turn with position."""
     found = {FULL: clean, MASKED: clean.mask(HIDDEN)}
-    if model.lanes.turns:
+    if model.lanes.can_reindex:
         found[CLOSED] = clean.evict(HIDDEN).reindex()
     return found
 
@@ -182,7 +182,7 @@ def in_view_of(clean: KVCache, heads: Sequence[KVHead]) -> KVCache:
 
 
 def collect_memos(config: Config, run: Run) -> pd.DataFrame:
-    """What the model `ordinal` says of memos that it was not trained on; see `measure_memos`."""
+    """What the model `ordinal` answers to memos that it was not trained on; see `measure_memos`."""
     model = load("ordinal", device=config.device, dtype=config.dtype)
     verbs = list(VERBS)
     return table_of_parts(

@@ -260,7 +260,7 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
 
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     fact = facts(config.kinds[:1])[0]
-    passages = passages_of(conversation(fact, fact.values[0]), struck=(HIDDEN,))
+    passages = passages_of(conversation(fact, fact.values[0]), masked=(HIDDEN,))
     return Section(
         title="What was done",
         paragraphs=[

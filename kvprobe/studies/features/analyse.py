@@ -12,11 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.probing.intervals import LEVEL, held_out
-from kvprobe.probing.permutation import paired_features, step_down
+from kvprobe.probing.permutation import step_down
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.sparse import sparse_curves
-from kvprobe.probing.splits import SPLITS, Split, fold_numbers
-from kvprobe.saes import SparseFeatures
+from kvprobe.probing.splits import SPLITS, Split, fold_numbers, paired_features
+from kvprobe.saes import Dictionary
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate, means, ratio
 from kvprobe.studies.features.collect import PER_CODE, READERS, RESTARTED, UNTOUCHED, Collected
 from kvprobe.studies.features.config import Config
@@ -46,7 +46,7 @@ class Analysis:
     metrics: dict[str, Any]
 
 
-def analyse(collected: Collected, dictionaries: Sequence[SparseFeatures], quality: Any, config: Config) -> Analysis:
+def analyse(collected: Collected, dictionaries: Sequence[Dictionary], quality: Any, config: Config) -> Analysis:
     """Everything but what latents do to the answer."""
     places = [str(features.place) for features in dictionaries]
     differences = pd.concat(
@@ -151,13 +151,13 @@ def untouched(collected: Collected, place: str) -> float:
 
 def decoding(
     collected: Collected,
-    dictionaries: Sequence[SparseFeatures],
+    dictionaries: Sequence[Dictionary],
     config: Config,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Accuracy per digit of probes on the k best latents or raw dimensions, chosen in each training part, and on all; on all dimensions
     of the reconstruction, and of what it leaves out.
 
-    And by place, with intervals that hold together: how much more the best single latent tells of T2 itself than the best single
+    And by place, with intervals that hold together: how much more the best single latent shows of T2 itself than the best single
     dimension (`single`), and all latents of T3 than those of its restart (`read`).
     """
     labels, contexts = collected.digits, collected.contexts

@@ -21,7 +21,7 @@ from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.capture import Captured, Site, editing
 from kvprobe.inference.model import Model
-from kvprobe.saes import SparseFeatures, reconstruction, splice
+from kvprobe.saes import Dictionary, reconstruction, splice
 from kvprobe.saes.places import joined, site_of
 from kvprobe.studies.features.config import Config
 from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
@@ -46,9 +46,9 @@ def samples_of(model: Model, config: Config) -> list[tuple[Context, list[str]]]:
     return [(context, codes[at * config.codes : (at + 1) * config.codes]) for at, context in enumerate(chosen)]
 
 
-def collect(model: Model, dictionaries: Sequence[SparseFeatures], config: Config, run: Run) -> list[Path]:
+def collect(model: Model, dictionaries: Sequence[Dictionary], config: Config, run: Run) -> list[Path]:
     """One file of tensors per context (see `read_context`), in order."""
-    readers = {str(each.place): (each, each.turned(config.seed)) for each in dictionaries}
+    readers = {str(each.place): (each, each.rotated(config.seed)) for each in dictionaries}
     return tensor_parts(
         run,
         samples_of(model, config),
@@ -60,7 +60,7 @@ def collect(model: Model, dictionaries: Sequence[SparseFeatures], config: Config
 
 
 def read_context(
-    model: Model, context: Context, codes: Sequence[str], readers: Mapping[str, tuple[SparseFeatures, SparseFeatures]]
+    model: Model, context: Context, codes: Sequence[str], readers: Mapping[str, tuple[Dictionary, Dictionary]]
 ) -> dict[str, Tensor]:
     """Means over the slots of each segment.
 
@@ -101,7 +101,7 @@ def read_context(
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
-def wanted_at(dictionaries: Sequence[SparseFeatures]) -> dict[str, Any]:
+def wanted_at(dictionaries: Sequence[Dictionary]) -> dict[str, Any]:
     """What `kvprobe.inference.capture` is to capture for these."""
     places = [features.place for features in dictionaries]
     return {"families": sorted({place.family for place in places}), "layers": [place.layer for place in places]}
@@ -113,14 +113,14 @@ def restarted(model: Model, context: Context, code: str) -> Tokens:
     return tokens[: tokens.part("answer").start]
 
 
-def collect_quality(model: Model, dictionaries: Sequence[SparseFeatures], config: Config, run: Run) -> pd.DataFrame:
+def collect_quality(model: Model, dictionaries: Sequence[Dictionary], config: Config, run: Run) -> pd.DataFrame:
     """Of the conversations with everything in view. Per place: one row per text (`grid` is texts) with what `reconstruction` finds,
     `turned` (that of the turned dictionary) and, for the first few, what `splice` finds; and one per latent (`grid` is latents)."""
     texts = [conversation(context, codes[0]).tokens(model.tokenizer) for context, codes in samples_of(model, config)]
 
-    def measure(features: SparseFeatures) -> pd.DataFrame:
+    def measure(features: Dictionary) -> pd.DataFrame:
         found = reconstruction(model, features, texts)
-        turned = reconstruction(model, features.turned(config.seed), texts)
+        turned = reconstruction(model, features.rotated(config.seed), texts)
         rows = found.texts.assign(grid="texts", turned=turned.texts["error"])
         rows = rows.join(splice(model, features, texts[:SPLICED]))
         latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": found.density})
@@ -162,7 +162,7 @@ Sets = Mapping[str, Mapping[str, Sequence[int]]]
 
 
 def collect_exchanges(
-    model: Model, dictionaries: Sequence[SparseFeatures], by_half: Mapping[int, Sets], config: Config, run: Run
+    model: Model, dictionaries: Sequence[Dictionary], by_half: Mapping[int, Sets], config: Config, run: Run
 ) -> pd.DataFrame:
     """The answer of the retained arm when T3's latents are those of the restart arm, for sets of latents found on the other half of the
     contexts: one row per context, place and set (see `exchange`)."""
@@ -175,9 +175,7 @@ def collect_exchanges(
     return table_of_parts(run, cases, "exchange", measure, doing="Exchanging latents", unit="conversation")
 
 
-def exchange(
-    model: Model, dictionaries: Sequence[SparseFeatures], context: Context, code: str, sets: Sets
-) -> pd.DataFrame:
+def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context, code: str, sets: Sets) -> pd.DataFrame:
     """KL from the restart arm's predictions to those of the retained arm, mean over T3's slots: as it is (`retained`), with T3's whole
     activations at the place taken from the restart arm (`whole`), and with only what a set of latents makes of the difference. Of a
     set's name the first word counts, so that there may be several draws of one sort."""

@@ -188,7 +188,7 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _read_section(config: Config) -> Section:
     context = contexts()[0]
     code = "48213"
-    passages = passages_of(conversation(context, code), struck=HIDDEN_SEGMENTS, marked=code, told=("T2", "T3"))
+    passages = passages_of(conversation(context, code), masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "T3"))
     return Section(
         title="What is read",
         paragraphs=[

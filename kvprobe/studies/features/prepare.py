@@ -11,7 +11,7 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
-from kvprobe.saes import Place, Recipe, Shards, SparseFeatures, record, self_written, train
+from kvprobe.saes import Dictionary, Place, Recipe, Shards, record, self_written, train
 from kvprobe.saes.dictionary import content_digest
 from kvprobe.studies.features.config import Config
 from kvprobe.tasks import facts, sessions
@@ -26,7 +26,7 @@ def places_of(config: Config) -> tuple[Place, ...]:
     return tuple(map(Place.parse, config.places))
 
 
-def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures], Shards]:
+def prepare(model: Model, config: Config, run: Run) -> tuple[list[Dictionary], Shards]:
     """The dictionaries to be studied, and a recording of texts at their places.
 
     They are trained on what is recorded: hand-written conversations (`kvprobe.tasks.facts` and `sessions`) and texts that the model
@@ -37,7 +37,7 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[SparseFeatures
         places = places_of(config)
         shards = record(model, texts + written(model, config, run), places, recording(run))
         return [_trained(model, config, run, shards, place) for place in places], shards
-    loaded = [SparseFeatures.load(name, model) for name in config.dictionaries]
+    loaded = [Dictionary.load(name, model) for name in config.dictionaries]
     places = [features.place for features in loaded]
     if len(set(places)) != len(places):
         raise UserError(f"Two dictionaries read {places[0]}; give one for each place.")
@@ -79,7 +79,7 @@ def written(model: Model, config: Config, run: Run) -> list[Tokens]:
     return [Tokens.of(list(ids)) for _, ids in table.groupby("text")["id"]]
 
 
-def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Place) -> SparseFeatures:
+def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Place) -> Dictionary:
     folder = run.path / "dictionaries" / str(place)
     if not folder.is_dir():
         recipe = Recipe(config.kind, config.width, config.active, config.tokens, seed=config.seed)
@@ -87,4 +87,4 @@ def _trained(model: Model, config: Config, run: Run, shards: Shards, place: Plac
         shutil.rmtree(partial, ignore_errors=True)
         train(shards, place, recipe, model.name).save(partial).replace(folder)
     # As it is saved, so that a resumed run has the same: saving rounds TopK dictionaries in the last digit.
-    return SparseFeatures.load(folder, model)
+    return Dictionary.load(folder, model)

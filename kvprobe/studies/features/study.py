@@ -13,8 +13,8 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.report.document import TokenView
-from kvprobe.report.views.features import feature_view, peak_words
-from kvprobe.saes import Shards, SparseFeatures, activating
+from kvprobe.report.views.latents import latent_view, peak_words
+from kvprobe.saes import Dictionary, Shards, activating
 from kvprobe.studies.features.analyse import Analysis, analyse, exchanged, halved
 from kvprobe.studies.features.collect import RESTARTED, Collected, collect, collect_exchanges, collect_quality
 from kvprobe.studies.features.config import Config
@@ -64,7 +64,7 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
 
 
 def sets_by_half(
-    collected: Collected, dictionaries: Sequence[SparseFeatures], config: Config
+    collected: Collected, dictionaries: Sequence[Dictionary], config: Config
 ) -> dict[int, dict[str, dict[str, list[int]]]]:
     """The latents that differ most in T3 on each half of the contexts, as many others at random, and all; by place."""
     found: dict[int, dict[str, dict[str, list[int]]]] = {0: {}, 1: {}}
@@ -83,7 +83,7 @@ def sets_by_half(
 
 
 def shown(
-    model: Model, features: SparseFeatures, shards: Shards, collected: Collected, analysis: Analysis
+    model: Model, features: Dictionary, shards: Shards, collected: Collected, analysis: Analysis
 ) -> tuple[list[dict[str, Any]], list[TokenView]]:
     """The latents that differ most in each segment, and those that tell most of the digits in T2 itself: what to say of each, and the
     texts that they are most active in."""
@@ -107,4 +107,4 @@ def shown(
     for row in rows:
         each = found[int(row["latent"])]
         row["density"], row["words"] = each.density, peak_words(each, model.tokenizer)
-    return rows, [feature_view(each, model.tokenizer) for each in found.values() if each.examples]
+    return rows, [latent_view(each, model.tokenizer) for each in found.values() if each.examples]

@@ -142,7 +142,7 @@ def _states(states: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _baselines(single: Any, states: Any) -> dict[str, float]:
-    """Rank correlations over layers of what is told without damage with the mean index of attention and of MLP."""
+    """Rank correlations over layers of what is measured without damage with the mean index of attention and of MLP."""
     clean = states[states["family"] == NONE].groupby("layer")[["angle", "drop"]].median()
     found = {}
     for kind in ("attn", "mlp"):

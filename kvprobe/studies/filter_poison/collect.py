@@ -20,13 +20,13 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
+from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.layers import Component, layer_map, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
 from kvprobe.studies.filter_poison.config import FALSE, Config
-from kvprobe.studies.robustness.kinds import KINDS
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.text.transcript import Tokens
 
@@ -72,8 +72,8 @@ def cases_of(config: Config, model: Model) -> list[Case]:
         UserError: a family is no fault that there is.
     """
     for family in config.rates:
-        if family not in (*KINDS, FALSE):
-            raise UserError(unknown("fault", family, (*KINDS, FALSE)))
+        if family not in (*CATALOGUE, FALSE):
+            raise UserError(unknown("fault", family, (*CATALOGUE, FALSE)))
     picked = [fact for kind in config.kinds for fact in facts((kind,))[: config.prompts]]
     found = []
     for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
@@ -162,17 +162,17 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
             if fault.lender == "distractor"
             else {}
         )
-        host = prepare(model.lanes, clean, [fault], donors)
+        context = prepare(model.lanes, clean, [fault], donors)
         draws = [Draws(seed=config.seed, sample=case.number)]
-        found.append((family, clean, clean.corrupt(fault, draws=draws, hosts=[host])))
+        found.append((family, clean, clean.corrupt(fault, draws=draws, contexts=[context])))
     return found
 
 
 def fault_of(family: str, percent: float) -> Fault:
     """The fault of the robustness study under this name, striking so many slots of what was said."""
-    kind = KINDS[family]
-    scope = Scope(rate=percent / 100, segments=STRUCK, parts=kind.parts, unit=kind.unit("slot"))
-    return kind.make(scope=scope, at=0, transient=False)
+    named = CATALOGUE[family]
+    scope = Scope(rate=percent / 100, segments=STRUCK, parts=named.parts, unit=named.unit("slot"))
+    return named.make(scope=scope, at=0, transient=False)
 
 
 def _labelled(table: pd.DataFrame, case: Case, family: str) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.attention import attend
+from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, HeatMap
 from kvprobe.report.plots import save, styled
@@ -15,7 +16,6 @@ from kvprobe.report.views.attention import patterns_view
 from kvprobe.studies.filter_poison.analyse import FILTER, POISON
 from kvprobe.studies.filter_poison.collect import Case, damages, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config
-from kvprobe.studies.robustness.kinds import KINDS
 from kvprobe.wording import ends
 
 BOUND = 1.0
@@ -38,7 +38,7 @@ def draw_all(metrics: Mapping[str, Any], name: str, folder: Path) -> None:
 
 
 def family_name(family: str) -> str:
-    return "another fact" if family == FALSE else KINDS[family].label
+    return "another fact" if family == FALSE else CATALOGUE[family].label
 
 
 def strips(metrics: Mapping[str, Any], name: str) -> Any:

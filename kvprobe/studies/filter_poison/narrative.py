@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.experiments.reproduce import reproduce_section
+from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, Figure, Report, Section, Table
 from kvprobe.stats import Estimate
@@ -11,7 +12,6 @@ from kvprobe.studies.filter_poison.analyse import FILTER, POISON
 from kvprobe.studies.filter_poison.collect import STRUCK
 from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
-from kvprobe.studies.robustness.kinds import KINDS
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
@@ -304,7 +304,7 @@ def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     def said(family: str, percentage: float) -> str:
         if family == FALSE:
             return "another fact: nothing is broken; the cache is that of the conversation with the other value of the fact"
-        return f"{family_name(family)}: {KINDS[family].says}, in {percentage:g} % of the slots"
+        return f"{family_name(family)}: {CATALOGUE[family].content}, in {percentage:g} % of the slots"
 
     damage = {entry["family"]: entry for entry in metrics["damage"]}
     return Section(

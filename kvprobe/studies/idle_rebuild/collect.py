@@ -126,7 +126,7 @@ def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
 
 def question(tokens: Tokens, turn: int) -> Tokens:
     """The user's message of a turn and the header of the answer, but for the header's last token: that one is read with
-    the answer, whose first token is told from it."""
+    the answer, whose first token is predicted from it."""
     return tokens[tokens.span(f"T{turn}").start : tokens.part(f"reply{turn}").start - 1]
 
 

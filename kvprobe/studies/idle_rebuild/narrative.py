@@ -132,7 +132,7 @@ def _slack(metrics: Mapping[str, Any]) -> float:
 
 def _session_section(config: Config) -> Section:
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
-    every = passages_of(conversation(sessions()[0]), struck=SUMMARISED)
+    every = passages_of(conversation(sessions()[0]), masked=SUMMARISED)
     passages = [passage for passage in every if passage.segment in shown]
     return Section(
         title="What the model reads",
@@ -189,7 +189,7 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
         for pair in drift["nll_difference"]
     ]
     return Section(
-        title="What the rebuilt run says of the scripted replies",
+        title="How the rebuilt run predicts the scripted replies",
         paragraphs=[
             "At each turn the run reads the user's message and the header of the answer, and then the scripted reply, token by "
             "token. Divergence says that two runs expect different things; surprise (the negative log-probability of the scripted "

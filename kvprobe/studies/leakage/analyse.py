@@ -13,11 +13,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvprobe.inference.model import Model
-from kvprobe.probing.claims import CONTROL, FLOOR, Probing, probe_features
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing
 from kvprobe.probing.differences import less_restart, nothing
 from kvprobe.probing.features import Features
 from kvprobe.probing.intervals import LEVEL, held_out
 from kvprobe.probing.probe import embeddings
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import centred_within
 from kvprobe.stats import SHARE, UNBOUNDED, estimate
 from kvprobe.studies.leakage.collect import FAMILIES, PER_CONTEXT, PER_SECRET, USE_ARMS

@@ -20,7 +20,7 @@ from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import Context, conversation
 from kvprobe.tasks.secrets import secret

@@ -136,7 +136,7 @@ def layer_maps(probes: Any, metrics: Mapping[str, Any]) -> list[HeatMap]:
 
 
 def use(measured: dict[str, Any]) -> Any:
-    """What the model says of the true secret, and how far its answer is from the full context's, per arm."""
+    """How likely the true secret is to the model, and how far its answer is from the full context's, per arm."""
     import matplotlib.pyplot as plt
 
     panels = {

@@ -3,16 +3,16 @@
 from kvprobe.experiments.publishing import KEPT
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.probes.kept_probe import kept_probe
-from kvprobe.probes.probe_card import Arm, Training
+from kvprobe.probes.candidate import candidate_probe
+from kvprobe.probes.card import Arm, Training
 from kvprobe.studies.leakage.analyse import CHANGED, FLOORS, Analysis, Collected
 from kvprobe.studies.leakage.config import Config
 from kvprobe.wording import estimate_of
 
 READ_FROM: dict[str, tuple[str, Arm, str]] = {
-    "masked": ("T3", "retained", "the {secret} that a turn told before it was masked"),
-    "direct": ("summary2", "direct", "the {secret} that a turn told, from the summary that is read after it"),
-    "hidden": ("T2", "hidden", "the {secret} that a turn tells, from that turn itself"),
+    "masked": ("T3", "retained", "the {secret} that a turn stated before it was masked"),
+    "direct": ("summary2", "direct", "the {secret} that a turn stated, from the summary that is read after it"),
+    "hidden": ("T2", "hidden", "the {secret} that a turn states, from that turn itself"),
 }
 """By arm: the segment, what the model sees there, and what is read."""
 
@@ -23,7 +23,7 @@ def keep_probes(model: Model, collected: Collected, analysis: Analysis, config: 
     for arm, (segment, seen, what) in READ_FROM.items():
         restart = collected.features(FLOORS[arm]) if arm in FLOORS else None
         for changed in (False, True) if arm in CHANGED else (False,):
-            probe = kept_probe(
+            probe = candidate_probe(
                 model,
                 collected.features(arm),
                 analysis.probings[CHANGED[arm] if changed else arm],

@@ -83,7 +83,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
     hidden, words = secret(config.secret), WORDS[config.secret]
     context = hidden.contexts[0]
     text = hidden.draw(1, 1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0][0]
-    passages = passages_of(conversation(context, text), struck=HIDDEN_SEGMENTS, marked=text, told=("T2", "T3"))
+    passages = passages_of(conversation(context, text), masked=HIDDEN_SEGMENTS, marked=text, only_in=("T2", "T3"))
     return Section(
         title="What the model reads",
         paragraphs=[
@@ -100,7 +100,7 @@ def _conversation_section(model: Model, config: Config) -> Section:
             "restart: the same tokens at the same positions, computed afresh without T1 and T2. This is the floor: it "
             f"cannot know {words.known}. The floor of direct is summary 2, computed in the same way.",
             "less its restart: the slots of an arm minus those of its restart, which takes away all that the visible text itself puts "
-            "there. Whoever has the visible text can compute that; it takes no other secret of the conversation.",
+            "there. Anyone who has the visible text can compute that; it takes no other secret of the conversation.",
             f"before: the slots of summary 1, computed before {words.known} was said.",
             f"hidden: the slots of T2 itself after {words.known}; the ceiling.",
         ],

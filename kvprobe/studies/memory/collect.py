@@ -24,7 +24,7 @@ def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
         predicted = model.budget(context=context, new=GENERATED)
         found = measure(model, predicted)
         assert found.generating is not None
-        reading, generating = (predicted.moments[name].total for name in ("reading", "generating"))
+        reading, generating = (predicted.phases[name].total for name in ("reading", "generating"))
         rows = [
             ("weights", predicted.weights, found.weights),
             ("cache", predicted.cache, found.cache),

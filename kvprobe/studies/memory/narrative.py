@@ -13,7 +13,7 @@ from kvprobe.studies.memory.config import Config
 from kvprobe.wording import estimate_of, plain
 
 QUESTION = (
-    "A prompt that fitted yesterday runs out of memory today. Can that be told beforehand, from the model's config alone? "
+    "A prompt that fitted yesterday runs out of memory today. Can that be computed beforehand, from the model's config alone? "
     "And what does the cache that fills the memory save?"
 )
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.models.lens import Family
-from kvprobe.probing.calibration import calibrated_probes
+from kvprobe.probing.features import Features, Site
+from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.intervals import held_out
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
-from kvprobe.probing.sweep import READS, accuracy_table, best_by_inner_fold, sites, sweep
 from kvprobe.probing.transfer import transferred
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, lowest_layer
 from kvprobe.studies.multihop.collect import PLACES, USE_ARMS, Place, place
-from kvprobe.studies.multihop.collected import Collected, Pick
+from kvprobe.studies.multihop.collected import Collected
 from kvprobe.studies.multihop.config import Config
 
 CHANCE = 0.1
@@ -51,14 +51,17 @@ class Reading:
 
     Attributes:
         hits: whether each digit was right.
-        bits: that the probe tells of a digit, mean over digits.
+        bits: that the probe gives of a digit, mean over digits.
         inner: accuracy on the inner fold of every site, families joined.
+        sites: family and site of each row of `inner`.
+        picks: the site of each test fold.
     """
 
     hits: Bool[np.ndarray, "samples digits"]
     bits: Float[np.ndarray, "samples"]
     inner: Float[Tensor, "sites folds"]
-    picks: list[dict[str, Any]]
+    sites: tuple[tuple[Family, Site], ...]
+    picks: tuple[tuple[Family, Site], ...]
 
 
 def analyse(collected: Collected, config: Config) -> Analysis:
@@ -77,11 +80,9 @@ def analyse(collected: Collected, config: Config) -> Analysis:
     with tqdm(total=len(PLACES) * len(CONDITIONS) * len(SPLITS), desc="Fitting probes", unit="place") as bar:
         for at in PLACES:
             for condition in CONDITIONS:
-                features: dict[Family, Tensor] = {
-                    family: collected.features(condition, at, family) for family in collected.families
-                }
+                features = collected.joined(condition, at)
                 for split in SPLITS:
-                    table, reading = read(collected, condition, at, features, split, folds[split])
+                    table, reading = read(condition, at, features, split, folds[split])
                     found[condition, at, split] = reading
                     tables.append(table)
                     bar.update()
@@ -103,7 +104,9 @@ def analyse(collected: Collected, config: Config) -> Analysis:
             metrics["leak"][split][arm] = [of(leak, DIFFERENCE) for leak in leaks]
             metrics["bits"][split][arm] = [of(own.bits) for own in retained]
             metrics["floor_bits"][split][arm] = [of(own.bits) for own in restart]
-            metrics["chosen"][split][arm] = [own.picks for own in retained]
+            metrics["chosen"][split][arm] = [
+                [{"fold": fold, **_named(pick)} for fold, pick in enumerate(own.picks)] for own in retained
+            ]
             metrics["beyond"][split][arm] = of(beyond, DIFFERENCE)
             if split == "leave-context-out":
                 claims["beyond"][arm] = of(beyond, DIFFERENCE, CLAIMS)
@@ -126,43 +129,29 @@ def analyse(collected: Collected, config: Config) -> Analysis:
 
 
 def read(
-    collected: Collected,
     condition: str,
     at: Place,
-    features: Mapping[Family, Float[Tensor, "rows layers reads dim"]],
+    features: Features,
     split: Split,
     folds: Int[np.ndarray, "samples"],
 ) -> tuple[pd.DataFrame, Reading]:
     """Probes of every site of a place under one split: a table of all, and the reading of the best."""
-    labels, contexts = collected.labels, collected.contexts
-    tables, candidates, inner = [], [], []
-    for family, tensor in features.items():
-        result = sweep(tensor, collected.rows(condition), labels, contexts, split, folds, classes=10)
-        named = {"condition": condition, "arm": at[0], "split": split, "family": family}
-        table = accuracy_table(result, sites(tensor), labels, contexts, **named)
-        tables.append(table.assign(distance=at[1]))
-        candidates += [(family, site, result, index) for index, site in enumerate(sites(tensor))]
-        inner.append(result.inner_accuracy)
-    predicted, picks = best_by_inner_fold(candidates, folds)
-
-    bits = np.empty(len(contexts))
-    chosen = [_pick(pick) for pick in picks]
-    for family, tensor in features.items():
-        own = sorted({pick for pick in chosen if pick[0] == family})
-        if not own:
-            continue
-        vectors = [collected.seen(tensor[:, layer, read], condition, split) for _, layer, read in own]
-        seen, size = (torch.stack(each) for each in zip(*vectors, strict=True))
-        told = calibrated_probes(seen, labels, torch.from_numpy(folds), classes=10, size=size, may_be_constant=True)
-        for pick, information in zip(own, told.information.mean(1).numpy(), strict=True):
-            mine = np.isin(folds, [fold for fold, each in enumerate(chosen) if each == pick])
-            bits[mine] = information[mine]
-    reading = Reading(predicted == collected.digits, bits, torch.cat(inner), picks)
-    return pd.concat(tables, ignore_index=True), reading
+    fits = fit_sites(features, split, folds)
+    best = chosen(fits, folds)
+    table = fits.accuracies(features.labels, features.contexts, condition=condition, arm=at[0], split=split)
+    reading = Reading(
+        best.predicted.eq(features.labels).T.numpy(),
+        best.information.double().numpy(),
+        fits.inner_accuracy,
+        fits.sites,
+        best.picks,
+    )
+    return table.drop(columns="head").assign(distance=at[1]), reading
 
 
-def _pick(pick: Mapping[str, Any]) -> Pick:
-    return pick["family"], pick["layer"], READS.index(pick["read"])
+def _named(pick: tuple[Family, Site]) -> dict[str, Any]:
+    family, site = pick
+    return {"family": family, "layer": site.layer, "read": site.read}
 
 
 def _versus(
@@ -190,7 +179,7 @@ def _transfer(
             for arm in ARMS:
                 readings = [found["retained", place(arm, distance), split] for distance in DISTANCES]
                 best = torch.stack([own.inner for own in readings]).mean(0).argmax(0).tolist()
-                picks = [_site(collected, index) for index in best]
+                picks = [readings[0].sites[index] for index in best]
                 hits = np.empty((len(DISTANCES), len(DISTANCES), len(number)))
                 for pick in set(picks):
                     read = [collected.vectors("retained", place(arm, distance), pick, split) for distance in DISTANCES]
@@ -200,27 +189,20 @@ def _transfer(
                     hits[:, :, mine] = right[:, :, mine]
                 out[split][arm] = {
                     "accuracy": [[held_out(each, collected.contexts, SHARE).record() for each in row] for row in hits],
-                    "picks": [{"family": family, "layer": layer, "read": READS[read]} for family, layer, read in picks],
+                    "picks": [_named(pick) for pick in picks],
                 }
                 bar.update()
     return out
-
-
-def _site(collected: Collected, index: int) -> Pick:
-    """The site of this number, families joined in their order; all have as many layers and read-outs."""
-    layers = collected.features("restart", PLACES[0], collected.families[0]).shape[1]
-    family, site = divmod(index, layers * len(READS))
-    return collected.families[family], *divmod(site, len(READS))
 
 
 def variation_of(collected: Collected) -> pd.DataFrame:
     """How far what the probes read varies with the code, relative to its size: the largest over samples and numbers."""
     tables = []
     for at in PLACES:
-        for family in collected.families:
-            features = collected.features("retained", at, family)
-            varying = centred_within(features, collected.contexts).abs().amax((0, 3)) / features.abs().amax((0, 3))
-            layer, read = zip(*sites(features), strict=True)
+        features = collected.joined("retained", at)
+        for family, tensor in features.tensors.items():
+            varying = centred_within(tensor, collected.contexts).abs().amax((0, 2)) / tensor.abs().amax((0, 2))
+            sites = features.sites[family]
             tables.append(
                 pd.DataFrame(
                     {
@@ -228,9 +210,9 @@ def variation_of(collected: Collected) -> pd.DataFrame:
                         "arm": at[0],
                         "distance": at[1],
                         "family": family,
-                        "layer": layer,
-                        "read": [READS[each] for each in read],
-                        "variation": varying.flatten().numpy(),
+                        "layer": [site.layer for site in sites],
+                        "read": [site.read for site in sites],
+                        "variation": varying.numpy(),
                     }
                 )
             )

@@ -21,7 +21,7 @@ from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.sweep import read_outs
+from kvprobe.probing.features import read_outs
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_seen
 from kvprobe.studies.multihop.config import Config
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation, sessions
@@ -29,7 +29,7 @@ from kvprobe.tasks.passcode import draw_codes
 from kvprobe.text.transcript import Tokens
 
 SHOWN = "T1 shown"
-"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it were told."""
+"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the code."""
 USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
 
 Place = tuple[str, int]

@@ -11,12 +11,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvprobe.models.lens import Family
+from kvprobe.probing.features import READS, Features, Site
 from kvprobe.probing.splits import Split, centred_within
 from kvprobe.studies.multihop.collect import Place, name_of
 from kvprobe.studies.multihop.config import Config
+from kvprobe.tasks.designs import Target
 
-Pick = tuple[Family, int, int]
-"""Family, layer and read-out."""
+TARGET = Target("code", tuple("0123456789"))
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,23 @@ class Collected:
         """Which row of the features is each sample's."""
         return self.contexts if condition == "restart" else np.arange(len(self.contexts))
 
+    def joined(self, condition: str, at: Place) -> Features:
+        """What probes read at a place, all families."""
+        tensors = {family: self.features(condition, at, family) for family in self.families}
+        return Features.of_read_outs(tensors, self.rows(condition), self.labels, self.contexts, TARGET)
+
     def vectors(
-        self, condition: str, at: Place, pick: Pick, split: Split
+        self, condition: str, at: Place, pick: tuple[Family, Site], split: Split
     ) -> tuple[Float[Tensor, "samples dim"], Float[Tensor, ""]]:
         """What a probe at one site reads, and its root mean square before any centring."""
-        family, layer, read = pick
+        family, site = pick
         pieces = []
         for path in self.paths:
             with safe_open(path, framework="pt") as file:
-                pieces.append(file.get_slice(name_of(condition, at, family))[:, layer, read])
-        return self.seen(torch.cat(pieces), condition, split)
-
-    def seen(
-        self, vectors: Float[Tensor, "rows dim"], condition: str, split: Split
-    ) -> tuple[Float[Tensor, "samples dim"], Float[Tensor, ""]]:
-        """What a probe reads of each sample's row, and its root mean square before any centring."""
-        own = vectors[torch.from_numpy(self.rows(condition))]
-        size = own.square().mean().sqrt()
-        return (centred_within(own, self.contexts) if split == "paired" else own), size
+                pieces.append(file.get_slice(name_of(condition, at, family))[:, site.layer, READS.index(site.read)])
+        seen = torch.cat(pieces)[torch.from_numpy(self.rows(condition))]
+        size = seen.square().mean().sqrt()
+        return (centred_within(seen, self.contexts) if split == "paired" else seen), size
 
 
 def _joined(paths: Sequence[Path], name: str) -> Tensor:

@@ -160,7 +160,7 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
 def _session_section(model: Model, config: Config) -> Section:
     session = sessions()[0]
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    passages = passages_of(conversation(session, code), struck=TURN_NAMES, marked=code, told=(TURN_NAMES[0], "Q"))
+    passages = passages_of(conversation(session, code), masked=TURN_NAMES, marked=code, only_in=(TURN_NAMES[0], "Q"))
     return Section(
         title="What the model reads",
         paragraphs=[
@@ -352,8 +352,8 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
             f"{metrics['sessions']} hand-written English sessions of short turns and {metrics['samples']} codes; intervals are "
             "over such sessions. There are 20 places and three splits, and of the 60 intervals in the tables one or two lie above zero "
             "by chance; those that decide the answer are wide enough for all.",
-            "Bits fall below nought where a probe is sure and wrong; one odd session can cost more bits than all others give, which "
-            "accuracy does not feel.",
+            "Bits fall below zero where a probe is confident and wrong; one odd session can cost more bits than all others give, "
+            "which accuracy does not show.",
             "In the arms that hide summaries, what is hidden differs as well as the way: a turn that sees fewer summaries attends "
             "more to those it sees.",
             "Distance and place in the session are one here: the summary at distance 7 is always the eighth.",

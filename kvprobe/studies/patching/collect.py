@@ -20,7 +20,8 @@ from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of
 from kvprobe.studies.patching.config import Config
 from kvprobe.tasks.facts import Pair, facts, pair
-from kvprobe.text.transcript import Tokenizer, Tokens
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.tokens import Tokens
 
 BEFORE, VALUE, AFTER = "fact before", "value", "fact after"
 """The turn of the fact up to the value, the value, and the turn after it with the reply."""

@@ -229,12 +229,12 @@ def _attribution_sentence(found: Mapping[str, Any]) -> str:
 
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     fact = facts(config.kinds[:1])[0]
-    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], told=("fact", "question"))
+    passages = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], only_in=("fact", "question"))
     able = [f"{entry['kind']} {entry['able']} of {entry['runs']}" for entry in metrics["pairs"]["kinds"]]
     return Section(
         title="What was done",
         paragraphs=[
-            "Each fact is told twice with different values, in prompts that agree token by token but for the value. The question and "
+            "Each fact is stated twice with different values, in prompts that agree token by token but for the value. The question and "
             "the reply, up to the value, are read after each prompt's cache. The measure is the logit of the run's own value less that of the "
             "other; 0 % of the way is the run unpatched, 100 % the run whose K and V are swapped in (the donor).",
             "One conversation:",

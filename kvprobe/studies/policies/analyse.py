@@ -25,7 +25,7 @@ TOLERANCE = {"kl": 0.1, "agreement": 0.05, "code": 0.05, "instructions": 0.05}
 JUDGED = (20, 50)
 """At which budgets, or those nearest to them, policies are held against random eviction."""
 ABOVE_CHANCE = 0.1
-"""By how much the full cache must surely exceed chance for a measure to tell anything."""
+"""By how much the full cache must significantly exceed chance for a measure to show anything."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Every policy at every budget on the cache of the same conversation, and what the model says from what is left.
 
-A conversation is read once, with attention watched, and each condition acts on that cache: what stays is retained, never
+A conversation is read once, with attention watched, and each condition acts on that cache: the slots left are retained, never
 read again. What is said afterwards is teacher-forced, in two passes for each condition: the continuation that the model
 itself gives with the full cache, and five questions as rows of one batch. One file per sample is kept, so an interrupted
 run resumes.
@@ -40,7 +40,9 @@ from kvprobe.policies import (
 )
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
-from kvprobe.text.transcript import Message, Part, Tokens, Transcript
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 SINKS, WINDOW, TAIL = 4, 16, 32
 """Slots at the start that sink windows keep, last queries that SnapKV looks at, and slots that stay unquantised."""
@@ -96,7 +98,7 @@ KINDS = {
     "sliding": Kind("sliding window", lambda room: SlidingWindow(room.amount), "#56b4e9", "v"),
     "sinks": Kind("sinks + window (StreamingLLM)", _sinks, "#0072b2", "o"),
     "sinks-gapped": Kind(
-        "sinks + window (gapped)", lambda room: replace(_sinks(room), law="gapped"), "#0072b2", "s", "--"
+        "sinks + window (gapped)", lambda room: replace(_sinks(room), mode="gapped"), "#0072b2", "s", "--"
     ),
     RANDOM: Kind("random eviction", lambda room: RandomEviction(room.amount, room.seed), "#7f7f7f", "x", baseline=True),
     "random-heads": Kind(

@@ -202,7 +202,7 @@ def _policy_of(name: str, metrics: Mapping[str, Any]) -> str:
 def _conversation_section(metrics: Mapping[str, Any], config: Config, model: Model) -> Section:
     given, chat = sample_conversation(model, config, 0)
     full = metrics["full"]
-    passages = passages_of(chat, marked=given.code, told=("needle",))
+    passages = passages_of(chat, marked=given.code, only_in=("needle",))
     instruction, value = given.instructions[0]
     return Section(
         title="What the model reads",
@@ -307,12 +307,12 @@ def _random_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="Against random eviction",
         paragraphs=[
-            "A policy that scores slots must beat one that draws lots. But lots often lose the first slots, on which many "
+            "A policy that scores slots must beat one that draws at random. But random draws often lose the first slots, on which many "
             "models park attention that they need for nothing else; a policy may beat random eviction by keeping those and know "
             f"nothing more. So there is a second baseline, random eviction that spares the first {SINKS} slots.",
             "Differences are between conditions of the same conversations; above zero is better, and a policy is said to beat a "
             f"baseline where the whole interval is above zero. These are {count} comparisons, "
-            f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by luck if none did.",
+            f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by chance if none did.",
         ],
         tables=tables,
     )

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, estimate, wilson
 from kvprobe.studies.robustness.collect import (
     CONTROL,
@@ -18,7 +19,6 @@ from kvprobe.studies.robustness.collect import (
     PROCEDURE_UNITS,
 )
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.tasks.task import Task, rankable, too_hard
 
 Rows = Any
@@ -32,7 +32,7 @@ CONTRASTS = {
     ("distractor", "distractor-matched"): "an unrelated conversation's slots as they are against moved and scaled ones",
     ("foreign-block", "distractor"): "an unrelated conversation's slots in whole blocks against single slots",
 }
-"""Pairs of faults whose difference says why one of them hurts; the first two are claims of seed 001."""
+"""Pairs of faults whose difference says why one of them hurts; the first two are claims of canarypwn's article."""
 UNCHANGED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.02}
 """Nats of KL that slots in another order may cost by rounding, by the dtype of the model."""
 KL_NEEDS = 2
@@ -123,7 +123,7 @@ def _task(table: Rows, config: Config, task: Task, tasks: int) -> dict[str, Any]
         for rate in config.rates:
             level[name, rate] = Answers(main[(main["fault"] == name) & (main["rate"] == rate)], items)
     can = rankable(float(accuracy.mean()), task.chance)
-    ranked = [name for name in config.faults if not KINDS[name].control]
+    ranked = [name for name in config.faults if not CATALOGUE[name].control]
     lost = {
         name: np.mean([accuracy - level[name, rate].right(headline) for rate in config.rates], axis=0)
         for name in ranked
@@ -243,7 +243,7 @@ def _contrasts(
 
 
 def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: Sequence[int]) -> list[dict[str, Any]]:
-    """Seed 001's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
+    """Canarypwn's faults in every timing and unit, and what each loses beyond fresh damage to whole slots."""
     rows = mine[mine["group"] == PROCEDURE]
     if rows.empty:
         return []
@@ -253,7 +253,7 @@ def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: S
         return Answers(rows[chosen], items)
 
     found = []
-    for fault in SEED_FAULTS:
+    for fault in REPORTED_FAULTS:
         usual = answers(fault, "fresh", "slot").right(scorer)
         for timing in TIMINGS:
             for unit in PROCEDURE_UNITS:
@@ -309,7 +309,7 @@ def _controls(table: Rows, config: Config, dtype: str, all_visible: bool) -> dic
         "allowed": allowed,
     }
     for name in config.faults:
-        if KINDS[name].control:
+        if CATALOGUE[name].control:
             rows = table[(table["group"] == MAIN) & (table["fault"] == name)]
             entry = {"fault": name, "rows": len(rows), "kl": _largest(rows), "same": int(rows["same"].sum())}
             holds = _within(rows, allowed, config) and (config.follow or bool(rows["same"].all()))

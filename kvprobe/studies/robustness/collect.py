@@ -1,6 +1,6 @@
 """Every fault at every rate, with its controls, as the cases of each prompt.
 
-What is written and answered is `kvprobe.experiments.trials`' affair; here stands which cases there are.
+`kvprobe.experiments.trials` writes and answers prompts; this module says which cases there are.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.experiments.trials import Case
 from kvprobe.faults import NotANumber, Scope
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.fault import When
 from kvprobe.faults.scope import Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.names import unknown
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.tasks.task import Task
 
 WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
 """When each timing strikes, and whether its damage is undone after the read."""
 PROCEDURE_UNITS: tuple[Unit, ...] = ("slot", "layer", "number")
-"""What seed 001 may have meant by an entry of the cache."""
+"""What canarypwn may have meant by an entry of the cache."""
 MAIN, PROCEDURE, CONTROL = "main", "procedure", "control"
 NOT_A_NUMBER = "nan"
 
@@ -34,8 +34,8 @@ NOT_A_NUMBER = "nan"
 def require_known_faults(config: Config) -> None:
     """Refuse a fault that there is not."""
     for name in config.faults:
-        if name not in KINDS:
-            raise UserError(f"Setting 'faults': {unknown('fault', name, KINDS)}")
+        if name not in CATALOGUE:
+            raise UserError(f"Setting 'faults': {unknown('fault', name, CATALOGUE)}")
 
 
 def beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
@@ -80,7 +80,7 @@ def cases(config: Config) -> list[Case]:
     if config.procedure > 0:
         found += [
             _case(PROCEDURE, name, config.procedure, repeat, timing, unit)
-            for name in SEED_FAULTS
+            for name in REPORTED_FAULTS
             for timing in TIMINGS
             for unit in PROCEDURE_UNITS
             for repeat in every
@@ -98,9 +98,9 @@ def collect(model: Model, config: Config, run: Run, tasks: Sequence[Task]) -> pd
 
 
 def _case(group: str, name: str, rate: float, repeat: int, timing: str, unit: str) -> Case:
-    kind = KINDS[name]
-    drawn = kind.unit(unit)
+    named = CATALOGUE[name]
+    drawn = named.unit(unit)
     at, transient = WHEN[timing]
-    fault = kind.make(scope=Scope(rate=rate / 100, parts=kind.parts, unit=drawn), at=at, transient=transient)
+    fault = named.make(scope=Scope(rate=rate / 100, parts=named.parts, unit=drawn), at=at, transient=transient)
     labels = {"group": group, "fault": name, "rate": rate, "repeat": repeat, "timing": timing, "unit": drawn}
     return Case(labels, Trial(fault, repeat))

@@ -11,12 +11,13 @@ import pandas as pd
 
 from kvprobe.experiments.maps import map_of
 from kvprobe.experiments.reported import Reported
+from kvprobe.faults.catalogue import CATALOGUE, ENGINE, WRITTEN
 from kvprobe.report.document import HeatMap
 from kvprobe.report.plots import save, styled
 from kvprobe.stats import wilson
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.kinds import ENGINE, KINDS, WRITTEN
+from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.wording import ends, estimate_of, percent
 
 Value = Callable[[Mapping[str, Any]], Mapping[str, float] | None]
@@ -78,7 +79,7 @@ def loss_maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
             rows = [[lost[fault, rate] for rate in metrics["rates"]] for fault in metrics["faults"]]
             table = pd.DataFrame(
                 rows,
-                index=pd.Index([KINDS[fault].label for fault in metrics["faults"]], name="fault"),
+                index=pd.Index([CATALOGUE[fault].label for fault in metrics["faults"]], name="fault"),
                 columns=pd.Index([f"{rate:g} %" for rate in metrics["rates"]], name="struck"),
             )
             caption = (
@@ -99,8 +100,8 @@ def _panels(metrics: Mapping[str, Any], title: str) -> tuple[Any, Any, list[tupl
     """An empty panel for each family of faults and each task. Controls, which change nothing, are not drawn."""
     import matplotlib.pyplot as plt
 
-    drawn = [name for name in metrics["faults"] if not KINDS[name].control]
-    families = [(family, [name for name in drawn if KINDS[name].family == family]) for family in (WRITTEN, ENGINE)]
+    drawn = [name for name in metrics["faults"] if not CATALOGUE[name].control]
+    families = [(family, [name for name in drawn if CATALOGUE[name].family == family]) for family in (WRITTEN, ENGINE)]
     families = [(family, faults) for family, faults in families if faults] or [(WRITTEN, [])]
     tasks, rates = metrics["tasks"], metrics["rates"]
     with styled():
@@ -129,7 +130,7 @@ def _panels(metrics: Mapping[str, Any], title: str) -> tuple[Any, Any, list[tupl
 def _lines(axis: Any, metrics: Mapping[str, Any], task: str, faults: Sequence[str], value: Value) -> None:
     """A line with intervals for each fault; where there is no number there is no point."""
     for name, shift in zip(faults, _offsets(len(faults), metrics["rates"]), strict=True):
-        kind = KINDS[name]
+        style = STYLES[name]
         levels = [level for level in metrics["tasks"][task]["levels"] if level["fault"] == name]
         points = [(level["rate"], value(level)) for level in levels]
         known = [(rate * shift, point) for rate, point in points if point is not None]
@@ -140,13 +141,13 @@ def _lines(axis: Any, metrics: Mapping[str, Any], task: str, faults: Sequence[st
             [rate for rate, _ in known],
             means,
             yerr=np.clip([below, above], 0, None),
-            color=kind.colour,
-            marker=kind.marker,
-            ls=kind.dashes,
+            color=style.colour,
+            marker=style.marker,
+            ls=style.dashes,
             lw=1.3,
             ms=4.5,
             elinewidth=0.8,
-            label=kind.label,
+            label=CATALOGUE[name].label,
         )
 
 
@@ -158,19 +159,19 @@ def _published(axis: Any, table: Reported, faults: Sequence[str]) -> None:
         shares = [wilson(share * table.samples, table.samples) for share in table.rows[name]]
         means = np.array([share.mean for share in shares])
         spans = [means - [share.low for share in shares], np.array([share.high for share in shares]) - means]
-        kind = KINDS[name]
+        style = STYLES[name]
         axis.errorbar(
             np.array(table.rates) * shift * 1.03,
             means,
             yerr=spans,
-            color=kind.colour,
-            marker=kind.marker,
+            color=style.colour,
+            marker=style.marker,
             mfc="white",
             ls="--",
             lw=0.9,
             ms=5,
             elinewidth=0.6,
-            label=f"{kind.label}, published",
+            label=f"{CATALOGUE[name].label}, published",
         )
 
 

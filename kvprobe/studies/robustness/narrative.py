@@ -7,13 +7,13 @@ from typing import Any
 from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.reproduce import reproduce_section
 from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Passage, Report, Section, Table, passages_of
 from kvprobe.stats import Estimate
 from kvprobe.studies.robustness.collect import cases
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import shown_task
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.studies.robustness.results import (
     UNITS,
     accuracy_section,
@@ -33,7 +33,7 @@ QUESTION = (
     "conversation, a neighbouring block. How much of the cache can be damaged, and how, before answers go wrong?"
 )
 FEW = 20
-"""Items below which little can be told apart."""
+"""Items below which little can be distinguished."""
 
 
 def narrate(
@@ -67,7 +67,7 @@ def narrate(
             also=[
                 "Data: samples.parquet (one row per item and case, with what was said) and metrics.json beside this page.",
                 *(
-                    f"{KINDS[name].label} at {first[name].labels['rate']:g} %: {first[name].trial.fault}."
+                    f"{CATALOGUE[name].label} at {first[name].labels['rate']:g} %: {first[name].trial.fault}."
                     for name in metrics["faults"]
                 ),
             ],
@@ -90,7 +90,7 @@ def headline(metrics: Mapping[str, Any]) -> str:
             told.append(task["too_hard"] or f"On {shown_task(name)} only controls were struck.")
             continue
         worst, mildest = (
-            f"{KINDS[each['fault']].label} ({_cost(estimate_of(each['harm'])).removeprefix('which ')})"
+            f"{CATALOGUE[each['fault']].label} ({_cost(estimate_of(each['harm'])).removeprefix('which ')})"
             for each in (task["ranking"][0], task["ranking"][-1])
         )
         told.append(
@@ -100,7 +100,7 @@ def headline(metrics: Mapping[str, Any]) -> str:
 
 
 def findings(metrics: Mapping[str, Any]) -> list[str]:
-    """What costs most on each task, where the cliffs are, and whether seed 001's order is found."""
+    """What costs most on each task, where the cliffs are, and whether canarypwn's order is found."""
     judged = {name: task for name, task in metrics["tasks"].items() if task["rankable"]}
     told = [_answer_of(name, task, metrics["rates"]) for name, task in judged.items()]
     told += [_seed_order(name, task) for name, task in judged.items() if _claims(task)]
@@ -138,7 +138,7 @@ def _answer_of(name: str, task: Mapping[str, Any], rates: Sequence[float]) -> st
         return f"{baseline}; only controls were struck."
     span = f"Averaged over rates of {rates[0]:g} to {rates[-1]:g} %" if len(rates) > 1 else f"At {rates[0]:g} %"
     worst, mildest = (
-        f"{KINDS[each['fault']].label}, {_cost(estimate_of(each['harm']))}" for each in (ranking[0], ranking[-1])
+        f"{CATALOGUE[each['fault']].label}, {_cost(estimate_of(each['harm']))}" for each in (ranking[0], ranking[-1])
     )
     told = f"the worst of {len(ranking)} faults is {worst}; the mildest is {mildest}" if len(ranking) > 1 else worst
     return f"{baseline}. {span}, {told}. {_cliff_sentence(task, [each['fault'] for each in ranking], rates)}"
@@ -150,7 +150,7 @@ def _answer_by_kl(name: str, task: Mapping[str, Any]) -> str:
     if not ranking:
         return task["too_hard"]
     worst, mildest = (
-        f"{KINDS[each['fault']].label} ({shown_kl(each['harm'])} nats)" for each in (ranking[0], ranking[-1])
+        f"{CATALOGUE[each['fault']].label} ({shown_kl(each['harm'])} nats)" for each in (ranking[0], ranking[-1])
     )
     extremes = f"is moved most by {worst} and least by {mildest}" if len(ranking) > 1 else f"is moved by {worst}"
     return (
@@ -172,7 +172,7 @@ def _cost(lost: Estimate) -> str:
 def _cliff_sentence(task: Mapping[str, Any], faults: Sequence[str], rates: Sequence[float]) -> str:
     at: dict[float | None, list[str]] = {}
     for name in faults:
-        at.setdefault(task["cliffs"][name], []).append(KINDS[name].label)
+        at.setdefault(task["cliffs"][name], []).append(CATALOGUE[name].label)
     told = [f"{rate:g} % of {listed_labels(at[rate])}" for rate in rates if rate in at]
     if not told:
         return f"At no measured rate, up to {rates[-1]:g} %, has accuracy significantly fallen below half of that."
@@ -181,19 +181,19 @@ def _cliff_sentence(task: Mapping[str, Any], faults: Sequence[str], rates: Seque
 
 
 def _claims(task: Mapping[str, Any]) -> list[tuple[str, str, Estimate]]:
-    """Seed 001's order of its three faults, as far as it was measured: what each costs more than the next."""
-    order = list(pairwise(SEED_FAULTS))
+    """Canarypwn's order of its three faults, as far as it was measured: what each costs more than the next."""
+    order = list(pairwise(REPORTED_FAULTS))
     found = {tuple(each["faults"]): each["lost"] for each in task["contrasts"] if each["lost"]}
     return [(*pair, estimate_of(found[pair])) for pair in order if pair in found]
 
 
 def _seed_order(name: str, task: Mapping[str, Any]) -> str:
     claims = [
-        f"that {KINDS[first].label} costs more than {KINDS[second].label} is "
+        f"that {CATALOGUE[first].label} costs more than {CATALOGUE[second].label} is "
         f"{verdict(more, 'found', 'reversed', 'not found')} ({points(more)})"
         for first, second, more in _claims(task)
     ]
-    return f"Of seed 001's order, on {shown_task(name)}: {'; '.join(claims)}."
+    return f"Of canarypwn's order, on {shown_task(name)}: {'; '.join(claims)}."
 
 
 def _clean(task: Mapping[str, Any]) -> str:
@@ -207,17 +207,17 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
     if item.lead:
         chat.append(Passage("generation", "assistant", f"{item.lead} …"))
     said = [["sound cache", _quoted(examples["clean"])]]
-    said += [[KINDS[name].label, _quoted(text)] for name, text in examples["damaged"].items()]
+    said += [[CATALOGUE[name].label, _quoted(text)] for name, text in examples["damaged"].items()]
     return Section(
         title="What was done",
         paragraphs=[
             "Each prompt is read once. From its last token on the answer is decoded greedily, in one batch: a row with the sound "
-            "cache, and a row for each fault at each rate. All rows of an item draw from the same lots, so a higher rate strikes "
+            "cache, and a row for each fault at each rate. All rows of an item share random draws, so a higher rate strikes "
             "what a lower one struck and more, and two faults of one rate strike the same places.",
             f"What is drawn: {UNITS[config.unit]}; the drawn share is the rate, of all slots that hold a token by then, those of the "
             f"answer included. Damage is {TIMINGS[config.timing]}. Faults of pages strike whole blocks of 16 slots, in all "
             "layers, and their rate is a share of blocks; faults that move whole vectors never strike single numbers. Where a "
-            "rate is less than one slot or block, a lot decides whether one is struck, so that the rate is met on average.",
+            "rate is less than one slot or block, chance decides whether one is struck, so that the rate is met on average.",
             f"{metrics['items']} items of each task; {config.repeats} draw{'s' if config.repeats > 1 else ''} of each fault, rate and "
             "item. Accuracies have Wilson intervals over items (repeats are averaged first: they are no new items); "
             "differences and KL have jackknife intervals over items, paired. All are 95 % intervals; see docs/intervals.md.",
@@ -239,9 +239,9 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
                 columns=["fault", "a struck slot holds", "drawn at once"],
                 rows=[
                     [
-                        KINDS[name].label,
-                        KINDS[name].says,
-                        "blocks of 16" if KINDS[name].paged else KINDS[name].unit(config.unit),
+                        CATALOGUE[name].label,
+                        CATALOGUE[name].content,
+                        "blocks of 16" if CATALOGUE[name].paged else CATALOGUE[name].unit(config.unit),
                     ]
                     for name in metrics["faults"]
                 ],
@@ -289,7 +289,7 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
     ]
     for each in controls["reordered"]:
         checks.append(
-            f"{KINDS[each['fault']].label}: slots in another order. Over all rates {each['same']} of {each['rows']} rows give the "
+            f"{CATALOGUE[each['fault']].label}: slots in another order. Over all rates {each['same']} of {each['rows']} rows give the "
             f"whole answer unchanged, and KL is at most {_number(each['kl'])} (allowed for rounding: {controls['allowed']:g}). "
             + (
                 _holds(each["holds"])

@@ -5,13 +5,13 @@ from typing import Any
 
 from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.report.document import Figure, Section, Table
 from kvprobe.stats import wilson
 from kvprobe.studies.robustness.analyse import CONTRASTS
 from kvprobe.studies.robustness.collect import same_task
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.figures import loss_maps, shown_task
-from kvprobe.studies.robustness.kinds import KINDS, SEED_FAULTS
 from kvprobe.wording import estimate_of, percent, points, signed, span, verdict
 
 UNITS = {
@@ -66,12 +66,12 @@ def ranking_section(metrics: Mapping[str, Any], config: Config) -> Section:
             Table(
                 columns=["task", "contrast", "the first costs more accuracy by", "and more KL by (nats)", "verdict"],
                 rows=contrasts,
-                caption="The same items, rates and lots; averaged over rates. The verdict is on accuracy, or on KL where faults "
+                caption="The same items, rates and draws; averaged over rates. The verdict is on accuracy, or on KL where faults "
                 "are not ranked by accuracy.",
             )
         )
     excluded = [
-        f"{shown_task(name)}: {listed_labels([KINDS[each].label for each in task['unranked_kl']])}"
+        f"{shown_task(name)}: {listed_labels([CATALOGUE[each].label for each in task['unranked_kl']])}"
         for name, task in metrics["tasks"].items()
         if task["unranked_kl"] and config.follow
     ]
@@ -110,7 +110,7 @@ def distance_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 ],
                 rows=rows,
                 caption=f"{shown_task(name)} at {rate:g} %. First token that differs: median and quartiles, counted from 0. Broken: rows "
-                "with a number that was not finite. Untouched: rows in which the lots struck nothing.",
+                "with a number that was not finite. Untouched: rows in which the draws struck nothing.",
             )
         )
     return Section(
@@ -139,25 +139,25 @@ def beside_section(metrics: Mapping[str, Any], config: Config, table: Reported, 
             share = table.accuracy(level["fault"], level["rate"])
             if share is not None:
                 cells = _beside_cells(share, table.samples, level["accuracy"])
-                rows.append([KINDS[level["fault"]].label, f"{level['rate']:g} %", *cells])
+                rows.append([CATALOGUE[level["fault"]].label, f"{level['rate']:g} %", *cells])
         tables.append(
             Table(
                 columns=[
                     "fault",
                     "struck",
-                    "the seed's own",
+                    "canarypwn",
                     *(f"measured ({each})" for each in task["scorers"]),
                     "intervals",
                 ],
                 rows=rows,
                 caption=f"{table.source}: {table.model}, {table.samples} items. Measured: {model}, {metrics['items']} items. “Apart” "
-                f"means that the two intervals (the seed's, and the measured one of {task['scorers'][0]}) do not overlap.",
+                f"means that the two intervals (the article's, and the measured one of {task['scorers'][0]}) do not overlap.",
             )
         )
     return Section(
-        title="Beside the seed's numbers",
+        title="Beside the article's numbers",
         paragraphs=[
-            f"The seed's table, with Wilson intervals for its {table.samples} items, beside what was measured here."
+            f"The article's table, with Wilson intervals for its {table.samples} items, beside what was measured here."
             + (
                 ""
                 if model.lower().endswith(table.model.lower())
@@ -166,7 +166,7 @@ def beside_section(metrics: Mapping[str, Any], config: Config, table: Reported, 
         ],
         tables=tables,
         points=[
-            "The seed's text does not say whether an entry of the cache is a slot, a slot of one layer or a number, nor whether damage is "
+            "The article does not say whether an entry of the cache is a slot, a slot of one layer or a number, nor whether damage is "
             f"redrawn for each token, or stays. Here: {UNITS[config.unit]}; {TIMINGS[config.timing]}.",
             "Nor does it give its prompt, or how it found the answer in what the model wrote; measured columns follow lm-evaluation-harness.",
             "Its distractor is an unrelated prompt that it does not print; here it is small talk, drawn for each item.",
@@ -180,8 +180,8 @@ def procedure_section(metrics: Mapping[str, Any], config: Config) -> Section:
         cells = {(each["fault"], each["timing"], each["unit"]): each for each in task["procedure"]}
         units = list(dict.fromkeys(unit for _, _, unit in cells))
         rows = [
-            [KINDS[fault].label, timing, *(_procedure_cell(cells[fault, timing, unit]) for unit in units)]
-            for fault in SEED_FAULTS
+            [CATALOGUE[fault].label, timing, *(_procedure_cell(cells[fault, timing, unit]) for unit in units)]
+            for fault in REPORTED_FAULTS
             for timing in TIMINGS
         ]
         tables.append(
@@ -192,12 +192,12 @@ def procedure_section(metrics: Mapping[str, Any], config: Config) -> Section:
             )
         )
         if task["rankable"]:
-            found += [_procedure_point(name, fault, cells) for fault in SEED_FAULTS]
+            found += [_procedure_point(name, fault, cells) for fault in REPORTED_FAULTS]
     return Section(
-        title="What the seed leaves open",
+        title="What the article leaves open",
         paragraphs=[
-            "Seed 001 replaces a share of the cache's entries “during autoregressive decoding”. Its text does not say what an entry is, "
-            "nor whether damage is redrawn or stays. Here are its three faults at one rate, every way: "
+            "Canarypwn's article replaces a share of the cache's entries “during autoregressive decoding”. It does not say what an "
+            "entry is, nor whether damage is redrawn or stays. Here are its three faults at one rate, every way: "
             + "; ".join(f"{name}, {text}" for name, text in TIMINGS.items())
             + ". By slot: "
             + f"{UNITS['slot']}; by layer: {UNITS['layer']}; by number: {UNITS['number']}.",
@@ -228,7 +228,7 @@ def _by_rate(metrics: Mapping[str, Any], name: str, cell: Any, caption: str) -> 
     return Table(
         columns=["fault", *(f"{rate:g} %" for rate in metrics["rates"])],
         rows=[
-            [KINDS[fault].label, *(cell(levels[fault, rate]) for rate in metrics["rates"])]
+            [CATALOGUE[fault].label, *(cell(levels[fault, rate]) for rate in metrics["rates"])]
             for fault in metrics["faults"]
         ],
         caption=caption,
@@ -247,7 +247,7 @@ def _ranking_table(metrics: Mapping[str, Any], name: str, measure: str, key: str
         rows.append(
             [
                 str(place),
-                KINDS[fault].label,
+                CATALOGUE[fault].label,
                 points(harm) if by_accuracy else shown_kl(each["harm"]),
                 apart,
                 *([f"{cliff:g} %" if cliff else f"none up to {metrics['rates'][-1]:g} %"] if by_accuracy else []),
@@ -276,7 +276,7 @@ def _level_row(level: Mapping[str, Any]) -> list[str]:
     steps = {key: "never" if step is None else f"{step:g}" for key, step in level["diverged"].items()}
     lost = estimate_of(next(iter(level["lost"].values())))
     return [
-        KINDS[level["fault"]].label,
+        CATALOGUE[level["fault"]].label,
         percent(estimate_of(level["same"])),
         f"{steps['median']} ({steps['low']} to {steps['high']})",
         points(lost),
@@ -298,13 +298,13 @@ def _procedure_cell(each: Mapping[str, Any]) -> str:
 
 
 def _procedure_point(name: str, fault: str, cells: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> str:
-    """Which readings of the seed's procedure differ significantly from fresh damage to whole slots."""
+    """Which readings of the article's procedure differ significantly from fresh damage to whole slots."""
     differing = [
         f"{timing} by {unit} ({points(beyond)} lost)"
         for (each, timing, unit), cell in cells.items()
         if each == fault and verdict(beyond := estimate_of(cell["beyond"]), "x", "x", "") == "x"
     ]
-    label = f"{shown_task(name)}, {KINDS[fault].label}"
+    label = f"{shown_task(name)}, {CATALOGUE[fault].label}"
     if not differing:
         return f"{label}: no reading was found to differ in accuracy from fresh damage by slot."
-    return f"{label}: of {len(SEED_FAULTS) * len(TIMINGS) - 1} readings these differ from fresh damage by slot: {', '.join(differing)}."
+    return f"{label}: of {len(REPORTED_FAULTS) * len(TIMINGS) - 1} readings these differ from fresh damage by slot: {', '.join(differing)}."

@@ -1,4 +1,4 @@
-"""What the model says of the code after parts of it were erased from its cache, or exchanged for another code's.
+"""What the model answers about the code after parts of it were erased from its cache, or exchanged for another code's.
 
 Every edit is a row of one pass over the question and its reply (`kvprobe.patching.reader`): the cache as it was read, in which
 some layers' K, V or both of one place's slots hold something else. To erase is to put the conversation's average over other
@@ -19,8 +19,8 @@ from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.patching import Cell
-from kvprobe.patching.patch_sweep import BYTES, ROWS
 from kvprobe.patching.reader import Reader
+from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles
 from kvprobe.studies.use.read import PARTS, Layout
 from kvprobe.tasks.passcode import Context, conversation

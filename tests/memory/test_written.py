@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprobe import policies
+from kvprobe.cache.slots import Plan
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.memory import logical
@@ -17,8 +18,7 @@ from kvprobe.memory.caches import Layer, layers_of, text_model
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.slots import Plan
-from kvprobe.memory.written import PARAMETERS, plan_of
+from kvprobe.memory.written import kinds, plan_of
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -80,7 +80,7 @@ def counted(policy: Policy, prompt: int, new: int, n_layers: int, batch: int = 1
     return built(n_layers)[0].generate(rows, policy=policy, max_new_tokens=new + 1, stop=()).cache.footprint
 
 
-def told(plan: Plan, prompt: int, new: int, n_layers: int, batch: int = 1) -> int:
+def computed(plan: Plan, prompt: int, new: int, n_layers: int, batch: int = 1) -> int:
     """The same from the settings alone."""
     numbers = FORMATS["float32"]
     request = Request(prompt, new, batch, dtype=numbers, numbers=numbers, plan=plan)
@@ -92,39 +92,39 @@ def told(plan: Plan, prompt: int, new: int, n_layers: int, batch: int = 1) -> in
 
 @given(policy=even, prompt=PROMPTS, new=NEW, n_layers=st.sampled_from([1, 3]), batch=st.integers(1, 2))
 @settings(max_examples=20)
-def test_even_budgets_leave_as_many_slots_as_their_settings_tell(
+def test_even_budgets_leave_as_many_slots_as_their_settings_say(
     policy: Policy, prompt: int, new: int, n_layers: int, batch: int
 ):
-    assert told(plan_of(policy), prompt, new, n_layers, batch) == counted(policy, prompt, new, n_layers, batch)
+    assert computed(plan_of(policy), prompt, new, n_layers, batch) == counted(policy, prompt, new, n_layers, batch)
 
 
 @given(policy=layered, prompt=PROMPTS, new=NEW, n_layers=st.sampled_from([1, 2, 5]))
 @few
-def test_layer_budgets_leave_as_many_slots_as_their_settings_tell(policy: Policy, prompt: int, new: int, n_layers: int):
-    assert told(plan_of(policy), prompt, new, n_layers) == counted(policy, prompt, new, n_layers)
+def test_layer_budgets_leave_as_many_slots_as_their_settings_say(policy: Policy, prompt: int, new: int, n_layers: int):
+    assert computed(plan_of(policy), prompt, new, n_layers) == counted(policy, prompt, new, n_layers)
 
 
 @given(policy=headed, prompt=PROMPTS, new=NEW, n_layers=st.sampled_from([1, 3]))
 @few
-def test_head_budgets_leave_as_many_slots_as_their_settings_tell_but_for_ada_kvs_rounding(
+def test_head_budgets_leave_as_many_slots_as_their_settings_say_but_for_ada_kvs_rounding(
     policy: Policy, prompt: int, new: int, n_layers: int
 ):
     heads = n_layers * built(n_layers)[0].geometry.n_kv_heads
-    slot = told(Plan(), 1, 0, n_layers) // heads
-    off = counted(policy, prompt, new, n_layers) - told(plan_of(policy), prompt, new, n_layers)
+    slot = computed(Plan(), 1, 0, n_layers) // heads
+    off = counted(policy, prompt, new, n_layers) - computed(plan_of(policy), prompt, new, n_layers)
     assert -1.5 * heads * slot <= off <= heads * slot
 
 
 @given(policy=quantised, prompt=PROMPTS, new=NEW, batch=st.integers(1, 2))
 @few
-def test_rounding_costs_what_its_settings_tell(policy: Policy, prompt: int, new: int, batch: int):
-    assert told(plan_of(policy), prompt, new, 3, batch) == counted(policy, prompt, new, 3, batch)
+def test_rounding_costs_what_its_settings_say(policy: Policy, prompt: int, new: int, batch: int):
+    assert computed(plan_of(policy), prompt, new, 3, batch) == counted(policy, prompt, new, 3, batch)
 
 
 @given(policy=chains, prompt=PROMPTS, new=NEW)
 @settings(max_examples=15)
 def test_chains_of_even_budgets_leave_as_many_slots_as_the_tightest(policy: Policy, prompt: int, new: int):
-    assert told(plan_of(policy), prompt, new, 3) == counted(policy, prompt, new, 3)
+    assert computed(plan_of(policy), prompt, new, 3) == counted(policy, prompt, new, 3)
 
 
 @given(one=layered | headed, other=layered | headed | even, turned=st.booleans(), prompt=PROMPTS, new=NEW)
@@ -132,7 +132,7 @@ def test_chains_of_even_budgets_leave_as_many_slots_as_the_tightest(policy: Poli
 @example(LayerBudgets(TOVA(8)), SlidingWindow(9), False, 16, 5)
 @example(HeadBudgets(TOVA(6), floor=0.0), SlidingWindow(6), False, 20, 3)
 @few
-def test_a_chain_with_uneven_budgets_is_told_exactly_or_refused(
+def test_a_chain_with_uneven_budgets_is_computed_exactly_or_refused(
     one: Policy, other: Policy, turned: bool, prompt: int, new: int
 ):
     policy = other | one if turned else one | other
@@ -140,13 +140,13 @@ def test_a_chain_with_uneven_budgets_is_told_exactly_or_refused(
         plan = plan_of(policy)
     except ValueError:
         return
-    assert told(plan, prompt, new, 5) == counted(policy, prompt, new, 5)
+    assert computed(plan, prompt, new, 5) == counted(policy, prompt, new, 5)
 
 
 def test_without_a_policy_every_token_stays():
     model, _ = built(3)
     cache = model.generate([Tokens.of(range(9), "text")], max_new_tokens=4, stop=()).cache
-    assert cache.footprint == told(Plan(), 9, 3, 3)
+    assert cache.footprint == computed(Plan(), 9, 3, 3)
 
 
 @given(policy=even | layered | headed, prompt=st.integers(1, 10**6), new=st.integers(0, 10**6))
@@ -177,24 +177,13 @@ def test_lengths_that_leave_more_than_a_longer_one_are_known(policy: Policy, pro
 # Text and objects
 
 
-def with_budgets() -> dict[str, type[Policy]]:
-    """Every policy that says in slots how much it keeps."""
-    kinds = {name: getattr(policies, name) for name in policies.__all__}
-    without = (policies.Chain, MaskSpans, PruneToolResults, RestartInPlace, RestartRebuilt, ZeroValues)
-    abstract = (Policy, Scored)
-    return {
-        name: kind
-        for name, kind in kinds.items()
-        if issubclass(kind, Policy) and kind not in abstract and not issubclass(kind, without)
-    }
-
-
-def test_what_a_text_may_set_is_what_the_policies_take_in_order():
-    found = {
-        name: tuple(field.name for field in fields(kind) if field.init and not field.kw_only)
-        for name, kind in with_budgets().items()
-    }
-    assert found == PARAMETERS
+WITHOUT_BUDGET = (MaskSpans, PruneToolResults, RestartInPlace, RestartRebuilt, ZeroValues)
+SETTINGS = {
+    name: [field.name for field in fields(kind) if field.init and not field.kw_only]
+    for name, kind in kinds().items()
+    if not issubclass(kind, WITHOUT_BUDGET)
+}
+"""The settings of each policy with a budget, in order."""
 
 
 @given(policy=even | layered | headed | quantised | chains)
@@ -255,14 +244,14 @@ UNFIT = [
     "Quantise(None)", "Quantise(4, None)", "Quantise(4, 32, None)", "LayerBudgets(Quantise(4))", "HeadBudgets(Quantise(4))",
     "LayerBudgets(SinkWindow(4, 60))", "HeadBudgets(SlidingWindow(64))", "LayerBudgets(HeadBudgets(TOVA(8)))",
     "LayerBudgets(TOVA(8), every=2)", "H2O(8, 9)", "SnapKV(8)", "SnapKV(64, 0)",
-    "SnapKV(64, 16, 4)", "RandomEviction(8, 0, sinks=9)", "RandomEviction(8, 0, law='contiguous')",
-    "SlidingWindow(64, law='sideways')", "SlidingWindow(64, provenance='stolen')", "Quantise(4, law='contiguous')",
+    "SnapKV(64, 16, 4)", "RandomEviction(8, 0, sinks=9)", "RandomEviction(8, 0, mode='contiguous')",
+    "SlidingWindow(64, mode='sideways')", "SlidingWindow(64, provenance='stolen')", "Quantise(4, mode='contiguous')",
     "SlidingWindow(64, window=8)", "SlidingWindow(window=64, window=8)",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_a_text_that_is_no_policy_is_refused_in_a_sentence(text: str):
+def test_a_text_that_cannot_be_read_is_refused_in_a_sentence(text: str):
     with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of(text)
 
@@ -310,14 +299,14 @@ def test_a_long_text_is_read_to_its_end_or_refused():
     ],
     ids=str,
 )
-def test_policies_whose_slots_no_setting_tells_are_refused_in_a_sentence(policy: Policy):
+def test_policies_whose_slots_no_setting_gives_are_refused_in_a_sentence(policy: Policy):
     for given_as in (policy, str(policy)):
         with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
             plan_of(given_as)
 
 
 @pytest.mark.parametrize("policy", [5, None, ["SlidingWindow(64)"], SlidingWindow])
-def test_what_is_no_policy_at_all_is_refused_in_a_sentence(policy: Any):
+def test_anything_but_a_policy_is_refused_in_a_sentence(policy: Any):
     with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
         plan_of(policy)
 
@@ -346,7 +335,7 @@ def test_nothing_in_a_text_is_run(template: str, tmp_path: Path):
 _NUMBERS = st.sampled_from(["8", "8", "4", "1", "0", "-1", "None", "1.5", "'a'", "[1]", "1j", "1000000000"])
 _VALUES = {
     "every": st.sampled_from(["None", "0", "1", "3"]),
-    "law": st.sampled_from(["'gapped'", "'contiguous'", "'sideways'"]),
+    "mode": st.sampled_from(["'gapped'", "'contiguous'", "'sideways'"]),
     "provenance": st.sampled_from(["'retained'", "'recomputed'", "'stolen'"]),
     "per_head": st.sampled_from(["True", "False"]),
     "slope": st.sampled_from(["0.0", "0.3", "1.0", "-0.1"]),
@@ -358,8 +347,8 @@ _VALUES = {
 @st.composite
 def calls(draw: st.DrawFn, depth: int = 0) -> str:
     """A policy written out, with settings of its own that are right or wrong."""
-    name = draw(st.sampled_from([*PARAMETERS]))
-    taken = PARAMETERS[name]
+    name = draw(st.sampled_from([*SETTINGS]))
+    taken = SETTINGS[name]
 
     def value(setting: str) -> str:
         if setting == "policy":
@@ -367,7 +356,7 @@ def calls(draw: st.DrawFn, depth: int = 0) -> str:
         return draw(_VALUES.get(setting, _NUMBERS))
 
     count = draw(st.integers(0, len(taken)))
-    named = draw(st.lists(st.sampled_from([*taken[count:], "every", "law", "provenance"]), max_size=2, unique=True))
+    named = draw(st.lists(st.sampled_from([*taken[count:], "every", "mode", "provenance"]), max_size=2, unique=True))
     given = [value(setting) for setting in taken[:count]] + [f"{setting}={value(setting)}" for setting in named]
     return f"{name}({', '.join(given)})"
 

@@ -1,7 +1,7 @@
-"""The card of a published probe: what it reads, of which weights, where, how well, and what follows from that.
+"""The card of a published probe: what it reads, of which model, where and how well.
 
-A card is data from a stranger: a YAML file of bounded size, whose every key, type and number is checked. What it says in
-words for people is written by `kvprobe.probes.card_page` from the same numbers.
+A card is untrusted input: a YAML file of bounded size, whose every key, type and number is checked.
+`kvprobe.probes.page` writes the same numbers in words.
 """
 
 import dataclasses
@@ -15,21 +15,22 @@ import yaml
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.files import Limits, filled, read_yaml
+from kvprobe.files import read_yaml
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
+from kvprobe.plain_data import Limits, filled
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.shipped import shipped
 from kvprobe.stats import Estimate
 from kvprobe.tasks.designs import Target
 
 FORMAT = "kvprobe-probe-2"
-"""The first knew its model by weights alone, and had no digest of its own."""
+"""The first version identified its model by weights alone, and had no digest of its own."""
 CARD, WEIGHTS = "card.yaml", "weights.safetensors"
 LIMITS = Limits(text=600, entries=1_000, one_line=True, whole=True)
 
 Arm = Literal["retained", "direct", "hidden"]
-"""What the slots were computed with: after the hidden text was masked, while it was in view, or as part of it."""
+"""How the slots were computed: after the hidden text was masked, while it was in view, or as part of it."""
 
 MEASURES = ("accuracy", "floor", "leak", "text", "permuted", "p", "selectivity", "bits", "use")
 CARD_SPLITS = ("random", "leave-context-out", "paired")
@@ -43,14 +44,14 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
-class Where:
+class ProbeInput:
     """What a probe reads.
 
     Attributes:
         family: what is read; see `kvprobe.models.lens.Family`.
         head: one KV head; None for all of them side by side, and for what has no heads.
         read: how a segment's slots become one vector: their mean, or the last one.
-        less_restart: whether that of the same slots, computed again without the hidden text, is taken off.
+        less_restart: whether the vector of the same slots, computed again without the hidden text, is subtracted.
     """
 
     family: Family
@@ -72,16 +73,16 @@ class Training:
         study: the study that made it.
         what: completes "It reads …".
         segment: whose slots it was trained on.
-        searched: among how many sites its own was chosen, on inner folds; 1 if it was fixed beforehand.
+        searched: number of sites among which its own was chosen, on inner folds; 1 if the site was fixed beforehand.
         agreed: share of the folds that chose it.
-        samples, contexts: how many conversations, and how many that share nothing.
+        samples, contexts: number of conversations, and of contexts, which share nothing with each other.
         penalty: of ridge regression, per sample.
-        temperature: what the evidence of each place was divided by.
-        typical, far: distance of conversations held out from the others, the median and the 99th percentile; see
+        temperature: the divisor of the evidence, per place.
+        typical, far: distance of held-out conversations from the others, the median and the 99th percentile; see
             `Probe.distance`.
-        gain: bits by which the class that is read must be likelier than in the restart for the reading to be called a leak: of
-            readings of conversations held out that gain as much, 90 % are right. None if there is no such gain.
-        power: share of readings there that gain as much; None if no restart is known.
+        gain: bits by which the predicted class must be more likely than in the restart for the reading to be called a
+            leak: of held-out readings that gain as much, 90 % are right. None if there is no such gain.
+        power: share of held-out readings that gain as much; None if no restart is known.
     """
 
     study: str
@@ -106,7 +107,7 @@ class Training:
         require("agreed", self.agreed, 0, 1)
         require("power", self.power or 0, 0, 1)
         require("gain", self.gain or 0, 0)
-        if any(each <= 0 for each in self.temperature):
+        if any(value <= 0 for value in self.temperature):
             raise UserError(f"Setting 'temperature' is {list(self.temperature)}; expected numbers above 0.")
 
 
@@ -114,16 +115,16 @@ class Training:
 class Measure:
     """One number of a probe with its 95 % interval.
 
-    Numbers are of the whole procedure: for each test fold, the site that did best on its inner fold. The search over sites
-    does not flatter them.
+    Numbers describe the whole procedure: for each test fold, the site that did best on its inner fold. So the search
+    over sites does not inflate them.
 
     Attributes:
-        measure: `accuracy`; `floor`, that on recomputed slots; `leak`, their difference; `text`, the accuracy of a table from
-            the text that is read; `permuted`, that with labels permuted within contexts, and its `p`, family-wise over all
-            sites, both without an interval; `selectivity`, over the hash control task; `bits` of information per label;
-            `use`, what the retained cache adds, against the restarted one, to the model's own log-probability of the truth less
-            its mean over the other answers, in nats.
-        split: one of `CARD_SPLITS`, or "" for what has none.
+        measure: `accuracy`; `floor`, the accuracy on recomputed slots; `leak`, their difference; `text`, the accuracy
+            of a table from the visible text; `permuted`, the accuracy with labels permuted within contexts, and its
+            `p`, family-wise over all sites, both without an interval; `selectivity`, over the hash control task; `bits`
+            of information per label; `use`, what the retained cache adds, against the restarted one, to the model's own
+            log-probability of the truth less its mean over the other answers, in nats.
+        split: one of `CARD_SPLITS`, or "" for a measure without a split.
         low, high: None where there are too few contexts for an interval.
     """
 
@@ -135,12 +136,13 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise UserError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; turn it round.")
+            raise UserError(f"The interval of {self.measure} goes from {self.low} down to {self.high}; swap its ends.")
         if self.measure in SHARES:
             require(self.measure, self.mean, 0, 1)
 
     @classmethod
     def of(cls, measure: str, split: str, value: Estimate) -> "Measure":
+        """An estimate as a measure; its interval is left out where there is none."""
         ends = (float(value.low), float(value.high)) if value.has_interval else (None, None)
         return cls(measure, split, float(value.mean), *ends)
 
@@ -162,18 +164,18 @@ class Made:
 
 @dataclass(frozen=True)
 class Card:
-    """All that is known of a probe but its weights.
+    """All that is known about a probe, except its weights.
 
     Attributes:
         name: of its folder.
-        model: what its model was loaded as.
+        model: the name under which its model was loaded.
         weights: the model's fingerprint, which covers its config and tokenizer as well.
-        rounded: the same with its weights rounded to bfloat16, by which they are known in another dtype.
+        rounded: the same with weights rounded to bfloat16, which identifies them in another dtype.
         dtype: of the model that it was trained on.
-        digest: of the probe's own weights; written and compared by `kvprobe.probes.probe_file`.
+        digest: of the probe's own weights; written and compared by `kvprobe.probes.weights`.
 
     Raises:
-        UserError: a name that is no folder's, what is no fingerprint, an unknown measure, split or arm, one of them twice, or no
+        UserError: a name or fingerprint of the wrong form, an unknown measure, split or arm, one of them twice, or no
             accuracy.
     """
 
@@ -183,7 +185,7 @@ class Card:
     weights: str
     rounded: str
     dtype: str
-    site: Where
+    site: ProbeInput
     training: Training
     measures: tuple[Measure, ...]
     made: Made = Made()
@@ -193,33 +195,34 @@ class Card:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(
-                f"{self.name!r} cannot be the name of a probe; use lower-case letters, digits, dots and dashes, 80 at most."
+                f"{self.name!r} cannot be the name of a probe; use lower-case letters, digits, dots and dashes, 80 at "
+                "most."
             )
-        for found in (self.weights, self.rounded):
-            if not _FINGERPRINT.fullmatch(found):
-                raise UserError(f"{found[:60]!r} is no fingerprint of a model; publish the probe again.")
-        seen = [(each.measure, each.split) for each in self.measures]
-        for measure, split in seen:
+        for text in (self.weights, self.rounded):
+            if not _FINGERPRINT.fullmatch(text):
+                raise UserError(f"{text[:60]!r} is not the fingerprint of a model; publish the probe again.")
+        named = [(number.measure, number.split) for number in self.measures]
+        for measure, split in named:
             if measure not in MEASURES:
                 raise UserError(unknown("measure", measure, MEASURES))
             if split not in (*CARD_SPLITS, ""):
                 raise UserError(unknown("split", split, CARD_SPLITS))
-            if seen.count((measure, split)) > 1:
+            if named.count((measure, split)) > 1:
                 raise UserError(f"The card of {self.name} gives {measure} under {split!r} twice; give it once.")
         for split in CARD_SPLITS:
-            if ("accuracy", split) not in seen:
+            if ("accuracy", split) not in named:
                 raise UserError(f"The card of {self.name} has no accuracy under the {split} split; give all three.")
 
     def measure(self, measure: str, split: str = UNSEEN) -> Estimate | None:
-        """A number of the card, if it has it."""
-        found = [each for each in self.measures if (each.measure, each.split) == (measure, split)]
-        return found[0].estimate if found else None
+        """A number of the card, or None."""
+        matching = [number for number in self.measures if (number.measure, number.split) == (measure, split)]
+        return matching[0].estimate if matching else None
 
     @property
     def reads_unseen(self) -> bool:
-        """Whether it was shown to read conversations that it was not trained on: above chance, above the restart floor, and
-        better than with labels permuted within conversations, where they were."""
-        accuracy, leak, p = (self.measure(each) for each in ("accuracy", "leak", "p"))
+        """Whether it was shown to read conversations that it was not trained on: above chance, above the restart floor,
+        and better than with labels permuted within conversations, where this was measured."""
+        accuracy, leak, p = (self.measure(name) for name in ("accuracy", "leak", "p"))
         assert accuracy is not None
         confirmed = p is None or p.mean <= LEVEL
         return accuracy.above(self.target.chance) and leak is not None and leak.above() and confirmed
@@ -234,8 +237,8 @@ class Card:
         """The card of a folder.
 
         Raises:
-            UserError: there is none, it is too large, not YAML, of another format, or a key is unknown, missing, of the wrong
-                type or out of bounds.
+            UserError: there is no card, it is too large, not YAML, of another format, or a key is unknown, missing, of
+                the wrong type or out of bounds.
         """
         path = folder / CARD
         try:
@@ -258,7 +261,7 @@ def published_probes() -> dict[str, Path]:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, which is all that YAML knows."""
+    """Tuples as lists, since YAML has no tuples."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+        return {key: _plain(content) for key, content in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value

@@ -1,4 +1,5 @@
-"""Published probes: the same numbers from memory, folder, cache and capture; files of strangers and other models refused."""
+"""Published probes: the same numbers from memory, folder, cache and capture; untrusted files and other models
+refused."""
 
 import dataclasses
 import pickle
@@ -14,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from kvprobe.errors import UserError
 from kvprobe.files import MAX_BYTES
 from kvprobe.inference.model import Model, load
-from kvprobe.probes import probe_card
-from kvprobe.probes.card_page import card_page
-from kvprobe.probes.probe_card import CARD, WEIGHTS, Card, Measure, Where
-from kvprobe.probes.published_probe import Probe
-from kvprobe.probing.sweep import READS, read_outs
+from kvprobe.probes import card as probe_card
+from kvprobe.probes.card import CARD, WEIGHTS, Card, Measure, ProbeInput
+from kvprobe.probes.page import card_page
+from kvprobe.probes.probe import Probe
+from kvprobe.probing.features import READS, read_outs
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 from tests.probes.made_probes import TARGET, made_probe
 
-VALUES = Where("v", 1, None, "mean")
+VALUES = ProbeInput("v", 1, None, "mean")
 CHAT = Transcript.from_messages(
     [{"role": "user", "content": "the shed has 2."}, {"role": "assistant", "content": "a shed it is"}], ["T1", "T2"]
 )
@@ -52,20 +53,20 @@ def test_a_probe_comes_back_from_its_folder_as_it_was(tiny_llama: Model, folder:
     assert back.probabilities(features[0, 0]).shape == (2, 3)
 
 
-def test_features_that_tell_nothing_leave_the_base_rates(tiny_llama: Model):
+def test_features_without_information_give_the_base_rates(tiny_llama: Model):
     probe = made_probe(tiny_llama, VALUES)
     torch.testing.assert_close(probe.probabilities(probe.linear.mean[0]), probe.base_rates)
     torch.testing.assert_close(probe.base_rates, torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]))
 
 
-def test_a_shipped_probe_loads_by_name_and_a_near_name_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shipped_probe_loads_by_name_and_a_near_name_is_suggested(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_card, "shipped", lambda _: folder.parent)
     assert Probe.load("tiny-digit").name == "tiny-digit"
     with pytest.raises(UserError, match="did you mean 'tiny-digit'"):
         Probe.load("tiny-digits")
 
 
-def test_an_empty_shelf_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_empty_catalogue_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_card, "shipped", lambda _: tmp_path)
     with pytest.raises(UserError, match="there are none here"):
         Probe.load("tiny-digit")
@@ -77,7 +78,7 @@ def test_an_empty_shelf_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_and_a_capture_are_read_as_the_training_features_were(
     tiny_llama: Model, family: Any, head: int | None, read: Any
 ):
-    probe = made_probe(tiny_llama, Where(family, 2, head, read))
+    probe = made_probe(tiny_llama, ProbeInput(family, 2, head, read))
     captured = tiny_llama.capture(CHAT, [family], segments=["T2"], keep_cache=True)
     stacked = captured.stack(family) if head is None else captured.stack(family)[:, :, head]
     trained_on = read_outs(stacked)[:, 2, READS.index(read)]
@@ -89,13 +90,13 @@ def test_a_cache_and_a_capture_are_read_as_the_training_features_were(
 
 @pytest.mark.parametrize("read", READS)
 def test_rows_of_unequal_length_are_read_as_if_alone(tiny_llama: Model, read: Any):
-    probe = made_probe(tiny_llama, Where("resid_post", 1, None, read))
+    probe = made_probe(tiny_llama, ProbeInput("resid_post", 1, None, read))
     long = Transcript.from_messages([{"role": "user", "content": "the old mill has 2 of these."}], ["T1"])
     short = Transcript.from_messages([{"role": "user", "content": "the shed has 2."}], ["T1"])
     both = probe.read(tiny_llama, tiny_llama.capture([long, short], ["resid_post"]))
     for row, chat in zip(both, (long, short), strict=True):
         torch.testing.assert_close(row, probe.read(tiny_llama, tiny_llama.capture(chat, ["resid_post"]))[0])
-    values = made_probe(tiny_llama, Where("v", 1, None, read))
+    values = made_probe(tiny_llama, ProbeInput("v", 1, None, read))
     cache = tiny_llama.prefill([long, short])
     alone = tiny_llama.prefill(short)
     torch.testing.assert_close(values.read(tiny_llama, cache, "T1")[1], values.read(tiny_llama, alone, "T1")[0])
@@ -131,7 +132,7 @@ def test_another_config_or_tokenizer_over_the_same_weights_is_refused(tiny_llama
 
 def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
     cache, values = tiny_llama.prefill(CHAT), made_probe(tiny_llama, VALUES)
-    stream = made_probe(tiny_llama, Where("resid_post", 1, None, "mean"))
+    stream = made_probe(tiny_llama, ProbeInput("resid_post", 1, None, "mean"))
     captured = tiny_llama.capture(CHAT, ["v"], layers=[1])
     for match, read in {
         "say which": lambda: values.read(tiny_llama, cache),
@@ -141,8 +142,8 @@ def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
         "capture with segments": lambda: values.read(tiny_llama, captured, "T2"),
         "vectors of 16 numbers; these have 5": lambda: values.probabilities(torch.zeros(2, 5)),
         "finite": lambda: values.probabilities(torch.full((2, 16), torch.nan)),
-        "does not have": lambda: made_probe(tiny_llama, Where("v", 9, None, "mean")).check(tiny_llama),
-        "layer 1, head 2": lambda: made_probe(tiny_llama, Where("v", 1, 2, "mean")).check(tiny_llama),
+        "does not have": lambda: made_probe(tiny_llama, ProbeInput("v", 9, None, "mean")).check(tiny_llama),
+        "layer 1, head 2": lambda: made_probe(tiny_llama, ProbeInput("v", 1, 2, "mean")).check(tiny_llama),
     }.items():
         with pytest.raises(UserError, match=match):
             read()
@@ -191,7 +192,7 @@ BAD_CARDS = {
     "cannot be printed": changed(lambda card: card["training"].update(what="\x1b[2Jgone")),
     "at most 600": changed(lambda card: card["training"].update(what="x" * 601)),
     "list of at most": changed(lambda card: card["target"].update(classes=["x"] * 1001)),
-    "none of them twice": changed(lambda card: card["target"].update(classes=["x", "x"])),
+    "all of them different": changed(lambda card: card["target"].update(classes=["x", "x"])),
     "cannot be the name": changed(lambda card: card.update(name="../../etc")),
     "no measure called": changed(lambda card: card["measures"][0].update(measure="precision")),
     "no split called": changed(lambda card: card["measures"][0].update(split="rnd")),
@@ -239,7 +240,7 @@ def test_weights_that_were_altered_are_refused_in_a_sentence(folder: Path, match
 
 
 def test_a_file_too_large_is_not_opened(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvprobe.probes.probe_file.MAX_WEIGHTS", 100)
+    monkeypatch.setattr("kvprobe.probes.weights.MAX_WEIGHTS", 100)
     refused(folder, "larger than")
 
 
@@ -256,7 +257,7 @@ def test_the_card_in_words_follows_its_numbers(tiny_llama: Model):
     assert "may be called a leak" in card_page(other(accuracy))
     assert "may be called a leak" in card_page(other(accuracy, Measure("leak", "leave-context-out", 0.1, -0.1, 0.3)))
     chance = Measure("accuracy", "leave-context-out", 0.34, 0.3, 0.38)
-    assert "it is no detector" in card_page(other(chance, Measure("leak", "leave-context-out", 0.1, 0.05, 0.3)))
+    assert "it is not a detector" in card_page(other(chance, Measure("leak", "leave-context-out", 0.1, 0.05, 0.3)))
     assert not other(chance).reads_unseen
 
 

@@ -1,5 +1,5 @@
-"""The probe that is handed on: as good as theory allows where there is a rule, and no surer than the class frequencies where
-it only knows its own contexts."""
+"""The probe that gets published: as good as theory allows where there is a rule, and no more confident than the class
+frequencies where it only knows its own contexts."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from kvprobe.errors import UserError
-from kvprobe.probes.fitted_probe import FittedProbe, distance, fitted_probe
+from kvprobe.probes.fitted import FittedProbe, distance, fitted_probe
 from tests.probing.planted import bayes_accuracy, bayes_bits, planted
 
 CLASSES = 5
@@ -17,25 +17,25 @@ def fitted(features: torch.Tensor, labels: torch.Tensor, contexts: np.ndarray, *
     return fitted_probe(features, labels, contexts, CLASSES, rng=np.random.default_rng(0), **settings)
 
 
-def told(probe: FittedProbe, features: torch.Tensor) -> torch.Tensor:
+def log_probabilities(probe: FittedProbe, features: torch.Tensor) -> torch.Tensor:
     """Log probabilities, [targets, samples, classes]."""
     return probe.probes.scores(features[None])[0].log_softmax(-1)
 
 
 def bits(probe: FittedProbe, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What the probe says of each label more than its own base rate does."""
-    said = told(probe, features).gather(-1, labels[..., None])[..., 0]
+    """Bits by which the probe favours each label over its base rate."""
+    likelihood = log_probabilities(probe, features).gather(-1, labels[..., None])[..., 0]
     base = probe.probes.intercept[0].unflatten(0, (-1, CLASSES)).log_softmax(-1).gather(1, labels)
-    return (said - base) / np.log(2)
+    return (likelihood - base) / np.log(2)
 
 
 @pytest.mark.parametrize("signal", [1.0, 2.5])
-def test_of_new_samples_it_tells_the_bits_and_is_right_as_often_as_theory_allows(signal: float):
+def test_accuracy_and_bits_on_new_samples_are_what_theory_allows(signal: float):
     samples = 6000
     features, labels, _ = planted(samples, CLASSES, signal, targets=2)
     old, new = slice(0, samples // 2), slice(samples // 2, samples)
     probe = fitted(features[0, old], labels[:, old], np.arange(samples // 2) % 60)
-    right = told(probe, features[0, new]).argmax(-1).eq(labels[:, new]).double().mean()
+    right = log_probabilities(probe, features[0, new]).argmax(-1).eq(labels[:, new]).double().mean()
     assert float(right) == pytest.approx(bayes_accuracy(CLASSES, signal), abs=0.03)
     assert float(bits(probe, features[0, new], labels[:, new]).mean()) == pytest.approx(
         bayes_bits(CLASSES, signal), abs=0.05
@@ -55,12 +55,12 @@ def of_one_context_only(contexts: int, each: int, seed: int) -> tuple[torch.Tens
 def test_a_probe_that_only_knows_its_own_contexts_stays_near_the_base_rates_in_new_ones():
     features, labels, contexts = of_one_context_only(30, 20, seed=0)
     probe = fitted(features, labels, contexts)
-    assert float(told(probe, features).argmax(-1).eq(labels).double().mean()) > 0.3, (
+    assert float(log_probabilities(probe, features).argmax(-1).eq(labels).double().mean()) > 0.3, (
         "on its own contexts it does better"
     )
     others, answers, _ = of_one_context_only(200, 10, seed=1)
     base = probe.probes.intercept[0].softmax(-1)
-    assert float((told(probe, others)[0].exp() - base).abs().mean()) < 0.03
+    assert float((log_probabilities(probe, others)[0].exp() - base).abs().mean()) < 0.03
     assert float(bits(probe, others, answers).mean()) > -0.03
 
 
@@ -76,22 +76,22 @@ def test_its_weights_are_those_of_ridge_regression_over_the_temperature():
     torch.testing.assert_close(probe.probes.weights[0].double(), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_gained_over_the_restart_comes_from_what_the_restart_lacks():
+def test_gains_over_the_restart_come_from_what_the_restart_lacks():
     features, labels, _ = planted(1500, CLASSES, 2.0)
     contexts = np.arange(1500) % 50
     other, _, _ = planted(1500, CLASSES, 0.0)  # the same samples without their signal
-    told = fitted(features[0], labels, contexts, restart=other[0])
-    assert told.gains is not None
-    assert float(told.gains[told.right].mean()) > 0.5
-    assert float(told.gains[told.right].mean()) > float(told.gains[~told.right].mean()) + 0.2
+    probe = fitted(features[0], labels, contexts, restart=other[0])
+    assert probe.gains is not None
+    assert float(probe.gains[probe.right].mean()) > 0.5
+    assert float(probe.gains[probe.right].mean()) > float(probe.gains[~probe.right].mean()) + 0.2
     same = fitted(features[0], labels, contexts, restart=features[0])
     assert same.gains is not None
     assert float(same.gains.abs().max()) == 0
-    assert torch.equal(same.probes.weights, told.probes.weights)
+    assert torch.equal(same.probes.weights, probe.probes.weights)
     assert fitted(features[0], labels, contexts).gains is None
 
 
-def test_through_the_origin_nothing_tells_nothing_and_all_else_is_read_nearly_as_well():
+def test_through_the_origin_zero_gives_the_base_rates_and_the_rest_is_read_nearly_as_well():
     features, labels, _ = planted(3000, CLASSES, 2.5)
     contexts = np.arange(3000) % 50
     # Differences: their mean is not zero, as hidden text of any class changes something.
@@ -105,13 +105,16 @@ def test_through_the_origin_nothing_tells_nothing_and_all_else_is_read_nearly_as
     )
     nothing = torch.zeros_like(changed[:1])
     base = origin.probes.intercept[0].softmax(-1)
-    torch.testing.assert_close(told(origin, nothing)[0, 0].exp(), base)
-    assert float((told(usual, nothing)[0, 0].exp() - base).abs().max()) > 0.01
-    right = [told(probe, changed[new]).argmax(-1).eq(labels[:, new]).double().mean() for probe in (usual, origin)]
+    torch.testing.assert_close(log_probabilities(origin, nothing)[0, 0].exp(), base)
+    assert float((log_probabilities(usual, nothing)[0, 0].exp() - base).abs().max()) > 0.01
+    right = [
+        log_probabilities(probe, changed[new]).argmax(-1).eq(labels[:, new]).double().mean()
+        for probe in (usual, origin)
+    ]
     assert float(right[1]) > float(right[0]) - 0.04
 
 
-def test_samples_like_the_training_lie_at_one_and_shifted_ones_beyond_all_of_it():
+def test_training_like_samples_lie_at_distance_one_and_shifted_ones_beyond():
     features, labels, _ = planted(600, CLASSES, 1.0)
     probe = fitted(features[0], labels, np.arange(600) % 60)
     assert float(probe.distances.median()) == pytest.approx(1, abs=0.1)
@@ -120,20 +123,20 @@ def test_samples_like_the_training_lie_at_one_and_shifted_ones_beyond_all_of_it(
     assert float(distance(mean + 3 * probe.deviation, mean, probe.deviation)) > float(probe.distances.max())
 
 
-def test_a_feature_that_never_varied_is_not_read_whatever_it_becomes():
+def test_a_feature_that_was_constant_in_training_is_ignored():
     features, labels, contexts = of_one_context_only(20, 10, seed=3)
     features = torch.cat([features, torch.full((len(features), 1), 0.7)], 1)
     probe = fitted(features, labels, contexts)
     changed = features.clone()
     changed[:, -1] = 100
-    assert torch.equal(told(probe, features), told(probe, changed))
+    assert torch.equal(log_probabilities(probe, features), log_probabilities(probe, changed))
     mean = probe.probes.mean[0]
     assert torch.equal(distance(features, mean, probe.deviation), distance(changed, mean, probe.deviation))
 
 
 def test_bad_input_is_refused():
     features, labels, contexts = of_one_context_only(20, 10, seed=3)
-    for match, given in {
+    for match, arguments in {
         "at least 5 contexts": (features, labels, contexts % 4),
         "one class": (features, torch.zeros_like(labels), contexts),
         "finite": (features.masked_fill(features > 8, torch.inf), labels, contexts),
@@ -141,4 +144,4 @@ def test_bad_input_is_refused():
         "0 to 4": (features, labels + 1, contexts),
     }.items():
         with pytest.raises(UserError, match=match):
-            fitted(*given)
+            fitted(*arguments)

@@ -1,4 +1,4 @@
-"""Published probes: weights in safetensors and a card, in a folder of their own, which anyone can read a cache with."""
+"""A published probe: weights in safetensors and a card, in a folder of its own, with which anyone can read a cache."""
 
 import re
 from collections.abc import Sequence
@@ -16,16 +16,17 @@ from kvprobe.fingerprint import differing, fingerprint
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
-from kvprobe.probes.card_page import card_page
-from kvprobe.probes.fitted_probe import FittedProbe, distance, fitted_probe
-from kvprobe.probes.probe_card import CARD, Card, Measure, Training, Where, published_probes
-from kvprobe.probes.probe_file import read_weights, write_weights
+from kvprobe.probes.card import CARD, Card, Measure, ProbeInput, Training, published_probes
+from kvprobe.probes.fitted import FittedProbe, distance, fitted_probe
+from kvprobe.probes.page import card_page
+from kvprobe.probes.weights import read_weights, write_weights
 from kvprobe.probing.differences import difference
 from kvprobe.probing.linear import LinearProbes
 from kvprobe.tasks.designs import Target
 
 SURE, FEWEST = 0.9, 10
-"""Which share of readings must be right for them to be called leaks, and how many there must be to tell."""
+"""The share of readings that must be right for them to be called leaks, and the least number of readings that can show
+it."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Probe:
         return self.card.target
 
     @property
-    def site(self) -> Where:
+    def site(self) -> ProbeInput:
         return self.card.site
 
     @property
     def base_rates(self) -> Float[Tensor, "places classes"]:
-        """What it says of features that tell nothing: the class frequencies of its training samples."""
+        """Its probabilities where features carry no information: the class frequencies of its training samples."""
         return self.linear.intercept[0].unflatten(0, (-1, self.linear.classes)).softmax(-1)
 
     @classmethod
@@ -67,7 +68,7 @@ class Probe:
         labels: Int[Tensor, "places samples"],
         contexts: Int[np.ndarray, "samples"],
         target: Target,
-        site: Where,
+        site: ProbeInput,
         training: Training,
         measures: Sequence[Measure],
         *,
@@ -76,17 +77,17 @@ class Probe:
         folds: int = 5,
         seed: int = 0,
     ) -> "Probe":
-        """A probe trained on all samples (see `fitted_probe`), with the numbers that were found for its site.
+        """A probe trained on all samples (see `fitted_probe`), with the numbers that were measured for its site.
 
         Args:
-            features: what the site shows of each sample.
+            features: what the site shows for each sample.
             contexts: number of the context of each sample.
             training: samples, contexts, penalty and the like are filled in.
             measures: see `Measure`; at least the accuracy under all three splits.
-            restart: what the site shows of each sample when it is computed again without the hidden text. A probe of differences
-                needs it; of others nothing may be called a leak without it.
+            restart: what the site shows for each sample when it is computed again without the hidden text. A probe of
+                differences needs it, and without it no reading of any probe may be called a leak.
             name: made from model, target and segment by default.
-            folds: of whole contexts, on which penalty, temperature and thresholds are found.
+            folds: of whole contexts, which determine penalty, temperature and thresholds.
             seed: of the folds.
 
         Raises:
@@ -139,20 +140,20 @@ class Probe:
         """A probe that ships with kvprobe, by name, or one from a folder.
 
         Raises:
-            UserError: there is no such probe, or its files are not whole, too large, or do not fit each other.
+            UserError: there is no such probe, or its files are incomplete, too large, or do not match each other.
         """
-        shelf, folder = published_probes(), Path(source).expanduser()
-        if str(source) in shelf:
-            folder = shelf[str(source)]
+        catalogue, folder = published_probes(), Path(source).expanduser()
+        if str(source) in catalogue:
+            folder = catalogue[str(source)]
         elif not (folder / CARD).is_file():
             raise UserError(
-                unknown("published probe", str(source), shelf) + f" A folder with a {CARD} will do as well."
+                unknown("published probe", str(source), catalogue) + f" A folder with a {CARD} will do as well."
             )
         card = Card.read(folder)
         return cls(card, *read_weights(folder, card))
 
     def save(self, folder: str | Path) -> Path:
-        """Write weights, card, and the card in words (README.md) into a folder, which is made."""
+        """Write weights, card, and the card in words (README.md) into a folder, which is created."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_weights(self.linear, self.deviation, folder, self.card).write(folder)
@@ -170,8 +171,8 @@ class Probe:
         return scores.softmax(-1).unflatten(0, features.shape[:-1]) if features.dim() > 1 else scores[0].softmax(-1)
 
     def distance(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
-        """How far features lie from those that the probe was trained on, in standard deviations of each feature (root mean
-        square). `card.training.typical` and `.far` say how far conversations lay that were held out."""
+        """How far features lie from those that the probe was trained on, in standard deviations of each feature (root
+        mean square). `card.training.typical` and `.far` give the distances of held-out conversations."""
         return distance(self._checked(features), self.linear.mean[0], self.deviation)
 
     def read(
@@ -188,17 +189,17 @@ class Probe:
             restart: the same slots computed without the hidden text, for a probe of differences.
 
         Raises:
-            UserError: the model has other weights; a cache was given without a segment, or for a probe of what a cache does
-                not hold; the rows of the cache have no such segment; or a probe of differences has no restart.
+            UserError: the model has other weights; a cache came without a segment, or for a probe of a family that no
+                cache holds; a row of the cache has no such segment; or a probe of differences has no restart.
         """
         self.check(model)
-        other = None if restart is None else self.site_shows(restart, segment)
-        return self.probabilities(self.features(self.site_shows(source, segment), other))
+        fresh = None if restart is None else self.site_shows(restart, segment)
+        return self.probabilities(self.features(self.site_shows(source, segment), fresh))
 
     def features(
         self, shown: Float[Tensor, "*rows dim"], restart: Float[Tensor, "*rows dim"] | None = None
     ) -> Float[Tensor, "*rows dim"]:
-        """What the probe is given of what its site shows: this, or its difference from the restart's."""
+        """The probe's input: what its site shows, or the difference of this from the restart."""
         if not self.site.less_restart:
             return shown
         if restart is None:
@@ -208,58 +209,61 @@ class Probe:
     def site_shows(self, source: KVCache | Captured, segment: str | None = None) -> Float[Tensor, "rows dim"]:
         """One vector per row: of all slots of a segment of a cache, or of all that were captured; see `read`.
 
-        A segment that goes on to say the answer is not what a probe was trained on: capture its slots up to there.
+        Probes were not trained on segments that go on to state the answer: capture the slots before it.
         """
         if isinstance(source, Captured):
             if segment is not None:
-                raise UserError(f"Captured slots are read as they are; capture with segments=[{segment!r}] alone.")
+                raise UserError(
+                    "Captured slots are read as they are, so a segment cannot be given here; capture with "
+                    f"segments=[{segment!r}]."
+                )
             return self.read_out(source[self.site.family, self.site.layer], source.present)
         if self.site.family not in ("k", "v"):
-            raise UserError(f"{self.name} reads {self.site.family!r}, which no cache holds; give it what was captured.")
+            raise UserError(f"{self.name} reads {self.site.family!r}, which no cache holds; give it captured slots.")
         if segment is None:
-            raise UserError("A cache has many segments; say which of them to read.")
+            raise UserError("A cache has many segments; name the segment to read.")
         held = source.keys if self.site.family == "k" else source.values
-        where = source.ledger.in_segments([segment])
-        if not bool(where.any(1).all()):
+        slots = source.ledger.in_segments([segment])
+        if not bool(slots.any(1).all()):
             raise UserError(
-                f"Segment {segment!r} has no slots in some row of the cache; it was evicted, or never read."
+                f"Segment {segment!r} has no slots in some row of the cache: it was evicted or never read; name "
+                "another segment."
             )
-        return self.read_out(held[self.site.layer], where)
+        return self.read_out(held[self.site.layer], slots)
 
-    def read_out(self, slots: Tensor, where: Tensor | None = None) -> Float[Tensor, "rows dim"]:
+    def read_out(self, slots: Tensor, present: Tensor | None = None) -> Float[Tensor, "rows dim"]:
         """One vector per row.
 
         Args:
             slots: `[rows, kv_heads, slots, d_head]` or `[rows, slots, d_model]`, of the probe's family and layer.
-            where: `[rows, slots]`, the slots to be read; all by default.
+            present: `[rows, slots]`, the slots to be read; all by default.
         """
         vectors = slots.float()
         if vectors.dim() == 4:
             head = self.site.head
-            chosen = vectors if head is None else vectors[:, head : head + 1]
-            vectors = chosen.transpose(1, 2).flatten(2)
+            heads = vectors if head is None else vectors[:, head : head + 1]
+            vectors = heads.transpose(1, 2).flatten(2)
         rows, count, _ = vectors.shape
-        where = torch.ones(rows, count, dtype=torch.bool) if where is None else where
-        where = where.to(vectors.device)
+        present = torch.ones(rows, count, dtype=torch.bool) if present is None else present
+        present = present.to(vectors.device)
         if self.site.read == "last":
-            last = count - 1 - where.flip(1).int().argmax(1)
+            last = count - 1 - present.flip(1).int().argmax(1)
             return vectors[torch.arange(rows, device=vectors.device), last]
-        chosen = torch.where(where[..., None], vectors, 0.0)
-        return chosen.sum(1) / where.sum(1, keepdim=True)
+        return torch.where(present[..., None], vectors, 0.0).sum(1) / present.sum(1, keepdim=True)
 
     def check(self, model: Model) -> None:
         """Refuse a model that this probe cannot read.
 
         Raises:
-            UserError: its weights are others (in whatever dtype), its config or its tokenizer; or it has no such site.
+            UserError: its weights (in any dtype), config or tokenizer are others, or it has no such site.
         """
         if not self.fits(model):
-            other = (model.fingerprint, self.card.weights)
+            fingerprints = (model.fingerprint, self.card.weights)
             if _dtype(model) != self.card.dtype:
-                other = (rounded_fingerprint(model), self.card.rounded)
+                fingerprints = (rounded_fingerprint(model), self.card.rounded)
             raise UserError(
-                f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*other)}, so its directions mean "
-                f"nothing there; train a probe of that model instead."
+                f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*fingerprints)}, "
+                "so its directions mean nothing there; train a probe of that model instead."
             )
         shape, site = model.geometry, self.site
         heads = shape.n_kv_heads if site.head is None else 1
@@ -268,12 +272,13 @@ class Probe:
         head_exists = site.head is None or (per_head and 0 <= site.head < shape.n_kv_heads)
         if not 0 <= site.layer < shape.n_layers or not head_exists or dim != len(self.deviation):
             raise UserError(
-                f"{self.name} reads {len(self.deviation)} numbers at {site.family!r}, layer {site.layer}, head {site.head}, which "
-                f"{model.name} does not have; the card was altered, publish the probe again."
+                f"{self.name} reads {len(self.deviation)} numbers at {site.family!r}, layer {site.layer}, head "
+                f"{site.head}, which {model.name} does not have; the card was altered, publish the probe again."
             )
 
     def fits(self, model: Model) -> bool:
-        """Whether this is the model that the probe was trained on; in another dtype, up to the rounding of its weights."""
+        """Whether this is the model that the probe was trained on; in another dtype, up to the rounding of its
+        weights."""
         if model.fingerprint == self.card.weights:
             return True
         return _dtype(model) != self.card.dtype and rounded_fingerprint(model) == self.card.rounded
@@ -281,8 +286,8 @@ class Probe:
     def _checked(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         if features.shape[-1] != len(self.deviation):
             raise UserError(
-                f"{self.name} reads vectors of {len(self.deviation)} numbers; these have {features.shape[-1]}, so give what its "
-                "site shows."
+                f"{self.name} reads vectors of {len(self.deviation)} numbers; these have {features.shape[-1]}, so give "
+                "what its site shows."
             )
         if not bool(features.isfinite().all()):
             raise UserError("Features hold NaN or infinity; a probe needs finite numbers.")
@@ -290,8 +295,8 @@ class Probe:
 
 
 def _gain(fitted: FittedProbe) -> tuple[float | None, float | None]:
-    """The least gain over the restart from which on `SURE` of the readings of conversations held out are right, and the share of
-    all readings that gain as much; no gain and a share of nought where too few ever do."""
+    """The least gain over the restart above which a share `SURE` of the held-out readings is right, and the share of
+    all readings that gain as much; no gain and a share of zero where too few readings do."""
     if fitted.gains is None:
         return None, None
     gains, order = fitted.gains.flatten().double().cpu().sort(descending=True)

@@ -1,4 +1,5 @@
-"""The weights of a published probe on disk, in safetensors: read as the file of a stranger, within limits. No pickle anywhere."""
+"""The weights of a published probe on disk, in safetensors. They are untrusted input, read within limits and without
+pickle."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
-from kvprobe.probes.probe_card import WEIGHTS, Card
+from kvprobe.probes.card import WEIGHTS, Card
 from kvprobe.probing.linear import LinearProbes
 
 MAX_WEIGHTS = 2**28
-"""Bytes of a file that is read at all."""
+"""The largest file that is read, in bytes."""
 
 
 def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder: Path, card: Card) -> Card:
@@ -27,8 +28,7 @@ def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder:
         "intercept": linear.intercept[0],
         "deviation": deviation,
     }
-    held = {name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    content = save(held)
+    content = save({name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()})
     (folder / WEIGHTS).write_bytes(content)
     return replace(card, digest=digest([content], 16))
 
@@ -37,22 +37,26 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
     """What `write_weights` wrote.
 
     Raises:
-        UserError: there is no file, or it is too large, truncated, holds other tensors than the card promises, or has another digest.
+        UserError: there is no file, or it is too large, truncated, holds other tensors than the card describes, or has
+        another digest.
     """
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{folder} has a card but no {WEIGHTS}; copy the whole folder.")
     if path.stat().st_size > MAX_WEIGHTS:
-        raise UserError(f"{path} is larger than {MAX_WEIGHTS // 2**20} MiB; no probe is.")
+        raise UserError(
+            f"{path} is larger than {MAX_WEIGHTS // 2**20} MiB, the limit for a probe; copy the folder again."
+        )
     outputs = len(card.target.places) * len(card.target.classes)
     try:
         with safe_open(path, framework="pt") as file:
-            found: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            dim = (found["weights"].get_shape() or [0])[0] if "weights" in found else 0
+            slices: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            dim = (slices["weights"].get_shape() or [0])[0] if "weights" in slices else 0
             shapes = {"mean": [dim], "weights": [dim, outputs], "intercept": [outputs], "deviation": [dim]}
-            if {name: piece.get_shape() for name, piece in found.items()} != shapes or not dim:
+            if {name: piece.get_shape() for name, piece in slices.items()} != shapes or not dim:
                 raise UserError(
-                    f"{path} does not hold the weights of {outputs} outputs that its card promises; publish the probe again."
+                    f"{path} does not hold the weights of {outputs} outputs that its card describes; publish the probe "
+                    "again."
                 )
             tensors = {name: file.get_tensor(name) for name in shapes}
     except SafetensorError as error:
@@ -64,9 +68,9 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
         (deviation > 0).all() and deviation.isfinite().any()
     ):
         raise UserError(
-            f"{path} holds numbers that are not finite, or deviations below zero or of no size; publish the probe again."
+            f"{path} holds numbers that are not finite, or deviations that are not above zero; publish the probe again."
         )
     if digest([path.read_bytes()], 16) != card.digest:
-        raise UserError(f"{path} holds other weights than its card was written for; copy the whole folder again.")
-    one = {name: tensor[None] for name, tensor in tensors.items()}
-    return LinearProbes(one["mean"], one["weights"], one["intercept"], len(card.target.classes)), deviation
+        raise UserError(f"{path} does not match the digest in its card; copy the whole folder again.")
+    batch = {name: tensor[None] for name, tensor in tensors.items()}
+    return LinearProbes(**batch, classes=len(card.target.classes)), deviation

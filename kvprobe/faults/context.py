@@ -1,4 +1,4 @@
-"""What a fault may know of the cache that it strikes: its numbers, its donors, how its keys turn, what it is asked."""
+"""What a fault may know of the cache that it strikes: numbers, donors, rotary embedding, last queries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,20 +40,20 @@ class Moments:
 
     @cached_property
     def root(self) -> Float[Tensor, "kv_heads d d"]:
-        """A matrix that gives white noise this covariance; there may be fewer slots than channels."""
-        found, vectors = torch.linalg.eigh(self.covariance.double())
-        return (vectors * found.clamp(min=0).sqrt()[:, None]).float()
+        """A matrix that gives white noise this covariance, even where there are fewer slots than channels."""
+        eigenvalues, vectors = torch.linalg.eigh(self.covariance.double())
+        return (vectors * eigenvalues.clamp(min=0).sqrt()[:, None]).float()
 
 
 @dataclass(frozen=True)
 class Queries:
-    """The queries with which each layer looked at the cache last.
+    """The last queries of each layer.
 
     Attributes:
-        rows: one tensor per layer, after any norm and rotary embedding: for each token in turn, the query heads that share
-            a KV head.
-        scale: by which each layer multiplies its scores.
-        group: query heads to a KV head.
+        rows: one tensor per layer, after any norm and rotary embedding. For each token in turn, the query heads that
+            share a KV head.
+        scale: factor of each layer's attention scores.
+        group: query heads per KV head.
     """
 
     rows: tuple[Float[Tensor, "kv_heads queries d_head"], ...]
@@ -62,14 +62,14 @@ class Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class Host:
-    """One row's clean cache and what else a fault may draw on.
+class FaultContext:
+    """One row's clean cache, and what else a fault may use.
 
     Attributes:
-        cache: the cache as it was before any fault, of one row.
+        cache: the cache before any fault, of one row.
         donors: other caches by name, from which faults take slots.
-        rotaries: how each layer's keys turn with position; see `Lanes.rotaries`.
-        queries: what each layer asked last, for noise that is matched by its effect.
+        rotaries: the rotary embedding of each layer; see `Lanes.rotaries`.
+        queries: the last queries of each layer, for noise that is matched by its effect.
     """
 
     cache: KVCache
@@ -80,24 +80,28 @@ class Host:
     def __post_init__(self) -> None:
         if self.cache.batch != 1:
             raise UserError(
-                f"A fault's host is one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
+                f"A fault context has one row; this cache has {self.cache.batch}. Take one with KVCache.rows."
             )
         for name, donor in self.donors.items():
             if donor.batch != 1 or donor.shape != self.cache.shape:
                 raise UserError(
-                    f"Donor {name!r} has {donor.batch} rows of shape {donor.shape}; expected 1 row of {self.cache.shape}, "
-                    f"from the same model."
+                    f"Donor {name!r} has {donor.batch} rows of shape {donor.shape}; expected 1 row of "
+                    f"{self.cache.shape}, from the same model."
                 )
 
     def donor(self, name: str) -> KVCache:
-        """A donor by name; an unknown one is refused."""
+        """A donor by name.
+
+        Raises:
+            UserError: there is none of this name.
+        """
         if name not in self.donors:
             raise UserError(unknown("donor", name, self.donors))
         return self.donors[name]
 
     def vectors(self, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
         """K or V of a layer's slots that hold a token."""
-        return _held(self.cache, layer, part)
+        return _filled(self.cache, layer, part)
 
     def moments(self, layer: int, part: Part) -> Moments:
         """Of the clean cache."""
@@ -108,18 +112,18 @@ class Host:
         return self._remember(name, self.donor(name), layer, part)
 
     @cached_property
-    def found(self) -> dict[tuple[object, ...], object]:
-        """What faults have worked out about this host, and will need again."""
+    def computed(self) -> dict[tuple[object, ...], object]:
+        """What faults have computed from this context and will need again."""
         return {}
 
     def _remember(self, donor: str | None, cache: KVCache, layer: int, part: Part) -> Moments:
-        known = self.found.get(("moments", donor, layer, part))
+        known = self.computed.get(("moments", donor, layer, part))
         if not isinstance(known, Moments):
-            known = Moments.of(_held(cache, layer, part))
-            self.found["moments", donor, layer, part] = known
+            known = Moments.of(_filled(cache, layer, part))
+            self.computed["moments", donor, layer, part] = known
         return known
 
 
-def _held(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
+def _filled(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
     tensor = (cache.keys if part == "k" else cache.values)[layer]
     return tensor[0][:, ~cache.ledger.padding[0]]

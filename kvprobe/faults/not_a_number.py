@@ -1,4 +1,4 @@
-"""Numbers that are none."""
+"""NaN and infinity."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from kvprobe.faults.struck import Struck
 
 @dataclass(frozen=True)
 class NotANumber(Fault):
-    """NaN, or another `value` that no cache holds (infinity).
+    """NaN in place of K and V, or infinity (`value`).
 
-    NaN in slots past the length: flash-attention #1745, vllm PR #53856. A NaN in V poisons even where it is masked, because
-    0 × NaN is NaN.
+    NaN in slots past the length: flash-attention #1745, vllm PR #53856. A NaN in V spreads even from a masked slot,
+    because 0 × NaN is NaN.
     """
 
     value: float = float("nan")

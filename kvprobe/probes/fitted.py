@@ -1,7 +1,8 @@
-"""The probe that is handed on: trained on all samples, its probabilities fitted to conversations that it was not trained on.
+"""The probe that gets published: trained on all samples, with probabilities fitted to conversations that it was not
+trained on.
 
-Penalty and temperature come from evidence out of fold, whole contexts held out, so that a probe which only knows its own
-contexts comes out near the class frequencies, whatever it scores on conversations that it has seen.
+Penalty and temperature come from out-of-fold evidence with whole contexts held out. A probe that only knows its own
+contexts therefore stays near the class frequencies, whatever it scores on conversations that it has seen.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,13 @@ class FittedProbe:
 
     Attributes:
         probes: one probe; softmax of its scores is the probability of each class.
-        deviation: of each feature over the training samples, about the probe's mean; infinite where it is constant but for
-            round-off.
+        deviation: of each feature over the training samples, about the probe's mean; infinite where the feature is
+            constant up to round-off.
         penalty: of ridge regression, per sample.
-        temperature: that the weights were divided by, per target.
+        temperature: the divisor of the weights, per target.
         distances: of each sample from the samples of other folds, see `distance`.
-        right: whether the likeliest class of each sample, by probes of other contexts, is its own.
-        gains: bits that this class is likelier than in the sample's restart; None where there is no restart.
+        right: whether the most likely class of each sample, by probes of other contexts, is the true one.
+        gains: bits by which this class is more likely than in the sample's restart; None where there is no restart.
     """
 
     probes: LinearProbes
@@ -61,14 +62,14 @@ def fitted_probe(
     Args:
         labels: class number of each sample, per target.
         contexts: number of the context of each sample; whole ones are held out.
-        restart: what the same slots show when they are computed again without the hidden text.
-        through_origin: features of zero tell nothing (they are differences), so that the probe says the class frequencies of
-            them; otherwise it does so of the training mean.
+        restart: features of the same slots computed again without the hidden text.
+        through_origin: for features that are differences, where zero carries no information: the probe gives the class
+            frequencies at zero. Otherwise it gives them at the training mean.
         rng: of the folds.
 
     Raises:
-        UserError: fewer contexts than folds, fewer than three folds, labels out of range or of one class, fewer samples than
-            classes, features that are constant or not finite.
+        UserError: fewer contexts than folds, fewer than three folds, labels out of range or of one class, fewer samples
+            than classes, features that are constant or not finite.
     """
     features = features.float()
     fold = torch.from_numpy(fold_numbers("leave-context-out", contexts, folds, rng)).to(features.device)
@@ -80,7 +81,7 @@ def fitted_probe(
     def fit(rows: Bool[Tensor, "samples"], penalties: Sequence[float]) -> _Ridge:
         return _ridge(features[rows], labels[:, rows], classes, penalties, floor, through_origin)
 
-    known = log_frequency(labels, classes)[:, None].to(features.dtype)
+    prior = log_frequency(labels, classes)[:, None].to(features.dtype)
     both = torch.stack([features, features if restart is None else restart.float()])
     evidence = features.new_empty(len(penalties), 2, *labels.shape, classes)
     distances = features.new_empty(len(features))
@@ -92,18 +93,18 @@ def fitted_probe(
         distances[test] = distance(features[test], trained.centre, trained.deviation)
 
     fits = []
-    for penalty, each in zip(penalties, evidence, strict=True):
-        temperature = fit_temperature(each[:1], known, labels)[0]
-        told = (known + each / temperature[:, None, None]).log_softmax(-1)
-        fits.append((float(told[0].gather(-1, labels[..., None]).mean()), penalty, temperature, told))
+    for penalty, of_penalty in zip(penalties, evidence, strict=True):
+        temperature = fit_temperature(of_penalty[:1], prior, labels)[0]
+        posterior = (prior + of_penalty / temperature[:, None, None]).log_softmax(-1)
+        fits.append((float(posterior[0].gather(-1, labels[..., None]).mean()), penalty, temperature, posterior))
     # Of equally good penalties the largest.
-    _, penalty, temperature, (kept, fresh) = max(fits, key=lambda each: each[:2])
-    best = kept.argmax(-1)
-    gains = (kept - fresh).gather(-1, best[..., None])[..., 0] / log(2)
+    _, penalty, temperature, (retained, restarted) = max(fits, key=lambda fit: fit[:2])
+    best = retained.argmax(-1)
+    gains = (retained - restarted).gather(-1, best[..., None])[..., 0] / log(2)
 
     final = fit(torch.ones_like(fold, dtype=torch.bool), [penalty])
     cooled = final.weights[0].unflatten(1, (-1, classes)) / temperature[:, None]
-    probes = LinearProbes(final.centre[None], cooled.flatten(1)[None], known.reshape(1, -1), classes)
+    probes = LinearProbes(final.centre[None], cooled.flatten(1)[None], prior.reshape(1, -1), classes)
     right = best.eq(labels)
     return FittedProbe(
         probes, final.deviation, penalty, temperature, distances, right, None if restart is None else gains
@@ -113,8 +114,8 @@ def fitted_probe(
 def distance(
     features: Float[Tensor, "*rows dim"], mean: Float[Tensor, "dim"], deviation: Float[Tensor, "dim"]
 ) -> Float[Tensor, "*rows"]:
-    """How far features lie from a probe's mean: root mean square, over the features that vary, of the difference in deviations
-    about it. For samples like those that mean and deviation are of, about 1."""
+    """How far features lie from a probe's mean: root mean square, over the features that vary, of the difference in
+    deviations about it. It is about 1 for samples like those that gave mean and deviation."""
     return ((features - mean) / deviation).square().sum(-1).div(deviation.isfinite().sum()).sqrt()
 
 

@@ -1,10 +1,10 @@
-"""A probe's card in words: the README.md beside its weights. What it says follows from the card's numbers alone."""
+"""A probe's card in words: the README.md beside its weights. Its text follows from the card's numbers alone."""
 
 import html
 from collections.abc import Callable
 
 from kvprobe.models.lens import Family
-from kvprobe.probes.probe_card import CARD_SPLITS, Arm, Card, Where
+from kvprobe.probes.card import CARD_SPLITS, Arm, Card, ProbeInput
 from kvprobe.stats import Estimate
 from kvprobe.wording import percent, plain, points
 
@@ -28,7 +28,7 @@ _ROWS: dict[str, tuple[str, Callable[[Estimate], str]]] = {
     "accuracy": ("accuracy", percent),
     "floor": ("restart floor: accuracy on the same slots computed again without the hidden text", percent),
     "leak": ("leak: accuracy less restart floor", points),
-    "text": ("what the text that is read tells by itself", percent),
+    "text": ("accuracy from the visible text alone", percent),
     "permuted": (
         "permutation floor: accuracy with labels permuted within conversations",
         lambda value: f"{100 * value.mean:.1f} %",
@@ -42,7 +42,7 @@ _ROWS: dict[str, tuple[str, Callable[[Estimate], str]]] = {
 }
 
 
-def where(site: Where) -> str:
+def where(site: ProbeInput) -> str:
     """A site in words."""
     heads = (
         ""
@@ -88,22 +88,23 @@ def card_page(card: Card) -> str:
         "",
         "## How well",
         "",
-        "Means over places, with 95 % intervals over contexts. For each test fold the site was chosen anew on its inner fold, so that "
-        "the search does not flatter the numbers.",
+        "Means over places, with 95 % intervals over contexts. For each test fold the site was chosen anew on its "
+        "inner fold, so that the search does not inflate the numbers.",
         "",
         f"| | {' | '.join(CARD_SPLITS)} |",
         f"|---|{'---|' * len(CARD_SPLITS)}",
         *_rows(card),
         "",
-        "`random`: conversations that the probe has seen with other content. `leave-context-out`: conversations that it has never seen. "
-        "`paired`: likewise, each feature less its mean over several contents of the very conversation that is read.",
+        "`random`: conversations that the probe has seen with other content. `leave-context-out`: conversations that "
+        "it has never seen. `paired`: likewise, each feature less its mean over several contents of the same "
+        "conversation.",
         "",
         *([_gain(card), ""] if card.training.power is not None else []),
         _use(card),
         "",
         "## What it is for, and what not",
         "",
-        *(f"- {_inert(each)}" for each in limits(card)),
+        *(f"- {_inert(statement)}" for statement in limits(card)),
         "",
         "## Use",
         "",
@@ -122,8 +123,8 @@ def card_page(card: Card) -> str:
         _inert(card.made.command or "not recorded"),
         "```",
         "",
-        f"kvprobe {_inert(card.made.kvprobe or 'of unknown version')}, seed {card.made.seed}, commit {_inert(card.made.commit[:12] or 'unknown')}; "
-        "then `kvprobe publish RUN`.",
+        f"kvprobe {_inert(card.made.kvprobe or 'of unknown version')}, seed {card.made.seed}, commit "
+        f"{_inert(card.made.commit[:12] or 'unknown')}; then `kvprobe publish RUN`.",
         "",
         f"Licence of the probe: {_inert(card.licence)}. The model that it reads has its own.",
         "",
@@ -131,7 +132,7 @@ def card_page(card: Card) -> str:
     return "\n".join(lines)
 
 
-def _example(site: Where) -> list[str]:
+def _example(site: ProbeInput) -> list[str]:
     """Lines of Python that read the site of segment m4 of a conversation in which m2 was masked."""
     comment = "  # probability of each class, [rows, places, classes]"
     if site.family in ("k", "v"):
@@ -147,19 +148,20 @@ def _example(site: Where) -> list[str]:
 
 
 def limits(card: Card) -> list[str]:
-    """What the numbers of a card allow to be said, and what they do not."""
+    """What follows from the numbers of a card, and what does not."""
     accuracy, leak, chance = card.measure("accuracy"), card.measure("leak"), card.target.chance
     assert accuracy is not None
-    said = []
+    statements = []
     if card.reads_unseen:
-        said.append(
-            f"In conversations that it has never seen it is right in {percent(accuracy)}, chance being {100 * chance:.1f} %: it may be "
-            f"used to see whether hidden text can still be read from such slots ({ARMS[card.training.arm]})."
+        statements.append(
+            f"In conversations that it has never seen it is right in {percent(accuracy)} of cases, where chance is "
+            f"{100 * chance:.1f} %: it may be used to see whether hidden text can still be read from such slots "
+            f"({ARMS[card.training.arm]})."
         )
     elif not accuracy.has_interval:
-        said.append(
-            f"It was trained on {card.training.contexts} contexts, too few for an interval: whether it reads conversations that it has "
-            "never seen cannot be said."
+        statements.append(
+            f"It was trained on {card.training.contexts} contexts, too few for an interval, so it is unknown whether "
+            "it reads conversations that it has never seen."
         )
     elif accuracy.above(chance):
         known = (
@@ -169,47 +171,53 @@ def limits(card: Card) -> list[str]:
             if not leak.above()
             else "labels permuted within conversations are read as well"
         )
-        said.append(
-            f"In conversations that it has never seen it is right in {percent(accuracy)}, above chance ({100 * chance:.1f} %), but {known}: "
-            "nothing that it reads there may be called a leak."
+        statements.append(
+            f"In conversations that it has never seen it is right in {percent(accuracy)} of cases, above chance "
+            f"({100 * chance:.1f} %), but {known}: none of its readings there may be called a leak."
         )
     else:
-        said.append(
-            f"In conversations that it has never seen it is not significantly better than chance ({percent(accuracy)} against "
-            f"{100 * chance:.1f} %): its probabilities there stay near the class frequencies, and rightly so. It shows the "
-            "difference between the splits; it is no detector."
+        statements.append(
+            f"In conversations that it has never seen it is not significantly better than chance ({percent(accuracy)} "
+            f"against {100 * chance:.1f} %): its probabilities there rightly stay near the class frequencies. It shows "
+            "the difference between the splits; it is not a detector."
         )
-    said += [
-        f"It was trained on segment {card.training.segment} of written conversations of one kind. On other text, lengths and segments "
-        "its probabilities need not hold; see how far its input lies from what it was trained on.",
-        "It reads differences from the restart, which it must be given: what it says of no difference is the same everywhere."
+    statements += [
+        f"It was trained on segment {card.training.segment} of written conversations of one kind. On other text, "
+        "lengths and segments its probabilities need not hold; check the distance of its input from its training "
+        "samples.",
+        "It reads differences from the restart, which it must be given: its reading of a zero difference is the same "
+        "everywhere."
         if card.site.less_restart
-        else "Compare what it reads with the restart floor of the same conversation, as kvprobe scan does: without a difference there "
-        "is no leak.",
+        else "Compare its reading with the restart floor of the same conversation, as kvprobe scan does: without a "
+        "difference there is no leak.",
         "That it can read something does not mean that the model uses it.",
-        f"It reads {card.model} with the fingerprint {card.weights} and refuses others: in another model, after fine-tuning, or with "
-        "another config, tokenizer or chat template its numbers mean nothing.",
+        f"It reads {card.model} with the fingerprint {card.weights} and refuses others: in another model, after "
+        "fine-tuning, or with another config, tokenizer or chat template its numbers mean nothing.",
     ]
-    return said
+    return statements
 
 
 def _rows(card: Card) -> list[str]:
     rows = []
     for measure, (name, written) in _ROWS.items():
-        found = [card.measure(measure, split) for split in CARD_SPLITS]
-        if any(found):
-            rows.append(f"| {name} | {' | '.join('' if each is None else written(each) for each in found)} |")
+        numbers = [card.measure(measure, split) for split in CARD_SPLITS]
+        if any(numbers):
+            rows.append(f"| {name} | {' | '.join('' if number is None else written(number) for number in numbers)} |")
     return rows
 
 
 def _gain(card: Card) -> str:
     training = card.training
     if training.gain is None:
-        return "On its training conversations, each held out in turn, it was never so sure that nine of ten such readings were right, so no single reading is a leak."
+        return (
+            "On its training conversations, each held out in turn, no threshold made nine of ten readings right, so "
+            "no single reading may be called a leak."
+        )
     return (
-        f"On its training conversations, each held out in turn, nine of ten of its readings were right where the class is likelier than "
-        f"in the restart by {training.gain:.2f} bits or more; {100 * (training.power or 0):.0f} % of all readings were so. The threshold was "
-        "found on these conversations, so expect somewhat fewer to be right. Less is not to be called a leak."
+        "On its training conversations, each held out in turn, nine of ten readings were right where the class is "
+        f"more likely than in the restart by {training.gain:.2f} bits or more. This holds for "
+        f"{100 * (training.power or 0):.0f} % of all readings. The threshold was chosen on these conversations, so "
+        "expect slightly fewer to be right. A smaller gain may not be called a leak."
     )
 
 
@@ -217,13 +225,13 @@ def _use(card: Card) -> str:
     use = card.measure("use", "")
     if use is None:
         return "Whether the model uses what this probe reads was not measured."
-    found = "used" if use.above() else "of no use" if use.below() else "not detectably used"
+    verdict = "used" if use.above() else "not used" if use.below() else "not detectably used"
     return (
-        f"By the model itself it is {found}: asked for it, the model gives the truth, over other answers, {plain(use)} nats more from the "
-        "retained cache than from the restarted one."
+        f"By the model itself it is {verdict}: its preference for the true answer over other answers is {plain(use)} "
+        "nats larger with the retained cache than with the restarted one."
     )
 
 
 def _inert(text: str) -> str:
-    """Text that opens neither HTML, a link, nor a cell of a table."""
+    """Text that cannot open HTML, a link, or a table cell."""
     return html.escape(text, quote=False).replace("|", "\\|").replace("`", "'").replace("[", "\\[")

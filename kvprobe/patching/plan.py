@@ -1,0 +1,110 @@
+"""The plan of a sweep: what is swapped into what, refused and aligned once, before anything is run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from jaxtyping import Int
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
+from kvprobe.models.lanes import Lanes
+from kvprobe.names import unknown
+from kvprobe.patching.along import Along, contents, split
+from kvprobe.patching.donor import Align, aligned
+from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
+from kvprobe.text.transcript import Tokens
+
+Reads = Literal["reader", "total"]
+"""Who sees what was swapped. `reader`: only the suffix, as if the cache had been edited after the prompt was read.
+`total`: the prompt's tokens after the patched slot too, as activation patching in `run_with_hooks` does."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A base, what may be swapped into it, and the cells of a grid over it.
+
+    Attributes:
+        base: one row, with keys at the positions at which they are seen.
+        donor: the donor's own run, likewise.
+        contents: what a cell may hold in the base's slots, by `Cell.content`.
+        sources: the donor's slot for each of the base's; −1 where it has none.
+        suffix: what is read after the base.
+        donor_suffix: the same tokens where the donor ends.
+    """
+
+    lanes: Lanes
+    base: KVCache
+    donor: KVCache
+    contents: Mapping[str, KVCache]
+    sources: Int[Tensor, "slots"]
+    suffix: Tokens
+    donor_suffix: Tokens
+    cells: tuple[Cell, ...]
+    reads: Reads
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        base: KVCache,
+        donor: KVCache,
+        suffix: Tokens | str,
+        over: Over,
+        parts: Sequence[str],
+        reads: Reads,
+        align: Align,
+        along: Along | None,
+    ) -> "Plan":
+        """The plan of a sweep; see `patch_sweep` for the arguments and for what is refused."""
+        if reads not in get_args(Reads):
+            raise UserError(unknown("way to read", reads, get_args(Reads)))
+        match = aligned(model.lanes, base, donor, align)
+        rows = model.tokens_after(base, suffix)
+        if len(rows) != 1 or not len(rows[0]):
+            raise UserError("There is nothing to read after the cut; give a suffix of at least one token.")
+        tokens, shape = rows[0], model.geometry
+        bounds = Bounds(shape.n_layers, shape.n_kv_heads, shape.n_heads, len(tokens))
+        cells = match.fitted(grid(match.base, bounds, over, parts, contents(along)), align)
+        _refuse_unreadable(match.base, cells, reads)
+        start = tokens.positions[0] + int(donor.ledger.following[0] - base.ledger.following[0])
+        return cls(
+            lanes=model.lanes,
+            base=match.base,
+            donor=match.donor,
+            contents={"full": match.cache} if along is None else split(match.base, match.cache, along),
+            sources=match.source,
+            suffix=tokens,
+            donor_suffix=tokens.shifted(start),
+            cells=tuple(cells),
+            reads=reads,
+        )
+
+    def only(self, numbers: Sequence[int]) -> "Plan":
+        """The same plan for some of its cells."""
+        return replace(self, cells=tuple(self.cells[number] for number in numbers))
+
+
+def _refuse_unreadable(base: KVCache, cells: Sequence[Cell], reads: Reads) -> None:
+    """Refuse what only the other way to read can do."""
+    for cell in cells:
+        if reads == "reader" and cell.part in ACTIVATIONS:
+            raise UserError(
+                f"{cell.part!r} is not part of a cache; swap K or V, or patch activations with reads='total'."
+            )
+        if reads == "total" and (cell.query_heads is not None or cell.queries is not None or cell.content != "full"):
+            raise UserError(
+                "With reads='total' a cell is swapped in full and for all readers; leave out the axes 'query_head' and "
+                "'query' and the subspace `along`, or use reads='reader'."
+            )
+        if cell.part in ACTIVATIONS and cell.kv_heads is not None:
+            raise UserError(f"{cell.part!r} has no KV heads; leave the axis 'head' out.")
+    ledger = base.ledger
+    used = ~ledger.padding[0]
+    if reads == "total" and not (bool(ledger.live[..., used].all()) and bool((ledger.quantised < 0).all())):
+        raise UserError(
+            "The base has slots that were masked or quantised after later ones had been read, so its prompt cannot "
+            "be read again as it was; use reads='reader', or a base that was read in one go."
+        )

@@ -1,0 +1,95 @@
+"""Rows of one pass: many runs that equal a clean run up to the layer at which each first differs from it.
+
+Row 0 is the clean run and goes first, alone. Every other row joins it before the first layer at which it differs, with
+the clean row's residual stream: below that layer the two are the same.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from kvprobe.errors import UserError
+from kvprobe.models.lanes import Lanes
+from kvprobe.patching.grid import Cell
+
+ROWS = 256
+"""Rows to a pass: beyond it, a CPU's time for each row hardly falls."""
+BYTES = 2**29
+"""The memory that the rows of a pass may take together."""
+
+
+class Rows:
+    """Which row of a pass each run takes.
+
+    Args:
+        first_layers: the first layer at which each run differs from the clean run.
+
+    Attributes:
+        numbers: the row of each run, from 1 on.
+        joining: how many rows join before each layer.
+    """
+
+    def __init__(self, first_layers: Sequence[int]) -> None:
+        order = sorted(range(len(first_layers)), key=first_layers.__getitem__)
+        self.numbers = [0] * len(order)
+        for row, run in enumerate(order, start=1):
+            self.numbers[run] = row
+        self.joining: Mapping[int, int] = Counter(first_layers)
+
+    def in_order(self, logits: Float[Tensor, "rows kept vocab"]) -> Float[Tensor, "rows kept vocab"]:
+        """Rows of a pass as the clean run, then each run in the order in which the runs were given."""
+        return logits[torch.tensor([0, *self.numbers], device=logits.device)]
+
+
+def cells_by_layer(rows: Rows, cells: Sequence[Cell]) -> defaultdict[int, list[tuple[int, Cell]]]:
+    """For each layer the cells that swap something there, with their rows, in the order of the rows."""
+    by_layer: defaultdict[int, list[tuple[int, Cell]]] = defaultdict(list)
+    for row, cell in sorted(zip(rows.numbers, cells, strict=True), key=lambda pair: pair[0]):
+        for layer in cell.layers:
+            by_layer[layer].append((row, cell))
+    return by_layer
+
+
+def forward(
+    lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], kept: int
+) -> Float[Tensor, "rows kept vocab"]:
+    """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`, `joining`)."""
+    if not 1 <= kept <= ids.shape[1]:
+        raise UserError(
+            f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens; give a longer "
+            "suffix."
+        )
+    # A 4-D mask is handed down unchanged, and the attention that replaces the model's ignores it.
+    mask = torch.zeros(1, 1, 1, 1, dtype=lanes.dtype, device=lanes.device)
+    return lanes.plain(
+        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=kept
+    ).logits
+
+
+@contextmanager
+def joining(blocks: Sequence[nn.Module], counts: Mapping[int, int]) -> Iterator[None]:
+    """While this lasts, this many copies of the first row join the batch before each layer."""
+
+    def joiner(count: int) -> Any:
+        def join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            grown = torch.cat([hidden, hidden[:1].expand(count, -1, -1)])
+            if args:
+                return (grown, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": grown}
+
+        return join
+
+    handles = [
+        blocks[layer].register_forward_pre_hook(joiner(count), with_kwargs=True) for layer, count in counts.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,60 @@
+"""Running a plan: the metric of the base, of the donor, and of the base with each cell swapped."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+import torch
+from jaxtyping import Float
+from tqdm import tqdm
+
+from kvprobe.patching.grid import Cell
+from kvprobe.patching.maps import PatchMap
+from kvprobe.patching.metrics import KL, Metric, kept_by, measured
+from kvprobe.patching.plan import Plan
+from kvprobe.patching.reader import Reader
+from kvprobe.patching.rows import BYTES, ROWS
+from kvprobe.patching.total import Total
+
+Runner = Reader | Total
+"""Reads the clean row and one row for each cell."""
+
+
+def run(plan: Plan, metric: Metric | KL, rows: int = ROWS, progress: bool = False) -> PatchMap:
+    """The metric with each cell of the plan patched.
+
+    Args:
+        rows: most cells to a pass.
+    """
+    kept = kept_by(metric)
+    runner = Reader(plan.lanes, plan.base, plan.contents, plan.suffix) if plan.reads == "reader" else Total(plan)
+    clean = runner.logits([], kept)[0]
+    metric = metric.to(clean) if isinstance(metric, KL) else metric
+    donor = Reader(plan.lanes, plan.donor, {}, plan.donor_suffix).logits([], kept)[0]
+    ends = float(measured(metric, clean)), float(measured(metric, donor))
+    values = _values(runner, plan, metric, kept, rows, progress)
+    return PatchMap(plan.cells, values, *ends, plan.base.ledger, plan.reads)
+
+
+def _values(
+    runner: Runner, plan: Plan, metric: Metric, kept: int, rows: int, progress: bool
+) -> Float[np.ndarray, "cells"]:
+    """The metric of each cell, pass by pass."""
+    cells = plan.cells
+    values = np.empty(len(cells))
+    # A total pass begins at the first slot of any of its cells, so cells that begin at the same slot stand together.
+    order = sorted(range(len(cells)), key=lambda number: (plan.reads == "total" and min(cells[number].slots), number))
+    with tqdm(total=len(cells), desc="Patching", unit="cell", disable=not progress) as bar:
+        while order:
+            count = _rows_that_fit(runner, [cells[number] for number in order[:rows]], plan.lanes.device)
+            numbers, order = order[:count], order[count:]
+            logits = runner.logits([cells[number] for number in numbers], kept)[1:]
+            values[numbers] = [float(measured(metric, patched)) for patched in logits]
+            bar.update(count)
+    return values
+
+
+def _rows_that_fit(runner: Runner, cells: Sequence[Cell], device: torch.device) -> int:
+    """How many of these cells a pass has memory for."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return max(1, min(len(cells), int(min(BYTES, free / 4) / runner.row_bytes(cells)) - 1))

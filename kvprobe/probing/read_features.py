@@ -1,0 +1,173 @@
+"""Features read from the conversations of a design: what a model's layers show at one segment."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
+from kvprobe.probing.features import READS, Features, Site, read_outs
+from kvprobe.tasks.designs import Design
+from kvprobe.text.transcript import Tokens, Transcript
+
+_ROWS = 16  # conversations that are read side by side
+
+
+def read_features(
+    model: Model,
+    design: Design,
+    at: str,
+    *,
+    hide: Sequence[str] = (),
+    families: Sequence[Family] = ("k", "v", "resid_post"),
+    per_head: bool = False,
+    treat: Callable[[KVCache, int], KVCache] | None = None,
+    note: str = "Reading conversations",
+) -> Features:
+    """What the model shows at segment `at` of each sample's conversation, up to the part `answer` if the segment has
+    one.
+
+    Conversations that are equal up to there are read once, and so is the common beginning of those of one context.
+
+    Args:
+        hide: segments that are masked when `at` begins.
+        per_head: a site for each KV head instead of all heads side by side.
+        treat: applied to the cache when `at` begins, after masking; its second argument is the number of the first
+            sample that has the conversation.
+
+    Raises:
+        UserError: an unknown segment, one that cannot be hidden from `at`, or a slot outside what is read.
+    """
+    groups: dict[str, dict[Tokens, list[int]]] = {}
+    for number, sample in enumerate(design.samples):
+        tokens = _up_to(model, sample.transcript, at, hide)
+        groups.setdefault(sample.context, {}).setdefault(tokens, []).append(number)
+
+    vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in families}
+    sites: dict[Family, tuple[Site, ...]] = {}
+    rows = np.empty(len(design.samples), dtype=np.int64)
+    texts: list[tuple[int, ...]] = [()] * len(design.samples)
+    count = 0
+    stacks = (one for group in groups.values() for one in _stacked(model, group, at, hide, families, treat))
+    for tokens, members, stacked in tqdm(stacks, desc=note, unit="conversation", total=sum(map(len, groups.values()))):
+        span = tokens.span(at)
+        slots = [_within(span, design.samples[number].slot, number, at) for number in members]
+        places = {slot: count + place for place, slot in enumerate(dict.fromkeys(slots))}
+        count += len(places)
+        for family in families:
+            for slot in places:
+                row, sites[family] = _vectors(stacked[family], slot, per_head)
+                vectors[family].append(row.cpu())
+        for number, slot in zip(members, slots, strict=True):
+            rows[number] = places[slot]
+            ids = tokens.ids[span]
+            texts[number] = ids if slot is None else (ids[slot],)
+    _, contexts = np.unique([sample.context for sample in design.samples], return_inverse=True)
+    labels = torch.tensor([sample.labels for sample in design.samples]).T.contiguous()
+    tensors: dict[Family, Tensor] = {family: torch.cat(rows_of) for family, rows_of in vectors.items()}
+    return Features(tensors, sites, rows, labels, contexts, design.target, tuple(texts))
+
+
+def _within(span: slice, slot: int | None, number: int, at: str) -> int | None:
+    """A sample's slot, counted from the beginning of what is read."""
+    if slot is not None and not span.start <= slot < span.stop:
+        raise UserError(
+            f"Sample {number} reads slot {slot}, which is not in segment {at!r}; choose one of its slots, {span.start} "
+            f"to {span.stop - 1}."
+        )
+    return None if slot is None else slot - span.start
+
+
+def _stacked(
+    model: Model,
+    conversations: Mapping[Tokens, Sequence[int]],
+    at: str,
+    hide: Sequence[str],
+    families: Sequence[Family],
+    treat: Callable[[KVCache, int], KVCache] | None,
+) -> Iterator[tuple[Tokens, Sequence[int], dict[Family, Tensor]]]:
+    """Each conversation of a context, the samples that share it, and what the model shows at segment `at`, layer axis
+    first.
+
+    The common beginning of the conversations is read once; after it they are rows of one batch.
+    """
+    distinct = list(conversations)
+    starts = [tokens.span(at).start for tokens in distinct]
+    if 0 in starts and any(starts):
+        # Where nothing comes before the segment, there is no cache to continue from.
+        for first in (True, False):
+            group = {tokens: conversations[tokens] for tokens in distinct if (tokens.span(at).start == 0) == first}
+            yield from _stacked(model, group, at, hide, families, treat)
+        return
+    common = 0
+    while common < min(starts) and len({(tokens.ids[common], tokens.positions[common]) for tokens in distinct}) == 1:
+        common += 1
+    # A row of a batch cannot be empty.
+    common -= common in starts and len(set(starts)) > 1
+    prefix = model.prefill(distinct[0][:common]) if common else None
+    rows = 1 if treat is not None else _ROWS
+    for first in range(0, len(distinct), rows):
+        chunk = distinct[first : first + rows]
+        between = [tokens[common : tokens.span(at).start] for tokens in chunk]
+        past = model.extend(prefix, between)[0] if len(between[0]) else prefix
+        past = past.mask(*hide) if past is not None and hide else past
+        if treat is not None and past is not None:
+            past = treat(past, conversations[chunk[0]][0])
+        asked = [tokens[tokens.span(at)] for tokens in chunk]
+        captured = model.capture(asked, families, past=past)
+        stacks: dict[Family, Tensor] = {family: captured.stack(family) for family in families}
+        for row, (tokens, segment) in enumerate(zip(chunk, asked, strict=True)):
+            shown: dict[Family, Tensor] = {
+                family: stack[:, row : row + 1, ..., : len(segment), :] for family, stack in stacks.items()
+            }
+            yield tokens, conversations[tokens], shown
+
+
+def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -> Tokens:
+    """The tokens to the end of what is read."""
+    tokens = transcript.tokens(model.tokenizer)
+    span = tokens.span(at)
+    for name in hide:
+        if tokens.span(name).start >= span.start:
+            raise UserError(
+                f"Segment {name!r} cannot be hidden from {at!r}, which does not come after it; hide earlier segments "
+                "only."
+            )
+    answers = [index for index in range(span.start, span.stop) if tokens.parts[index] == "answer"]
+    stop = answers[0] if answers else span.stop
+    if stop == span.start:
+        raise UserError(
+            f"Segment {at!r} begins with its part 'answer', so there is nothing to read; put some text before the "
+            "answer."
+        )
+    return tokens[:stop]
+
+
+def _vectors(
+    stacked: Tensor, slot: int | None, per_head: bool
+) -> tuple[Float[Tensor, "1 sites dim"], tuple[Site, ...]]:
+    """One conversation's vectors of a family, and where each was read.
+
+    Args:
+        stacked: `[layers, 1, kv_heads, slots, d_head]` or `[layers, 1, slots, d_model]`.
+        slot: the only slot to read, instead of read-outs over all slots.
+    """
+    if slot is not None:
+        stacked = stacked[..., slot : slot + 1, :]
+    reads = READS if slot is None else ("slot",)
+    if per_head and stacked.dim() == 5:
+        heads = stacked.shape[2]
+        by_head = [read_outs(stacked[:, :, head])[0, :, : len(reads)] for head in range(heads)]
+        sites = tuple(
+            Site(layer, head, read) for layer in range(len(stacked)) for head in range(heads) for read in reads
+        )
+        return torch.stack(by_head, 1).flatten(0, 2)[None], sites
+    joined = read_outs(stacked)[0, :, : len(reads)]
+    sites = tuple(Site(layer, None, read) for layer in range(len(stacked)) for read in reads)
+    return joined.flatten(0, 1)[None], sites

@@ -1,0 +1,31 @@
+"""The plot of a patch sweep: what each cell moves, as heat maps."""
+
+from typing import TYPE_CHECKING
+
+from kvprobe.report.plots.style import heat, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvprobe.patching.maps import PatchMap
+
+
+def patching(patched: "PatchMap", rows: str, columns: str, value: str = "normalised") -> "Figure":
+    """Heat maps of a `kvprobe.patch_sweep` result over two axes of its grid: one for each part (K, V), on one
+    scale around zero."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    parts = list(dict.fromkeys(cell.part for cell in patched.cells))
+    tables = [patched.matrix(rows, columns, part, value=value) for part in parts]
+    limit = float(np.nanmax(np.abs([table.to_numpy() for table in tables]))) or 1.0
+    height = min(9.0, 1.2 + 0.16 * len(tables[0]))
+    width = min(7.0, 1.4 + 0.22 * len(tables[0].columns))
+    with styled():
+        figure, axes = plt.subplots(
+            1, len(parts), figsize=(width * len(parts), height), sharey=True, squeeze=False, layout="constrained"
+        )
+        for axis, part, table in zip(axes[0], parts, tables, strict=True):
+            heat(axis, table, limit, value if axis is axes[0, -1] else None)
+            axis.set(title=part, xlabel=columns, ylabel=rows if axis is axes[0, 0] else "")
+    return figure

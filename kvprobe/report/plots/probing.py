@@ -1,0 +1,33 @@
+"""The plot of a probing result: accuracy layer by layer."""
+
+from typing import TYPE_CHECKING
+
+from kvprobe.report.plots.style import styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvprobe.probing.claims import Probing
+
+
+def leak(probing: "Probing") -> "Figure":
+    """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split, with intervals."""
+    import matplotlib.pyplot as plt
+
+    table = probing.df()
+    table = table[table["read"] == "mean"]
+    families = list(table["family"].unique())
+    with styled():
+        figure, axes = plt.subplots(1, len(families), figsize=(3.2 * len(families), 2.8), sharey=True, squeeze=False)
+        for axis, family in zip(axes[0], families, strict=True):
+            for split, line in table[table["family"] == family].groupby("split", sort=False):
+                drawn = axis.plot(line["layer"], line["accuracy"], label=split)[0]
+                axis.fill_between(line["layer"], line["low"], line["high"], color=drawn.get_color(), alpha=0.18, lw=0)
+            axis.axhline(probing.chance, color="0.35", ls="--", lw=0.9, label="chance")
+            axis.set_title(family)
+            axis.set_xlabel("layer")
+            axis.set_ylim(0, None)
+        axes[0, 0].set_ylabel("accuracy")
+        axes[0, -1].legend(frameon=False)
+        figure.tight_layout()
+    return figure

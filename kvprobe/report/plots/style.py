@@ -1,0 +1,67 @@
+"""The house style: how every figure looks, and how it is saved."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ARM_COLOURS = {
+    "hidden": "#7f7f7f",
+    "direct": "#0072b2",
+    "masked": "#d55e00",
+    "restart": "#009e73",
+    "before": "#cc79a7",
+    "direct less restart": "#56b4e9",
+    "masked less restart": "#e69f00",
+}
+"""Of conditions: colours that readers with any colour vision can distinguish (Okabe and Ito)."""
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The style of kvprobe's figures, within a `with` block."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    settings: Any = {"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8.5, "lines.linewidth": 1.5}
+    with sns.axes_style("ticks"), plt.rc_context(settings):
+        yield
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write `path`.png and `path`.svg without the date, so that the same numbers give the same files."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    sns.despine(figure)
+    figure.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    with plt.rc_context({"svg.hashsalt": "kvprobe"}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    plt.close(figure)
+
+
+def heat(axis: "Axes", table: "pd.DataFrame", limit: int | float, label: str | None) -> None:
+    """Draw a table of numbers around zero as a heat map, first row on top.
+
+    Args:
+        limit: the largest value of the colour scale, which is symmetric.
+        label: of the colour bar; None for no bar.
+    """
+    import seaborn as sns
+
+    sns.heatmap(
+        table,
+        ax=axis,
+        cmap="RdBu",
+        vmin=-limit,
+        vmax=limit,
+        cbar=label is not None,
+        cbar_kws={"label": label} if label is not None else None,
+        rasterized=table.size > 2000,
+    )
+    axis.tick_params(length=2)

@@ -1,0 +1,47 @@
+"""How the line of each named fault looks in figures."""
+
+from dataclasses import dataclass
+
+_RED, _BLUE, _GREEN, _PINK, _ORANGE, _SKY, _GREY = (
+    "#d55e00",
+    "#0072b2",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f7f7f",
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and dashes of a line."""
+
+    colour: str
+    marker: str = "o"
+    dashes: str = "-"
+
+
+STYLES = {
+    "gaussian": Style(_RED),
+    "gaussian-head": Style(_RED, "s", "--"),
+    "gaussian-channel": Style(_RED, "^", ":"),
+    "gaussian-effect": Style(_RED, "D", "-."),
+    "zeros": Style(_BLUE),
+    "zero-values": Style(_BLUE, "s", "--"),
+    "distractor": Style(_GREEN),
+    "distractor-matched": Style(_GREEN, "s", "--"),
+    "permuted": Style(_GREY, "x"),
+    "permuted-keys": Style(_PINK),
+    "pointers-swapped": Style(_GREY, "+", "--"),
+    "pointers-repeated": Style(_ORANGE),
+    "foreign-block": Style(_SKY, "s"),
+    "stale-block": Style(_SKY, "D", "--"),
+    "overlapping": Style("#000000", "v"),
+    "shifted": Style(_PINK, "D", "--"),
+    "fp8-scale": Style(_GREEN, "^"),
+    "fp8-saturated": Style(_GREEN, "P", "--"),
+    "rounded-2-bit": Style(_BLUE, "<"),
+    "rounded-4-bit": Style(_BLUE, ">", "--"),
+}
+"""A style for each entry of `kvprobe.faults.catalogue.CATALOGUE`."""

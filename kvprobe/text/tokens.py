@@ -1,0 +1,123 @@
+"""Runs of tokens with what a ledger needs to know of each."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from kvprobe.checks import is_whole
+from kvprobe.errors import UserError
+from kvprobe.names import unknown
+
+GENERATED = "generated"
+"""Segment of the tokens that a model generated and then read."""
+ANSWER_HEADER = "generation"
+"""Segment of the header, and where it has one the lead, of the answer that the model is to give."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A run of tokens with what the ledger needs to know of each.
+
+    Attributes:
+        ids: vocabulary ids.
+        positions: logical index of each token.
+        segments: segment name of each token.
+        parts: name of the message part that the token belongs to, or None.
+        recomputed: true from the first token that stands after text that was left out.
+        delimiters: true for tokens of the chat template that are not a message's text.
+        end: the position of what comes next, where hidden text at the end keeps its place; None for right after.
+    """
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    segments: tuple[str, ...]
+    parts: tuple[str | None, ...] = field(repr=False)
+    recomputed: tuple[bool, ...] = field(repr=False)
+    delimiters: tuple[bool, ...] = field(repr=False)
+    end: int | None = None
+
+    @classmethod
+    def of(cls, ids: Sequence[int], segment: str = "prompt", start: int = 0) -> "Tokens":
+        """Plain token ids as one segment, at consecutive positions from `start`.
+
+        Raises:
+            UserError: an id or the start is not a whole number, or is below zero.
+        """
+        start, *whole_ids = _whole_numbers([start, *ids])
+        count = len(whole_ids)
+        return cls(
+            tuple(whole_ids),
+            tuple(range(start, start + count)),
+            (segment,) * count,
+            (None,) * count,
+            (False,) * count,
+            (False,) * count,
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, where: slice) -> "Tokens":
+        return Tokens(
+            self.ids[where],
+            self.positions[where],
+            self.segments[where],
+            self.parts[where],
+            self.recomputed[where],
+            self.delimiters[where],
+            self.end if where.indices(len(self))[1] == len(self) else None,
+        )
+
+    def __add__(self, other: "Tokens") -> "Tokens":
+        return Tokens(
+            self.ids + other.ids,
+            self.positions + other.positions,
+            self.segments + other.segments,
+            self.parts + other.parts,
+            self.recomputed + other.recomputed,
+            self.delimiters + other.delimiters,
+            other.end,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Segment names in order of first appearance."""
+        return tuple(dict.fromkeys(self.segments))
+
+    @property
+    def following(self) -> int:
+        """The position of the token that comes next."""
+        return self.positions[-1] + 1 if self.end is None else self.end
+
+    def span(self, segment: str) -> slice:
+        """Where a segment stands; an unknown or interrupted segment is refused."""
+        return _span(self.segments, "segment", segment)
+
+    def part(self, name: str) -> slice:
+        """Where a named part of a message stands; an unknown or interrupted part is refused."""
+        return _span(self.parts, "part", name)
+
+    def shifted(self, start: int) -> "Tokens":
+        """The same tokens with the first one at position `start`."""
+        shift = start - self.positions[0] if self.positions else 0
+        end = None if self.end is None else self.end + shift
+        return replace(self, positions=tuple(position + shift for position in self.positions), end=end)
+
+
+def _whole_numbers(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers as Python's own; `True`, `3.0` and anything below zero are refused."""
+    for number in numbers:
+        if not is_whole(number) or number < 0:
+            raise UserError(f"{str(number)[:40]!r} is not a token id or position; give whole numbers of at least 0.")
+    return tuple(map(operator.index, numbers))
+
+
+def _span(names: Sequence[str | None], kind: str, name: str) -> slice:
+    places = [index for index, other in enumerate(names) if other == name]
+    if not places:
+        raise UserError(unknown(kind, name, dict.fromkeys(other for other in names if other is not None)))
+    if any(after != before + 1 for before, after in pairwise(places)):
+        raise UserError(f"The {kind} {name!r} stands in more than one place; give each place its own name.")
+    return slice(places[0], places[-1] + 1)
