@@ -67,8 +67,8 @@ class Run:
             inputs: for settings that name files, a digest of what these hold.
 
         Raises:
-            UserError: the directory holds another run, or one begun with another model, other files or versions; or the name is
-                none of a folder.
+            UserError: the directory holds another run, or one begun with another model, other files or versions; or the name
+                cannot be that of a folder.
         """
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(
@@ -126,12 +126,12 @@ class Run:
         Raises:
             UserError: `env.json` is missing or was altered.
         """
-        found = self._json("env.json")
+        environment = self._json("env.json")
         kinds = {"model": str, "device": str, "versions": dict, "seed": int | None}
         for name, kind in kinds.items():
-            if not isinstance(found.get(name), kind):
+            if not isinstance(environment.get(name), kind):
                 raise UserError(f"{self.path / 'env.json'} has no {name!r}, or one of the wrong type; it was altered.")
-        return found
+        return environment
 
     @property
     def metrics(self) -> dict[str, Any]:
