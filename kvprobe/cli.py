@@ -81,8 +81,8 @@ def _defect(error: Exception) -> str:
     with os.fdopen(file, "w", encoding="utf-8") as written:
         traceback.print_exception(error, file=written)
     return (
-        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); please report "
-        f"it with the traceback, which is in {path} and is printed with --debug."
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+        f"please report it with the traceback, which is in {path} and is printed with --debug."
     )
 
 
@@ -241,7 +241,7 @@ def budget(
     ] = False,
     device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
 ) -> None:
-    """Tell what a model's memory goes to, from its config alone: weights, cache layer by layer, peak, and what still fits."""
+    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still fits."""
     from kvprobe.memory.budget import budget as budgeted
 
     needs = budgeted(

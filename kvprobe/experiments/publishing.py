@@ -49,7 +49,8 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
             )
         if probe.card.weights != environment["model"]:
             raise UserError(
-                f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
+                f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; "
+                f"run it again."
             )
         _refuse_other(probe, to / probe.name)
     return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen.values()]

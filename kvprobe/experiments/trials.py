@@ -135,7 +135,7 @@ def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, fo
 
 
 def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict[str, KVCache]:
-    """Those of these that are wanted, read: `distractor`, a conversation about something else, at least as long as the prompt; and
+    """The wanted caches: `distractor`, of a conversation about something else, at least as long as the prompt; and
     `scaffold`, the prompt's own chat template around neutral filler."""
     caches = {}
     if "distractor" in wanted:
