@@ -81,8 +81,8 @@ def _defect(error: Exception) -> str:
     with os.fdopen(file, "w", encoding="utf-8") as written:
         traceback.print_exception(error, file=written)
     return (
-        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); please report "
-        f"it with the traceback, which is in {path} and is printed with --debug."
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+        f"please report it with the traceback, which is in {path} and is printed with --debug."
     )
 
 
@@ -202,9 +202,9 @@ def scan(
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    found = scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
-    print("\n".join(scan_lines(found)))
-    print(f"\nPage: {save_scan(found, out)}")
+    readings = scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
+    print("\n".join(scan_lines(readings)))
+    print(f"\nPage: {save_scan(readings, out)}")
 
 
 @app.command
@@ -241,10 +241,10 @@ def budget(
     ] = False,
     device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
 ) -> None:
-    """Tell what a model's memory goes to, from its config alone: weights, cache layer by layer, peak, and what still fits."""
+    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still fits."""
     from kvprobe.memory.budget import budget as budgeted
 
-    found = budgeted(
+    needs = budgeted(
         model, context=context, new=new, batch=batch, source=source, dtype=dtype, cache_dtype=cache_dtype, engine=engine,
         policy=policy, memory=memory, weights=weights, kernel=kernel, logits=logits, ranks=ranks, block=block,
         batched_tokens=batched_tokens,
@@ -257,17 +257,17 @@ def budget(
         from kvprobe.inference.measured import measure as measured_by
         from kvprobe.inference.model import load
 
-        measurable(found)
-        measured = measured_by(load(model, device=device, dtype=found.request.dtype.name), found)
+        measurable(needs)
+        measured = measured_by(load(model, device=device, dtype=needs.request.dtype.name), needs)
     if json:
         from json import dumps
 
-        from kvprobe.memory.table import as_mapping
+        from kvprobe.memory.table import as_mapping as budget_mapping
 
         also = {} if measured is None else {"measured": measured.as_mapping()}
-        print(dumps({**as_mapping(found), **also}, indent=2))
+        print(dumps({**budget_mapping(needs), **also}, indent=2))
     else:
-        print(found if measured is None else f"{found}\n\n{measured}")
+        print(needs if measured is None else f"{needs}\n\n{measured}")
     if figure is not None:
         import matplotlib
 
@@ -277,7 +277,7 @@ def budget(
 
         figure.parent.mkdir(parents=True, exist_ok=True)
         bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
-        save(memory_plot(found), bare)
+        save(memory_plot(needs), bare)
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
@@ -302,7 +302,7 @@ def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "a
 
 
 def _add_run_commands(arguments: list[str]) -> None:
-    """One `run` command per study, per preset (which may bear its study's name), and for a YAML file if named."""
+    """One `run` command per study, per preset (which may have the name of its study), and for a YAML file if named."""
     runnable = {name: Preset(name, name, {}, study.question) for name, study in STUDIES.items()}
     runnable |= presets()
     if len(arguments) > 1 and arguments[0] == "run" and arguments[1].endswith((".yaml", ".yml")):

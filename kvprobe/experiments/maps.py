@@ -6,7 +6,7 @@ from kvprobe.report.document import HeatMap
 
 
 def map_of(table: pd.DataFrame, caption: str, unit: str) -> HeatMap:
-    """A table as a map, whose axes are what its index and its columns are called; a missing number is a missing cell."""
+    """A table as a map, with the names of its index and columns as axes; a missing number is a missing cell."""
     return HeatMap(
         caption=caption,
         rows=[str(row) for row in table.index],

@@ -1,4 +1,4 @@
-"""From a finished run to published probes: the probes that the run kept, with the command that makes them again."""
+"""From a finished run to published probes: the probes of the run, with the command that makes them again."""
 
 import tempfile
 from dataclasses import replace
@@ -10,8 +10,8 @@ from kvprobe.names import unknown
 from kvprobe.probes.card import CARD, WEIGHTS, Made
 from kvprobe.probes.probe import Probe
 
-KEPT = "probes"
-"""Where a run keeps its probes: a folder each, as `Probe.save` writes it."""
+PROBES = "probes"
+"""Where a run has its probes: a folder each, as `Probe.save` writes it."""
 
 
 def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
@@ -21,18 +21,18 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
         name: only this one.
 
     Raises:
-        UserError: the run is unfinished, keeps no probes or none of this name, its probes read other weights than it ran
+        UserError: the run is unfinished, has no probes or none of this name, its probes read other weights than it ran
             on, or another probe of the same name is there already.
     """
     if not run.finished:
         raise UserError(f"{run.path} is unfinished; start it again to resume, then publish.")
-    kept = {path.parent.name: path.parent for path in sorted((run.path / KEPT).glob(f"*/{CARD}"))}
-    if not kept:
+    made_folders = {path.parent.name: path.parent for path in sorted((run.path / PROBES).glob(f"*/{CARD}"))}
+    if not made_folders:
         raise UserError(
-            f"{run.path} kept no probes; publish a run of the leakage study, of more than one context and this version."
+            f"{run.path} has no probes; publish a run of the leakage study, of more than one context and this version."
         )
-    if name is not None and name not in kept:
-        raise UserError(unknown(f"probe in {run.path}", name, kept))
+    if name is not None and name not in made_folders:
+        raise UserError(unknown(f"probe in {run.path}", name, made_folders))
 
     environment = run.environment
     made = Made(
@@ -41,15 +41,16 @@ def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
         kvprobe=_line(environment.get("versions", {}).get("kvprobe")),
         seed=environment.get("seed") or 0,
     )
-    chosen = {each: Probe.load(folder) for each, folder in kept.items() if name in (None, each)}
-    for each, probe in chosen.items():
-        if probe.name != each:
+    chosen = {place: Probe.load(folder) for place, folder in made_folders.items() if name in (None, place)}
+    for place, probe in chosen.items():
+        if probe.name != place:
             raise UserError(
-                f"{kept[each]} holds the card of {probe.name!r}; a probe's folder has its name, so rename it."
+                f"{made_folders[place]} holds the card of {probe.name!r}; a probe's folder has its name, so rename it."
             )
         if probe.card.weights != environment["model"]:
             raise UserError(
-                f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; run it again."
+                f"{probe.name} reads the model {probe.card.weights}, but {run.path} ran on {environment['model']}; "
+                f"run it again."
             )
         _refuse_other(probe, to / probe.name)
     return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen.values()]
@@ -69,8 +70,7 @@ def _refuse_other(probe: Probe, folder: Path) -> None:
 
 
 def _saved(probe: Probe, folder: Path) -> Path:
-    """Written beside its place and then moved there, file by file, so that no half of one is ever found, the card comes last, and
-    what else lies in the folder stays."""
+    """Write a probe beside its place and move it there file by file, the card last; other files of the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as made:
         probe.save(made)
@@ -80,5 +80,5 @@ def _saved(probe: Probe, folder: Path) -> Path:
 
 
 def _line(value: object) -> str:
-    """Something that a run recorded, as a card takes it."""
-    return "".join(each if each.isprintable() else " " for each in str(value or ""))[:600]
+    """A recorded value as one printable line for a card."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(value or ""))[:600]

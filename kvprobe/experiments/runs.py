@@ -67,13 +67,13 @@ class Run:
             inputs: for settings that name files, a digest of what these hold.
 
         Raises:
-            UserError: the directory holds another run, or one begun with another model, other files or versions; or the name is
-                none of a folder.
+            UserError: the directory holds another run, or one begun with another model, other files or versions; or the name
+                cannot be that of a folder.
         """
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(
-                f"{name!r} cannot be the name of a run; use letters, digits, dots, dashes and underscores, 100 at most, and choose the "
-                f"folder with --out."
+                f"{name!r} cannot be the name of a run; use at most 100 letters, digits, dots, dashes and underscores, "
+                f"and choose the folder with --out."
             )
         settings = {"study": study, "settings": as_mapping(config)}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
@@ -126,12 +126,12 @@ class Run:
         Raises:
             UserError: `env.json` is missing or was altered.
         """
-        found = self._json("env.json")
+        environment = self._json("env.json")
         kinds = {"model": str, "device": str, "versions": dict, "seed": int | None}
         for name, kind in kinds.items():
-            if not isinstance(found.get(name), kind):
+            if not isinstance(environment.get(name), kind):
                 raise UserError(f"{self.path / 'env.json'} has no {name!r}, or one of the wrong type; it was altered.")
-        return found
+        return environment
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -197,9 +197,11 @@ class Run:
                 f"{self.path} was begun by another version of kvprobe, which recorded less of what it ran on; {way_out}"
             )
         if before["model"] != environment["model"]:
-            return f"{self.path} was begun with another model (it differs in {differing(before['model'], environment['model'])}); {way_out}"
+            difference = differing(before["model"], environment["model"])
+            return f"{self.path} was begun with another model (it differs in {difference}); {way_out}"
         if before.get("inputs") != environment["inputs"]:
-            return f"{self.path} was begun when what {', '.join(environment['inputs'])} names held something else; {way_out}"
+            changed = ", ".join(environment["inputs"])
+            return f"{self.path} was begun when what {changed} names held something else; {way_out}"
         # A finished run of another version is still that version's answer.
         for key in ("device",) if self.finished else ("device", "versions"):
             if before[key] != environment[key]:

@@ -20,8 +20,8 @@ LAST = ("seed", "device", "dtype")
 class Settings:
     """What every study can be asked for; the config of a study adds its own settings.
 
-    Every value is checked against its type, wherever it comes from. A tuple holds one or more different values, and numbers in it are
-    sorted, smallest first.
+    Every value is checked against its type, wherever it comes from. A tuple holds one or more different values, and
+    numbers in it are sorted, smallest first.
 
     Attributes:
         model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
@@ -53,7 +53,7 @@ Config = TypeVar("Config", bound=Settings)
 
 @cache
 def types_of(kind: type[Settings]) -> dict[str, Any]:
-    """The type of each setting, in the order in which they are listed: the model, the study's own, then seed, device and dtype."""
+    """The type of each setting, as they are listed: the model, the study's own, then seed, device and dtype."""
     hints = get_type_hints(kind)
     names = sorted((field.name for field in fields(kind)), key=LAST.__contains__)
     return {name: hints[name] for name in names}
@@ -84,8 +84,8 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         return filled(kind, value, f"Setting {name!r}", LIMITS)
     if not isinstance(value, list | tuple):
         raise UserError(
-            f"Setting {name!r} is {str(value)[:60]!r}, a {type(value).__name__}; expected a list: (a, b) in Python, [a, b] in YAML, "
-            f"--{name.replace('_', '-')} a b on the command line."
+            f"Setting {name!r} is {str(value)[:60]!r}, a {type(value).__name__}; expected a list: (a, b) in Python, "
+            f"[a, b] in YAML, --{name.replace('_', '-')} a b on the command line."
         )
     if not 0 < len(value) <= LIMITS.entries:
         raise UserError(f"Setting {name!r} has {len(value):,} values; expected 1 to {LIMITS.entries:,}.")

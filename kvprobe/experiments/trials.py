@@ -128,21 +128,22 @@ def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, fo
 
     rows = [row(-1, {}, swept.clean)]
     rows += [
-        row(number, case.labels, each) for number, (case, each) in enumerate(zip(cases, swept.outcomes, strict=True))
+        row(number, case.labels, outcome)
+        for number, (case, outcome) in enumerate(zip(cases, swept.outcomes, strict=True))
     ]
     return pd.DataFrame(rows)
 
 
 def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict[str, KVCache]:
-    """Those of these that are wanted, read: `distractor`, a conversation about something else, at least as long as the prompt; and
+    """The wanted caches: `distractor`, of a conversation about something else, at least as long as the prompt; and
     `scaffold`, the prompt's own chat template around neutral filler."""
-    found = {}
+    caches = {}
     if "distractor" in wanted:
-        found["distractor"] = model.prefill(unrelated(model.tokenizer, len(sample.tokens), sample.number))
+        caches["distractor"] = model.prefill(unrelated(model.tokenizer, len(sample.tokens), sample.number))
     if "scaffold" in wanted:
         ids = model.tokenizer(FILLER, add_special_tokens=False)["input_ids"]
-        found["scaffold"] = model.prefill(scaffold(sample.tokens, ids))
-    return found
+        caches["scaffold"] = model.prefill(scaffold(sample.tokens, ids))
+    return caches
 
 
 def unrelated(tokenizer: Any, length: int, number: int) -> Tokens:

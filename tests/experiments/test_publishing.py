@@ -86,7 +86,7 @@ def test_a_run_that_has_nothing_to_publish_is_refused(run: Run, tmp_path: Path):
     with pytest.raises(UserError, match="unfinished"):
         publish(bare, tmp_path)
     bare.finish({}, {})
-    with pytest.raises(UserError, match="kept no probes"):
+    with pytest.raises(UserError, match="has no probes"):
         publish(bare, tmp_path)
 
 

@@ -5,7 +5,6 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvprobe import cli
 from kvprobe.errors import UserError
 from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.settings import Settings, from_mapping
 from kvprobe.inference.model import Model
 from kvprobe.probes.card import ProbeInput
 from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
@@ -37,12 +36,6 @@ FILES = (
     "probes/one/card.yaml", "probes/one/weights.safetensors",
 )  # fmt: skip
 KINDS = ("value", "missing", "extra", "bytes", "cut", "folder", "gone", "deep", "link")
-
-
-@dataclass(frozen=True)
-class Settings:
-    model: str = "smollm2-135m"
-    seed: int = 0
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The report page: whole, self-contained, escaped, and readable in a browser without network."""
 
 import re
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,17 +9,13 @@ import torch
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
 from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
 from kvprobe.report.page import write_report, write_views
 from kvprobe.report.views import heads_view
 from tests.browser import browse, needs_browser
 
 EVIL = "</title><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-
-
-@dataclass(frozen=True)
-class Settings:
-    seed: int = 0
 
 
 @pytest.fixture

@@ -242,10 +242,10 @@ def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qw
     # Ten items, K and V together, and two of the noises; all else is the preset's.
     changes = {
         "model": str(tiny_qwen2),
-        "tasks": f"gsm8k:{file}",
+        "tasks": [f"gsm8k:{file}"],
         "samples": 10,
-        "noises": "layer,effect",
-        "parts": "kv",
+        "noises": ["layer", "effect"],
+        "parts": ["kv"],
     }
     run = study.run(from_mapping(Config, {**preset.settings, **changes}), tmp_path / "runs")
     assert len(run.df()) == 10 * (1 + 1 + 6 * 3 * 2)

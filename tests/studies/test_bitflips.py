@@ -127,7 +127,7 @@ def test_a_run_holds_every_flip_its_numbers_and_a_report(finished: Run, config: 
     assert control["kl"] < 1e-6
     lowest = {each["rate"]: each for each in of_field(task, "mantissa")}
     assert lowest[0.1]["struck"] > lowest[0.001]["struck"]
-    prompts = [prompt(item, tiny_llama.tokenizer) for item in find_task(config.tasks).items(config.samples, 0)]
+    prompts = [prompt(item, tiny_llama.tokenizer) for item in find_task(config.tasks[0]).items(config.samples, 0)]
     numbers = np.mean([len(tokens) - 1 for tokens in prompts]) * 3 * 2 * 2 * 8
     assert task["numbers"] == pytest.approx(numbers)
     assert lowest[0.1]["expected"] == pytest.approx(0.1 * numbers)

@@ -262,4 +262,4 @@ def test_presets_fit_the_study():
         if preset.study == "features":
             config = from_mapping(Config, preset.settings)
             assert preset.minutes, name
-            assert config.dictionaries == "train" or preset.minutes <= 3
+            assert config.trains or preset.minutes <= 3

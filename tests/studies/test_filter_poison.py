@@ -299,7 +299,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
 def test_one_conversation_is_refused_before_anything_is_run(deep: Model, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beginning, "load", lambda *_, **__: deep)
-        with pytest.raises(UserError, match="no other half"):
+        with pytest.raises(UserError, match="cannot be split into halves"):
             study.run(Config(kinds=("code",), prompts=1, families=FAMILIES), tmp_path)
 
 

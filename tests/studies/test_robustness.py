@@ -407,7 +407,7 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     config = replace(
         MADE_UP, tasks=(f"gsm8k:{_questions(tmp_path, 20)}",), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0)
     )
-    task = find_task(config.tasks)
+    task = find_task(config.tasks[0])
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
     table["score_strict"], table["score_flexible"] = table["score_exact"], True
     found = analyse(table, config, [task])
@@ -451,7 +451,7 @@ def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
 def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
     config = Config(tasks=(f"gsm8k:{_questions(tmp_path, 2)}",), reported="canarypwn-bands-7b")
     with pytest.raises(UserError, match="name one of those"):
-        beside(config, [find_task(config.tasks)])
+        beside(config, [find_task(config.tasks[0])])
 
 
 GSM8K_PRESETS = [name for name in presets() if name.startswith("gsm8k")]
@@ -467,14 +467,18 @@ def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
         table = beside(config, [find_task("gsm8k")])
         assert table is not None
         assert config.model.endswith(table.model)
-        assert ",".join(f"{rate:g}" for rate in table.rates) == config.rates
+        assert config.rates == table.rates
         assert config.samples == (1319 if name.endswith("full") else table.samples)
 
 
 def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
     """As the preset says, but for the model, the items and how many of them."""
     settings = dict(presets()["gsm8k-qwen2.5-1.5b"].settings)
-    settings |= {"model": str(_qwen2(tmp_path / "qwen2")), "tasks": f"gsm8k:{_questions(tmp_path, 10)}", "samples": 10}
+    settings |= {
+        "model": str(_qwen2(tmp_path / "qwen2")),
+        "tasks": [f"gsm8k:{_questions(tmp_path, 10)}"],
+        "samples": 10,
+    }
     run = study.run(from_mapping(Config, settings), tmp_path / "runs")
     (task,) = run.metrics["tasks"].values()
     assert task["clean"]["strict"]["mean"] == 0

@@ -18,8 +18,8 @@ class Config(Settings):
     Attributes:
         kinds: of conversations, by the fact that is asked for.
         prompts: conversations of each kind.
-        families: faults by the names of the robustness study, each with the percentage of slots that it strikes after a colon, as in
-            zeros:30; and false, another fact in the place of the true one (in YAML with quotes).
+        families: faults by the names of the robustness study, each with the percentage of slots that it strikes after a
+            colon, as in zeros:30; and false, another fact in the place of the true one (in YAML with quotes).
         suffix: last tokens before the answer that are read after the damage, and over which KL is averaged.
         top: heads of each sort, found on one half of the conversations, that are restored together on the other.
         random: sets of heads of the same layers to compare them with.
@@ -70,6 +70,7 @@ def _family(text: str) -> tuple[str, float]:
         percent = -1.0
     if not 0 < percent <= 100 or name == FALSE:
         raise UserError(
-            f"Setting 'families' has {text!r}; expected a fault and a percentage above 0, up to 100, as in zeros:30, or false."
+            f"Setting 'families' has {text!r}; expected false, or a fault and a percentage above 0, up to 100, as in "
+            f"zeros:30."
         )
     return name, percent

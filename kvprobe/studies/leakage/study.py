@@ -11,8 +11,8 @@ from kvprobe.studies.leakage.analyse import Collected, analyse
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import draw_all
-from kvprobe.studies.leakage.kept import keep_probes
 from kvprobe.studies.leakage.narrative import narrate
+from kvprobe.studies.leakage.probes import keep_probes
 from kvprobe.tasks.secrets import secret
 
 NAME = "leakage"

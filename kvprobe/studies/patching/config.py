@@ -14,7 +14,7 @@ class Config(Settings):
     Attributes:
         kinds: of facts.
         facts: of each kind.
-        ways: 2 patches each fact both ways, its second value into the run with the first and back; 1 takes one of the two, in turn.
+        ways: 2 patches each fact both ways, its second value into the run with the first and back; 1 alternates.
         step: residual streams are patched at every so many layers; 0 leaves that out.
         check: cells of the attribution that are also patched exactly, for each run.
         seed: of that draw and of the halves.

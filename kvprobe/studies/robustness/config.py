@@ -20,7 +20,7 @@ class Config(Settings):
         timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
             piling (anew before each token, and left there).
         unit: what is drawn at once: slot (the same in all layers), layer (each its own slots), head, or number.
-        procedure: rate in percent at which the faults of canarypwn's post are also run in every timing and unit; 0 leaves that out.
+        procedure: rate in percent at which canarypwn's faults are also run in every timing and unit; 0 leaves that out.
         follow: also measure KL to the clean run, which takes as long again.
         reported: a table to print beside what was measured, such as canarypwn-7b; none by default.
         seed: of items and random draws.

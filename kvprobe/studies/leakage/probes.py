@@ -1,6 +1,6 @@
 """The probes that a run keeps, for `kvprobe publish`."""
 
-from kvprobe.experiments.publishing import KEPT
+from kvprobe.experiments.publishing import PROBES
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probes.candidate import candidate_probe
@@ -34,4 +34,4 @@ def keep_probes(model: Model, collected: Collected, analysis: Analysis, config: 
                 folds=config.folds,
                 seed=config.seed,
             )
-            probe.save(run.path / KEPT / probe.name)
+            probe.save(run.path / PROBES / probe.name)
