@@ -24,7 +24,7 @@ import torch
 
 import kvprobe as kv
 from kvprobe.attention.patterns import CHUNK
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 LIMIT = 300e6
 

@@ -18,7 +18,7 @@ import kvprobe as kv
 from kvprobe.faults import Distractor, Draws, Fault, FaultContext, Gaussian, Scope, Zeros
 from kvprobe.faults.strike import strike
 from kvprobe.inference.forward import new_slots
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 LENGTH, NEW_TOKENS = 256, 8
 RATES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import kvprobe as kv
 from kvprobe.inference.generate import generate
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 LENGTH, NEW_TOKENS = 512, 32
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import kvprobe as kv
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 Part = Literal["K", "V"]
 Patch = Callable[[int, Part, Sequence[int]], Float[Tensor, "cells vocab"]]

@@ -15,7 +15,7 @@ from timing import header, paired, report
 import kvprobe as kv
 from kvprobe.inference.generate import Generation, generate
 from kvprobe.policies import Policy, Quantise, RandomEviction, SinkWindow, SlidingWindow
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 LENGTH, NEW_TOKENS, BUDGET = 2048, 16, 256
 

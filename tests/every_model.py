@@ -21,7 +21,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models.every import NAMES, VOCABULARY, WINDOW, tiny
 
 ALLOWED = 1e-5

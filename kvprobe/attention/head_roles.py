@@ -16,7 +16,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.task import prompt
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 THRESHOLDS: Mapping[str, float] = {"sink": 0.3, "previous": 0.4, "duplicate": 0.4, "induction": 0.4, "retrieval": 0.1}
 """The least score at which a head has a role: sink, Gu et al. 2024 (arXiv 2410.10781); retrieval, Wu et al. 2024 (arXiv

@@ -24,7 +24,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""

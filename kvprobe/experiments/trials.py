@@ -21,7 +21,8 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Outcome, Trial, first_divergence
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task, prompt
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 FILLER = " The weather is fine today, and there is nothing else to say about it."
 """What the neutral scaffold says, over and over."""

@@ -18,7 +18,7 @@ from kvprobe.faults.fault import Fault
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.struck import Struck
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 _OFFSET = 31
 

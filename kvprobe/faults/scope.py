@@ -13,6 +13,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.names import short_repr, unknown
+from kvprobe.text.tokens import GENERATED
 
 Unit = Literal["slot", "layer", "head", "number"]
 """What is drawn at once: a slot in all layers and heads, a slot of one layer, a slot of one layer and head, or a single
@@ -20,9 +21,6 @@ number of K or V."""
 Parts = Literal["kv", "k", "v"]
 Part = Literal["k", "v"]
 Among = Literal["all", "prompt", "generated"]
-
-GENERATED = "generated"
-"""The segment of tokens that the model wrote itself."""
 
 _SLOTS, _NUMBERS, _ROUNDING = 1, 2, 3
 """Purposes of random draws; see `Draws.uniform`."""

@@ -20,7 +20,7 @@ from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 class Batch:

@@ -22,7 +22,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import PER_HEAD, Family
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 @dataclass(frozen=True)

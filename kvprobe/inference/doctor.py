@@ -14,7 +14,7 @@ from kvprobe.inference.generate import generate, stop_tokens
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.models.unproved import Lane
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 _LENGTH, _CUT = 48, 32
 _TEXT = (

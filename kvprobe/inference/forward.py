@@ -19,7 +19,7 @@ from kvprobe.inference.readable import refuse_unreadable, require_type
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 def extend(

@@ -13,14 +13,13 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
 from kvprobe.checks import is_whole, require_whole
 from kvprobe.errors import UserError
-from kvprobe.faults.scope import GENERATED
 from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.under_policy import Snapshot, apply, lane_for, read_for, sample_numbers
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import GENERATED, Tokens
 
 OnStep = Callable[[int, KVCache], KVCache | None]
 

@@ -11,10 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.ledger import PADDING
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.scope import GENERATED
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.forward import as_seen, extend
 from kvprobe.inference.generate import Generation, generate
@@ -28,7 +26,8 @@ from kvprobe.models.lens import Family
 from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve_folder
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
@@ -256,7 +255,9 @@ class Model:
             closing, turn = self._user_turn(ask)
             return [
                 (closing + turn if unfinished else turn).shifted(position)
-                for unfinished, position in zip(_unfinished(start), start.ledger.following.tolist(), strict=True)
+                for unfinished, position in zip(
+                    start.ledger.unfinished.tolist(), start.ledger.following.tolist(), strict=True
+                )
             ]
         if ask is None:
             return self._rows(start, answered=True)
@@ -302,10 +303,3 @@ class Model:
                 f"The tokenizer is a {type(self.tokenizer).__name__}; give a tokenizer of transformers to `load`."
             )
         return self.tokenizer
-
-
-def _unfinished(cache: KVCache) -> list[bool]:
-    """Whether each row ends in a generated answer: the tokens that close it were never read."""
-    ledger = cache.ledger
-    filled = [[ledger.names[segment] for segment in row if segment != PADDING] for row in ledger.segments.tolist()]
-    return [names[-1:] in ([GENERATED], ["generation"]) for names in filled]

@@ -10,7 +10,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 NOTICED = 2**28
 """Bytes below which free memory is not checked, since the check takes time."""

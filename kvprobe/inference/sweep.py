@@ -18,7 +18,6 @@ from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.faults.scope import GENERATED
 from kvprobe.inference.batch import Batch, fitting_rows
 from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, taps
 from kvprobe.inference.generate import decode_text, end_tokens
@@ -27,7 +26,7 @@ from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import GENERATED, Tokens
 
 ROWS = 64
 """Rows per batch: with more, a CPU hardly takes less time per row."""

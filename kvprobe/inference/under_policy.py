@@ -19,7 +19,7 @@ from kvprobe.models.unproved import Lane
 from kvprobe.policies.attention import Attention, Digest
 from kvprobe.policies.policy import Policy, Scene, acting, settle
 from kvprobe.policies.prune_tools import PruneToolResults
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 @dataclass(frozen=True)

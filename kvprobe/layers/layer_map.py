@@ -21,7 +21,7 @@ from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and its shares are meaningless."""

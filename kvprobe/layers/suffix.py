@@ -23,7 +23,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.patching.reader import Reader, attention
 from kvprobe.patching.rows import BYTES, ROWS, Rows, forward, joining
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 Kind = Literal["attn", "mlp", "head"]
 BLOCKS: Mapping[Kind, Family] = {"attn": "attn_out", "mlp": "mlp_out"}

@@ -30,7 +30,7 @@ from kvprobe.patching.plan import Plan
 from kvprobe.patching.reader import Reader, attention
 from kvprobe.patching.rows import forward
 from kvprobe.patching.run import run
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 CHUNK = 64
 """Cells of a layer whose attention is computed at once."""

@@ -16,7 +16,7 @@ from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.stats import Estimate, ratio
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.plan import Plan, Reads
 from kvprobe.patching.rows import ROWS
 from kvprobe.patching.run import run
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 def patch_sweep(

@@ -15,7 +15,7 @@ from kvprobe.names import unknown
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, aligned
 from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 Reads = Literal["reader", "total"]
 """Who sees what was swapped. `reader`: only the suffix, as if the cache had been edited after the prompt was read.

@@ -22,7 +22,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
 from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from kvprobe.models.lens import Family
 from kvprobe.names import unknown
 from kvprobe.probes.card import Card, published_probes
 from kvprobe.probes.probe import Probe
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 LEAK, NONE, FAR, OTHERWISE, UNPROVEN = (
     "leak",

@@ -14,7 +14,8 @@ from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import READS, Features, Site, read_outs
 from kvprobe.tasks.designs import Design
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 _ROWS = 16  # conversations that are read side by side
 

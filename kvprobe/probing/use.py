@@ -13,7 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.tasks.designs import Design, Sample
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 USE_ARMS = ("full", "retained", "restart")
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate, row_generators
 from kvprobe.inference.model import Model
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 TEMPERATURE = 0.8
 """At 1 a small model soon stops writing sentences."""

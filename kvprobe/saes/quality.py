@@ -22,7 +22,7 @@ from kvprobe.inference.model import Model
 from kvprobe.saes.dictionary import Dictionary
 from kvprobe.saes.places import site_of
 from kvprobe.saes.shards import FIRST, at_places
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 @dataclass(frozen=True)

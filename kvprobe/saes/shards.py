@@ -30,7 +30,7 @@ from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
 from kvprobe.saes.places import Place, site_of
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 SHARD = 8_192
 """Tokens after which a shard is full."""

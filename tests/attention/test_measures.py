@@ -9,7 +9,7 @@ import torch
 from kvprobe.attention import Patterns, attend, contribution, dangling, lift, written
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.attention.test_patterns import HISTORIES, PROMPT, SUFFIX, onwards, refusal
 from tests.random_caches import random_tokens
 

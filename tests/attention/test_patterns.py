@@ -15,7 +15,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model, load
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW
 from tests.random_caches import random_tokens
 

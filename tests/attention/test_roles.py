@@ -15,7 +15,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.task import prompt
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 VOCABULARY, D_HEAD, CONSTANT, BEFORE = 32, 64, 32, 64
 STILL = [*range(16, 32), *range(48, 64)]

@@ -10,7 +10,7 @@ from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, patch_sweep
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 def ids(seed: int, count: int) -> list[int]:

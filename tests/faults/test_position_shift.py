@@ -15,7 +15,7 @@ from kvprobe.faults import (
 )
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.faults import (
     HEADS,
     after,

@@ -12,7 +12,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, prefill
 from kvprobe.inference.model import Model
 from kvprobe.models.unproved import Lane
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import GPT2_POSITIONS, WINDOW, gemma3, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens, relative_difference
 

@@ -11,7 +11,8 @@ from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import Generation, generate, row_generators
 from kvprobe.inference.model import Model
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens, relative_difference
 
 COUNTS = [5, 2, 9]

@@ -15,7 +15,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model
 from kvprobe.tasks.passcode import contexts, conversation
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 CODES = ("48213", "90577", "13662")
 ROUND_OFF = 1e-5

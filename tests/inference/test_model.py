@@ -18,7 +18,8 @@ from kvprobe.inference.model import Model, load
 from kvprobe.models import catalogue as catalog
 from kvprobe.models.catalogue import NamedModel, Wheel
 from kvprobe.models.loading import pick_device, pick_dtype
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, llama, tiny_tokenizer
 from tests.models.gguf_file import write_gguf
 from tests.random_caches import random_tokens

@@ -18,7 +18,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.under_policy import apply, watch
 from kvprobe.models.unproved import Lane
 from kvprobe.policies import H2O, TOVA, Policy, RandomEviction, Scene, SinkWindow, SlidingWindow, SnapKV
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, VOCABULARY, _model, gemma3, llama
 from tests.oracle import Row, whole_pass
 from tests.random_caches import relative_difference

@@ -37,7 +37,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.sweep import Outcome, Sweep, Trial, first_divergence, last_queries, prepare, sweep
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
 

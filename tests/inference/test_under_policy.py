@@ -36,7 +36,8 @@ from kvprobe.policies import (
     ZeroValues,
 )
 from kvprobe.policies.policy import acting
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.random_caches import (
     assert_bit_identical,
     assert_same_ledger,

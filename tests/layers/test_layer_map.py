@@ -17,7 +17,7 @@ from kvprobe.inference.model import Model
 from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
 from kvprobe.layers.suffix import Suffix
 from kvprobe.stats import FEWEST
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 COUNT, KEPT = 12, 3
 SUFFIX = [7, 3, 11, 5]

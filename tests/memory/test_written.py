@@ -37,7 +37,7 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import llama
 
 budgets = st.integers(4, 12)

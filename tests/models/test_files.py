@@ -17,7 +17,8 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model, load
 from kvprobe.memory.budget import budget
 from kvprobe.models.files import MAX_JSON_BYTES
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 
 REFUSALS = (ValueError, OSError, MemoryError)

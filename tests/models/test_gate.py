@@ -16,7 +16,7 @@ from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
 from kvprobe.models import gate
 from kvprobe.policies.h2o import H2O
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, _model, llama
 from tests.models.every import NAMES, tiny
 

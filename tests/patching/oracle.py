@@ -21,7 +21,7 @@ from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import HOOKS
 from kvprobe.patching import PatchMap
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import VOCABULARY
 from tests.oracle import Row, _attention, _seen, _turned, whole_pass
 

@@ -18,7 +18,7 @@ from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, 
 from kvprobe.patching.along import split
 from kvprobe.patching.grid import ACTIVATIONS, Cell
 from kvprobe.stats import FEWEST
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 COUNT, SUFFIX = 14, 4
 METRIC = LogitDiff(5, 9)

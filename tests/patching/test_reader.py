@@ -16,7 +16,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, LogitDiff, LogProb, PatchMap, patch_sweep
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import N_LAYERS, VOCABULARY, WINDOW, llama
 from tests.patching.oracle import EDITS, Op, Run, Swap, patched_pass, swaps_of, twins
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens

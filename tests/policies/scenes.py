@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forward import new_slots
 from kvprobe.policies import Attention, Scene
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.random_caches import random_cache
 
 QUERIES = 5

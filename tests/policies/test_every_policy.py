@@ -27,7 +27,7 @@ from kvprobe.policies import (
     SlidingWindow,
     SnapKV,
 )
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.policies.loops import (
     POLICIES,
     SPANS,

@@ -2,7 +2,7 @@
 
 from kvprobe.inference.model import Model
 from kvprobe.saes import self_written
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 
 def test_a_text_does_not_depend_on_other_texts(tiny_llama: Model):

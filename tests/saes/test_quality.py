@@ -20,7 +20,7 @@ from kvprobe.saes import (
     recovered,
     splice,
 )
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.saes.planted import PLACE, TEXT, planted
 
 TEXTS = [Tokens.of([(7 * number + step * step) % 60 for step in range(20 + number)]) for number in range(3)]

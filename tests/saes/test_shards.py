@@ -13,7 +13,7 @@ from kvprobe.inference.model import Model
 from kvprobe.saes import Place, Shards, record
 from kvprobe.saes.places import FAMILIES, joined
 from kvprobe.saes.shards import FIRST
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.saes.planted import PLACE, planted
 
 TEXTS = [

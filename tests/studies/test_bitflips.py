@@ -31,7 +31,7 @@ from kvprobe.studies.bitflips.figures import bit_maps, draw_all
 from kvprobe.studies.bitflips.narrative import answer, answer_bits, answer_rate, answer_silence, narrate, warnings
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from kvprobe.wording import estimate_of
 
 PROMPTS = ("the user is at the sea", "a hat is a hat", "it is 12 at the hut")

@@ -33,7 +33,7 @@ from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.figures import accuracies
 from kvprobe.studies.multihop.narrative import answer_new, answer_paired, answer_use, in_words, reach
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 from tests.models import llama, tiny_tokenizer
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))

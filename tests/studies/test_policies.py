@@ -42,7 +42,7 @@ from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.figures import MAPS, budget_maps
 from kvprobe.studies.policies.narrative import answer_memory, answer_random, warnings
 from kvprobe.tasks.instructions import DEPTHS, PLACES, VALUES, instructions, needles
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
 MEASURED = (RANDOM, RANDOM_SINKS, "quantise")

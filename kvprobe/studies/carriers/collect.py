@@ -28,7 +28,8 @@ from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 QUESTIONS = ("hidden", "summary")
 """Where the answer stands: in the hidden turn alone, or in a summary before it."""

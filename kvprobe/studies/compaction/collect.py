@@ -28,7 +28,8 @@ from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPU
 from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.text.transcript import Tokens, Transcript
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 FAMILIES: tuple[Family, ...] = ("k", "v")
 CALIBRATION = ("irrelevant, full", "irrelevant, masked", "irrelevant, restarted")

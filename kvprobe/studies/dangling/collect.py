@@ -23,7 +23,7 @@ from kvprobe.patching import KL, LogitDiff
 from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 HIDDEN, LATER = "fact", "T2"
 FULL, MASKED, CLOSED = "full", "masked", "closed up"

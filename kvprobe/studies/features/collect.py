@@ -25,7 +25,7 @@ from kvprobe.saes import Dictionary, reconstruction, splice
 from kvprobe.saes.places import joined, site_of
 from kvprobe.studies.features.config import Config
 from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 HIDDEN_SEGMENTS = ("T1", "T2")
 PER_CODE = ("hidden", "summary2", "T3")

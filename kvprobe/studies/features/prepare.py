@@ -15,7 +15,7 @@ from kvprobe.saes import Dictionary, Place, Recipe, Shards, record, self_written
 from kvprobe.saes.dictionary import content_digest
 from kvprobe.studies.features.config import Config
 from kvprobe.tasks import facts, sessions
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 AT_ONCE = 128
 """Texts that are written side by side."""

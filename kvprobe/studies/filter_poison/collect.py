@@ -28,7 +28,7 @@ from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
 from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.tasks.facts import facts, halves, pair
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 STRUCK = ("T1", "fact", "T2")
 """Segments in which slots are damaged."""

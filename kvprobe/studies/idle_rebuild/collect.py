@@ -23,7 +23,7 @@ from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 MEASURED = tuple(range(2, TURNS + 1))
 AFTER = tuple(range(len(SUMMARISED) + 1, TURNS + 1))

@@ -24,7 +24,7 @@ from kvprobe.probing.features import read_outs
 from kvprobe.studies.leakage.config import Config
 from kvprobe.tasks.passcode import Context, conversation
 from kvprobe.tasks.secrets import secret
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 FAMILIES: tuple[Family, ...] = ("k", "v", "resid_post")
 PER_CONTEXT = ("before", "direct restart", "restart")

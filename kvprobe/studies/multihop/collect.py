@@ -26,7 +26,7 @@ from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_
 from kvprobe.studies.multihop.config import Config
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 SHOWN = "T1 shown"
 """The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the code."""

@@ -41,7 +41,7 @@ from kvprobe.policies import (
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
 from kvprobe.text.messages import Message, Part
-from kvprobe.text.tokens import Tokens
+from kvprobe.text.tokens import GENERATED, Tokens
 from kvprobe.text.transcript import Transcript
 
 SINKS, WINDOW, TAIL = 4, 16, 32
@@ -292,7 +292,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
     turn = turn[turn.span("question").start :].shifted(0)
     start = int(cache.ledger.following[0])
     continued = generate(model.lanes, [turn.shifted(start)], cache, max_new_tokens=CONTINUED).tokens[0]
-    own = Tokens.of(continued[:-1], "generated", turn.following)
+    own = Tokens.of(continued[:-1], GENERATED, turn.following)
 
     def ask(question: str, lead: str, answers: list[str]) -> tuple[Tokens, list[tuple[int, ...]]]:
         """The question up to the answer, and each answer's tokens."""

@@ -24,7 +24,7 @@ from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles
 from kvprobe.studies.use.read import PARTS, Layout
 from kvprobe.tasks.passcode import Context, conversation
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 BOTH = "KV"
 IN_VIEW, CODE_MASKED, TURN_MASKED = "all in view", "code masked", "turns masked"

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.tasks.passcode import CODE_LENGTH, Context, conversation
-from kvprobe.text.transcript import Tokens
+from kvprobe.text.tokens import Tokens
 
 PARTS = ("K", "V")
 PLACES = ("code", "after", "summary")
