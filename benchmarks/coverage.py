@@ -1,7 +1,8 @@
-"""How often each kind of interval that a report prints holds the truth, and how often a family of claims on noise has a false one.
+"""How often each kind of interval that a report prints holds the truth, and how often a family of claims on noise has a
+false one.
 
-Every quantity is simulated from a distribution whose truth is known, at 4, 8, 16 and 48 clusters, and given to the very functions
-that the studies call. The tables go into docs/intervals.md.
+Every quantity is simulated from a distribution whose truth is known, at 4, 8, 16 and 48 clusters, and given to the very
+functions that the studies call. The tables go into docs/intervals.md.
 
     make benchmark          or          python benchmarks/coverage.py [--quick]
 """

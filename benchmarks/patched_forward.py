@@ -1,5 +1,5 @@
-"""One patched cell of the cache, the way a user of each library computes it: a forward pass over prompt and suffix in which
-the suffix's queries, and no others, meet the donor's K or V at one slot of one layer.
+"""One patched cell of the cache, the way a user of each library computes it: a forward pass over prompt and suffix in
+which the suffix's queries, and no others, meet the donor's K or V at one slot of one layer.
 
 Each takes several cells of one layer as rows of one pass, and gives the logits after the last token.
 """
@@ -23,7 +23,8 @@ Patch = Callable[[int, Part, Sequence[int]], Float[Tensor, "cells vocab"]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is patched: a prompt that was read, the donor's prompt of the same length, and what is read after the cut."""
+    """What is patched: a prompt that was read, the donor's prompt of the same length, and what is read after the
+    cut."""
 
     model: kv.Model
     base: kv.KVCache
@@ -121,7 +122,8 @@ def by_bridge(setting: Setting) -> Patch:
 
 
 def by_nnsight(setting: Setting) -> Patch:
-    """nnsight over the plain model with its fused attention: the suffix's rows of the layer's attention, computed again.
+    """nnsight over the plain model with its fused attention: the suffix's rows of the layer's attention, computed
+    again.
 
     Raises:
         ImportError: nnsight is not installed.

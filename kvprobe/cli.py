@@ -81,8 +81,9 @@ def _defect(error: Exception) -> str:
     with os.fdopen(file, "w", encoding="utf-8") as written:
         traceback.print_exception(error, file=written)
     return (
-        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-        f"please report it with the traceback, which is in {path} and is printed with --debug."
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: "
+        f"{' '.join(str(error).split())[:200]}); please report it with the traceback, which is in {path} and is "
+        "printed with --debug."
     )
 
 
@@ -241,14 +242,28 @@ def budget(
     ] = False,
     device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
 ) -> None:
-    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still fits."""
+    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still
+    fits."""
     from kvprobe.memory.budget import budget as budgeted
 
     needs = budgeted(
-        model, context=context, new=new, batch=batch, source=source, dtype=dtype, cache_dtype=cache_dtype, engine=engine,
-        policy=policy, memory=memory, weights=weights, kernel=kernel, logits=logits, ranks=ranks, block=block,
+        model,
+        context=context,
+        new=new,
+        batch=batch,
+        source=source,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        engine=engine,
+        policy=policy,
+        memory=memory,
+        weights=weights,
+        kernel=kernel,
+        logits=logits,
+        ranks=ranks,
+        block=block,
         batched_tokens=batched_tokens,
-    )  # fmt: skip
+    )
     measured = None
     if measure:
         if model.endswith(".json") or weights is not None:

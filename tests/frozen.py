@@ -5,9 +5,9 @@
     python -m tests.frozen --compare BEFORE AFTER
 
 The first writes OUT_DIR/<study>.json, the `metrics.json` of each run without measured times, measured bytes and paths.
-Runs are those of `tests/studies`: their fixture `finished` is made by the test module's own functions, outside of pytest
-and without the checking of annotations. Nothing of kvprobe is named here but `load`. What is compared must come from one
-machine: other processors round otherwise.
+Runs are those of `tests/studies`: their fixture `finished` is made by the test module's own functions, outside of
+pytest and without the checking of annotations. Nothing of kvprobe is named here but `load`. What is compared must come
+from one machine: other processors round otherwise.
 """
 
 import argparse
@@ -74,7 +74,8 @@ SETTINGS = {
     "policies": {"samples": 8},
     "idle_rebuild": {"sessions": 8},
 }
-"""What is changed in the tests' settings, which are for real weights: an untrained model, and enough conversations for intervals."""
+"""What is changed in the tests' settings, which are for real weights: an untrained model, and enough conversations for
+intervals."""
 
 
 @cache

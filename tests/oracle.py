@@ -1,8 +1,8 @@
 """The oracle: all that a model reads in a history of edits, computed again in one pass without a cache.
 
-A `Row` keeps by hand what each edit does to each token. `whole_pass` then runs the model once over all tokens ever read,
-with attention written out here: the queries of each reading see the keys as they were seen at that moment, turned by the
-model's own rotary module from where they were read to where they stood.
+A `Row` keeps by hand what each edit does to each token. `whole_pass` then runs the model once over all tokens ever
+read, with attention written out here: the queries of each reading see the keys as they were seen at that moment, turned
+by the model's own rotary module from where they were read to where they stood.
 """
 
 import sys

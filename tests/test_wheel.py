@@ -44,7 +44,10 @@ def test_nothing_but_kvprobe_is_importable(unpacked: Path):
 
 
 def test_the_command_finds_its_presets_there(unpacked: Path, tmp_path: Path):
-    check = "import kvprobe, sys; from kvprobe.cli import main; print(kvprobe.__file__); sys.argv = ['kvprobe', 'ls']; main()"
+    check = (
+        "import kvprobe, sys; from kvprobe.cli import main; print(kvprobe.__file__); sys.argv = ['kvprobe', 'ls']; "
+        "main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", check],
         cwd=tmp_path,

@@ -57,8 +57,8 @@ class Run:
     ) -> "Run":
         """The directory for this study and config, new or to be resumed.
 
-        Its default name is made from the config, so the same command finds its own unfinished run. One that has no content
-        yet, as after a start that failed, is begun anew whatever it was begun with.
+        Its default name is made from the config, so the same command finds its own unfinished run. One that has no
+        content yet, as after a start that failed, is begun anew whatever it was begun with.
 
         Args:
             config: its settings.
@@ -67,8 +67,8 @@ class Run:
             inputs: for settings that name files, a digest of what these hold.
 
         Raises:
-            UserError: the directory holds another run, or one begun with another model, other files or versions; or the name
-                cannot be that of a folder.
+            UserError: the directory holds another run, or one begun with another model, other files or versions; or the
+                name cannot be that of a folder.
         """
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(

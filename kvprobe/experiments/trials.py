@@ -1,7 +1,7 @@
 """What studies of faults share: tasks read and answered under many faults, sample by sample, one row per trial.
 
-A sample is one item of one task: its prompt is read once and answered once for each case (see `kvprobe.inference.sweep`). One file
-per sample is kept, so an interrupted run resumes.
+A sample is one item of one task: its prompt is read once and answered once for each case (see
+`kvprobe.inference.sweep`). One file per sample is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,10 +83,11 @@ def collect(
 def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, follow: bool = True) -> pd.DataFrame:
     """One row per case, the clean answer first (its `case` is -1; its labels are missing).
 
-    Columns: `task`, `sample`, `item`, `slots` (of the prompt), the cases' labels, one column per scorer (`score_…`), `right`
-    (the first of them), `same` (the whole answer is the clean one), `diverged` (first token that is not, -1 if none), `kl`
-    and `kl_first` (nats, mean over the clean answer's tokens, and its first), `agreed` (share of them that the row would
-    have said), `struck`, `broken` (where a number was no longer finite, else empty; its KL is missing) and `text`.
+    Columns: `task`, `sample`, `item`, `slots` (of the prompt), the cases' labels, one column per scorer (`score_…`),
+    `right` (the first of them), `same` (the whole answer is the clean one), `diverged` (first token that is not, -1 if
+    none), `kl` and `kl_first` (nats, mean over the clean answer's tokens, and its first), `agreed` (share of them that
+    the row would have said), `struck`, `broken` (where a number was no longer finite, else empty; its KL is missing)
+    and `text`.
     """
     task = sample.task
     swept = model.sweep(

@@ -58,7 +58,8 @@ def cells_by_layer(rows: Rows, cells: Sequence[Cell]) -> defaultdict[int, list[t
 def forward(
     lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], kept: int
 ) -> Float[Tensor, "rows kept vocab"]:
-    """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`, `joining`)."""
+    """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`,
+    `joining`)."""
     if not 1 <= kept <= ids.shape[1]:
         raise UserError(
             f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens; give a longer "

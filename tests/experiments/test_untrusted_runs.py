@@ -28,13 +28,39 @@ from tests.probes.made_probes import made_probe
 
 DEEP = '{"a": ' * 100_000
 NASTY: list[Any] = [
-    None, True, -1, 0, 10**30, 10**400, 1.5, float("nan"), float("inf"), "", "x" * 700, "../../../etc/passwd", "\x00", "\ud800",
-    [], {}, [[]], [None], {"a": []}, ["x"] * 2_000, "<script>", [float("nan")],
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    10**400,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 700,
+    "../../../etc/passwd",
+    "\x00",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": []},
+    ["x"] * 2_000,
+    "<script>",
+    [float("nan")],
+]
 FILES = (
-    "config.yaml", "env.json", "metrics.json", "report.json", "samples.parquet", "figures/line.png",
-    "probes/one/card.yaml", "probes/one/weights.safetensors",
-)  # fmt: skip
+    "config.yaml",
+    "env.json",
+    "metrics.json",
+    "report.json",
+    "samples.parquet",
+    "figures/line.png",
+    "probes/one/card.yaml",
+    "probes/one/weights.safetensors",
+)
 KINDS = ("value", "missing", "extra", "bytes", "cut", "folder", "gone", "deep", "link")
 
 
@@ -163,8 +189,9 @@ def test_a_figure_outside_the_run_is_never_read(whole: Path, tmp_path: Path, fil
 
 
 SETTINGS: list[Any] = [
-    {"study": "leakage", "settings": {"samples": value}} for value in [None, "many", 1.5, [1], {"a": 1}, float("nan"), -1]
-]  # fmt: skip
+    {"study": "leakage", "settings": {"samples": value}}
+    for value in [None, "many", 1.5, [1], {"a": 1}, float("nan"), -1]
+]
 SETTINGS += [{"study": value} for value in NASTY if not isinstance(value, str) or value.isprintable()]
 SETTINGS += [{"study": "leakage", "settings": value} for value in (["a"], "x", 3, {3: 4}, {"model": 3}, {None: 1})]
 SETTINGS += [{"study": "bands", "settings": {"single": float("nan")}}, {"study": "leakage", 3: 4}, [1], "text", None]

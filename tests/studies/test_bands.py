@@ -1,4 +1,5 @@
-"""The band study: which rows are struck where, what its numbers say of tables with known answers, and whole runs on tiny models."""
+"""The band study: which rows are struck where, what its numbers say of tables with known answers, and whole runs on
+tiny models."""
 
 import json
 from collections.abc import Callable
@@ -151,7 +152,8 @@ def test_the_report_page_says_how_it_was_done_and_what_was_found(finished: Run):
 
 
 def test_a_row_strikes_its_band_and_nothing_else(deep: Model):
-    """Struck once, what is written is counted once: bands add up, K and V add up, and all noises strike the same slots."""
+    """Struck once, what is written is counted once: bands add up, K and V add up, and all noises strike the same
+    slots."""
     given = replace(Config(), timing="once", rates=(30.0,), single=30.0)
     task = Retrieve()
     item = task.items(1, 0)[0]
@@ -560,7 +562,8 @@ def test_the_seeds_table_stands_beside_the_cells_that_were_measured():
     assert only(task["published"]["rows"], band="half 1", rate=1.0)["difference"] is None
     assert only(task["published"]["rows"], band="quarter 1", rate=4.0)["difference"] is None
     section = seed_section(metrics, task, config, 0, "")
-    # .5 of 16 items against the article's of 100: distinguishable from .12, not from .43 to .79 of which .79 twice is near.
+    # .5 of 16 items against the article's of 100: distinguishable from .12, not from .43 to .79 of which .79 twice is
+    # near.
     apart = sum(
         each["difference"]["low"] > 0 or each["difference"]["high"] < 0
         for each in task["published"]["rows"]

@@ -240,8 +240,8 @@ PLANTED = {"summary text": 0.7, "summary delimiters": 0.1, "summary": 0.8, "late
 
 
 def made_up(conversations: int = 6) -> pd.DataFrame:
-    """A table in which shares are `PLANTED`, V has three times what K has, the last of two bands has nearly all, and a code
-    moves 2 of 10 logits."""
+    """A table in which shares are `PLANTED`, V has three times what K has, the last of two bands has nearly all, and a
+    code moves 2 of 10 logits."""
     rows = []
     for context in range(conversations):
         for question in QUESTIONS:

@@ -45,10 +45,19 @@ N_LAYERS = 4
 
 def made_up(number: int) -> Fact:
     return Fact(
-        id=f"code-{number}", kind="code", system="be kind", chat_user="a day" + " so" * number, chat_assistant="it is",
-        fact_user="the code is {fact} so", fact_assistant="well", later_user="and the sea?", later_assistant="it is cold",
-        question="what is the code?", lead="it is", values=("b", "d"),
-    )  # fmt: skip
+        id=f"code-{number}",
+        kind="code",
+        system="be kind",
+        chat_user="a day" + " so" * number,
+        chat_assistant="it is",
+        fact_user="the code is {fact} so",
+        fact_assistant="well",
+        later_user="and the sea?",
+        later_assistant="it is cold",
+        question="what is the code?",
+        lead="it is",
+        values=("b", "d"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +143,23 @@ def heads_table(mass: np.ndarray) -> pd.DataFrame:
     """Eight conversations, four of each half, whose heads look at the turn with this mass."""
     layers, heads = mass.shape
     rows = [
-        {"grid": "heads", "arm": MASKED, "prompt": f"p{prompt}", "half": prompt % 2, "layer": layer, "head": head,
-         "dangling": mass[layer, head] + 0.01 * (prompt % 2), "sink": 0.5 * mass[layer, head] + 0.01 * (prompt % 2),
-         "later": 0.5 * mass[layer, head], "local": 0.0, "elsewhere": 0.0}
-        for prompt in range(FEWEST) for layer in range(layers) for head in range(heads)
-    ]  # fmt: skip
+        {
+            "grid": "heads",
+            "arm": MASKED,
+            "prompt": f"p{prompt}",
+            "half": prompt % 2,
+            "layer": layer,
+            "head": head,
+            "dangling": mass[layer, head] + 0.01 * (prompt % 2),
+            "sink": 0.5 * mass[layer, head] + 0.01 * (prompt % 2),
+            "later": 0.5 * mass[layer, head],
+            "local": 0.0,
+            "elsewhere": 0.0,
+        }
+        for prompt in range(FEWEST)
+        for layer in range(layers)
+        for head in range(heads)
+    ]
     return pd.DataFrame(rows)
 
 
@@ -162,20 +183,36 @@ def tables(top: float, random: float) -> tuple[pd.DataFrame, pd.DataFrame]:
     heads = pd.concat([heads, heads.assign(arm=SHARED)])
     arms = pd.DataFrame(
         [
-            {"grid": "arms", "arm": arm, "prompt": f"p{prompt}", "half": prompt % 2, "margin": margin, "kl": kl, "kl_masked": 0.1}
+            {
+                "grid": "arms",
+                "arm": arm,
+                "prompt": f"p{prompt}",
+                "half": prompt % 2,
+                "margin": margin,
+                "kl": kl,
+                "kl_masked": 0.1,
+            }
             for prompt in range(FEWEST)
             for arm, margin, kl in ((FULL, 4.0, 0.0), (MASKED, 0.0, 1.0))
         ]
-    )  # fmt: skip
+    )
     rescues = pd.DataFrame(
         [
-            {"sort": sort, "size": size, "draw": draw, "prompt": f"p{prompt}", "half": prompt % 2, "margin": 4 * share, "kl": 1 - share}
+            {
+                "sort": sort,
+                "size": size,
+                "draw": draw,
+                "prompt": f"p{prompt}",
+                "half": prompt % 2,
+                "margin": 4 * share,
+                "kl": 1 - share,
+            }
             for prompt in range(FEWEST)
             for size in (1, 2)
             for sort, share, draws in ((TOP, top * size / 2, 1), (RANDOM, random * size / 2, 3))
             for draw in range(draws)
         ]
-    )  # fmt: skip
+    )
     return pd.concat([heads, arms], ignore_index=True), rescues
 
 
@@ -183,13 +220,19 @@ def told(crossed: dict[str, float]) -> pd.DataFrame:
     """Memos of which this share follows the payload when crossed, and the rest the pointer."""
     return pd.DataFrame(
         [
-            {"memo": memo, "reference": reference, "arm": arm, "payload": follows, "pointer": not follows or arm != "crossed"}
+            {
+                "memo": memo,
+                "reference": reference,
+                "arm": arm,
+                "payload": follows,
+                "pointer": not follows or arm != "crossed",
+            }
             for reference, share in crossed.items()
             for arm in ("seen", "masked", "crossed")
             for memo in range(40)
             for follows in [arm != "crossed" or memo < 40 * share]
         ]
-    )  # fmt: skip
+    )
 
 
 def test_shares_are_those_that_were_put_in():

@@ -32,10 +32,19 @@ N_LAYERS, N_HEADS = 4, 4
 
 def made_up(number: int) -> Fact:
     return Fact(
-        id=f"code-{number}", kind="code", system="be kind", chat_user="a day" + " so" * number, chat_assistant="it is",
-        fact_user="the code is {fact} so", fact_assistant="well", later_user="and the sea?", later_assistant="it is cold",
-        question="what is the code?", lead="it is", values=("b", "d"),
-    )  # fmt: skip
+        id=f"code-{number}",
+        kind="code",
+        system="be kind",
+        chat_user="a day" + " so" * number,
+        chat_assistant="it is",
+        fact_user="the code is {fact} so",
+        fact_assistant="well",
+        later_user="and the sea?",
+        later_assistant="it is cold",
+        question="what is the code?",
+        lead="it is",
+        values=("b", "d"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +200,22 @@ def outcomes(chosen: dict[str, float]) -> pd.DataFrame:
     rng = np.random.default_rng(2)
     return pd.DataFrame(
         [
-            {"family": family, "prompt": f"p{prompt}", "half": prompt % 2, "sort": sort + name, "draw": draw, "damage": scale,
-             "restored": scale * (1 - mean - 0.06 * rng.standard_normal())}
+            {
+                "family": family,
+                "prompt": f"p{prompt}",
+                "half": prompt % 2,
+                "sort": sort + name,
+                "draw": draw,
+                "damage": scale,
+                "restored": scale * (1 - mean - 0.06 * rng.standard_normal()),
+            }
             for family, scale in (("zeros", 1.0), (FALSE, 20.0))
             for prompt in range(8)
             for sort, own in chosen.items()
             for name, mean, draws in (("", own, 1), (MATCHED, 0.1, 6))
             for draw in range(draws)
         ]
-    )  # fmt: skip
+    )
 
 
 def states() -> pd.DataFrame:
@@ -287,10 +303,17 @@ def test_presets_are_configs_and_the_plain_one_is_the_default():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"families": ("zeros:30",)}, {"families": ("zeros:0", "false")}, {"families": ("zeros", "false")}, {"families": ("false:3", "zeros:30")},
-        {"families": ("zeros:30", "zeros:50")}, {"prompts": 13}, {"suffix": 0}, {"random": 1}, {"top": 0},
+        {"families": ("zeros:30",)},
+        {"families": ("zeros:0", "false")},
+        {"families": ("zeros", "false")},
+        {"families": ("false:3", "zeros:30")},
+        {"families": ("zeros:30", "zeros:50")},
+        {"prompts": 13},
+        {"suffix": 0},
+        {"random": 1},
+        {"top": 0},
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Config(**wrong)

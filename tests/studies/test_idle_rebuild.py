@@ -1,4 +1,5 @@
-"""The idle-rebuild study on real weights, with shortened sessions: what is shared must equal what is read one by one."""
+"""The idle-rebuild study on real weights, with shortened sessions: what is shared must equal what is read one by
+one."""
 
 import dataclasses
 import json

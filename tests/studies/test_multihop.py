@@ -1,4 +1,5 @@
-"""The multihop study: reading against the plain way, the light cone, planted leaks, a whole run, and what is said of it."""
+"""The multihop study: reading against the plain way, the light cone, planted leaks, a whole run, and what is said of
+it."""
 
 import dataclasses
 import json
@@ -134,8 +135,8 @@ def test_each_forced_hop_costs_a_layer_and_nothing_varies_below(read: dict[str, 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Analysis]:
-    """The analysis of features that hold all digits: at distance 0 in one frame; from 1 on in another; where hops are forced up
-    to distance 2 alone. Every session adds an offset of its own. The restart holds nothing but that."""
+    """The analysis of features that hold all digits: at distance 0 in one frame; from 1 on in another; where hops are
+    forced up to distance 2 alone. Every session adds an offset of its own. The restart holds nothing but that."""
 
     def build(config: Config) -> Analysis:
         rng = np.random.default_rng(5)
@@ -284,8 +285,10 @@ ALL, FEW, NONE = [0.5] * 8, [0.5] * 3 + [0.0] * 5, [0.0] * 8
 @pytest.mark.parametrize(
     ("leaks", "said"),
     [
-        ({"open": ALL, "hop-forced": FEW, "skip": ALL}, "at distances 0 to 2 only; what comes straight from the first summary is more"),
-        ({"open": ALL, "hop-forced": ALL, "skip": FEW}, "at every distance; what comes straight from the first summary is not significantly more"),
+        ({"open": ALL, "hop-forced": FEW, "skip": ALL}, "at distances 0 to 2 only; what comes straight from the first "
+        "summary is more"),
+        ({"open": ALL, "hop-forced": ALL, "skip": FEW}, "at every distance; what comes straight from the first summary "
+        "is not significantly more"),
         ({"open": NONE, "hop-forced": NONE, "skip": NONE}, "reads nothing significant beyond the first summary"),
     ],
 )  # fmt: skip

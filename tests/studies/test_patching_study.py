@@ -1,4 +1,5 @@
-"""The patching study: whole runs on a tiny model, bands and numbers of tables with known answers, and what is said of them."""
+"""The patching study: whole runs on a tiny model, bands and numbers of tables with known answers, and what is said of
+them."""
 
 import json
 from collections.abc import Mapping

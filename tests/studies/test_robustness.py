@@ -294,8 +294,8 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_told_apart():
     assert "Accuracy has significantly fallen below half of that at 10 % of Gaussian (layer)" in told
     assert told.count("is found (") == 2
     assert headline(found) == (
-        "Recite, 100.0 % (83.9 to 100.0) right with a sound cache: worst is Gaussian (layer) (costs 100.0 points (74.4 to "
-        "100.0)), mildest distractor (for which a loss was not detected (15.0 points (-4.3 to 46.9)))."
+        "Recite, 100.0 % (83.9 to 100.0) right with a sound cache: worst is Gaussian (layer) (costs 100.0 points (74.4 "
+        "to 100.0)), mildest distractor (for which a loss was not detected (15.0 points (-4.3 to 46.9)))."
     )
 
 
@@ -534,8 +534,8 @@ def _qwen2(folder: Path) -> Path:
         torch.manual_seed(0)
         model = transformers.Qwen2ForCausalLM(config)
         with torch.no_grad():
-            # A feature that all tokens share and that speaks for the end token, so that answers end: without it all rows
-            # babble for the 512 tokens that GSM8K allows.
+            # A feature that all tokens share and that speaks for the end token, so that answers end: without it all
+            # rows babble for the 512 tokens that GSM8K allows.
             model.model.embed_tokens.weight[:, 0] = 1.0
             model.lm_head.weight[1] = 0.0
             model.lm_head.weight[1, 0] = 1.5

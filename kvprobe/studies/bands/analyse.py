@@ -1,4 +1,5 @@
-"""From rows to numbers: what noise costs in each band, which bands differ significantly, and whether another scale agrees.
+"""From rows to numbers: what noise costs in each band, which bands differ significantly, and whether another scale
+agrees.
 
 Each item gives one row of every case, from shared draws, so all comparisons are paired and items are the clusters.
 """
@@ -212,8 +213,8 @@ def band_names(config: Config, cut: str) -> list[str]:
 
 
 def _orders(measured: Measured, config: Config, measures: Sequence[str], tasks: int) -> list[dict[str, Any]]:
-    """The bands of each cut, most sensitive first, and which of them differ. The headline picks from the pairs under every noise on
-    every task: their intervals hold together."""
+    """The bands of each cut, most sensitive first, and which of them differ. The headline picks from the pairs under
+    every noise on every task: their intervals hold together."""
     found = []
     noises = len({noise for noise, _ in conditions(config)})
     for cut in ("quarters", "halves"):
@@ -261,8 +262,8 @@ def told(pair: Mapping[str, Any]) -> bool:
 
 
 def verdict(pairs: Sequence[Mapping[str, Any]], side: str, band: str) -> str:
-    """Whether a band is the extreme one on this side (`more` or `less`) of every pair: `yes`, significantly from all others;
-    `no`, another is significantly beyond it; else `open`."""
+    """Whether a band is the extreme one on this side (`more` or `less`) of every pair: `yes`, significantly from all
+    others; `no`, another is significantly beyond it; else `open`."""
     other = "less" if side == "more" else "more"
     if any(pair[other] == band and told(pair) for pair in pairs):
         return "no"
@@ -317,7 +318,8 @@ def _agreement(measured: Measured, config: Config) -> list[dict[str, Any]]:
 
 
 def _self_agreement(measured: Measured, config: Config) -> list[dict[str, Any]]:
-    """Spearman's correlation across single layers between halves of the items under one noise, the mean over halvings."""
+    """Spearman's correlation across single layers between halves of the items under one noise, the mean over
+    halvings."""
     if not config.single or not config.follow:
         return []
     found = []

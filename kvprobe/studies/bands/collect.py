@@ -1,7 +1,9 @@
-"""Noise in every band of layers and in every single layer, at every scale and rate, as rows of one batch for each prompt.
+"""Noise in every band of layers and in every single layer, at every scale and rate, as rows of one batch for each
+prompt.
 
-All rows of a prompt share random draws: whatever the band, the scale or the part, the same slots are struck at one rate, and
-those of a lower rate are among those of a higher one. With `unit="slot"` they are the same in all layers, too.
+All rows of a prompt share random draws: whatever the band, the scale or the part, the same slots are struck at one
+rate, and those of a lower rate are among those of a higher one. With `unit="slot"` they are the same in all layers,
+too.
 """
 
 from dataclasses import dataclass

@@ -64,6 +64,7 @@ class Config(Settings):
         tasks = [name.partition(":")[0] for name in self.tasks]
         if table.task not in tasks or not any(row.startswith(("quarter", "half")) for row in table.rows):
             raise UserError(
-                f"Setting 'reported' is {self.reported!r}, a table of {', '.join(table.rows)} on {table.task}; expected a table "
-                f"of bands on one of this run's tasks ({', '.join(self.tasks)}), as canarypwn-bands-7b with gsm8k."
+                f"Setting 'reported' is {self.reported!r}, a table of {', '.join(table.rows)} on {table.task}; "
+                f"expected a table of bands on one of this run's tasks ({', '.join(self.tasks)}), as "
+                "canarypwn-bands-7b with gsm8k."
             )

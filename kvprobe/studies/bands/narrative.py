@@ -24,22 +24,23 @@ from kvprobe.studies.bands.results import (
 from kvprobe.wording import estimate_of, few_clusters, percent, plain
 
 QUESTION = (
-    "“KV Cache is More Robust Than You Think in Large Language Models” (canarypwn) strikes bands of Qwen2.5-7B's layers with "
-    "Gaussian noise at the layer's own scale, K and V together. Answers suffer most in the last quarter, “where reasoning "
-    "happens”, and hardly in the third, “a buffer”. Does this model show that order, and does the order stay when noise has "
-    "another scale, or strikes K or V alone?"
+    "“KV Cache is More Robust Than You Think in Large Language Models” (canarypwn) strikes bands of Qwen2.5-7B's "
+    "layers with Gaussian noise at the layer's own scale, K and V together. Answers suffer most in the last quarter, "
+    "“where reasoning happens”, and hardly in the third, “a buffer”. Does this model show that order, and does the "
+    "order stay when noise has another scale, or strikes K or V alone?"
 )
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing is struck may be from the clean one."""
 
 MEANINGS = {
-    "layer": "layer: mean and deviation of all numbers of the layer's K (or V), as in the article. A few channels with large "
-    "constant keys make this scale large, and all other channels are then hit with it.",
+    "layer": "layer: mean and deviation of all numbers of the layer's K (or V), as in the article. A few channels with "
+    "large constant keys make this scale large, and all other channels are then hit with it.",
     "head": "head: mean and deviation of each KV head's numbers.",
-    "channel": "channel: mean and covariance of each head's channels, so that a struck slot looks like another slot of that "
-    "head in every channel.",
-    "effect": "effect: layer noise mixed into what stands there, in the share at which striking one slot moves the layer's "
-    "attention output as far, relative to its norm, in every layer; K and V each have a share and a target of their own.",
+    "channel": "channel: mean and covariance of each head's channels, so that a struck slot looks like another slot of "
+    "that head in every channel.",
+    "effect": "effect: layer noise mixed into what stands there, in the share at which striking one slot moves the "
+    "layer's attention output as far, relative to its norm, in every layer; K and V each have a share and a target of "
+    "their own.",
 }
 UNIT_MEANINGS = {
     "slot": "slots are drawn once and struck in all layers and heads of the band",
@@ -80,12 +81,12 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
 
 
 def findings(task: Mapping[str, Any], config: Config) -> list[str]:
-    """What one task shows, the answer in the first two sentences: which part of the article's claim holds under which noise,
-    and what carries the damage."""
+    """What one task shows, the answer in the first two sentences: which part of the article's claim holds under which
+    noise, and what carries the damage."""
     part = main_part(config)
     sentences = [
-        f"On {task['task']} ({task['items']} items, clean accuracy {percent(estimate_of(task['clean']))}), noise in {PART_LABELS[part]}, "
-        "all rates together."
+        f"On {task['task']} ({task['items']} items, clean accuracy {percent(estimate_of(task['clean']))}), noise in "
+        f"{PART_LABELS[part]}, all rates together."
     ]
     orders = [each for each in task["orders"] if (each["cut"], each["parts"], each["rate"]) == ("quarters", part, None)]
     if not orders:
@@ -95,8 +96,9 @@ def findings(task: Mapping[str, Any], config: Config) -> list[str]:
         if mine:
             first = next(iter(mine))
             sentences.append(
-                f"By {name}: that the last quarter bears noise worst {claimed(mine, 'last_most')}; that the third is a buffer, which bears "
-                f"it best, {claimed(mine, 'buffer_least')}. Under {NOISE_NAMES[first]} the order is {in_order(mine[first])}."
+                f"By {name}: that the last quarter bears noise worst {claimed(mine, 'last_most')}; that the third is a "
+                f"buffer, which bears it best, {claimed(mine, 'buffer_least')}. Under {NOISE_NAMES[first]} the order "
+                f"is {in_order(mine[first])}."
             )
     if not task["judged"]:
         sentences.append("By accuracy nothing is ranked, because the model cannot do this task.")
@@ -144,7 +146,8 @@ def _scale_sentences(task: Mapping[str, Any], part: str) -> list[str]:
     ]
     if layers:
         sentences.append(
-            f"Single layers ranked by KL correlate with their ranks under noise at the layer's scale: {'; '.join(layers)}."
+            "Single layers ranked by KL correlate with their ranks under noise at the layer's scale: "
+            f"{'; '.join(layers)}."
         )
     return sentences
 
@@ -185,8 +188,8 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
         broken = task["broken"]
         if broken["rows"]:
             found.append(
-                f"In {broken['rows']} of {broken['of']} rows of {task['task']} a number was no longer finite, in the first of "
-                f"them {broken['first']}. They count as wrong and are left out of every KL."
+                f"In {broken['rows']} of {broken['of']} rows of {task['task']} a number was no longer finite, in the "
+                f"first of them {broken['first']}. They count as wrong and are left out of every KL."
             )
         if not _control_holds(task["control"]):
             found.append(
@@ -218,15 +221,16 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     return Section(
         title="What was done",
         paragraphs=[
-            f"Bands of layers are struck with Gaussian noise in {rates} % of their slots, prompt and answer alike.{single} "
-            f"Timing `{config.timing}`: {TIMINGS[config.timing]}. Unit `{config.unit}`: {UNIT_MEANINGS[config.unit]}. All rows of an "
-            "item share random draws: whatever the band, the noise or the part, the same slots are struck at one rate, and those "
-            "of a lower rate are among those of a higher one.",
+            f"Bands of layers are struck with Gaussian noise in {rates} % of their slots, prompt and answer "
+            f"alike.{single} Timing `{config.timing}`: {TIMINGS[config.timing]}. Unit `{config.unit}`: "
+            f"{UNIT_MEANINGS[config.unit]}. All rows of an item share random draws: whatever the band, the noise or "
+            "the part, the same slots are struck at one rate, and those of a lower rate are among those of a higher "
+            "one.",
             f"Each item is answered greedily under every case and once with a clean cache, of which the first is shown"
             f"{f' (its reply begins “{item.lead}”; the reference is “{item.answer}”)' if item.lead else ''}."
             + (
-                " Then every row reads the clean answer, and KL is that of its next-token distributions from the clean run's, "
-                "the mean over the answer's tokens."
+                " Then every row reads the clean answer, and KL is that of its next-token distributions from the clean "
+                "run's, the mean over the answer's tokens."
                 if config.follow
                 else ""
             ),
@@ -255,7 +259,8 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
                     [band, f"{first} to {last}", str(last - first + 1)]
                     for band, (first, last) in metrics["bands"].items()
                 ],
-                caption=f"The bands of {model.name}. In each, {_joined([PART_LABELS[part] for part in parts])} are struck.",
+                caption=f"The bands of {model.name}. In each, {_joined([PART_LABELS[part] for part in parts])} are "
+                "struck.",
             ),
         ],
         points=[MEANINGS[noise] for noise in noises],
@@ -268,14 +273,14 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
         control = task["control"]
         kl = "" if control["kl"] is None else f", KL at most {control['kl']:.1e} nats (allowed: {UNCHANGED:.0e})"
         checks.append(
-            f"Nothing struck, nothing changed ({task['task']}): at rate 0 {control['same']} of {control['rows']} answers are the "
-            f"clean ones{kl}, {control['struck']} vectors struck. The control "
+            f"Nothing struck, nothing changed ({task['task']}): at rate 0 {control['same']} of {control['rows']} "
+            f"answers are the clean ones{kl}, {control['struck']} vectors struck. The control "
             f"{'holds' if _control_holds(control) else 'DOES NOT HOLD: doubt this run'}."
         )
     checks += [
         "The clean row is decoded in the same batch as the damaged ones, by the same kernels.",
-        f"A task on which the clean model is too near chance is not ranked by accuracy; of {len(metrics['tasks'])} here "
-        f"{sum(task['judged'] for task in metrics['tasks'])} are.",
+        f"A task on which the clean model is too near chance is not ranked by accuracy; of {len(metrics['tasks'])} "
+        f"here {sum(task['judged'] for task in metrics['tasks'])} are.",
     ]
     if config.single and config.follow:
         checks.append(
@@ -294,16 +299,21 @@ def _limits_section(metrics: Mapping[str, Any], config: Config, model: Model) ->
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {metrics['layers']} layers, in {str(model.lanes.dtype).removeprefix('torch.')}; what it shows "
-            "does not carry over to others.",
-            "That a band bears noise badly says that answers depend on reading its K and V intact. It does not say that reasoning happens "
-            "there: damage in an early layer can be diluted, or overwritten, before the output, and a late one's cannot.",
+            f"{model.name} is one model with {metrics['layers']} layers, in "
+            f"{str(model.lanes.dtype).removeprefix('torch.')}; what it shows does not carry over to others.",
+            "That a band bears noise badly says that answers depend on reading its K and V intact. It does not say "
+            "that reasoning happens there: damage in an early layer can be diluted, or overwritten, before the output, "
+            "and a late one's cannot.",
             *uneven,
-            "Means and deviations are over the prompt's slots, the first included, whose keys are often outliers; it is struck as any other.",
-            "Equal effect is measured at the layer's own attention output, one slot at a time, for the prompt's last queries; what later "
-            "layers make of it is what the study measures. With several slots struck at once effects need not add up.",
-            "One set of draws for each item: intervals hold for items and draws together, but one item's answer is one draw.",
-            f"All rates together weighs each of {len(together(config)) - 1} rates alike, so that in KL the rate at which it is largest counts most.",
+            "Means and deviations are over the prompt's slots, the first included, whose keys are often outliers; it "
+            "is struck as any other.",
+            "Equal effect is measured at the layer's own attention output, one slot at a time, for the prompt's last "
+            "queries; what later layers make of it is what the study measures. With several slots struck at once "
+            "effects need not add up.",
+            "One set of draws for each item: intervals hold for items and draws together, but one item's answer is one "
+            "draw.",
+            f"All rates together weighs each of {len(together(config)) - 1} rates alike, so that in KL the rate at "
+            "which it is largest counts most.",
             "One way of drawing slots and one timing; the article does not say whether its noise piles up.",
         ],
     )

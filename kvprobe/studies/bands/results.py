@@ -1,4 +1,5 @@
-"""The parts of the band report that hold results: the article's table, bands, their order, single layers, K against V."""
+"""The parts of the band report that hold results: the article's table, bands, their order, single layers, K against
+V."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -43,9 +44,9 @@ def seed_section(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Co
     return Section(
         title=f"Beside the article's table{name}",
         paragraphs=[
-            f"{beside['source']}: {beside['model']}, {beside['samples']} items. The article strikes K and V at the layer's "
-            f"scale; under that noise {apart} of {len(compared)} accuracies differ from the article's, which has few items too. "
-            "Clean, this run's accuracy minus the article's is "
+            f"{beside['source']}: {beside['model']}, {beside['samples']} items. The article strikes K and V at the "
+            f"layer's scale; under that noise {apart} of {len(compared)} accuracies differ from the article's, which "
+            "has few items too. Clean, this run's accuracy minus the article's is "
             f"{points(estimate_of(beside['clean_difference']))}.",
         ],
         tables=[
@@ -70,8 +71,9 @@ def seed_section(metrics: Mapping[str, Any], task: Mapping[str, Any], config: Co
                         for row in beside["rows"]
                     ),
                 ],
-                caption=f"Accuracy with noise in {PART_LABELS[part]}, beside what canarypwn reports for K and V. Wilson's 95 % "
-                "intervals, the article's from its own number of items; differences as of independent samples (Newcombe).",
+                caption=f"Accuracy with noise in {PART_LABELS[part]}, beside what canarypwn reports for K and V. "
+                "Wilson's 95 % intervals, the article's from its own number of items; differences as of independent "
+                "samples (Newcombe).",
             )
         ],
     )
@@ -85,8 +87,8 @@ def bands_section(
         figures.append(
             Figure(
                 file_of("accuracy_by_band", place),
-                "The article's figure 3, once for each way to match the noise. Points of a rate stand side by side so that their "
-                "intervals can be seen."
+                "The article's figure 3, once for each way to match the noise. Points of a rate stand side by side so "
+                "that their intervals can be seen."
                 + (" Open marks are the article's own, at the layer's scale." if "published" in task else ""),
             )
         )
@@ -94,7 +96,8 @@ def bands_section(
         figures.append(
             Figure(
                 file_of("kl_by_band", place),
-                "Whiskers that leave the figure reach zero, which a log scale cannot show. Bands may differ in their number of layers.",
+                "Whiskers that leave the figure reach zero, which a log scale cannot show. Bands may differ in their "
+                "number of layers.",
             )
         )
     tables = []
@@ -117,11 +120,14 @@ def bands_section(
             Table(
                 columns=["band", "noise", "rate (%)", "accuracy", "accuracy lost", "KL (nats)", "unchanged", "broken"],
                 rows=rows,
-                caption=f"Noise in {PART_LABELS[part]}, 95 % intervals: Wilson's for shares of items, the jackknife's over items for the rest. "
-                "Unchanged: the whole answer is the clean one.",
+                caption=f"Noise in {PART_LABELS[part]}, 95 % intervals: Wilson's for shares of items, the jackknife's "
+                "over items for the rest. Unchanged: the whole answer is the clean one.",
             )
         )
-    clean = f"With a clean cache {percent(estimate_of(task['clean']))} of the answers are right (guessing: {100 * task['chance']:.3g} %)."
+    clean = (
+        f"With a clean cache {percent(estimate_of(task['clean']))} of the answers are right (guessing: "
+        f"{100 * task['chance']:.3g} %)."
+    )
     return Section(
         title=f"Bands{name}",
         paragraphs=[clean, *([task["too_hard"]] if task["too_hard"] else [])],
@@ -163,11 +169,11 @@ def order_section(
                         ]
                         for each in orders
                     ],
-                    caption=f"{cut.capitalize()} by {called}. Between neighbours, > says that their paired difference is significant, "
-                    "≥ that it is not."
+                    caption=f"{cut.capitalize()} by {called}. Between neighbours, > says that their paired difference "
+                    "is significant, ≥ that it is not."
                     + (
-                        f" Yes: {LAST} (or, as a buffer, {BUFFER}) is significantly beyond each other quarter; no: another is significantly "
-                        "beyond it; open: neither."
+                        f" Yes: {LAST} (or, as a buffer, {BUFFER}) is significantly beyond each other quarter; no: "
+                        "another is significantly beyond it; open: neither."
                         if quarters
                         else ""
                     ),
@@ -179,9 +185,9 @@ def order_section(
     return Section(
         title=f"Order of the bands{name}",
         paragraphs=[
-            "Differences are between rows of the same items that strike the same slots. All rates together is each item's mean over rates. "
-            "Intervals of differences hold together (Bonferroni) over the pairs of a cut, all noises and all tasks; not over parts, rates and "
-            f"measures, which make {count} comparisons in all."
+            "Differences are between rows of the same items that strike the same slots. All rates together is each "
+            "item's mean over rates. Intervals of differences hold together (Bonferroni) over the pairs of a cut, all "
+            f"noises and all tasks; not over parts, rates and measures, which make {count} comparisons in all."
         ],
         tables=tables,
     )
@@ -215,8 +221,8 @@ def _pairs_table(orders: Sequence[Mapping[str, Any]], cut: str, measure: str) ->
     return Table(
         columns=["noise", "in", "bands", "difference", "significant"],
         rows=rows,
-        caption=f"Paired differences between {cut} in {MEASURE_NAMES[measure]}{' (nats)' if measure == 'kl' else ''}, all rates together, with 95 % intervals; "
-        "metrics.json has every rate.",
+        caption=f"Paired differences between {cut} in {MEASURE_NAMES[measure]}{' (nats)' if measure == 'kl' else ''}, "
+        "all rates together, with 95 % intervals; metrics.json has every rate.",
     )
 
 
@@ -236,8 +242,9 @@ def _ratio_tables(task: Mapping[str, Any]) -> list[Table]:
         Table(
             columns=["noise", "in", "last quarter / others", "that, over the same at the layer's scale"],
             rows=rows,
-            caption="How many times the mean KL of the other three quarters the last one has, all rates together; above 1 it is the more "
-            "sensitive. The last column says by what factor another scale changes that: an interval without 1 means that scale matters.",
+            caption="How many times the mean KL of the other three quarters the last one has, all rates together; "
+            "above 1 it is the more sensitive. The last column says by what factor another scale changes that: an "
+            "interval without 1 means that scale matters.",
         )
     ]
 
@@ -256,9 +263,10 @@ def layers_section(
     return Section(
         title=title,
         paragraphs=[
-            "Does the picture of which layers matter survive another scale? Spearman's rank correlation of the layers' mean KL between two "
-            "noises is 1 if they rank layers alike and 0 if one says nothing of the other. Noise of the items lowers it; how far is seen "
-            "from each noise's correlation with itself, between halves of the items.",
+            "Does the picture of which layers matter survive another scale? Spearman's rank correlation of the layers' "
+            "mean KL between two noises is 1 if they rank layers alike and 0 if one says nothing of the other. Noise "
+            "of the items lowers it; how far is seen from each noise's correlation with itself, between halves of the "
+            "items.",
         ],
         figures=[Figure(file_of("kl_by_layer", place), "Bands: 95 % intervals over items.")],
         maps=[layer_map(task)],
@@ -274,8 +282,8 @@ def layers_section(
                     ]
                     for each in task["agreement"]
                 ],
-                caption="Across single layers, with 95 % intervals over items; with itself: between halves of the items, the mean over "
-                "halvings, which is below what all items would give.",
+                caption="Across single layers, with 95 % intervals over items; with itself: between halves of the "
+                "items, the mean over halvings, which is below what all items would give.",
             ),
             Table(
                 columns=["in", "noise", "most sensitive layers", "least sensitive layers"],
@@ -322,9 +330,9 @@ def parts_section(
     return Section(
         title=title,
         paragraphs=[
-            "What noise in K alone costs more than noise in V alone, in the same slots. Under the first three noises each has its own scale; "
-            "under equal effect K and V have targets of their own, so there, too, it says which of two measured doses hurts more, not which "
-            "of K and V matters more.",
+            "What noise in K alone costs more than noise in V alone, in the same slots. Under the first three noises "
+            "each has its own scale; under equal effect K and V have targets of their own, so there, too, it says "
+            "which of two measured doses hurts more, not which of K and V matters more.",
             *_layers_by_part(task),
         ],
         tables=[

@@ -1,7 +1,8 @@
-"""From rows to numbers: what flips do by dtype, bit and field, where they do more, and at which rate accuracy gives way.
+"""From rows to numbers: what flips do by dtype, bit and field, where they do more, and at which rate accuracy gives
+way.
 
-An item is one cluster. Shares have Wilson intervals over items: the mean over an item's flips counts once. Differences and
-KL have jackknife intervals over items.
+An item is one cluster. Shares have Wilson intervals over items: the mean over an item's flips counts once. Differences
+and KL have jackknife intervals over items.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ Rows = Any
 """A pandas table, whose own annotations do not tell a column from a table."""
 
 CLASSES = ("nothing", "words", "breaks")
-"""Of an item whose clean answer is right: the same answer token for token; another wording, still right; or no longer right,
-or numbers that are not finite."""
+"""Of an item whose clean answer is right: the same answer token for token; another wording, still right; or no longer
+right, or numbers that are not finite."""
 OUTCOMES = ("same", "different", "nonfinite")
 """Of any item: the same answer; another one, all numbers finite; or numbers that are not finite."""
 CONTRASTS = {
@@ -35,7 +36,8 @@ CONTRASTS = {
     "late - early": "exponent bits of late layers against those of early ones",
 }
 MEASURES = ("breaks", "changed", "kl")
-"""By what places are held against each other: breaks (of items whose clean answer is right), answers that changed, KL."""
+"""By what places are held against each other: breaks (of items whose clean answer is right), answers that changed,
+KL."""
 
 
 def analyse(table: pd.DataFrame, config: Config, shape: Geometry) -> dict[str, Any]:
@@ -229,7 +231,8 @@ def _rate(rows: Rows, numbers: float, comparisons: int) -> dict[str, Any]:
 
 
 def tolerated(task: Mapping[str, Any], field: str) -> Mapping[str, Any] | None:
-    """The highest measured error rate up to which accuracy is at none significantly below clean; None if the lowest already is."""
+    """The highest measured error rate up to which accuracy is at none significantly below clean; None if the lowest
+    already is."""
     found = None
     for each in task["rates"]:
         if each["field"] == field:
@@ -263,8 +266,8 @@ def _broken(rows: Rows) -> dict[str, Any]:
 
 
 def _examples(single: Rows) -> list[dict[str, Any]]:
-    """For each dtype and field the first answer that differs while all numbers are finite, a break of a right answer if there
-    is one."""
+    """For each dtype and field the first answer that differs while all numbers are finite, a break of a right answer if
+    there is one."""
     found = []
     differ = single[single["different"]].sort_values(["was_right", "breaks"], ascending=False, kind="stable")
     for _, rows in differ.groupby(["dtype", "field"], sort=False):

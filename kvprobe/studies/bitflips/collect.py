@@ -1,4 +1,5 @@
-"""Single flips at every bit of every dtype, the same places struck at each; and flips at a rate over the whole cache."""
+"""Single flips at every bit of every dtype, the same places struck at each; and flips at a rate over the whole
+cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

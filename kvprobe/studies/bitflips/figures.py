@@ -44,7 +44,8 @@ def has_kl(task: Mapping[str, Any]) -> bool:
 
 
 def shares_by_bit(task: Mapping[str, Any], title: str) -> Any:
-    """What flips of each bit do, stacked: a panel per dtype, the sign on the left, the lowest mantissa bit on the right."""
+    """What flips of each bit do, stacked: a panel per dtype, the sign on the left, the lowest mantissa bit on the
+    right."""
     ranked = task["too_hard"] is None
     items = f"{task['right'] if ranked else task['items']} items" + (" answered rightly" if ranked else "")
     with styled():
@@ -163,7 +164,8 @@ def damage_by_rate(task: Mapping[str, Any], title: str) -> Any:
 
 
 def bit_maps(task: Mapping[str, Any]) -> list[HeatMap]:
-    """Bit by dtype: flips that break a right answer and flips that reword it; flips that change it, where right says nothing."""
+    """Bit by dtype: flips that break a right answer and flips that reword it; flips that change it, where right says
+    nothing."""
     ranked = task["too_hard"] is None
     told: dict[str, Callable[[Any], float]] = {
         "break a right answer" if ranked else "change the answer": lambda each: harm(each, ranked).mean

@@ -18,8 +18,8 @@ from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
 from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
 
 QUESTION = (
-    "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that do to "
-    "the answer, by the bit's place in the number; and how many flips can a cache bear?"
+    "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that do "
+    "to the answer, by the bit's place in the number; and how many flips can a cache bear?"
 )
 FEW = 12
 """Items below which intervals over them decide little."""
@@ -51,10 +51,11 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
                 config,
                 environment,
                 also=[
-                    "Data: samples.parquet (one row per item and flip; the clean answer has case -1) and metrics.json beside this page.",
+                    "Data: samples.parquet (one row per item and flip; the clean answer has case -1) and metrics.json "
+                    "beside this page.",
                     f"Sources: {PAPER} (single flips in shared blocks of a prefix cache); “KV Cache is "
-                    "More Robust Than You Think in Large Language Models” (canarypwn), takeaway 1 (“even tiny memory errors "
-                    "(bit flips) could be catastrophic if they produce out-of-distribution activations”).",
+                    "More Robust Than You Think in Large Language Models” (canarypwn), takeaway 1 (“even tiny memory "
+                    "errors (bit flips) could be catastrophic if they produce out-of-distribution activations”).",
                 ],
             ),
         ],
@@ -118,10 +119,13 @@ def answer_rate(task: Mapping[str, Any]) -> str:
     if bearable is None:
         first = rates[0]
         return (
-            f"When bits of {dtype} flip all over the cache, accuracy is below clean ({clean}) at the lowest rate measured, "
-            f"{_rate(first)}: {percent(estimate_of(first['accuracy']))}."
+            f"When bits of {dtype} flip all over the cache, accuracy is below clean ({clean}) at the lowest rate "
+            f"measured, {_rate(first)}: {percent(estimate_of(first['accuracy']))}."
         )
-    said = f"When bits of {dtype} flip all over the cache, accuracy is not significantly below clean ({clean}) up to a rate of {_rate(bearable)}"
+    said = (
+        f"When bits of {dtype} flip all over the cache, accuracy is not significantly below clean ({clean}) up to a "
+        f"rate of {_rate(bearable)}"
+    )
     beyond = rates[rates.index(bearable) + 1 :]
     if not beyond:
         return f"{said}, the highest measured."
@@ -136,16 +140,18 @@ def warnings(metrics: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
     for task in metrics["tasks"]:
         if task["too_hard"]:
             found.append(
-                f"{task['too_hard']} For it, only whether answers stay the same and numbers finite is reported, not what breaks."
+                f"{task['too_hard']} For it, only whether answers stay the same and numbers finite is reported, not "
+                "what breaks."
             )
         elif task["right"] < FEW <= metrics["items"]:
             found.append(
-                f"Of {task['task']}, only {task['right']} items are answered rightly on a sound cache, and only those can break."
+                f"Of {task['task']}, only {task['right']} items are answered rightly on a sound cache, and only those "
+                "can break."
             )
     if dtype != torch.float32:
         found.append(
-            f"The model runs in {_named(dtype)}, in which K and V are held: bits of a finer dtype that it cannot hold are rounded "
-            f"away again after the flip."
+            f"The model runs in {_named(dtype)}, in which K and V are held: bits of a finer dtype that it cannot hold "
+            "are rounded away again after the flip."
         )
     return found
 
@@ -161,23 +167,25 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
         paragraphs=[
             f"The first item of {task.name}"
             + (f"; the reply begins “{item.lead}”. " if item.lead else ". ")
-            + "Each prompt is read once; each flip is a row of one batch beside the clean row, and answers on its own copy of K and V.",
+            + "Each prompt is read once; each flip is a row of one batch beside the clean row, and answers on its own "
+            "copy of K and V.",
         ],
         passages=passages,
         points=[
-            f"Single flips: {config.flips} for each item at each of {bits} bits of {_listed(dtypes)}. Layer, KV head, slot, channel, and K or "
-            "V are drawn once for each flip and kept for all bits and dtypes, so that bits are compared at the same places. "
-            "The struck number is rounded to the dtype, one of its bits is inverted, and it is put back; the model computes in "
-            f"{_named(model.lanes.dtype)}.",
-            f"Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one drawn bit "
-            f"flipped, in {dtypes[0]}: of any field, or of one field only. Each number is drawn on its own, so how many flip is itself random.",
+            f"Single flips: {config.flips} for each item at each of {bits} bits of {_listed(dtypes)}. Layer, KV head, "
+            "slot, channel, and K or V are drawn once for each flip and kept for all bits and dtypes, so that bits are "
+            "compared at the same places. The struck number is rounded to the dtype, one of its bits is inverted, and "
+            f"it is put back; the model computes in {_named(model.lanes.dtype)}.",
+            "Error rates: a share of all numbers of K and V, in each layer and in each of K and V alike, has one "
+            f"drawn bit flipped, in {dtypes[0]}: of any field, or of one field only. Each number is drawn on its own, "
+            "so how many flip is itself random.",
             f"Damage is {TIMINGS['once']}: the prompt's last token and all that is written feel it.",
-            "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words (other tokens, "
-            "still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ struck in nats per token of the "
-            "clean answer, which both rows read"
+            "An answer is one of three kinds, if the clean answer is right: nothing (the same, token for token), words "
+            "(other tokens, still right), breaks (no longer right, or a number is NaN or infinite). KL is clean ‖ "
+            "struck in nats per token of the clean answer, which both rows read"
             + ("." if config.follow else "; it was not measured here (follow is off)."),
-            "Shares have Wilson intervals over items, in which an item's flips count once; differences and KL have jackknife intervals "
-            "over items. Those that decide the headline hold together.",
+            "Shares have Wilson intervals over items, in which an item's flips count once; differences and KL have "
+            "jackknife intervals over items. Those that decide the headline hold together.",
         ],
     )
 
@@ -200,22 +208,23 @@ def _bits_section(task: Mapping[str, Any], number: int) -> Section:
     figures = [
         Figure(
             f"shares_by_bit_{number}",
-            f"Over {of}. The sign is on the left, the lowest bit of the mantissa on the right; the same places are struck at each bit.",
+            f"Over {of}. The sign is on the left, the lowest bit of the mantissa on the right; the same places are "
+            "struck at each bit.",
         )
     ]
     if has_kl(task):
         figures.append(
             Figure(
                 f"kl_by_bit_{number}",
-                "Flips after which numbers were not finite have no KL and are counted above. A change too small to matter still "
-                "moves what is computed by round-off; the KL of the lowest bits shows how much that is.",
+                "Flips after which numbers were not finite have no KL and are counted above. A change too small to "
+                "matter still moves what is computed by round-off; the KL of the lowest bits shows how much that is.",
             )
         )
     return Section(
         title=f"By bit: {task['task']}",
         paragraphs=[
-            f"On a sound cache {percent(estimate_of(task['clean']))} of {task['items']} items are right ({task['scorer']}; "
-            f"guessing gives {100 * task['chance']:.3g} %). {task['too_hard'] or ''}".strip(),
+            f"On a sound cache {percent(estimate_of(task['clean']))} of {task['items']} items are right "
+            f"({task['scorer']}; guessing gives {100 * task['chance']:.3g} %). {task['too_hard'] or ''}".strip(),
             f"Shares are over {of}; NaN or infinity and KL over all items.",
         ],
         figures=figures,
@@ -263,9 +272,9 @@ def _where_section(task: Mapping[str, Any], layers: int) -> Section:
         paragraphs=[
             f"In {first['dtype']}, by answers that {'break' if measure == 'breaks' else 'change'}: {'; '.join(told)}.",
             _distribution(first, measure),
-            f"Fields and bits are compared at the same places. K and V, and layers {thirds[-1][0]} to {thirds[-1][-1]} (late) and "
-            f"{thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, drawn at random. These are {count} "
-            f"comparisons, each with its own 95 % interval"
+            f"Fields and bits are compared at the same places. K and V, and layers {thirds[-1][0]} to {thirds[-1][-1]} "
+            f"(late) and {thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, drawn at "
+            f"random. These are {count} comparisons, each with its own 95 % interval"
             + ("; flips of one place in several dtypes are much alike." if len(task["dtypes"]) > 1 else "."),
         ],
         tables=[
@@ -289,8 +298,9 @@ def _distribution(dtype: Mapping[str, Any], measure: str) -> str:
     else:
         found = f"That it does more harm than the other exponent bits was not detected: {points(gap)}."
     return (
-        "Canarypwn expects a bit flip to be catastrophic if it gives activations out of distribution. The highest exponent bit is "
-        f"the one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as much. {found}"
+        "Canarypwn expects a bit flip to be catastrophic if it gives activations out of distribution. The highest "
+        f"exponent bit is the one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as "
+        f"much. {found}"
     )
 
 
@@ -349,8 +359,9 @@ def _rates_section(task: Mapping[str, Any], number: int) -> Section:
                     ]
                     for each in task["rates"]
                 ],
-                caption=f"Clean accuracy is {percent(estimate_of(task['clean']))}, that of guessing {100 * task['chance']:.3g} %. Vectors struck: K "
-                "or V of one head and slot with at least one flip, mean over items. KL leaves out what is not finite.",
+                caption=f"Clean accuracy is {percent(estimate_of(task['clean']))}, that of guessing "
+                f"{100 * task['chance']:.3g} %. Vectors struck: K or V of one head and slot with at least one flip, "
+                "mean over items. KL leaves out what is not finite.",
             )
         ],
     )
@@ -364,8 +375,8 @@ def _examples_section(task: Mapping[str, Any]) -> Section:
                 columns=["flip", "item", "clean", "struck", "reference", "still right"],
                 rows=[
                     [
-                        f"{each['dtype']}, bit {each['bit']} ({each['field']}), {each['part'].upper()} of layer {each['layer']}, "
-                        f"KV head {each['head']}",
+                        f"{each['dtype']}, bit {each['bit']} ({each['field']}), {each['part'].upper()} of layer "
+                        f"{each['layer']}, KV head {each['head']}",
                         each["item"],
                         _short(each["clean_text"]),
                         _short(each["text"]),
@@ -374,8 +385,8 @@ def _examples_section(task: Mapping[str, Any]) -> Section:
                     ]
                     for each in task["examples"]
                 ],
-                caption="For each dtype and field, if there is one, an answer that differs while all numbers are finite: the first to break "
-                "a right answer, else another.",
+                caption="For each dtype and field, if there is one, an answer that differs while all numbers are "
+                "finite: the first to break a right answer, else another.",
             )
         ],
     )
@@ -393,40 +404,44 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
         )
         low, high = control["flips_struck"]
         told.append(
-            f"{name}: each single flip struck {'exactly one vector' if low == high == 1 else f'{low} to {high} vectors, NOT ONE: doubt this run'}."
+            f"{name}: each single flip struck "
+            f"{'exactly one vector' if low == high == 1 else f'{low} to {high} vectors, NOT ONE: doubt this run'}."
         )
         if has_kl(task):
             lowest = "; ".join(f"{dtype['dtype']} {_nats(dtype['bits'][0]['kl'])}" for dtype in task["dtypes"])
             told.append(
-                f"{name}: the struck number alone is rounded to the dtype before its bit flips. The lowest mantissa bit changes a "
-                f"number by at least as much as that rounding, and its KL is: {lowest} nats."
+                f"{name}: the struck number alone is rounded to the dtype before its bit flips. The lowest mantissa "
+                f"bit changes a number by at least as much as that rounding, and its KL is: {lowest} nats."
             )
         for kind, label in (("single", "single flips"), ("rate", "flips at a rate")):
             broken = task["broken"][kind]
             if broken["broken"]:
                 first = broken["first"]
                 told.append(
-                    f"{name}, {label}: in {broken['broken']} of {broken['rows']} rows numbers were not finite. They count as breaks and "
-                    f"as wrong, and have no KL. The first: {first['broken']} (item {first['item']}, {first['dtype']}, bits: {first['field']})."
+                    f"{name}, {label}: in {broken['broken']} of {broken['rows']} rows numbers were not finite. They "
+                    f"count as breaks and as wrong, and have no KL. The first: {first['broken']} (item "
+                    f"{first['item']}, {first['dtype']}, bits: {first['field']})."
                 )
     return Section(title="Controls", points=told)
 
 
 def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     limits = [
-        f"{model.name} is one model with {model.geometry.n_layers} layers; larger ones have more numbers to strike, and each may weigh less.",
-        "Only the struck numbers are stored in the dtype; all others, and the computation, stay as the model has them. That sets "
-        "the flip apart from what rounding the whole cache does, which is not measured here.",
-        f"Places are drawn, so this is what a chance error does; an attacker who chooses places ({PAPER}) does at least as much. Blocks that "
-        "several requests share are not modelled: there the same flip would be felt by each of them.",
+        f"{model.name} is one model with {model.geometry.n_layers} layers; larger ones have more numbers to strike, "
+        "and each may weigh less.",
+        "Only the struck numbers are stored in the dtype; all others, and the computation, stay as the model has them. "
+        "That sets the flip apart from what rounding the whole cache does, which is not measured here.",
+        f"Places are drawn, so this is what a chance error does; an attacker who chooses places ({PAPER}) does at "
+        "least as much. Blocks that several requests share are not modelled: there the same flip would be felt by each "
+        "of them.",
         "Answers are greedy and short; the longer an answer, the more chances a small change has to turn it.",
         "With few flips to an item, bits that seldom do harm look harmless: see the upper ends of the intervals.",
     ]
     windows = [window for window in model.geometry.windows if window is not None]
     if windows:
         limits.append(
-            f"{len(windows)} of {model.geometry.n_layers} layers have a sliding window of {min(windows)} positions; flips in slots that are out "
-            "of the window are counted, though nobody reads them."
+            f"{len(windows)} of {model.geometry.n_layers} layers have a sliding window of {min(windows)} positions; "
+            "flips in slots that are out of the window are counted, though nobody reads them."
         )
     return Section(title="Limits", points=limits)
 

@@ -1,7 +1,7 @@
 """From swaps to numbers: what share of the hidden turn's effect each group of slots carries, with intervals.
 
-Each conversation is a cluster. Shares are pooled: the mean effect over the mean way from base to donor, so that a question on
-which the two caches hardly differ does not count the most. Shares of groups need not add up to one.
+Each conversation is a cluster. Shares are pooled: the mean effect over the mean way from base to donor, so that a
+question on which the two caches hardly differ does not count the most. Shares of groups need not add up to one.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from kvprobe.studies.carriers.groups import BEFORE, GROUPS, SELF, TOKEN
 from kvprobe.wording import estimate_of
 
 CLAIMS = 4
-"""Of the headline: the band, K or V, the summary or later turns, the code. The intervals that decide them hold together."""
+"""Of the headline: the band, K or V, the summary or later turns, the code. The intervals that decide them hold
+together."""
 BOTH = "both"
 """The two questions together."""
 COMPARED = {
@@ -143,8 +144,8 @@ def _compared(kl: Any) -> Record:
 
 
 def _most(kl: Any) -> Record:
-    """The band of layers with the largest share when all slots after the hidden turn are swapped in it, and by how much it
-    is beyond the next."""
+    """The band of layers with the largest share when all slots after the hidden turn are swapped in it, and by how much
+    it is beyond the next."""
     found = {}
     for direction in DIRECTIONS:
         cells = kl[(kl["direction"] == direction) & (kl["group"] == "all after") & (kl["part"] == "KV")]
@@ -165,8 +166,8 @@ def _most(kl: Any) -> Record:
 
 
 def _codes(rows: Any) -> Record:
-    """What of logit(own code) − logit(other code) the masked turn still decides, in conversations where the model can tell
-    the two with everything in view."""
+    """What of logit(own code) − logit(other code) the masked turn still decides, in conversations where the model can
+    tell the two with everything in view."""
     able = rows[(rows["full"] > 0) & (rows["full_other"] < 0)]
     count = int(able["context"].nunique())
     found: Record = {"of": int(rows["context"].nunique()), "able": count}

@@ -81,10 +81,10 @@ def read_context(
         example: whether each slot after the hidden turn is swapped by itself, too.
 
     Returns:
-        One row per `question`, `direction`, `metric` and cell: its `group`, `band`, `part`, `slots` (how many), `slot` and
-        `token` (of a single one), `value`, `effect`, and of the question `base`, `donor`, `way` (donor − base), `full`
-        (with everything in view), `right` (whether the reply is then foretold token by token), and `apart`, how far the
-        two caches' K and V differ before the hidden turn, relative to the largest.
+        One row per `question`, `direction`, `metric` and cell: its `group`, `band`, `part`, `slots` (how many), `slot`
+        and `token` (of a single one), `value`, `effect`, and of the question `base`, `donor`, `way` (donor − base),
+        `full` (with everything in view), `right` (whether the reply is then foretold token by token), and `apart`, how
+        far the two caches' K and V differ before the hidden turn, relative to the largest.
     """
     own, other = (compacted_conversation(context, compaction, code) for code in codes)
     whole, swapped = (chat.tokens(model.tokenizer) for chat in (own, other))

@@ -46,8 +46,8 @@ def groups(ledger: Ledger) -> dict[str, Slots]:
 
 
 def cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]:
-    """What is swapped: every group at all layers and every kind in every band, K and V separately where the study reports it;
-    and the controls."""
+    """What is swapped: every group at all layers and every kind in every band, K and V separately where the study
+    reports it; and the controls."""
     everywhere = layers[EVERY_LAYER]
 
     def cell(group: str, band: str, part: str) -> Cell:

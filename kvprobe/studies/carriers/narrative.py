@@ -18,9 +18,9 @@ from kvprobe.tasks.passcode import contexts, draw_codes
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed, span
 
 QUESTION = (
-    "A turn of a conversation was masked. The slots after it were computed while it was in view, and so the model does not go on "
-    "as if that turn had never been said. Which of these slots carry its effect: the summary's text, the chat template's "
-    "delimiters, later turns; at which layers, and in K or in V?"
+    "A turn of a conversation was masked. The slots after it were computed while it was in view, and so the model does "
+    "not go on as if that turn had never been said. Which of these slots carry its effect: the summary's text, the "
+    "chat template's delimiters, later turns; at which layers, and in K or in V?"
 )
 NEGLIGIBLE = 1e-3
 """Nats per token below which there is hardly an effect to carry."""
@@ -63,15 +63,15 @@ def answer_carriers(metrics: Mapping[str, Any]) -> str:
     scale = float(np.mean([each["kl"]["mean"] for each in metrics["scale"]]))
     if scale < NEGLIGIBLE:
         return (
-            f"There is hardly anything to carry: after the turn was masked and after it was left out, replies differ by a KL of "
-            f"{scale:.1e} nats per token."
+            "There is hardly anything to carry: after the turn was masked and after it was left out, replies differ "
+            f"by a KL of {scale:.1e} nats per token."
         )
     groups = ("summary", "summary text", "summary delimiters", "later turns")
     whole, text, delimiters, later = (_share(share(metrics, group)) for group in groups)
     sentence = (
-        f"Of what tells the cache that has seen the turn from one that has not (KL {scale:.2g} nats per token), swapping in the "
-        f"summary's slots restores {whole} (its text alone {text}, its delimiters {delimiters}), later turns' {later}; "
-        f"{_layers_said(metrics)}, {_parts_said(metrics)}."
+        f"Of what tells the cache that has seen the turn from one that has not (KL {scale:.2g} nats per token), "
+        f"swapping in the summary's slots restores {whole} (its text alone {text}, its delimiters {delimiters}), later "
+        f"turns' {later}; {_layers_said(metrics)}, {_parts_said(metrics)}."
     )
     return f"{sentence} {_agreement(metrics)}"
 
@@ -120,8 +120,8 @@ def answer_codes(codes: Mapping[str, Any]) -> str:
     """Whether what is carried is which code the turn held."""
     if codes["able"] < 2:
         return (
-            f"Whether the slots carry which code it was cannot be said: with everything in view the model tells the two codes apart "
-            f"in {codes['able']} of {codes['of']} conversations."
+            "Whether the slots carry which code it was cannot be said: with everything in view the model tells the "
+            f"two codes apart in {codes['able']} of {codes['of']} conversations."
         )
     masked, view = estimate_of(codes["masked"]), estimate_of(codes["in_view"])
     told = f"{signed(masked)} logits between two codes, of {plain(view, 1)} with the turn in view"
@@ -169,27 +169,29 @@ def _shares_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="What was found",
         paragraphs=[
-            "A share is 1 − KL(donor ‖ patched) / KL(donor ‖ base), pooled over conversations: 0 where a swap changes nothing, 1 where "
-            "it gives the donor's replies, below 0 where it leads away from them. Shares of groups need not add up to one."
+            "A share is 1 − KL(donor ‖ patched) / KL(donor ‖ base), pooled over conversations: 0 where a swap changes "
+            "nothing, 1 where it gives the donor's replies, below 0 where it leads away from them. Shares of groups "
+            "need not add up to one."
         ],
         figures=[
             Figure(
                 "shares",
-                "Swaps at all layers, both questions together; bars are 95 % intervals. Restoring: the retained cache's slots in the "
-                "recomputed one; removing: the other way round.",
+                "Swaps at all layers, both questions together; bars are 95 % intervals. Restoring: the retained "
+                "cache's slots in the recomputed one; removing: the other way round.",
             )
         ],
         tables=[
             Table(
                 columns=["slots", "swapped", "how many (of all after)", *DIRECTIONS, "points per slot, restoring"],
                 rows=rows,
-                caption="Shares at all layers, both questions, with 95 % intervals; beside each the size of its group, so that none "
-                "wins by its number of slots unseen.",
+                caption="Shares at all layers, both questions, with 95 % intervals; beside each the size of its group, "
+                "so that none wins by its number of slots unseen.",
             ),
             Table(
                 columns=["share of the one less that of the other", "question", *DIRECTIONS],
                 rows=apart,
-                caption="Paired, with 95 % intervals; above zero, the first carries more. Text and delimiters are the summary's.",
+                caption="Paired, with 95 % intervals; above zero, the first carries more. Text and delimiters are the "
+                "summary's.",
             ),
             Table(
                 columns=[
@@ -199,7 +201,8 @@ def _shares_section(metrics: Mapping[str, Any]) -> Section:
                     *(f"{direction}: log p of the answer" for direction in DIRECTIONS),
                 ],
                 rows=single,
-                caption="Each question alone, K and V swapped. The last two columns are changes in nats, which may be of either sign.",
+                caption="Each question alone, K and V swapped. The last two columns are changes in nats, which may be "
+                "of either sign.",
             ),
         ],
         views=_token_view(metrics),
@@ -212,8 +215,8 @@ def _token_view(metrics: Mapping[str, Any]) -> list[TokenView]:
         return []
     return [
         TokenView(
-            caption="The first conversation after its hidden turn, asked for the code: the share that each slot restores when it alone "
-            "is swapped in, at all layers.",
+            caption="The first conversation after its hidden turn, asked for the code: the share that each slot "
+            "restores when it alone is swapped in, at all layers.",
             tokens=[each["token"] for each in tokens],
             labels=["share restored"],
             values=[[round(each["share"], 4) for each in tokens]],
@@ -226,8 +229,8 @@ def _layers_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="By layer",
         paragraphs=[
-            f"Restoring: {_layers_said(metrics)}. A band is swapped while all other layers stay as in the base. The first three rows "
-            "swap every slot after the hidden turn, the others one kind of slot."
+            f"Restoring: {_layers_said(metrics)}. A band is swapped while all other layers stay as in the base. The "
+            "first three rows swap every slot after the hidden turn, the others one kind of slot."
         ],
         figures=[Figure("layers", "Shares of the KL, both questions together.")],
         maps=[
@@ -250,8 +253,8 @@ def _layers_section(metrics: Mapping[str, Any]) -> Section:
 
 def _codes_section(codes: Mapping[str, Any]) -> Section:
     counted = (
-        f"With everything in view, the model prefers the right one of two codes, whichever of them was said, in {codes['able']} of "
-        f"{codes['of']} conversations; the others are left out here."
+        "With everything in view, the model prefers the right one of two codes, whichever of them was said, in "
+        f"{codes['able']} of {codes['of']} conversations; the others are left out here."
     )
     if "groups" not in codes:
         return Section(title="Is it the code itself?", paragraphs=[counted, answer_codes(codes)])
@@ -266,8 +269,8 @@ def _codes_section(codes: Mapping[str, Any]) -> Section:
     return Section(
         title="Is it the code itself?",
         paragraphs=[
-            "Two retained caches of the same conversation with two codes in the hidden turn differ, once it is masked, only in what "
-            "their slots have seen. " + counted,
+            "Two retained caches of the same conversation with two codes in the hidden turn differ, once it is masked, "
+            "only in what their slots have seen. " + counted,
             f"Between them logit(own code) − logit(other code), at the code's first token, differs by "
             f"{signed(estimate_of(codes['masked']))}; with the turn in view by {plain(estimate_of(codes['in_view']))}.",
         ],
@@ -304,20 +307,21 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     return Section(
         title="What was done",
         paragraphs=[
-            f"Each of {metrics['conversations']} conversations is read up to its cut: whole, after which {HIDDEN} (struck through) is "
-            f"dropped from the cache (retained), and without {HIDDEN} at the same positions (recomputed). Both hold the same "
-            "tokens at the same places; only what these have seen differs. Groups of slots are swapped from one into the other "
-            "before the question is read, so that only the question and its reply see the swap. The second summary's words are the "
-            "same whatever the code.",
+            f"Each of {metrics['conversations']} conversations is read up to its cut: whole, after which {HIDDEN} "
+            f"(struck through) is dropped from the cache (retained), and without {HIDDEN} at the same positions "
+            "(recomputed). Both hold the same tokens at the same places; only what these have seen differs. Groups of "
+            "slots are swapped from one into the other before the question is read, so that only the question and its "
+            "reply see the swap. The second summary's words are the same whatever the code.",
         ],
         passages=passages,
         points=[
-            "Restoring swaps the retained cache's slots into the recomputed one: which suffice? Removing goes the other way: "
-            "without which is it gone?",
+            "Restoring swaps the retained cache's slots into the recomputed one: which suffice? Removing goes the "
+            "other way: without which is it gone?",
             f"The code's question is as shown; the other is {compaction.summary_question!r}, answered by "
             f"{compaction.summary_answer!r}.",
             "KL is the mean over the tokens of the reply, the true one being fed; log p is of the answer in it.",
-            "Summary: the request for it, its text, and the template's tokens around both. Later turns: a follow-up and its reply.",
+            "Summary: the request for it, its text, and the template's tokens around both. Later turns: a follow-up "
+            "and its reply.",
         ],
         tables=[
             Table(
@@ -330,8 +334,9 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
                     "foretold in view",
                 ],
                 rows=rows,
-                caption="In nats, with 95 % intervals. Foretold: every token of the answer is the likeliest with everything in view. "
-                "Conversations where it is not stay in the shares, which are about the difference between two caches.",
+                caption="In nats, with 95 % intervals. Foretold: every token of the answer is the likeliest with "
+                "everything in view. Conversations where it is not stay in the shares, which are about the difference "
+                "between two caches.",
             )
         ],
     )
@@ -356,13 +361,13 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
         title="Controls",
         points=[
             f"Light cone: slots before {HIDDEN} cannot know of it. Their K and V differ between the caches by "
-            f"{controls['before_apart']:.1e} of the largest; swapping them all moves the KL by at most {controls['before']['kl']:.1e} nats. "
-            f"The control {verdicts['light cone']}.",
-            f"Base itself: every slot swapped for its own K and V moves the KL by at most {controls['self']['kl']:.1e} nats. The control "
-            f"{verdicts['base itself']}.",
+            f"{controls['before_apart']:.1e} of the largest; swapping them all moves the KL by at most "
+            f"{controls['before']['kl']:.1e} nats. The control {verdicts['light cone']}.",
+            f"Base itself: every slot swapped for its own K and V moves the KL by at most {controls['self']['kl']:.1e} "
+            f"nats. The control {verdicts['base itself']}.",
             f"Everything: with every slot after {HIDDEN} swapped at all layers, the KL from the donor is at most "
-            f"{controls['all_missed']['kl']:.1e} nats, and log p misses the donor's by at most {controls['all_missed']['logprob']:.1e}. The control "
-            f"{verdicts['everything']}.",
+            f"{controls['all_missed']['kl']:.1e} nats, and log p misses the donor's by at most "
+            f"{controls['all_missed']['logprob']:.1e}. The control {verdicts['everything']}.",
             "Sizes of groups stand beside their shares.",
         ],
     )
@@ -372,13 +377,16 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-            f"{metrics['conversations']} hand-written English conversations of one plan; the summary always follows the hidden turn at once, "
-            "so its text is also what stands nearest to it. Distance and role are not separated.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger "
+            "ones.",
+            f"{metrics['conversations']} hand-written English conversations of one plan; the summary always follows "
+            "the hidden turn at once, so its text is also what stands nearest to it. Distance and role are not "
+            "separated.",
             "KL shows that replies differ, not that one is better.",
-            "Slots carry jointly: what one group restores may depend on what others hold, which is why both directions are shown.",
-            "Intervals are over conversations. Those that decide the headline hold together; the others are not adjusted for how many there "
-            "are. Codes are one pair for each conversation.",
+            "Slots carry jointly: what one group restores may depend on what others hold, which is why both directions "
+            "are shown.",
+            "Intervals are over conversations. Those that decide the headline hold together; the others are not "
+            "adjusted for how many there are. Codes are one pair for each conversation.",
             "Shares weigh each conversation and question by its KL: "
             + ", ".join(
                 f"with the {QUESTION_NAMES[each['question']]}, one conversation makes up {each['heaviest']:.0%} of it"

@@ -28,8 +28,8 @@ from kvprobe.tasks.designs import Target
 TARGET = Target("code", tuple("0123456789"))
 CHANCE = TARGET.chance
 CLAIMS = 9
-"""Of the headline: the distance, three factors on it, right answers and those beyond the calibration, leak, leak within contexts
-and use. The intervals that decide them hold together."""
+"""Of the headline: the distance, three factors on it, right answers and those beyond the calibration, leak, leak within
+contexts and use. The intervals that decide them hold together."""
 Range = tuple[float, float]
 
 OUTCOMES = {
@@ -259,8 +259,8 @@ def _dangling(collected: Collected, of: Any) -> dict[str, Any]:
 
 
 def _light_cone(collected: Collected) -> dict[str, float]:
-    """How far K and V of T3 vary with the code, relative to their size, under retained arms: at layers 0 and 1, which it
-    cannot reach, and at the last."""
+    """How far K and V of T3 vary with the code, relative to their size, under retained arms: at layers 0 and 1, which
+    it cannot reach, and at the last."""
 
     def variation(layer: int) -> float:
         relative = []

@@ -69,12 +69,13 @@ def read_context(
 
     Returns:
         Tensors: `arm.family` of shape `[rows, layers, reads, dim]` of T3 under each arm, one row per code or one in all
-        for the recomputed arms; `digits` `[codes, 5]`; `logprob`, `margin` and `correct` `[codes, 1 + arms, code_tokens]`
-        (the full context, then the arms); `kl` and `agree` `[conditions, continuation]`, NaN after the reply's end;
-        `between` `[2, continuation]`, KL from the restarted to the masked arm, of the conversation and of the calibration; `same`
-        and `prefix` `[conditions, kinds]` (the answer is that of the full context, and the share of its tokens before
-        the first that differs) and `right` (it holds the words of a right answer); and `attention`
-        `[full / mask / restart, layers, heads, looked_at]`, how T3's queries share out theirs. And the answers, as text.
+        for the recomputed arms; `digits` `[codes, 5]`; `logprob`, `margin` and `correct` `[codes, 1 + arms,
+        code_tokens]` (the full context, then the arms); `kl` and `agree` `[conditions, continuation]`, NaN after the
+        reply's end; `between` `[2, continuation]`, KL from the restarted to the masked arm, of the conversation and of
+        the calibration; `same` and `prefix` `[conditions, kinds]` (the answer is that of the full context, and the
+        share of its tokens before the first that differs) and `right` (it holds the words of a right answer); and
+        `attention` `[full / mask / restart, layers, heads, looked_at]`, how T3's queries share out theirs. And the
+        answers, as text.
     """
     whole = [compacted_conversation(context, compaction, code).tokens(model.tokenizer) for code in codes]
     third = whole[0].span("T3").start
@@ -90,8 +91,8 @@ def read_context(
 
 
 def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int) -> tuple[dict[str, Tensor], KVCache]:
-    """What T3's slots hold of the code under each arm, and what the model answers about it; and the cache of the first code's
-    conversation up to T3."""
+    """What T3's slots hold of the code under each arm, and what the model answers about it; and the cache of the first
+    code's conversation up to T3."""
     start, ask, answer = whole[0].part("code").start, whole[0].span("ask").start, whole[0].part("answer")
     prefix = model.prefill(whole[0][:start])
     first, _ = model.extend(prefix, [whole[0][start:third]])
@@ -164,8 +165,8 @@ def irrelevant(model: Model, tokens: Tokens, filler: Sequence[Context]) -> Token
 
 
 def _continuation(model: Model, rows: KVCache, turn: Tokens, length: int) -> dict[str, Tensor]:
-    """KL and agreement, token by token, on the reply that the full context gives to `turn`; the calibration arms on that
-    of their own full context."""
+    """KL and agreement, token by token, on the reply that the full context gives to `turn`; the calibration arms on
+    that of their own full context."""
     kl = torch.full((len(CONDITIONS), length), torch.nan)
     agree = torch.full((len(CONDITIONS), length), torch.nan)
     between = torch.full((2, length), torch.nan)

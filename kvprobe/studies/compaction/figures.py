@@ -140,8 +140,8 @@ def dangling_maps(measured: Mapping[str, Any]) -> list[HeatMap]:
         ),
         map_of(
             went,
-            "Change of T3's attention when the hidden turns are masked, mean over conversations, heads and queries; a layer's sum is what it spent "
-            "on them. The table above has the intervals of the means over layers.",
+            "Change of T3's attention when the hidden turns are masked, mean over conversations, heads and queries; a "
+            "layer's sum is what it spent on them. The table above has the intervals of the means over layers.",
             "of all attention",
         ),
     ]

@@ -19,9 +19,9 @@ from kvprobe.tasks.passcode import contexts, draw_codes
 from kvprobe.wording import estimate_of, percent, plain, points, signed, verdict
 
 QUESTION = (
-    "A conversation was summarised and its turns are dropped from the cache. Is it better to mask them and go on with what "
-    "was computed while they were in view, or to restart and compute the retained slots again? And how much of the difference is "
-    "provenance, how much position, how much the chat delimiters?"
+    "A conversation was summarised and its turns are dropped from the cache. Is it better to mask them and go on with "
+    "what was computed while they were in view, or to restart and compute the retained slots again? And how much of "
+    "the difference is provenance, how much position, how much the chat delimiters?"
 )
 _ROUND_OFF = 100
 """Steps of the dtype's precision that a control may vary by."""
@@ -58,8 +58,8 @@ def narrate(
                 also=[
                     "Data: samples.parquet (codes), conversations.parquet (continuations and answers, as text), "
                     "probes.parquet and metrics.json beside this page.",
-                    "After the Goldberg/Papailiopoulos exchange on masking prefixes, and the restart ablation of arXiv 2604.09852, "
-                    "which changes provenance, positions and delimiters at once.",
+                    "After the Goldberg/Papailiopoulos exchange on masking prefixes, and the restart ablation of arXiv "
+                    "2604.09852, which changes provenance, positions and delimiters at once.",
                 ],
             ),
         ],
@@ -71,8 +71,8 @@ def answer_distance(metrics: Mapping[str, Any]) -> str:
     gap = estimate_of(metrics["mask_minus_restart"]["kl"])
     mask, restart = (estimate_of(metrics["arms"][arm.name]["kl"]) for arm in (MASK, RESTART))
     told = (
-        f"over the next {metrics['full']['reply_tokens']:.0f} tokens its KL from the full context is {plain(mask, 3)} nats "
-        f"per token, against {plain(restart, 3)} after a restart at the same positions: {signed(gap)}"
+        f"over the next {metrics['full']['reply_tokens']:.0f} tokens its KL from the full context is {plain(mask, 3)} "
+        f"nats per token, against {plain(restart, 3)} after a restart at the same positions: {signed(gap)}"
     )
     if gap.below():
         return f"Masking stays nearer to the full context than restarting: {told}."
@@ -104,8 +104,8 @@ def answer_questions(metrics: Mapping[str, Any]) -> str:
     beyond = estimate_of(metrics["calibration"]["right_summary_beyond_calibration"])
     other = estimate_of(metrics["calibration"]["right_summary_masked_minus_restarted"])
     told = (
-        f"{percent(mask)} right after masking, {percent(restart)} after restarting, {percent(estimate_of(metrics['full']['right_summary']))} "
-        f"with the full context"
+        f"{percent(mask)} right after masking, {percent(restart)} after restarting, "
+        f"{percent(estimate_of(metrics['full']['right_summary']))} with the full context"
     )
     if not gap.differs():
         return (
@@ -118,8 +118,9 @@ def answer_questions(metrics: Mapping[str, Any]) -> str:
             f"{sentence}; that is indistinguishable from what it does when unrelated text is masked ({points(other)})."
         )
     return (
-        f"{sentence}. It is not what masking does to any text: when unrelated text of equal length is masked, the difference is "
-        f"{points(other)}, so what matters is that the summary was computed while what it sums up was in view."
+        f"{sentence}. It is not what masking does to any text: when unrelated text of equal length is masked, the "
+        f"difference is {points(other)}, so what matters is that the summary was computed while what it sums up was in "
+        "view."
     )
 
 
@@ -131,9 +132,10 @@ def answer_code(metrics: Mapping[str, Any]) -> str:
     used = verdict(gain, "uses some of it", "is turned away from it", "was not detected to use it")
     share = gain.mean / metrics["full"]["margin"]["mean"]
     return (
-        f"Of a random number in the hidden turns, a probe {read} after masking than after restarting in conversations that it "
-        f"never saw ({points(leak)}), and {inside} centred on other numbers of the same conversation ({points(paired)}); the "
-        f"model {used} (margin of the true code {signed(gain)} nats, {share:.2%} of what the full context gives)."
+        f"Of a random number in the hidden turns, a probe {read} after masking than after restarting in conversations "
+        f"that it never saw ({points(leak)}), and {inside} centred on other numbers of the same conversation "
+        f"({points(paired)}); the model {used} (margin of the true code {signed(gain)} nats, {share:.2%} of what the "
+        "full context gives)."
     )
 
 
@@ -145,17 +147,18 @@ def _conversation_section(model: Model, config: Config) -> Section:
     return Section(
         title="What the model reads",
         paragraphs=[
-            f"One of {config.contexts} hand-written conversations, each with {config.samples // config.contexts} random codes. "
-            "After the second summary, T1 and T2 (struck through) are dropped; every arm does it in its own way, and T3 and "
-            "whatever is asked are then read after it, the same text under all arms.",
+            f"One of {config.contexts} hand-written conversations, each with {config.samples // config.contexts} "
+            "random codes. After the second summary, T1 and T2 (struck through) are dropped; every arm does it in its "
+            "own way, and T3 and whatever is asked are then read after it, the same text under all arms.",
         ],
         passages=passages,
         points=[
-            "provenance: retained slots keep the K and V that they got while T1 and T2 were in view; recomputed ones are read "
-            "again without them.",
-            "positions: gapped slots stay where they were; contiguous ones close the gap, retained keys being rotated once, in "
-            "fp32, from where they were computed.",
-            "delimiters: of the dropped messages, the chat template's own tokens are dropped too, or kept, as empty messages.",
+            "provenance: retained slots keep the K and V that they got while T1 and T2 were in view; recomputed ones "
+            "are read again without them.",
+            "positions: gapped slots stay where they were; contiguous ones close the gap, retained keys being rotated "
+            "once, in fp32, from where they were computed.",
+            "delimiters: of the dropped messages, the chat template's own tokens are dropped too, or kept, as empty "
+            "messages.",
             f"Questions on this conversation: {compaction.summary_question!r} (answer in the summary), "
             f"{compaction.hidden_question!r} (only in the hidden turns), {compaction.neither_question!r} (nowhere).",
         ],
@@ -181,11 +184,12 @@ def _arms_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="The eight arms",
         paragraphs=[
-            "KL(full ‖ arm) and the share of tokens on which both would say the same next are over the full context's own "
-            "greedy reply to T3's question, fed to every arm. The margin is the log-probability of the true code, asked for "
-            "after T3, less the mean over the other codes of the conversation; without knowledge of the code its mean is zero. "
-            f"The probes read T3's slots, as in the leakage study; chance is {metrics['chance']:.0%}, and the recomputed arms, "
-            "which no code can reach, are the floor at the same positions and tokens.",
+            "KL(full ‖ arm) and the share of tokens on which both would say the same next are over the full context's "
+            "own greedy reply to T3's question, fed to every arm. The margin is the log-probability of the true code, "
+            "asked for after T3, less the mean over the other codes of the conversation; without knowledge of the code "
+            "its mean is zero. The probes read T3's slots, as in the leakage study; chance is "
+            f"{metrics['chance']:.0%}, and the recomputed arms, which no code can reach, are the floor at the same "
+            "positions and tokens.",
         ],
         tables=[
             Table(
@@ -197,7 +201,8 @@ def _arms_section(metrics: Mapping[str, Any]) -> Section:
         figures=[
             Figure(
                 "arms",
-                "Orange retained, green recomputed; filled gapped, open contiguous; dots without, squares with the delimiters.",
+                "Orange retained, green recomputed; filled gapped, open contiguous; dots without, squares with the "
+                "delimiters.",
             )
         ],
     )
@@ -210,15 +215,16 @@ def _effects_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="How much is provenance, how much position, how much delimiters",
         paragraphs=[
-            "A full factorial: each main effect is the mean over the four arms at one level less that over the four at the "
-            "other, everything else equal. An interaction is half the change of one effect between the levels of the other.",
+            "A full factorial: each main effect is the mean over the four arms at one level less that over the four at "
+            "the other, everything else equal. An interaction is half the change of one effect between the levels of "
+            "the other.",
         ],
         tables=[
             Table(
                 columns=["effect", *(OUTCOMES[name] for name in shown)],
                 rows=rows,
-                caption="Levels: retained − recomputed, gapped − contiguous, kept − dropped. With 95 % intervals, not adjusted "
-                f"for there being {len(names) * len(shown)} of them.",
+                caption="Levels: retained − recomputed, gapped − contiguous, kept − dropped. With 95 % intervals, not "
+                f"adjusted for there being {len(names) * len(shown)} of them.",
             )
         ],
         figures=[Figure("effects", "The same effects; filled where the interval excludes zero.")],
@@ -241,8 +247,9 @@ def _answers_section(metrics: Mapping[str, Any], conversations: pd.DataFrame) ->
     return Section(
         title="Answers to questions",
         paragraphs=[
-            "After T3 the model answers three questions greedily. Snapshot: the share of the answer's tokens before the first that "
-            "differs from the answer given with the full context. Right: the answer holds the words that the text gives.",
+            "After T3 the model answers three questions greedily. Snapshot: the share of the answer's tokens before "
+            "the first that differs from the answer given with the full context. Right: the answer holds the words "
+            "that the text gives.",
         ],
         tables=[
             Table(columns=["arm", *(OUTCOMES[name] for name in shown)], rows=rows, caption="With 95 % intervals."),
@@ -264,10 +271,10 @@ def _dangling_section(dangling: Mapping[str, Any]) -> Section:
     return Section(
         title="Dangling attention",
         paragraphs=[
-            f"With everything in view, T3's queries spend {percent(mass)} of their attention on the hidden turns (mean over "
-            f"layers, heads and queries; {dangling['most_by_head']:.0%} in the head that spends most). Attention has no pointers "
-            "to follow: when the slots are masked, the softmax shares the same mass out among the slots that are left, in "
-            "proportion to what they had; above layer 0 the queries change as well.",
+            f"With everything in view, T3's queries spend {percent(mass)} of their attention on the hidden turns (mean "
+            f"over layers, heads and queries; {dangling['most_by_head']:.0%} in the head that spends most). Attention "
+            "has no pointers to follow: when the slots are masked, the softmax shares the same mass out among the "
+            "slots that are left, in proportion to what they had; above layer 0 the queries change as well.",
         ],
         tables=[
             Table(
@@ -297,24 +304,28 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Controls",
         points=[
-            f"Light cone: under all retained arms K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
-            f"{cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
+            "Light cone: under all retained arms K and V of T3 at layers 0 and 1 cannot depend on the code. They vary "
+            f"by {cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
             f"{cone['last_layer']:.1e}. The control {holds}.",
-            "Calibration: the text of T1 and T2 is replaced by as many tokens of unrelated conversations, which then are masked, "
-            "or dropped in a restart. A model not trained to go on from masked turns may be off balance whatever was in them. "
-            f"There KL from its own full context is {plain(estimate_of(calibration['kl_masked']), 3)} nats after masking and "
+            "Calibration: the text of T1 and T2 is replaced by as many tokens of unrelated conversations, which then "
+            "are masked, or dropped in a restart. A model not trained to go on from masked turns may be off balance "
+            "whatever was in them. There KL from its own full context is "
+            f"{plain(estimate_of(calibration['kl_masked']), 3)} nats after masking and "
             f"{plain(estimate_of(calibration['kl_restarted']), 3)} after restarting, a difference of "
-            f"{signed(estimate_of(calibration['kl_masked_minus_restarted']))}. The difference above is beyond this one by "
-            f"{signed(beyond)}, {meant}.",
-            f"From the restarted to the masked arm, on the same tokens, KL is {plain(estimate_of(calibration['between']), 3)} "
-            f"nats with the true hidden turns and {plain(estimate_of(calibration['between_irrelevant']), 3)} with unrelated ones.",
-            f"The same calibration for right answers in the summary: {percent(estimate_of(calibration['right_summary_masked']))} after masking "
-            f"unrelated text and {percent(estimate_of(calibration['right_summary_restarted']))} after restarting without it, a difference of "
-            f"{points(estimate_of(calibration['right_summary_masked_minus_restarted']))}; the arms above differ by more than that by "
-            f"{points(estimate_of(calibration['right_summary_beyond_calibration']))}.",
-            f"Ceiling: with the full context the model answers {percent(estimate_of(metrics['full']['right_summary']))} of the "
-            f"questions on the summary and {percent(estimate_of(metrics['full']['right_hidden']))} of those on the hidden turns "
-            "with the right words; where that is low, right answers cannot distinguish the arms.",
+            f"{signed(estimate_of(calibration['kl_masked_minus_restarted']))}. The difference above is beyond this one "
+            f"by {signed(beyond)}, {meant}.",
+            "From the restarted to the masked arm, on the same tokens, KL is "
+            f"{plain(estimate_of(calibration['between']), 3)} nats with the true hidden turns and "
+            f"{plain(estimate_of(calibration['between_irrelevant']), 3)} with unrelated ones.",
+            "The same calibration for right answers in the summary: "
+            f"{percent(estimate_of(calibration['right_summary_masked']))} after masking unrelated text and "
+            f"{percent(estimate_of(calibration['right_summary_restarted']))} after restarting without it, a difference "
+            f"of {points(estimate_of(calibration['right_summary_masked_minus_restarted']))}; the arms above differ by "
+            f"more than that by {points(estimate_of(calibration['right_summary_beyond_calibration']))}.",
+            "Ceiling: with the full context the model answers "
+            f"{percent(estimate_of(metrics['full']['right_summary']))} of the questions on the summary and "
+            f"{percent(estimate_of(metrics['full']['right_hidden']))} of those on the hidden turns with the right "
+            "words; where that is low, right answers cannot distinguish the arms.",
         ],
     )
 
@@ -323,13 +334,13 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers, not trained to go on from masked turns. Memento "
-            "(arXiv 2604.09852) trains models for it, and found masking better by 15 points on AIME'24; nothing here speaks of "
-            "such models.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers, not trained to go on from masked turns. "
+            "Memento (arXiv 2604.09852) trains models for it, and found masking better by 15 points on AIME'24; "
+            "nothing here speaks of such models.",
             "Nearness to the full context is not quality: an arm may differ from it and be no worse.",
-            f"{metrics['contexts']} hand-written English conversations of some two hundred tokens; a few positions closed up are "
-            "a small gap, and say nothing of gaps of thousands.",
-            "Intervals are over conversations, with the fitted probes held fixed. Those of effects and differences between arms hold "
-            "together for the claims of the headline (Bonferroni).",
+            f"{metrics['contexts']} hand-written English conversations of some two hundred tokens; a few positions "
+            "closed up are a small gap, and say nothing of gaps of thousands.",
+            "Intervals are over conversations, with the fitted probes held fixed. Those of effects and differences "
+            "between arms hold together for the claims of the headline (Bonferroni).",
         ],
     )

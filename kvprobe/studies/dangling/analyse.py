@@ -64,8 +64,8 @@ def _balance(heads: Any) -> float:
 
 
 def _rescues(rescues: Any, full: Any, masked: Any, prompts: Sequence[str], claims: int) -> list[dict[str, Any]]:
-    """The share of the way from masked to full that each set gives back, and the difference between the two sorts, of which the
-    headline picks one: their intervals hold together."""
+    """The share of the way from masked to full that each set gives back, and the difference between the two sorts, of
+    which the headline picks one: their intervals hold together."""
     way, damage = (full["margin"] - masked["margin"]).to_numpy(float), masked["kl"].to_numpy(float)
     found = []
     for size in sorted(rescues["size"].unique()):

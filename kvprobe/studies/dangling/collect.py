@@ -1,7 +1,8 @@
-"""A turn is hidden, and its fact is asked for: where attention goes, and which heads, given it back, bring the answer back.
+"""A turn is hidden, and its fact is asked for: where attention goes, and which heads, given it back, bring the answer
+back.
 
-Only the question and the beginning of the reply (the suffix) are read after the turn was hidden; everything before has seen
-it. One file per conversation and stage is kept, so an interrupted run resumes.
+Only the question and the beginning of the reply (the suffix) are read after the turn was hidden; everything before has
+seen it. One file per conversation and stage is kept, so an interrupted run resumes.
 """
 
 from collections import defaultdict
@@ -101,7 +102,8 @@ def measure(model: Model, case: Case) -> pd.DataFrame:
 
 
 def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
-    """What the queries would attend to if no score changed: the softmax alone shares the lost attention out in proportion."""
+    """What the queries would attend to if no score changed: the softmax alone shares the lost attention out in
+    proportion."""
     full = patterns[FULL]
     left = full.weights.masked_fill(full.cache.ledger.in_segments((HIDDEN,))[0], 0)
     return replace(patterns[MASKED], weights=left / left.sum(-1, keepdim=True))
@@ -148,7 +150,8 @@ def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
 
 
 def collect_rescues(model: Model, cases: Sequence[Case], by_half: Mapping[int, Sets], run: Run) -> pd.DataFrame:
-    """The turn back in view for the KV heads of each set found on the other half: `sort`, `size`, `draw`, `margin`, `kl`."""
+    """The turn back in view for the KV heads of each set found on the other half: `sort`, `size`, `draw`, `margin`,
+    `kl`."""
 
     def measure(case: Case) -> pd.DataFrame:
         return rescue(model, case, by_half[1 - case.half]).assign(prompt=case.name, half=case.half)
@@ -191,11 +194,11 @@ def collect_memos(config: Config, run: Run) -> pd.DataFrame:
 
 
 def measure_memos(model: Model, reference: Reference, config: Config) -> pd.DataFrame:
-    """One row per memo and arm, with what is said and whether that is the payload (the thing that the summary saw at the place that
-    it names) or what a pointer finds there now.
+    """One row per memo and arm, with what is said and whether that is the payload (the thing that the summary saw at
+    the place that it names) or what a pointer finds there now.
 
-    Arms: `seen` (nothing is changed), `masked` (the list is hidden from the question), `crossed` (the summary's K and V are those of
-    a run in whose list the named thing had changed places with another).
+    Arms: `seen` (nothing is changed), `masked` (the list is hidden from the question), `crossed` (the summary's K and V
+    are those of a run in whose list the named thing had changed places with another).
     """
     rng = np.random.default_rng([config.seed, 3, list(VERBS).index(reference)])
     rows = []

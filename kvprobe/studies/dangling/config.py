@@ -16,7 +16,8 @@ class Config(Settings):
         prompts: conversations of each kind.
         rescued: for how many KV heads the hidden turn comes back into view.
         random: sets of random KV heads of each size to compare with.
-        memos: lists that the model `ordinal`, trained to hold a payload or a pointer, is asked about; 0 leaves them out.
+        memos: lists that the model `ordinal`, trained to hold a payload or a pointer, is asked about; 0 leaves them
+            out.
         seed: of halves, random heads, and memos.
     """
 

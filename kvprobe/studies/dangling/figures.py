@@ -88,7 +88,8 @@ def went(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def rescues(metrics: Mapping[str, Any], name: str) -> Any:
-    """The turn back in view for some KV heads: the share of the answer's margin, and of the damage, that they bring back."""
+    """The turn back in view for some KV heads: the share of the answer's margin, and of the damage, that they bring
+    back."""
     import matplotlib.pyplot as plt
 
     titles = {"margin": "share of the right answer's margin", "kl": "share of the damage (KL) that goes away"}
@@ -148,7 +149,8 @@ def maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
     table = head_table(metrics)
     return [
         HeatMap(
-            caption="Attention of the question's and the reply's tokens on the turn before it is hidden, mean over conversations.",
+            caption="Attention of the question's and the reply's tokens on the turn before it is hidden, mean over "
+            "conversations.",
             rows=[str(layer) for layer in table.index],
             columns=[str(head) for head in table.columns],
             values=table.to_numpy(float).tolist(),

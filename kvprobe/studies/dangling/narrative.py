@@ -17,8 +17,8 @@ from kvprobe.tasks.ordinal import PLACES as PLACES_OF_LIST
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
-    "A turn is hidden after later turns have seen it, and then asked about. Where does the attention go that would have looked at it; "
-    "which heads miss it; and does anything that is left point to it?"
+    "A turn is hidden after later turns have seen it, and then asked about. Where does the attention go that would "
+    "have looked at it; which heads miss it; and does anything that is left point to it?"
 )
 EXACT = 1e-4
 """How far attention gained may be from attention lost."""
@@ -50,7 +50,8 @@ def narrate(
                 config,
                 environment,
                 also=[
-                    f"Data: samples.parquet, rescues.parquet{', memos.parquet' if metrics['memos'] else ''} and metrics.json beside this page."
+                    f"Data: samples.parquet, rescues.parquet{', memos.parquet' if metrics['memos'] else ''} and "
+                    "metrics.json beside this page."
                 ],
             ),
         ],
@@ -61,32 +62,39 @@ def answer(metrics: Mapping[str, Any]) -> str:
     """Where the attention goes, and whether the heads that lost most of it are those that matter."""
     largest = max(PLACES, key=lambda place: metrics["went"][place]["mean"])
     said = (
-        f"The tokens of the question and the reply spend {percent(estimate_of(metrics['mass']))} of their attention on the turn; when it is hidden, "
-        f"the largest part of that goes to {PLACE_NAMES[largest]}: {percent(estimate_of(metrics['went'][largest]))}. {rescued(metrics)}"
+        f"The tokens of the question and the reply spend {percent(estimate_of(metrics['mass']))} of their attention on "
+        f"the turn; when it is hidden, the largest part of that goes to {PLACE_NAMES[largest]}: "
+        f"{percent(estimate_of(metrics['went'][largest]))}. {rescued(metrics)}"
     )
     return f"{said} {memo_sentence(metrics)}" if metrics["memos"] else said
 
 
 def rescued(metrics: Mapping[str, Any]) -> str:
-    """What the heads with the most dangling attention bring back, beside random ones: at the size that separates the two most."""
+    """What the heads with the most dangling attention bring back, beside random ones: at the size that separates the
+    two most."""
     every = metrics["rescues"]
     if not estimate_of(metrics["way"]).above():
-        return "That hiding the turn lowers the right answer's margin was not detected, so nothing is said of bringing it back."
+        return (
+            "That hiding the turn lowers the right answer's margin was not detected, so nothing is said of bringing "
+            "it back."
+        )
     worse = [str(entry["size"]) for entry in every if estimate_of(entry["difference"]["margin"]).below()]
     against = f" With {' or '.join(worse)} they bring back less than random ones." if worse else ""
     apart = [entry for entry in every if estimate_of(entry["difference"]["margin"]).above()]
     if not apart:
         entry = every[-1]
         return (
-            f"Shown again to the heads that had looked at it most, the turn brings back no more of the answer than shown to random ones, as "
-            f"far as this run can tell (with {entry['size']} KV heads, {percent(estimate_of(entry[TOP]['margin']))} of the margin against "
+            "Shown again to the heads that had looked at it most, the turn brings back no more of the answer than "
+            f"shown to random ones, as far as this run can tell (with {entry['size']} KV heads, "
+            f"{percent(estimate_of(entry[TOP]['margin']))} of the margin against "
             f"{percent(estimate_of(entry[RANDOM]['margin']))}).{against}"
         )
     entry = max(apart, key=lambda entry: entry["difference"]["margin"]["mean"])
     return (
-        f"Shown again to the {entry['size']} KV heads that had looked at it most on other conversations (of {len(every)} numbers of heads tried, the "
-        f"one that tells most), the turn brings back {percent(estimate_of(entry[TOP]['margin']))} of the right answer's margin; shown to "
-        f"random ones, {percent(estimate_of(entry[RANDOM]['margin']))}.{against}"
+        f"Shown again to the {entry['size']} KV heads that had looked at it most on other conversations (of "
+        f"{len(every)} numbers of heads tried, the one that tells most), the turn brings back "
+        f"{percent(estimate_of(entry[TOP]['margin']))} of the right answer's margin; shown to random ones, "
+        f"{percent(estimate_of(entry[RANDOM]['margin']))}.{against}"
     )
 
 
@@ -103,8 +111,8 @@ def memo_sentence(metrics: Mapping[str, Any]) -> str:
         else ("In a model trained to hold either, an interchange of the summary does not tell a payload from a pointer")
     )
     return (
-        f"{lead}: with the summary of another list, answers follow what that summary saw in {percent(of('payload', 'payload'))} of payloads and "
-        f"in {percent(of('pointer', 'payload'))} of pointers."
+        f"{lead}: with the summary of another list, answers follow what that summary saw in "
+        f"{percent(of('payload', 'payload'))} of payloads and in {percent(of('pointer', 'payload'))} of pointers."
     )
 
 
@@ -114,8 +122,8 @@ def warnings(metrics: Mapping[str, Any]) -> list[str]:
         found.append(few)
     if metrics["able"] < 0.75 * metrics["prompts"]:
         found.append(
-            f"The model says the right value in {metrics['able']} of {metrics['prompts']} conversations even with everything in view, so "
-            f"there is little to bring back."
+            f"The model says the right value in {metrics['able']} of {metrics['prompts']} conversations even with "
+            "everything in view, so there is little to bring back."
         )
     if failed := [text for text, holds in controls(metrics) if not holds]:
         found.append(f"A control does not hold, doubt this run: {failed[0]}")
@@ -128,8 +136,8 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
     holds = off <= EXACT
     found = [
         (
-            f"Attention is neither made nor lost: what other slots gain is what was spent on the turn, but for {off:.1e} "
-            f"(allowed: {EXACT:g}). It {'holds' if holds else 'DOES NOT HOLD'}.",
+            "Attention is neither made nor lost: what other slots gain is what was spent on the turn, but for "
+            f"{off:.1e} (allowed: {EXACT:g}). It {'holds' if holds else 'DOES NOT HOLD'}.",
             holds,
         )
     ]
@@ -138,8 +146,9 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
         holds = min(seen) >= 0.9
         found.append(
             (
-                f"The trained model answers memos that it has not seen: {', '.join(f'{100 * share:.0f} %' for share in seen)} right "
-                f"({', '.join(VERBS.values())}; 90 % wanted). It {'holds' if holds else 'DOES NOT HOLD'}.",
+                "The trained model answers memos that it has not seen: "
+                f"{', '.join(f'{100 * share:.0f} %' for share in seen)} right ({', '.join(VERBS.values())}; 90 % "
+                f"wanted). It {'holds' if holds else 'DOES NOT HOLD'}.",
                 holds,
             )
         )
@@ -152,8 +161,8 @@ def _attention_section(metrics: Mapping[str, Any], views: Sequence[AttentionView
         title="Where the attention goes",
         points=[
             *(
-                f"{PLACE_NAMES[place]}: {percent(estimate_of(metrics['went'][place]))} of it; were no score to change, the softmax alone would give "
-                f"{percent(estimate_of(metrics['expected'][place]))}."
+                f"{PLACE_NAMES[place]}: {percent(estimate_of(metrics['went'][place]))} of it; were no score to change, "
+                f"the softmax alone would give {percent(estimate_of(metrics['expected'][place]))}."
                 for place in PLACES
             ),
             "Heads that looked at the turn most: "
@@ -177,16 +186,17 @@ def _rescue_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="Which heads miss it",
         paragraphs=[
-            "The turn is hidden from all KV heads but some. Those that had most attention on it are found on one half of the conversations and "
-            f"given their view back on the other, beside {config.random} random sets of as many. 0 % is the turn hidden from all, 100 % "
-            "the turn in view of all."
+            "The turn is hidden from all KV heads but some. Those that had most attention on it are found on one half "
+            f"of the conversations and given their view back on the other, beside {config.random} random sets of as "
+            "many. 0 % is the turn hidden from all, 100 % the turn in view of all."
         ],
         points=[rescued(metrics)],
         tables=[
             Table(
                 columns=["KV heads", "margin: most attention", "margin: random", "KL: most attention", "KL: random"],
                 rows=rows,
-                caption="Share of the right answer's margin that comes back, and of the KL from the full run that goes away.",
+                caption="Share of the right answer's margin that comes back, and of the KL from the full run that goes "
+                "away.",
             )
         ],
         figures=[Figure("rescues", "The same; bands are 95 % intervals over conversations.")],
@@ -198,14 +208,18 @@ def _closed_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Does the gap matter?",
         paragraphs=[
-            "A hidden turn leaves a gap between positions. Here the turn is evicted and the gap closed, every key after it being turned to its "
-            "new position: if heads reached for the turn by distance, attention would move."
+            "A hidden turn leaves a gap between positions. Here the turn is evicted and the gap closed, every key "
+            "after it being turned to its new position: if heads reached for the turn by distance, attention would "
+            "move."
         ],
         points=[
-            f"Closing the gap moves {percent(estimate_of(metrics['closed']['moved']))} as much attention between parts of the cache as hiding the turn did.",
-            f"KL from the masked run {plain(estimate_of(closed['kl_masked']), 3)} nats, beside {plain(estimate_of(masked['kl']), 3)} that masking itself makes.",
-            f"Margin of the right answer: masked {signed(estimate_of(masked['margin']), 2)}, closed up {signed(estimate_of(closed['margin']), 2)}, "
-            f"with everything in view {signed(estimate_of(metrics['arms'][FULL]['margin']), 2)}.",
+            f"Closing the gap moves {percent(estimate_of(metrics['closed']['moved']))} as much attention between parts "
+            "of the cache as hiding the turn did.",
+            f"KL from the masked run {plain(estimate_of(closed['kl_masked']), 3)} nats, beside "
+            f"{plain(estimate_of(masked['kl']), 3)} that masking itself makes.",
+            f"Margin of the right answer: masked {signed(estimate_of(masked['margin']), 2)}, closed up "
+            f"{signed(estimate_of(closed['margin']), 2)}, with everything in view "
+            f"{signed(estimate_of(metrics['arms'][FULL]['margin']), 2)}.",
         ],
     )
 
@@ -233,9 +247,10 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Payload or pointer, where the truth is known",
         paragraphs=[
-            "`ordinal` is a Llama of three layers that ships with kvprobe. It was trained on lists, a summary that names a place in the list but not "
-            "the thing, and a question about the thing; by the summary's verb, its slots had to hold the thing itself (a payload) or only its place (a "
-            "pointer), or the model was free. The lists here hold pairs that training never had.",
+            "`ordinal` is a Llama of three layers that ships with kvprobe. It was trained on lists, a summary that "
+            "names a place in the list but not the thing, and a question about the thing; by the summary's verb, its "
+            "slots had to hold the thing itself (a payload) or only its place (a pointer), or the model was free. The "
+            "lists here hold pairs that training never had.",
             f"One memo: {' '.join(memo.texts())}",
         ],
         points=[memo_sentence(metrics)],
@@ -249,9 +264,10 @@ def _memo_section(metrics: Mapping[str, Any]) -> Section:
                     "crossed: what stands there now",
                 ],
                 rows=rows,
-                caption=f"Answers of {metrics['memos'][0]['memos']} memos of each verb, with Wilson intervals; a guess that knows the list is right in {1 / len(PLACES_OF_LIST):.1%}, one that does not in "
-                f"{(1 / len(ITEMS) + 1 / len(COLOURS)) / 2:.1%}. Crossed: the summary's K and V are those of "
-                "a run in whose list the named thing had changed places with another.",
+                caption=f"Answers of {metrics['memos'][0]['memos']} memos of each verb, with Wilson intervals; a guess "
+                f"that knows the list is right in {1 / len(PLACES_OF_LIST):.1%}, one that does not in "
+                f"{(1 / len(ITEMS) + 1 / len(COLOURS)) / 2:.1%}. Crossed: the summary's K and V are those of a run in "
+                "whose list the named thing had changed places with another.",
             )
         ],
         figures=[Figure("memos", "The same.")],
@@ -264,14 +280,16 @@ def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="What was done",
         paragraphs=[
-            "A conversation states a fact, goes on to something else, and asks for the fact. Everything up to the question is read with the turn of the "
-            "fact in view; then the turn is hidden, and the question and the beginning of the reply are read. One conversation:"
+            "A conversation states a fact, goes on to something else, and asks for the fact. Everything up to the "
+            "question is read with the turn of the fact in view; then the turn is hidden, and the question and the "
+            "beginning of the reply are read. One conversation:"
         ],
         passages=passages,
         points=[
-            f"{metrics['prompts']} conversations. The right value has the larger logit in {metrics['able']} of them with everything in view, in "
-            f"{metrics['able_masked']} with the turn hidden.",
-            "The margin is the logit of the right value less that of another, after the last token; KL is from the run with everything in view.",
+            f"{metrics['prompts']} conversations. The right value has the larger logit in {metrics['able']} of them "
+            f"with everything in view, in {metrics['able_masked']} with the turn hidden.",
+            "The margin is the logit of the right value less that of another, after the last token; KL is from the run "
+            "with everything in view.",
         ],
     )
 
@@ -280,12 +298,14 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger "
+            "ones.",
             "Attention on a slot is not use of it; the heads given back say what is used, attention alone does not.",
             "Query heads that share a KV head see the same slots, so that views are given back by KV head.",
-            "The trained model shows that the interchange can tell a payload from a pointer, not which of them a large model holds.",
-            "Random sets are of any layer and may hold some of the same heads, the more so the larger they are: a difference may be of layers "
-            "as well as of heads.",
+            "The trained model shows that the interchange can tell a payload from a pointer, not which of them a large "
+            "model holds.",
+            "Random sets are of any layer and may hold some of the same heads, the more so the larger they are: a "
+            "difference may be of layers as well as of heads.",
         ],
     )
 

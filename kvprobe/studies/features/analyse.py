@@ -1,4 +1,5 @@
-"""From means of latents to numbers: how good the dictionaries are, which latents differ, which tell the code, which matter."""
+"""From means of latents to numbers: how good the dictionaries are, which latents differ, which tell the code, which
+matter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,10 @@ class Analysis:
     """The numbers of a run.
 
     Attributes:
-        differences: one row per place, segment, reader and latent (or raw dimension): mean in both arms, difference with its
-            interval, and the p-value corrected for all of them.
-        curves: one row per place, arm, split, reader and k: accuracy per digit with its interval; the largest k is all dimensions.
+        differences: one row per place, segment, reader and latent (or raw dimension): mean in both arms, difference
+            with its interval, and the p-value corrected for all of them.
+        curves: one row per place, arm, split, reader and k: accuracy per digit with its interval; the largest k is all
+            dimensions.
         metrics: the headline numbers.
     """
 
@@ -75,8 +77,8 @@ def analyse(collected: Collected, dictionaries: Sequence[Dictionary], quality: A
 
 
 def claimed(places: Sequence[str]) -> int:
-    """How much the answer may claim: that latents and raw dimensions differ, that the latents matter, and at each place that a single
-    latent tells more or less than a single dimension, and that T3 is read."""
+    """How much the answer may claim: that latents and raw dimensions differ, that the latents matter, and at each place
+    that a single latent tells more or less than a single dimension, and that T3 is read."""
     return len(("latents", "raw")) + 1 + 2 * len(places)
 
 
@@ -96,8 +98,8 @@ def differing(
 ) -> pd.DataFrame:
     """Difference of each column, paired within contexts.
 
-    Where an arm makes no difference, retained and restart may change places within a context: the signs of its differences are
-    flipped, all columns together, and the largest of the standardised means sets the level (step-down).
+    Where an arm makes no difference, retained and restart may change places within a context: the signs of its
+    differences are flipped, all columns together, and the largest of the standardised means sets the level (step-down).
     """
     change = retained - restart
     signs = np.random.default_rng([seed, 3]).choice([-1.0, 1.0], (FLIPS + 1, len(change)))
@@ -117,14 +119,15 @@ def differing(
 
 
 def halved(collected: Collected, place: str, segment: str, config: Config) -> dict[int, pd.DataFrame]:
-    """`differing` on the even and on the odd contexts alone, so that what is found on one half can be tested on the other."""
+    """`differing` on the even and on the odd contexts alone, so that what is found on one half can be tested on the
+    other."""
     retained, restart = pair_of(collected, place, segment, "latents")
     return {half: differing(retained[half::2], restart[half::2], config.seed) for half in (0, 1)}
 
 
 def counted(differences: Any, comparisons: int) -> dict[str, dict[str, dict[str, int]]]:
-    """By segment and reader: how many columns differ at the level, and where it is shared with all that the answer claims (`claimed`);
-    of how many that are not constantly zero; and how few hold half of the squared difference."""
+    """By segment and reader: how many columns differ at the level, and where it is shared with all that the answer
+    claims (`claimed`); of how many that are not constantly zero; and how few hold half of the squared difference."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for (segment, reader), own in differences.groupby(["segment", "reader"]):
         alive = (own["retained"] != 0) | (own["restart"] != 0)
@@ -154,11 +157,11 @@ def decoding(
     dictionaries: Sequence[Dictionary],
     config: Config,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Accuracy per digit of probes on the k best latents or raw dimensions, chosen in each training part, and on all; on all dimensions
-    of the reconstruction, and of what it leaves out.
+    """Accuracy per digit of probes on the k best latents or raw dimensions, chosen in each training part, and on all;
+    on all dimensions of the reconstruction, and of what it leaves out.
 
-    And by place, with intervals that hold together: how much more the best single latent shows of T2 itself than the best single
-    dimension (`single`), and all latents of T3 than those of its restart (`read`).
+    And by place, with intervals that hold together: how much more the best single latent shows of T2 itself than the
+    best single dimension (`single`), and all latents of T3 than those of its restart (`read`).
     """
     labels, contexts = collected.digits, collected.contexts
     rng = np.random.default_rng([config.seed, 5])
@@ -204,8 +207,8 @@ def curve(
     ks: Sequence[int],
     seed: int,
 ) -> tuple[pd.DataFrame, dict[int, Float[np.ndarray, "samples"]]]:
-    """Accuracy with its interval for each k, and for k random dimensions; the last row is of all dimensions. And by k, the share of
-    digits that is read right of each sample."""
+    """Accuracy with its interval for each k, and for k random dimensions; the last row is of all dimensions. And by k,
+    the share of digits that is read right of each sample."""
     read = features[None]
     if split == "paired":
         read = paired_features(read, contexts)

@@ -1,8 +1,9 @@
-"""The conversations through the dictionaries: latents of every arm beside the raw activations, and what latents do to the answer.
+"""The conversations through the dictionaries: latents of every arm beside the raw activations, and what latents do to
+the answer.
 
-Segments are read as in the leakage study: each context once up to the code, the codes as rows of one batch from there on, and T3 with
-T1 and T2 masked. The restart arm, which never sees them, is computed once per context. A segment's slots are averaged after they were
-encoded. One file per context is kept, so an interrupted run resumes.
+Segments are read as in the leakage study: each context once up to the code, the codes as rows of one batch from there
+on, and T3 with T1 and T2 masked. The restart arm, which never sees them, is computed once per context. A segment's
+slots are averaged after they were encoded. One file per context is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,8 +66,8 @@ def read_context(
     """Means over the slots of each segment.
 
     Returns:
-        `place.arm.reader` of shape `[codes, dim]`, with one row for the arms `restart summary2`, `restart T3`, `system` and
-        `restart system`; and `digits` `[codes, 5]`.
+        `place.arm.reader` of shape `[codes, dim]`, with one row for the arms `restart summary2`, `restart T3`, `system`
+        and `restart system`; and `digits` `[codes, 5]`.
     """
     whole = [conversation(context, code).tokens(model.tokenizer) for code in codes]
     start, third = whole[0].part("code").start, whole[0].span("T3").start
@@ -114,8 +115,9 @@ def restarted(model: Model, context: Context, code: str) -> Tokens:
 
 
 def collect_quality(model: Model, dictionaries: Sequence[Dictionary], config: Config, run: Run) -> pd.DataFrame:
-    """Of the conversations with everything in view. Per place: one row per text (`grid` is texts) with what `reconstruction` finds,
-    `turned` (that of the turned dictionary) and, for the first few, what `splice` finds; and one per latent (`grid` is latents)."""
+    """Of the conversations with everything in view. Per place: one row per text (`grid` is texts) with what
+    `reconstruction` finds, `turned` (that of the turned dictionary) and, for the first few, what `splice` finds; and
+    one per latent (`grid` is latents)."""
     texts = [conversation(context, codes[0]).tokens(model.tokenizer) for context, codes in samples_of(model, config)]
 
     def measure(features: Dictionary) -> pd.DataFrame:
@@ -164,8 +166,8 @@ Sets = Mapping[str, Mapping[str, Sequence[int]]]
 def collect_exchanges(
     model: Model, dictionaries: Sequence[Dictionary], by_half: Mapping[int, Sets], config: Config, run: Run
 ) -> pd.DataFrame:
-    """The answer of the retained arm when T3's latents are those of the restart arm, for sets of latents found on the other half of the
-    contexts: one row per context, place and set (see `exchange`)."""
+    """The answer of the retained arm when T3's latents are those of the restart arm, for sets of latents found on the
+    other half of the contexts: one row per context, place and set (see `exchange`)."""
     cases = list(enumerate(samples_of(model, config)))
 
     def measure(case: tuple[int, tuple[Context, list[str]]]) -> pd.DataFrame:
@@ -176,9 +178,9 @@ def collect_exchanges(
 
 
 def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context, code: str, sets: Sets) -> pd.DataFrame:
-    """KL from the restart arm's predictions to those of the retained arm, mean over T3's slots: as it is (`retained`), with T3's whole
-    activations at the place taken from the restart arm (`whole`), and with only what a set of latents makes of the difference. Of a
-    set's name the first word counts, so that there may be several draws of one sort."""
+    """KL from the restart arm's predictions to those of the retained arm, mean over T3's slots: as it is (`retained`),
+    with T3's whole activations at the place taken from the restart arm (`whole`), and with only what a set of latents
+    makes of the difference. Of a set's name the first word counts, so that there may be several draws of one sort."""
     tokens = conversation(context, code).tokens(model.tokenizer)
     third, answer = tokens.span("T3").start, tokens.part("answer").start
     asked, alone = tokens[third:answer], restarted(model, context, code)

@@ -16,9 +16,9 @@ from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, points
 
 QUESTION = (
-    "A turn that holds a random number is summarised without it and then masked. In terms of sparse features: which latents differ between "
-    "the cache that saw the turn and one recomputed without it, on the same text; do single latents tell the number better than single "
-    "dimensions do; and do the latents that differ matter to the answer?"
+    "A turn that holds a random number is summarised without it and then masked. In terms of sparse features: which "
+    "latents differ between the cache that saw the turn and one recomputed without it, on the same text; do single "
+    "latents tell the number better than single dimensions do; and do the latents that differ matter to the answer?"
 )
 _ROUND_OFF = 100
 """Steps of the dtype's precision that a control may vary by."""
@@ -56,9 +56,11 @@ def narrate(
                 config,
                 environment,
                 also=[
-                    "Data: samples.parquet (quality), differences.parquet, curves.parquet, exchanges.parquet and metrics.json beside this page"
+                    "Data: samples.parquet (quality), differences.parquet, curves.parquet, exchanges.parquet and "
+                    "metrics.json beside this page"
                     + ("; the dictionaries are in dictionaries/." if config.trains else "."),
-                    "k-sparse probing: Gurnee et al. 2023 (arXiv 2305.01610). TopK: arXiv 2406.04093; JumpReLU: arXiv 2407.14435.",
+                    "k-sparse probing: Gurnee et al. 2023 (arXiv 2305.01610). TopK: arXiv 2406.04093; JumpReLU: arXiv "
+                    "2407.14435.",
                 ],
             ),
         ],
@@ -66,7 +68,8 @@ def narrate(
 
 
 def answer_differs(metrics: Mapping[str, Any]) -> str:
-    """How many latents of the first place differ in T3, beside raw dimensions, and whether those that differ most matter most."""
+    """How many latents of the first place differ in T3, beside raw dimensions, and whether those that differ most
+    matter most."""
     place = metrics["places"][0]
     counts, entry = metrics["differing"][place]["T3"], metrics["exchange"][place]
     apart = estimate_of(entry["claim"])
@@ -80,10 +83,11 @@ def answer_differs(metrics: Mapping[str, Any]) -> str:
         else "not significantly more or less than random ones"
     )
     return (
-        f"At {place}, {counts['latents']['claimed']} of {counts['latents']['alive']} latents ({counts['raw']['claimed']} of "
-        f"{counts['raw']['alive']} raw dimensions) differ in T3 between the retained and the recomputed cache, and the "
-        f"{metrics['exchanged']} that differ most on other conversations carry {percent(estimate_of(entry['sets']['differing']))} of the "
-        f"distance between the predictions, {verb} (the whole activation {percent(estimate_of(entry['sets']['whole']))})."
+        f"At {place}, {counts['latents']['claimed']} of {counts['latents']['alive']} latents "
+        f"({counts['raw']['claimed']} of {counts['raw']['alive']} raw dimensions) differ in T3 between the retained "
+        f"and the recomputed cache, and the {metrics['exchanged']} that differ most on other conversations carry "
+        f"{percent(estimate_of(entry['sets']['differing']))} of the distance between the predictions, {verb} (the "
+        f"whole activation {percent(estimate_of(entry['sets']['whole']))})."
     )
 
 
@@ -108,8 +112,8 @@ def answer_tells(curves: Any, metrics: Mapping[str, Any]) -> str:
         found = [f"{single} does not tell a digit significantly better or worse than the best single dimension"]
     parts = [best(curves, metrics["places"][0], "hidden", "paired", part) for part in PARTS]
     found.append(
-        f"at {metrics['places'][0]} a probe reads {percent(parts[0])} of the digits from all of the reconstruction and {percent(parts[1])} "
-        f"from what it leaves out"
+        f"at {metrics['places'][0]} a probe reads {percent(parts[0])} of the digits from all of the reconstruction and "
+        f"{percent(parts[1])} from what it leaves out"
     )
     read = claims["read"].values()
     if any(each.has_interval for each in read):
@@ -151,8 +155,8 @@ def warnings(metrics: Mapping[str, Any]) -> list[str]:
         judged = metrics["quality"][place]
         if judged["recovered"]["mean"] < 0.5:
             found.append(
-                f"The dictionary of {place} brings back only {percent(estimate_of(judged['recovered']))} of what the mean activation costs: "
-                f"what it does not see, this report does not see."
+                f"The dictionary of {place} brings back only {percent(estimate_of(judged['recovered']))} of what the "
+                "mean activation costs: what it does not see, this report does not see."
             )
     if failed := [text for text, holds in controls(metrics) if not holds]:
         found.append(f"A control does not hold, doubt this run: {failed[0]}")
@@ -167,8 +171,8 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
         off = metrics["untouched"][place]
         found.append(
             (
-                f"Light cone, {place}: the system message stands before everything that is hidden, so that nothing may differ there. It "
-                f"differs by {off:.1e} of its size (allowed for round-off: {slack:.1e}).",
+                f"Light cone, {place}: the system message stands before everything that is hidden, so that nothing may "
+                f"differ there. It differs by {off:.1e} of its size (allowed for round-off: {slack:.1e}).",
                 off <= slack,
             )
         )
@@ -177,8 +181,8 @@ def controls(metrics: Mapping[str, Any]) -> list[tuple[str, bool]]:
         holds = own.high < turned.low if own.has_interval else own.mean < turned.mean
         found.append(
             (
-                f"Turned dictionary, {place}: turned at random, it leaves {percent(turned)} of the variance unexplained; as "
-                f"trained, {percent(own)}.",
+                f"Turned dictionary, {place}: turned at random, it leaves {percent(turned)} of the variance "
+                f"unexplained; as trained, {percent(own)}.",
                 holds,
             )
         )
@@ -192,9 +196,9 @@ def _read_section(config: Config) -> Section:
     return Section(
         title="What is read",
         paragraphs=[
-            f"One of {config.contexts} hand-written conversations, each with {config.codes} random codes. Retained: T1 and T2 are masked when "
-            "T3 begins, but summary 2 was computed while T2 was in view. Restart: the same tokens at the same positions, computed afresh "
-            "without T1 and T2.",
+            f"One of {config.contexts} hand-written conversations, each with {config.codes} random codes. Retained: T1 "
+            "and T2 are masked when T3 begins, but summary 2 was computed while T2 was in view. Restart: the same "
+            "tokens at the same positions, computed afresh without T1 and T2.",
         ],
         passages=passages,
     )
@@ -227,23 +231,25 @@ def _quality_section(metrics: Mapping[str, Any], config: Config) -> Section:
         )
     texts = metrics["quality"][metrics["places"][0]]
     source = (
-        "They were trained by this run on hand-written conversations of other tasks and on texts that the model wrote itself, a narrow "
-        "distribution; none of the conversations below was among them."
+        "They were trained by this run on hand-written conversations of other tasks and on texts that the model wrote "
+        "itself, a narrow distribution; none of the conversations below was among them."
         if config.trains
         else f"They were loaded: {', '.join(config.dictionaries)}."
     )
     return Section(
         title="How good the dictionaries are",
         paragraphs=[
-            f"A sparse autoencoder writes each token's activation as a sum of a few of many latents. {source} K is read before it is turned "
-            "by its position, V and K with the KV heads side by side; the first slot, an attention sink, is left alone.",
+            f"A sparse autoencoder writes each token's activation as a sum of a few of many latents. {source} K is "
+            "read before it is turned by its position, V and K with the KV heads side by side; the first slot, an "
+            "attention sink, is left alone.",
         ],
         tables=[
             Table(
                 columns=["place", "latents", "active", "silent", "unexplained", "unexplained if turned"],
                 rows=rows,
-                caption=f"On {texts['texts']} conversations with everything in view. Active: latents of a token. Silent: latents that are active "
-                "in no token. Unexplained: share of the variance about the mean; if turned: by the dictionary turned at random.",
+                caption=f"On {texts['texts']} conversations with everything in view. Active: latents of a token. "
+                "Silent: latents that are active in no token. Unexplained: share of the variance about the mean; if "
+                "turned: by the dictionary turned at random.",
             ),
             Table(
                 columns=[
@@ -257,9 +263,10 @@ def _quality_section(metrics: Mapping[str, Any], config: Config) -> Section:
                     "KL recovered",
                 ],
                 rows=losses,
-                caption=f"On {texts['spliced_texts']} of them, in nats a token. Spliced: the model reads on from the reconstruction, for K and V "
-                "from a cache that holds it; mean, zero: from the mean activation, from zeros. KL: from the clean predictions. Recovered: the "
-                "share of the KL of the mean activation that the reconstruction does not make.",
+                caption=f"On {texts['spliced_texts']} of them, in nats a token. Spliced: the model reads on from the "
+                "reconstruction, for K and V from a cache that holds it; mean, zero: from the mean activation, from "
+                "zeros. KL: from the clean predictions. Recovered: the share of the KL of the mean activation that the "
+                "reconstruction does not make.",
             ),
         ],
         figures=[Figure("densities", "In how many tokens each latent is active.")],
@@ -282,19 +289,19 @@ def _difference_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Which latents differ",
         paragraphs=[
-            "Each latent's mean over the segment's slots, retained less restart, paired within conversations and averaged over their codes. "
-            f"A latent differs where the p-value of its mean difference, corrected for all latents of its dictionary, is at most {LEVEL:g} "
-            f"({FLIPS:,} sign flips of whole conversations, step-down maximum). The answer counts those that differ at a stricter level, which it "
-            "shares with all that it claims. What differs is everything that came of T1 and T2, "
-            "not of the code alone.",
+            "Each latent's mean over the segment's slots, retained less restart, paired within conversations and "
+            "averaged over their codes. A latent differs where the p-value of its mean difference, corrected for all "
+            f"latents of its dictionary, is at most {LEVEL:g} ({FLIPS:,} sign flips of whole conversations, step-down "
+            "maximum). The answer counts those that differ at a stricter level, which it shares with all that it "
+            "claims. What differs is everything that came of T1 and T2, not of the code alone.",
         ],
         tables=[
             Table(
                 columns=["place", "segment", *(READER_NAMES[reader] for reader in READERS), "hold half"],
                 rows=rows,
-                caption="Columns that differ, of those that are not always zero; and how few latents / raw dimensions / turned latents hold half "
-                "of the squared mean difference. Where turned latents differ as often and need as many, the dictionary has not found what "
-                "the difference is made of.",
+                caption="Columns that differ, of those that are not always zero; and how few latents / raw dimensions "
+                "/ turned latents hold half of the squared mean difference. Where turned latents differ as often and "
+                "need as many, the dictionary has not found what the difference is made of.",
             )
         ],
         figures=[Figure("differences", "Mean activation of each latent in both arms.")],
@@ -331,15 +338,15 @@ def _latents_section(place: str, metrics: Mapping[str, Any], views: Sequence[Tok
         Table(
             ["latent", "density", "variance between digits", "most active at"],
             rows,
-            "T2 itself, after the code: the latents of whose variance within conversations most lies between digits (mean over five places; "
-            "looked for in all conversations, so a description and no test).",
+            "T2 itself, after the code: the latents of whose variance within conversations most lies between digits "
+            "(mean over five places; looked for in all conversations, so a description and no test).",
         )
     )
     return Section(
         title=f"What the latents of {place} stand for",
         paragraphs=[
-            "As far as the recorded texts tell: the tokens at which each latent is most active, one of each text. A name that one gives a latent "
-            "after reading these is a guess."
+            "As far as the recorded texts tell: the tokens at which each latent is most active, one of each text. A "
+            "name that one gives a latent after reading these is a guess."
         ],
         tables=tables,
         views=views,
@@ -358,10 +365,11 @@ def _decoding_section(metrics: Mapping[str, Any], curves: Any) -> Section:
     return Section(
         title="Which latents tell the code",
         paragraphs=[
-            "Ridge probes classify each digit from the k latents, or raw dimensions, of largest η² in the training part. If the dictionary "
-            "had found a feature for the digit, few latents would tell what takes many dimensions. What it has not found may be in what it "
-            "leaves out: so all dimensions of the reconstruction are read too, and of the raw activation less the reconstruction. "
-            f"Chance is {metrics['chance']:.0%}; {metrics['samples']} samples in {metrics['contexts']} conversations.",
+            "Ridge probes classify each digit from the k latents, or raw dimensions, of largest η² in the training "
+            "part. If the dictionary had found a feature for the digit, few latents would tell what takes many "
+            "dimensions. What it has not found may be in what it leaves out: so all dimensions of the reconstruction "
+            f"are read too, and of the raw activation less the reconstruction. Chance is {metrics['chance']:.0%}; "
+            f"{metrics['samples']} samples in {metrics['contexts']} conversations.",
         ],
         tables=[
             Table(
@@ -396,11 +404,12 @@ def _exchange_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Whether they matter",
         paragraphs=[
-            "T3 is read in the retained arm with some latents moved to what they are, slot by slot, in the restart arm. The share of the KL "
-            "(from the restart arm's predictions after each slot of T3) that goes away tells how much of the difference passes through them. "
-            "The whole activation at the place is the most that can pass there; the rest comes through other layers, which still attend to "
-            "the retained summaries. Sets were found on half of the conversations and are tried on the other half; "
-            f"{metrics['exchanged']} latents to a set.",
+            "T3 is read in the retained arm with some latents moved to what they are, slot by slot, in the restart "
+            "arm. The share of the KL (from the restart arm's predictions after each slot of T3) that goes away tells "
+            "how much of the difference passes through them. The whole activation at the place is the most that can "
+            "pass there; the rest comes through other layers, which still attend to the retained summaries. Sets were "
+            f"found on half of the conversations and are tried on the other half; {metrics['exchanged']} latents to a "
+            "set.",
         ],
         tables=[
             Table(
@@ -418,8 +427,9 @@ def _limits_section(metrics: Mapping[str, Any], model: Model, config: Config) ->
     recorded = [entry.get("kvprobe_recorded") for entry in metrics["trained_on"]]
     size: Sequence[str] = (
         [
-            f"Dictionaries published for research see 10⁸ tokens and more; these saw {max(map(int, recorded)):,}, again and again "
-            f"({max(map(int, trained)):,} in all), of a narrow distribution. What they lack is no evidence that the model lacks it.",
+            f"Dictionaries published for research see 10⁸ tokens and more; these saw {max(map(int, recorded)):,}, "
+            f"again and again ({max(map(int, trained)):,} in all), of a narrow distribution. What they lack is no "
+            "evidence that the model lacks it.",
         ]
         if all(trained) and all(recorded)
         else ["What the dictionaries were trained on is what their own cards say."]
@@ -427,12 +437,15 @@ def _limits_section(metrics: Mapping[str, Any], model: Model, config: Config) ->
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what its features do says nothing of larger ones.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what its features do says nothing of "
+            "larger ones.",
             *size,
-            "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. There is no arm with an "
-            "irrelevant masked block, so a latent that differs may tell of masking as such.",
+            "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. "
+            "There is no arm with an irrelevant masked block, so a latent that differs may tell of masking as such.",
             "Means over slots hide where in a segment a latent differs.",
-            f"One dictionary for each place, one seed; losses were measured on {min(SPLICED, config.contexts)} conversations.",
-            "Other seeds give other latents (their numbers mean nothing), and features that dictionaries agree on may be few.",
+            f"One dictionary for each place, one seed; losses were measured on {min(SPLICED, config.contexts)} "
+            "conversations.",
+            "Other seeds give other latents (their numbers mean nothing), and features that dictionaries agree on may "
+            "be few.",
         ],
     )

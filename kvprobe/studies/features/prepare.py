@@ -29,8 +29,8 @@ def places_of(config: Config) -> tuple[Place, ...]:
 def prepare(model: Model, config: Config, run: Run) -> tuple[list[Dictionary], Shards]:
     """The dictionaries to be studied, and a recording of texts at their places.
 
-    They are trained on what is recorded: hand-written conversations (`kvprobe.tasks.facts` and `sessions`) and texts that the model
-    writes. None of them is a conversation that is studied.
+    They are trained on what is recorded: hand-written conversations (`kvprobe.tasks.facts` and `sessions`) and texts
+    that the model writes. None of them is a conversation that is studied.
     """
     texts = hand_written(model)
     if config.trains:

@@ -85,8 +85,8 @@ def sets_by_half(
 def shown(
     model: Model, features: Dictionary, shards: Shards, collected: Collected, analysis: Analysis
 ) -> tuple[list[dict[str, Any]], list[TokenView]]:
-    """The latents that differ most in each segment, and those that tell most of the digits in T2 itself: what to say of each, and the
-    texts that they are most active in."""
+    """The latents that differ most in each segment, and those that tell most of the digits in T2 itself: what to say of
+    each, and the texts that they are most active in."""
     own: Any = analysis.differences
     own = own[(own["place"] == str(features.place)) & (own["reader"] == "latents")]
     rows: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
-"""From maps to numbers: which components may be called filter or poison, and whether heads with a high or low index on some
-conversations have it on others."""
+"""From maps to numbers: which components may be called filter or poison, and whether heads with a high or low index on
+some conversations have it on others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,8 @@ MATCHED = " (random)"
 """Added to the name of a set of heads: others of the same layers."""
 BY = ("kind", "layer", "head", "band")
 CLAIMS = 5
-"""Of the headline: verdicts on three kinds of component, and two sets of heads tested. What decides them holds together."""
+"""Of the headline: verdicts on three kinds of component, and two sets of heads tested. What decides them holds
+together."""
 
 
 def called(maps: Any, config: Config) -> Any:
@@ -235,7 +236,8 @@ def _overlap(by_half: Mapping[int, Heads]) -> dict[str, int]:
 
 
 def _shared(by_half: Mapping[int, Heads]) -> dict[str, float]:
-    """The share of the random heads that are of those with the highest or lowest index, for want of others in their layer."""
+    """The share of the random heads that are of those with the highest or lowest index, for want of others in their
+    layer."""
     found = {}
     for name in (POISON, FILTER):
         taken = [

@@ -1,8 +1,8 @@
 """Every component restored while the last words before an answer are read after a damaged cache.
 
-Damage strikes what was said (the segments T1, fact and T2), not the system prompt, which holds the attention sink, nor the
-question. In the family `false` nothing is broken: the cache is that of the same conversation with another fact. One file per
-conversation and stage is kept, so an interrupted run resumes.
+Damage strikes what was said (the segments T1, fact and T2), not the system prompt, which holds the attention sink, nor
+the question. In the family `false` nothing is broken: the cache is that of the same conversation with another fact. One
+file per conversation and stage is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ STATE = "state"
 _SHARED = ("kind", "layer", "family", "prompt", "half")
 
 LOOKS = ("mass", "lift", "contribution")
-"""What a head does with the struck slots: attention on them, that over the clean run's, and what it reads there of what its layer
-reads in all."""
+"""What a head does with the struck slots: attention on them, that over the clean run's, and what it reads there of what
+its layer reads in all."""
 
 Heads = Mapping[str, Sequence[Sequence[Component]]]
 """Sets of heads to be restored together, by the name of what they are."""

@@ -1,4 +1,5 @@
-"""Figures of the filter-poison study: the index by layer and by head, the state of the stream, and the test on other conversations."""
+"""Figures of the filter-poison study: the index by layer and by head, the state of the stream, and the test on other
+conversations."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.wording import ends
 
 BOUND = 1.0
-"""Indices below minus this are drawn at the edge: an MLP whose reaction was protective may leave several times the damage."""
+"""Indices below minus this are drawn at the edge: an MLP whose reaction was protective may leave several times the
+damage."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
 MARKERS = "os^DPx*+"
 VERDICTS = {POISON: "#0072b2", FILTER: "#d55e00", "mixed": "#e69f00", "neutral": "0.75"}
@@ -133,9 +135,14 @@ def states(metrics: Mapping[str, Any], name: str) -> Any:
                 # Before the second layer there is hardly a deviation to be erased, and its share is any number.
                 own = own if column == "rho" else own[own["layer"] > 1]
                 axis.plot(
-                    own["layer"], own[column].astype(float), color=COLOURS[place % len(COLOURS)], label=family_name(family),
-                    marker=MARKERS[place % len(MARKERS)], ms=3, lw=1,
-                )  # fmt: skip
+                    own["layer"],
+                    own[column].astype(float),
+                    color=COLOURS[place % len(COLOURS)],
+                    label=family_name(family),
+                    marker=MARKERS[place % len(MARKERS)],
+                    ms=3,
+                    lw=1,
+                )
             axis.axhline(0, color="0.4", lw=0.8)
             axis.set_title(title, fontsize=9)
             axis.set_xlabel("layer")
@@ -145,7 +152,8 @@ def states(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def tested(metrics: Mapping[str, Any], name: str) -> Any:
-    """Heads found on one half of the conversations, restored together on the other, beside random heads of the same layers."""
+    """Heads found on one half of the conversations, restored together on the other, beside random heads of the same
+    layers."""
     import matplotlib.pyplot as plt
 
     with styled():
@@ -208,7 +216,8 @@ def maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
 
 
 def example(model: Model, config: Config, case: Case, metrics: Mapping[str, Any]) -> list[AttentionView]:
-    """One conversation read with its cache whole and damaged, in the layers whose heads matter most, index beside each head."""
+    """One conversation read with its cache whole and damaged, in the layers whose heads matter most, index beside each
+    head."""
     table = head_table(metrics).astype(float)
     layers = sorted(table.abs().max(axis=1).nlargest(SHOWN).index)
     found = []

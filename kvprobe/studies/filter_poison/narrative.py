@@ -15,8 +15,8 @@ from kvprobe.studies.filter_poison.figures import KIND_NAMES, family_name, maps
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
-    "A cache is damaged in several ways, or says what is not so. Which attention blocks, MLPs and heads pass the damage on to the "
-    "answer, and which keep it away?"
+    "A cache is damaged in several ways, or says what is not so. Which attention blocks, MLPs and heads pass the "
+    "damage on to the answer, and which keep it away?"
 )
 EXACT = 1e-3
 """How much of the damage may be left when everything is restored, and KL in nats where nothing is damaged."""
@@ -82,9 +82,9 @@ def told_of(metrics: Mapping[str, Any], sort: str) -> str:
     chosen, random, difference = (estimate_of(own[name]) for name in ("chosen", "random", "difference"))
     which = "highest" if sort == POISON else "lowest"
     done = (
-        f"Restoring together the {metrics['top']} heads with the {which} index on one half of the conversations {removed(chosen)} the damage on "
-        f"the other; doing so with random heads of the same layers {removed(random)} it, and {own['as_far']} of {own['sets']} random sets go "
-        f"as far"
+        f"Restoring together the {metrics['top']} heads with the {which} index on one half of the conversations "
+        f"{removed(chosen)} the damage on the other; doing so with random heads of the same layers {removed(random)} "
+        f"it, and {own['as_far']} of {own['sets']} random sets go as far"
     )
     beyond = difference.above() if sort == POISON else difference.below()
     contrary = difference.below() if sort == POISON else difference.above()
@@ -110,8 +110,8 @@ def warnings(metrics: Mapping[str, Any]) -> list[str]:
         called, chance = sum(_count(metrics, kind, name) for name in (POISON, FILTER)), metrics["by_chance"][kind]
         if 0 < called <= chance["high"]:
             found.append(
-                f"{called} of the {KIND_NAMES[kind]} have a verdict, where chance gives {chance['mean']:.1f} on average and may give "
-                f"{chance['high']:.0f}: they may be chance."
+                f"{called} of the {KIND_NAMES[kind]} have a verdict, where chance gives {chance['mean']:.1f} on "
+                f"average and may give {chance['high']:.0f}: they may be chance."
             )
     if failed := [text for text, holds in controls(metrics) if not holds]:
         found.append(f"A control does not hold, doubt this run: {failed[0]}")
@@ -142,17 +142,17 @@ def _found_section(metrics: Mapping[str, Any], views: Sequence[AttentionView]) -
     points += [_chance_sentence(metrics, kind) for kind in KIND_NAMES]
     own = metrics["baselines"]
     points.append(
-        f"Beside measures that need no damage, as rank correlations over layers with the mean index: KL when the layer is dropped, "
-        f"{own['drop_attn']:+.2f} for attention and {own['drop_mlp']:+.2f} for MLPs; 1 − cos of the stream before and after the layer, "
-        f"{own['angle_attn']:+.2f} and {own['angle_mlp']:+.2f} (without intervals)."
+        "Beside measures that need no damage, as rank correlations over layers with the mean index: KL when the layer "
+        f"is dropped, {own['drop_attn']:+.2f} for attention and {own['drop_mlp']:+.2f} for MLPs; 1 − cos of the stream "
+        f"before and after the layer, {own['angle_attn']:+.2f} and {own['angle_mlp']:+.2f} (without intervals)."
     )
     return Section(
         title="What was found",
         paragraphs=[
-            "The index π of a component is the share of the damage (KL from the clean run over the last tokens before the answer) that goes away "
-            "when the component's output is as in the clean run. Above zero the component transmits damage (poison); below zero its reaction "
-            "kept some away (filter). It is called so only if a 95 % interval over conversations excludes zero in at least two families, "
-            "and on the other side in none.",
+            "The index π of a component is the share of the damage (KL from the clean run over the last tokens before "
+            "the answer) that goes away when the component's output is as in the clean run. Above zero the component "
+            "transmits damage (poison); below zero its reaction kept some away (filter). It is called so only if a 95 "
+            "% interval over conversations excludes zero in at least two families, and on the other side in none.",
         ],
         points=points,
         figures=[
@@ -181,8 +181,8 @@ def _chance_sentence(metrics: Mapping[str, Any], kind: str) -> str:
     called, chance = sum(_count(metrics, kind, name) for name in (POISON, FILTER)), metrics["by_chance"][kind]
     told = "more than chance gives" if called > chance["high"] else "no more than chance may give"
     return (
-        f"Verdicts on {KIND_NAMES[kind]}: {called}, {told}: {chance['mean']:.1f} on average and at most {chance['high']:.0f} in 99 % of cases, were each "
-        f"conversation's effects as likely of either sign."
+        f"Verdicts on {KIND_NAMES[kind]}: {called}, {told}: {chance['mean']:.1f} on average and at most "
+        f"{chance['high']:.0f} in 99 % of cases, were each conversation's effects as likely of either sign."
     )
 
 
@@ -201,8 +201,9 @@ def _bands_table(metrics: Mapping[str, Any]) -> Table:
     return Table(
         columns=["layers", *(family_name(family) for family in metrics["families"])],
         rows=[[row["band"], *(cell(row, family) for family in metrics["families"])] for row in metrics["bands"]],
-        caption="Attention and MLPs of a band of layers together: the share of the damage that goes away when they are restored; and, after the "
-        "semicolon, the share that they alone bring into the clean run when their outputs are as in the damaged one.",
+        caption="Attention and MLPs of a band of layers together: the share of the damage that goes away when they are "
+        "restored; and, after the semicolon, the share that they alone bring into the clean run when their outputs are "
+        "as in the damaged one.",
     )
 
 
@@ -223,14 +224,16 @@ def _tested_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="Do they do it elsewhere?",
         paragraphs=[
-            f"The {metrics['top']} heads with the highest and the {metrics['top']} with the lowest mean index on each half of the conversations are restored "
-            f"together on the other half, beside {config.random} sets of random heads, as many of each layer. "
-            f"Prediction: restoring the first removes more damage than random heads do, restoring the second less.",
+            f"The {metrics['top']} heads with the highest and the {metrics['top']} with the lowest mean index on each "
+            f"half of the conversations are restored together on the other half, beside {config.random} sets of random "
+            "heads, as many of each layer. Prediction: restoring the first removes more damage than random heads do, "
+            "restoring the second less.",
         ],
         points=[
             told_of(metrics, POISON),
             told_of(metrics, FILTER),
-            f"Heads that both halves chose: {overlap[POISON]} of {metrics['top']} with the highest, {overlap[FILTER]} with the lowest index.",
+            f"Heads that both halves chose: {overlap[POISON]} of {metrics['top']} with the highest, {overlap[FILTER]} "
+            "with the lowest index.",
         ],
         tables=[
             Table(
@@ -257,18 +260,20 @@ def _looks_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Does attention tell?",
         paragraphs=[
-            "Heads that look at struck slots, and heads that pass damage on: are they the same? Rank correlations over heads with the index in the "
-            "same family; the second number compares heads of one layer only."
+            "Heads that look at struck slots, and heads that pass damage on: are they the same? Rank correlations over "
+            "heads with the index in the same family; the second number compares heads of one layer only."
         ],
         points=[
-            f"Within layers, {len(sure)} of {len(known)} correlations exclude zero; the largest is {largest:+.2f}, where 1 would be the same order."
+            f"Within layers, {len(sure)} of {len(known)} correlations exclude zero; the largest is {largest:+.2f}, "
+            "where 1 would be the same order."
         ],
         tables=[
             Table(
                 columns=["struck slots", *(family_name(family) for family in families)],
                 rows=[[said, *(cell(of[family, look]) for family in families)] for look, said in names.items()],
-                caption="Rank correlation over all heads; within layers. 95 % intervals over conversations. “What is read there” is the norm of what a head "
-                "takes from these slots, relative to its layer's attention output; there is nothing where all heads are alike (zeros).",
+                caption="Rank correlation over all heads; within layers. 95 % intervals over conversations. “What is "
+                "read there” is the norm of what a head takes from these slots, relative to its layer's attention "
+                "output; there is nothing where all heads are alike (zeros).",
             )
         ],
     )
@@ -281,7 +286,8 @@ def _states_section(metrics: Mapping[str, Any]) -> Section:
         own = {row["layer"]: row for row in metrics["states"] if row["family"] == family}
         top = max(own.values(), key=lambda row: row["rho_after"] or 0)
         points.append(
-            f"{family_name(family)}: the stream is off by {own[layers - 1]['rho_after']:.2f} of its norm after the last layer"
+            f"{family_name(family)}: the stream is off by {own[layers - 1]['rho_after']:.2f} of its norm after the "
+            "last layer"
             + (
                 f", and most after layer {top['layer']} ({top['rho_after']:.2f})."
                 if top["layer"] < layers - 1
@@ -291,9 +297,10 @@ def _states_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="The residual stream",
         paragraphs=[
-            "δ is the deviation of the stream over the suffix from the clean run. A layer erases what lies against δ in the change of its "
-            "output: 1 undoes it, below 0 adds to it. A stream that grows makes the deviation smaller in proportion without erasing anything, "
-            "and damage keeps coming in through every layer's own K and V; so these are descriptions, not causes.",
+            "δ is the deviation of the stream over the suffix from the clean run. A layer erases what lies against δ "
+            "in the change of its output: 1 undoes it, below 0 adds to it. A stream that grows makes the deviation "
+            "smaller in proportion without erasing anything, and damage keeps coming in through every layer's own K "
+            "and V; so these are descriptions, not causes.",
         ],
         points=points,
         figures=[Figure("states", "Medians over conversations.")],
@@ -303,19 +310,24 @@ def _states_section(metrics: Mapping[str, Any]) -> Section:
 def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     def said(family: str, percentage: float) -> str:
         if family == FALSE:
-            return "another fact: nothing is broken; the cache is that of the conversation with the other value of the fact"
+            return (
+                "another fact: nothing is broken; the cache is that of the conversation with the other value of the "
+                "fact"
+            )
         return f"{family_name(family)}: {CATALOGUE[family].content}, in {percentage:g} % of the slots"
 
     damage = {entry["family"]: entry for entry in metrics["damage"]}
     return Section(
         title="What was done",
         paragraphs=[
-            f"{metrics['prompts']} hand-written conversations state a fact and ask for it. All but the last {config.suffix} tokens before the answer "
-            f"are cached, the cache is damaged in the segments {', '.join(STRUCK)} (never the system prompt with its attention sink, nor "
-            f"the question), and the last {config.suffix} tokens are read after it, once for each component restored.",
+            f"{metrics['prompts']} hand-written conversations state a fact and ask for it. All but the last "
+            f"{config.suffix} tokens before the answer are cached, the cache is damaged in the segments "
+            f"{', '.join(STRUCK)} (never the system prompt with its attention sink, nor the question), and the last "
+            f"{config.suffix} tokens are read after it, once for each component restored.",
         ],
         points=[
-            f"{said(family, percentage)}. Damage: {plain(estimate_of(damage[family]), 3)} nats, median {damage[family]['median']:.3f}."
+            f"{said(family, percentage)}. Damage: {plain(estimate_of(damage[family]), 3)} nats, median "
+            f"{damage[family]['median']:.3f}."
             for family, percentage in config.rates.items()
         ],
     )
@@ -325,14 +337,19 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-            "Damage of a cache comes in through attention alone, so a block that reads the cache passes some of it on: of attention, compare "
-            "sizes, not signs.",
-            f"Of the random heads {100 * metrics['shared'][POISON]:.0f} % (beside the highest) and {100 * metrics['shared'][FILTER]:.0f} % (beside the "
-            "lowest) are themselves among the chosen, for want of others in their layer.",
-            "A verdict says that an index differs significantly from zero, not that it is large; the numbers in brackets do.",
-            "Restoring one output leaves what others made of the damage, and they may make up for one another; indices do not add up.",
-            "Where the damage is small its shares are unsteady; conversations count by their damage, so the most damaged decide.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger "
+            "ones.",
+            "Damage of a cache comes in through attention alone, so a block that reads the cache passes some of it on: "
+            "of attention, compare sizes, not signs.",
+            f"Of the random heads {100 * metrics['shared'][POISON]:.0f} % (beside the highest) and "
+            f"{100 * metrics['shared'][FILTER]:.0f} % (beside the lowest) are themselves among the chosen, for want of "
+            "others in their layer.",
+            "A verdict says that an index differs significantly from zero, not that it is large; the numbers in "
+            "brackets do.",
+            "Restoring one output leaves what others made of the damage, and they may make up for one another; indices "
+            "do not add up.",
+            "Where the damage is small its shares are unsteady; conversations count by their damage, so the most "
+            "damaged decide.",
             "KL of the next tokens sees every change of the prediction, not only whether the answer is right.",
             "Intervals are per component; of so many some exclude zero by chance, as counted above.",
         ],

@@ -1,8 +1,8 @@
 """Reading the sessions: what every run says at every turn, and how far its cache is from the one that was kept.
 
-All runs read the same text, turn by turn, as rows of one batch. A run that is rebuilt before a turn joins them there. At
-each turn the runs are held against each other over the scripted reply, and over the replies that two of them would have
-given themselves. One file per session is kept, so an interrupted collection resumes.
+All runs read the same text, turn by turn, as rows of one batch. A run that is rebuilt before a turn joins them there.
+At each turn the runs are held against each other over the scripted reply, and over the replies that two of them would
+have given themselves. One file per session is kept, so an interrupted collection resumes.
 """
 
 from collections.abc import Sequence
@@ -73,11 +73,11 @@ def read_session(model: Model, session: Session, continuation: int) -> dict[str,
     Returns:
         Of the scripted replies `kl` (from each of REFERENCES to each of ARMS) and `agrees` (whether both would say the
         same token next) `[references, arms, turns, tokens]` and `nll` `[arms, turns, tokens]`, for turns 2 to 8.
-        Of the replies that SPEAKERS would give, `own_kl` and `own_agrees` (whether a listener would say that very token)
-        `[speakers, listeners, turns, continuation]`, for turns 4 to 8. Of turns 4 to 8 asked when only so many of the
-        turns after the summary were read, `early_kl` (compacted to rebuilt) `[turns, read, tokens]` and `early_nll`
-        `[arms, turns, read, tokens]`. And `distance` `[families, layers, segments]`, how far K and V of the run that
-        was rebuilt in place are from those of the compacted one, relative to their size.
+        Of the replies that SPEAKERS would give, `own_kl` and `own_agrees` (whether a listener would say that very
+        token) `[speakers, listeners, turns, continuation]`, for turns 4 to 8. Of turns 4 to 8 asked when only so many
+        of the turns after the summary were read, `early_kl` (compacted to rebuilt) `[turns, read, tokens]` and
+        `early_nll` `[arms, turns, read, tokens]`. And `distance` `[families, layers, segments]`, how far K and V of the
+        run that was rebuilt in place are from those of the compacted one, relative to their size.
     """
     tokens = conversation(session).tokens(model.tokenizer)
     found = _Findings(tokens, continuation)
@@ -144,7 +144,8 @@ def read_on(
 
 
 def relative_distance(cache: KVCache, reference: KVCache) -> Float[Tensor, "families layers segments"]:
-    """‖difference‖ / ‖reference‖ of K and of V over the slots of each shared segment, which stand at equal positions."""
+    """‖difference‖ / ‖reference‖ of K and of V over the slots of each shared segment, which stand at equal
+    positions."""
     if not torch.equal(cache.ledger.origins, reference.ledger.origins):
         raise UserError("Keys can be compared only where both caches computed them at the same positions.")
     places = [reference.ledger.in_segments([segment])[0] for segment in SHARED]
@@ -187,7 +188,8 @@ def _answered(
 def _own_replies(
     model: Model, speaker: str, waiting: dict[int, list[Rows]], tokens: Tokens, continuation: int
 ) -> dict[int, tuple[int, ...]]:
-    """What this run, greedily, would reply itself at each turn whose question it has read; turns are rows of one batch."""
+    """What this run, greedily, would reply itself at each turn whose question it has read; turns are rows of one
+    batch."""
     past = KVCache.join(
         [rows.only(speaker).cache for group in waiting.values() for rows in group if speaker in rows.names]
     )
@@ -198,7 +200,8 @@ def _own_replies(
 
 
 def _said(tokens: Tokens, turn: int, reply: Sequence[int]) -> Tokens:
-    """What is read after a question to learn of each of these tokens: the header's last, and all of them but the last."""
+    """What is read after a question to learn of each of these tokens: the header's last, and all of them but the
+    last."""
     header = tokens.part(f"reply{turn}").start - 1
     last = tokens[header : header + 1]
     return last + Tokens.of(reply[:-1], "own", last.following)

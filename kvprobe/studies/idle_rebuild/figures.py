@@ -158,8 +158,8 @@ def layer_maps(layers: Any) -> list[HeatMap]:
     return [
         map_of(
             layers[layers["family"] == family].pivot(index="layer", columns="segment", values="distance")[DRIFTING],
-            f"{name}: distance of the run rebuilt in place from the compacted one, relative to the compacted one's size, mean over "
-            "sessions.",
+            f"{name}: distance of the run rebuilt in place from the compacted one, relative to the compacted one's "
+            "size, mean over sessions.",
             "of its size",
         )
         for family, name in FAMILY_NAMES.items()

@@ -14,9 +14,9 @@ from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, signed
 
 QUESTION = (
-    "After three turns a session is compacted: a summary is written, and the turns it stands for are masked. Later it goes "
-    "idle, its cache is dropped, and what is in view is read anew. Where does the rebuilt run drift from the one whose "
-    "cache was kept?"
+    "After three turns a session is compacted: a summary is written, and the turns it stands for are masked. Later it "
+    "goes idle, its cache is dropped, and what is in view is read anew. Where does the rebuilt run drift from the one "
+    "whose cache was kept?"
 )
 
 _ROUND_OFF = 100
@@ -45,10 +45,10 @@ def narrate(
                 config,
                 environment,
                 also=[
-                    "Data: samples.parquet (by reply), tokens.parquet (by token of the reply), layers.parquet (K and V by layer) "
-                    "and metrics.json beside this page.",
-                    "Protocol: setups A and B of the discussion of arXiv 2604.09852, whose restart ablation is one number "
-                    "for a whole benchmark; here the drift is measured turn by turn.",
+                    "Data: samples.parquet (by reply), tokens.parquet (by token of the reply), layers.parquet (K and V "
+                    "by layer) and metrics.json beside this page.",
+                    "Protocol: setups A and B of the discussion of arXiv 2604.09852, whose restart ablation is one "
+                    "number for a whole benchmark; here the drift is measured turn by turn.",
                 ],
             ),
         ],
@@ -60,8 +60,8 @@ def answer_drift(metrics: Mapping[str, Any]) -> str:
     drift = metrics["drift"]["all"]
     away, agreement = estimate_of(drift["kl_from_compacted"]["rebuilt"]), estimate_of(drift["agreement"]["rebuilt"])
     told = (
-        f"it is {plain(away, 3)} nats per token away from the run whose cache was kept, and finds the same token likeliest in "
-        f"{percent(agreement)} of places; a run rebuilt before the compaction is "
+        f"it is {plain(away, 3)} nats per token away from the run whose cache was kept, and finds the same token "
+        f"likeliest in {percent(agreement)} of places; a run rebuilt before the compaction is "
         f"{drift['kl_from_compacted']['control']['mean']:.1g} nats away"
     )
     if estimate_of(drift["over_control"]).above():
@@ -74,15 +74,15 @@ def answer_worse(metrics: Mapping[str, Any]) -> str:
     differences = metrics["drift"]["all"]["nll_difference"]
     loss, of_compaction = (estimate_of(differences[pair]) for pair in ("rebuilt - compacted", "compacted - kept"))
     told = (
-        f"it changes the surprise at the scripted replies by {signed(loss)} nats per token; the compaction before it by "
-        f"{signed(of_compaction)}"
+        f"it changes the surprise at the scripted replies by {signed(loss)} nats per token; the compaction before it "
+        f"by {signed(of_compaction)}"
     )
     if loss.above():
         return f"The rebuild costs: {told}."
     if loss.below():
         return (
-            f"The rebuild does not cost, it helps: {told}. That may be the compacted cache's fault rather than the rebuild's merit, "
-            "see Limits."
+            f"The rebuild does not cost, it helps: {told}. That may be the compacted cache's fault rather than the "
+            "rebuild's merit, see Limits."
         )
     return f"Neither a cost nor a gain of the rebuild was detected: {told}."
 
@@ -92,8 +92,8 @@ def answer_cause(metrics: Mapping[str, Any]) -> str:
     drift = metrics["drift"]["all"]
     provenance, position = estimate_of(drift["kl_from_compacted"]["in_place"]), estimate_of(drift["position"])
     told = (
-        f"recomputed at the positions that its tokens had, it is {plain(provenance, 3)} nats per token away, and counting "
-        f"positions from 0 moves it by another {plain(position, 3)}"
+        f"recomputed at the positions that its tokens had, it is {plain(provenance, 3)} nats per token away, and "
+        f"counting positions from 0 moves it by another {plain(position, 3)}"
     )
     over = estimate_of(drift["provenance_over_position"])
     if over.above():
@@ -108,9 +108,9 @@ def answer_healing(metrics: Mapping[str, Any]) -> str:
     healing = metrics["healing"]
     slope = estimate_of(healing["slope"])
     told = (
-        f"each turn read since the summary changes it, at one and the same question, by {signed(slope, 4)} nats per token, from "
-        f"{healing['right_after']['mean']:.3f} right after the summary to {healing['at_its_place']['mean']:.3f} at the "
-        f"question's own place"
+        f"each turn read since the summary changes it, at one and the same question, by {signed(slope, 4)} nats per "
+        f"token, from {healing['right_after']['mean']:.3f} right after the summary to "
+        f"{healing['at_its_place']['mean']:.3f} at the question's own place"
     )
     if slope.below():
         sentence = f"The drift heals as turns arrive: {told}."
@@ -137,20 +137,22 @@ def _session_section(config: Config) -> Section:
     return Section(
         title="What the model reads",
         paragraphs=[
-            f"One of {config.sessions} hand-written sessions of eight turns, as far as turn {AFTER[1]}. Turns 1 to 3 (struck "
-            "through) are masked as soon as the summary was read. Turn 4 opens a new matter; turns 5 to 8 ask back for what "
-            "was said in turns 1 to 3. All runs read this same text, and at each turn each is held to the scripted reply.",
+            f"One of {config.sessions} hand-written sessions of eight turns, as far as turn {AFTER[1]}. Turns 1 to 3 "
+            "(struck through) are masked as soon as the summary was read. Turn 4 opens a new matter; turns 5 to 8 ask "
+            "back for what was said in turns 1 to 3. All runs read this same text, and at each turn each is held to "
+            "the scripted reply.",
         ],
         passages=passages,
         points=[
             "kept: nothing is ever masked; the run that saw, and sees, everything.",
-            "compacted: the summary was computed while turns 1 to 3 were in view, and its cache is kept. Every later token sees "
-            "that summary and keeps its position.",
-            "rebuilt before turn r: the cache was dropped before turn r and computed again from the system prompt, the summary "
-            "and the turns after it, at positions from 0, as an engine does.",
-            "rebuilt in place: the same at the positions that the tokens had. Held against compacted, only what the cache "
-            "had seen differs; held against rebuilt, only positions do.",
-            f"control: rebuilt before turn {CONTROLS[-1]}, when everything was still in view, and compacted afterwards like the others.",
+            "compacted: the summary was computed while turns 1 to 3 were in view, and its cache is kept. Every later "
+            "token sees that summary and keeps its position.",
+            "rebuilt before turn r: the cache was dropped before turn r and computed again from the system prompt, the "
+            "summary and the turns after it, at positions from 0, as an engine does.",
+            "rebuilt in place: the same at the positions that the tokens had. Held against compacted, only what the "
+            "cache had seen differs; held against rebuilt, only positions do.",
+            f"control: rebuilt before turn {CONTROLS[-1]}, when everything was still in view, and compacted afterwards "
+            "like the others.",
         ],
     )
 
@@ -191,9 +193,10 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="How the rebuilt run predicts the scripted replies",
         paragraphs=[
-            "At each turn the run reads the user's message and the header of the answer, and then the scripted reply, token by "
-            "token. Divergence says that two runs expect different things; surprise (the negative log-probability of the scripted "
-            "token) says which of them expects what comes. The rebuilt run of a turn is the one that went idle right before it.",
+            "At each turn the run reads the user's message and the header of the answer, and then the scripted reply, "
+            "token by token. Divergence says that two runs expect different things; surprise (the negative "
+            "log-probability of the scripted token) says which of them expects what comes. The rebuilt run of a turn "
+            "is the one that went idle right before it.",
         ],
         tables=[
             Table(
@@ -205,8 +208,8 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
             Table(
                 columns=["run", "KL from kept", "same top token", "surprise"],
                 rows=each_run,
-                caption=f"Over {_TURNS}. Same top token: in how many places the run and the compacted one find the same token "
-                "likeliest. KL and surprise in nats per token.",
+                caption=f"Over {_TURNS}. Same top token: in how many places the run and the compacted one find the "
+                "same token likeliest. KL and surprise in nats per token.",
             ),
             Table(
                 columns=["difference in surprise", *_GROUP_NAMES.values()],
@@ -217,13 +220,13 @@ def _drift_section(metrics: Mapping[str, Any]) -> Section:
         figures=[
             Figure(
                 "drift_by_turn",
-                "Divergence from the compacted run and from the one that saw everything, and surprise at the scripted reply, turn "
-                "by turn; bands are 95 % intervals. The dotted line is the compaction.",
+                "Divergence from the compacted run and from the one that saw everything, and surprise at the scripted "
+                "reply, turn by turn; bands are 95 % intervals. The dotted line is the compaction.",
             ),
             Figure(
                 "drift_in_reply",
-                "Where in a reply the runs part: divergence from the compacted run by token, over the turns after the compaction. "
-                "Left along the scripted reply, right along what the compacted run itself would say.",
+                "Where in a reply the runs part: divergence from the compacted run by token, over the turns after the "
+                "compaction. Left along the scripted reply, right along what the compacted run itself would say.",
             ),
         ],
     )
@@ -254,8 +257,9 @@ def _own_section(metrics: Mapping[str, Any], config: Config) -> Section:
             Table(
                 columns=["reply of", "read by", "KL", "same token", "first tokens alike", "all alike"],
                 rows=rows,
-                caption=f"Over {_TURNS}, {metrics['replies']} replies of each; KL in nats per token. First tokens alike: how many "
-                "come before the first that the reader would not have said, all of them where there is none.",
+                caption=f"Over {_TURNS}, {metrics['replies']} replies of each; KL in nats per token. First tokens "
+                "alike: how many come before the first that the reader would not have said, all of them where there is "
+                "none.",
             )
         ],
     )
@@ -270,22 +274,23 @@ def _healing_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Does the drift heal?",
         paragraphs=[
-            "Once the session is compacted, whatever is in view can be read at any time with the same result: a run rebuilt "
-            "before turn 4 that went on to turn 8 holds the cache of one rebuilt before turn 8. So the columns of the matrix "
-            "must be constant below the compaction, and time since the rebuild is no cause of anything. What may heal is the compacted run, whose "
-            "later turns stand between it and the summary that saw more.",
-            "Along the turns of a session distance and question change together. So each question is also put early, when "
-            "only some of the turns after the summary were read, to the compacted and to a rebuilt run; the slope compares "
-            f"each question with itself alone. It is {signed(estimate_of(healing['slope']), 4)} nats per token and turn; from right after the "
-            f"summary to its own place a question's drift changes by {signed(estimate_of(healing['change']))}. The surprise that the rebuild "
-            f"adds changes by {signed(estimate_of(healing['nll_slope']), 4)} with each turn.",
+            "Once the session is compacted, whatever is in view can be read at any time with the same result: a run "
+            "rebuilt before turn 4 that went on to turn 8 holds the cache of one rebuilt before turn 8. So the columns "
+            "of the matrix must be constant below the compaction, and time since the rebuild is no cause of anything. "
+            "What may heal is the compacted run, whose later turns stand between it and the summary that saw more.",
+            "Along the turns of a session distance and question change together. So each question is also put early, "
+            "when only some of the turns after the summary were read, to the compacted and to a rebuilt run; the slope "
+            f"compares each question with itself alone. It is {signed(estimate_of(healing['slope']), 4)} nats per "
+            "token and turn; from right after the summary to its own place a question's drift changes by "
+            f"{signed(estimate_of(healing['change']))}. The surprise that the rebuild adds changes by "
+            f"{signed(estimate_of(healing['nll_slope']), 4)} with each turn.",
         ],
         tables=[
             Table(
                 columns=["asked after", *(f"{read} turns" for read in range(len(AFTER)))],
                 rows=rows,
-                caption="KL(compacted ‖ rebuilt) in nats per token of the scripted reply, by how many turns were read between the summary "
-                "and the question. The last number of each row is the session as it was written.",
+                caption="KL(compacted ‖ rebuilt) in nats per token of the scripted reply, by how many turns were read "
+                "between the summary and the question. The last number of each row is the session as it was written.",
             )
         ],
         figures=[
@@ -295,7 +300,8 @@ def _healing_section(metrics: Mapping[str, Any]) -> Section:
             ),
             Figure(
                 "drift_by_distance",
-                "The same question put after more and more of the session; dots are its own place, bands 95 % intervals.",
+                "The same question put after more and more of the session; dots are its own place, bands 95 % "
+                "intervals.",
             ),
         ],
     )
@@ -305,15 +311,16 @@ def _cache_section(layers: Any) -> Section:
     return Section(
         title="Where in the cache",
         paragraphs=[
-            "K and V of the run that was rebuilt in place, against those of the compacted run, at the end of the session. Both stand "
-            "at the same positions, so that the difference of keys is not rotation. A part of K or V that is the same whatever "
-            "the text makes its relative distance smaller, so compare layers and segments rather than K with V.",
+            "K and V of the run that was rebuilt in place, against those of the compacted run, at the end of the "
+            "session. Both stand at the same positions, so that the difference of keys is not rotation. A part of K or "
+            "V that is the same whatever the text makes its relative distance smaller, so compare layers and segments "
+            "rather than K with V.",
         ],
         figures=[
             Figure(
                 "drift_by_layer",
-                "Relative distance of K and V by layer, one line per segment; bands are 95 % intervals. The system prompt stands "
-                "before everything and is not shown.",
+                "Relative distance of K and V by layer, one line per segment; bands are 95 % intervals. The system "
+                "prompt stands before everything and is not shown.",
             )
         ],
         maps=layer_maps(layers),
@@ -331,17 +338,19 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Controls",
         points=[
-            "Rebuilt before the compaction, when everything was in view: at no token of any turn is the run further than "
-            f"{before[0]:.1e} nats from the compacted one, and before the compaction {before[1]:.1e} from the kept one (allowed for round-off: "
-            f"{slack:.1e}); the same token is likeliest in {found['before_compaction_agreement']:.2%} of places. The control {holds(*before)}.",
-            f"Whenever rebuilt: runs rebuilt before different turns after the compaction differ, at any turn, by at most "
-            f"{found['whenever']:.1e} nats per token. The control {holds(found['whenever'])}.",
-            f"Light cone: rebuilt in place, K and V of the system prompt cannot differ from the compacted ones at any layer, those of "
-            f"the summary not at layer 0, those of later turns not at layers 0 and 1. They do by {cone[0]:.1e}, {cone[1]:.1e} and "
-            f"{cone[2]:.1e} of their size; at the last layer summary and later turns differ by up to {found['summary_deepest']:.2f} and "
-            f"{found['turns_deepest']:.2f}. The control {holds(*cone)}.",
-            f"A run that reads its own greedy reply says it again in {found['own_reply_said_again']:.2%} of places; less than all is round-off "
-            "between near-equal tokens.",
+            "Rebuilt before the compaction, when everything was in view: at no token of any turn is the run further "
+            f"than {before[0]:.1e} nats from the compacted one, and before the compaction {before[1]:.1e} from the "
+            f"kept one (allowed for round-off: {slack:.1e}); the same token is likeliest in "
+            f"{found['before_compaction_agreement']:.2%} of places. The control {holds(*before)}.",
+            "Whenever rebuilt: runs rebuilt before different turns after the compaction differ, at any turn, by at "
+            f"most {found['whenever']:.1e} nats per token. The control {holds(found['whenever'])}.",
+            "Light cone: rebuilt in place, K and V of the system prompt cannot differ from the compacted ones at any "
+            "layer, those of the summary not at layer 0, those of later turns not at layers 0 and 1. They do by "
+            f"{cone[0]:.1e}, {cone[1]:.1e} and {cone[2]:.1e} of their size; at the last layer summary and later turns "
+            f"differ by up to {found['summary_deepest']:.2f} and {found['turns_deepest']:.2f}. The control "
+            f"{holds(*cone)}.",
+            f"A run that reads its own greedy reply says it again in {found['own_reply_said_again']:.2%} of places; "
+            "less than all is round-off between near-equal tokens.",
         ],
     )
 
@@ -349,17 +358,21 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
 def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     windows = [window for window in model.geometry.windows if window is not None]
     points = [
-        f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones, nor of a benchmark.",
-        "Unless the model was trained to go on from masked turns, it is the compacted run that is out of distribution for it, not "
-        "the rebuilt one; a difference in surprise holds both effects. Study `compaction` calibrates that with an irrelevant masked block.",
-        "Replies are scripted, so no run ever acts on what it said itself; drift that builds up over a run's own replies is not seen.",
-        f"{metrics['sessions']} hand-written English sessions, one point of compaction, one summary each; intervals are over these sessions.",
-        "A question put early may refer to a turn that was not read. Both runs meet the same text, so their divergence is fair; how "
-        "well they predict such a reply is another matter.",
+        f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones, "
+        "nor of a benchmark.",
+        "Unless the model was trained to go on from masked turns, it is the compacted run that is out of distribution "
+        "for it, not the rebuilt one; a difference in surprise holds both effects. Study `compaction` calibrates that "
+        "with an irrelevant masked block.",
+        "Replies are scripted, so no run ever acts on what it said itself; drift that builds up over a run's own "
+        "replies is not seen.",
+        f"{metrics['sessions']} hand-written English sessions, one point of compaction, one summary each; intervals "
+        "are over these sessions.",
+        "A question put early may refer to a turn that was not read. Both runs meet the same text, so their divergence "
+        "is fair; how well they predict such a reply is another matter.",
     ]
     if windows:
         points.append(
-            f"Some layers of {model.name} see a window of {min(windows)} positions: there, turns 1 to 3 may be out of the window as well "
-            "as masked."
+            f"Some layers of {model.name} see a window of {min(windows)} positions: there, turns 1 to 3 may be out of "
+            "the window as well as masked."
         )
     return Section(title="Limits", points=points)

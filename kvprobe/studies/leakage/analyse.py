@@ -174,8 +174,8 @@ def analyse(model: Model, collected: Collected, untrained: Collected | None, con
 
 
 def _headlines(probings: Mapping[str, Probing], splits: Sequence[str]) -> dict[str, Any]:
-    """By split and arm, of the probe chosen on inner folds: accuracy, bits, leak, selectivity; and what the scan of all sites
-    found."""
+    """By split and arm, of the probe chosen on inner folds: accuracy, bits, leak, selectivity; and what the scan of all
+    sites found."""
     out: dict[str, Any] = {
         name: {split: {} for split in splits} for name in ("accuracy", "bits", "leak", "selectivity")
     }
@@ -214,8 +214,8 @@ def _claims(
     use: Mapping[str, np.ndarray],
     clusters: Int[np.ndarray, "samples"],
 ) -> dict[str, Any]:
-    """All that the answer may claim, with intervals that hold together: leaks of T3, of what it changed, and within conversations,
-    each with whether permuted labels confirm it, and what masking adds to the margin of the truth."""
+    """All that the answer may claim, with intervals that hold together: leaks of T3, of what it changed, and within
+    conversations, each with whether permuted labels confirm it, and what masking adds to the margin of the truth."""
     leaks = {"leak": ("masked", headline)}
     if CHANGED["masked"] in probings:
         leaks |= {"changed": (CHANGED["masked"], headline), "inside": ("masked", "paired")}

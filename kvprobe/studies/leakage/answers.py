@@ -45,8 +45,8 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
             None: "Whether information leaks in this conversation cannot be said",
         }[_claimed(metrics, "leak")]
         return (
-            f"{found}: a linear probe on the slots after the masked turn reads {told}, in this one conversation, having seen it "
-            f"with other secrets.{_doubt(leak)}"
+            f"{found}: a linear probe on the slots after the masked turn reads {told}, in this one conversation, "
+            f"having seen it with other secrets.{_doubt(leak)}"
         )
     name, changed = CHANGED["masked"], estimate_of(metrics["claims"]["changed"])
     leaks = _claimed(metrics, "leak") or _claimed(metrics, "changed")
@@ -59,9 +59,10 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
     else:
         found = "Information leaks to anyone who has the visible text, too"
     sentence = (
-        f"{found}: in conversations it was not trained on, a linear probe on the slots after the masked turn reads {told}, with a "
-        f"selectivity of {_selective(metrics, split, 'masked')}; of what differs from the restart, which anyone can compute from the visible text, it reads {_read(metrics, split, name)}, "
-        f"{points(changed)} above its floor.{_doubt(leak)}"
+        f"{found}: in conversations it was not trained on, a linear probe on the slots after the masked turn reads "
+        f"{told}, with a selectivity of {_selective(metrics, split, 'masked')}; of what differs from the restart, "
+        f"which anyone can compute from the visible text, it reads {_read(metrics, split, name)}, {points(changed)} "
+        f"above its floor.{_doubt(leak)}"
     )
     centred = (
         f"centred on other secrets of the same conversation, a probe reads {_read(metrics, 'paired', 'masked')} (floor "
@@ -79,7 +80,8 @@ def answer_probe(metrics: Mapping[str, Any]) -> str:
 
 
 def _claimed(metrics: Mapping[str, Any], name: str) -> bool | None:
-    """Whether a leak is claimed: its interval lies above zero, and permuted labels confirm it. None without an interval."""
+    """Whether a leak is claimed: its interval lies above zero, and permuted labels confirm it. None without an
+    interval."""
     leak = estimate_of(metrics["claims"][name])
     return leak.above() and metrics["claims"][name]["confirmed"] if leak.has_interval else None
 
@@ -110,8 +112,9 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
     known = WORDS[metrics["secret"]].known
     told = (
         f"asked for {known}, it gets {percent(right['full'])} of its tokens right with everything in view, "
-        f"{percent(right['retained'])} after masking and {percent(right['restart'])} after a restart; masking instead of "
-        f"restarting changes the log-probability of the true one, over that of others, in nats by {signed(gain)}, which is {share:.1%} of what the full context gives"
+        f"{percent(right['retained'])} after masking and {percent(right['restart'])} after a restart; masking instead "
+        f"of restarting changes the log-probability of the true one, over that of others, in nats by {signed(gain)}, "
+        f"which is {share:.1%} of what the full context gives"
     )
     if not gain.has_interval:
         return f"Whether the model uses what is left cannot be said from so few conversations: {told}."

@@ -138,6 +138,6 @@ def _refuse_shifted(rows: Sequence[Tokens]) -> None:
 
     if any(around(row) != around(rows[0]) for row in rows):
         raise UserError(
-            "This tokenizer joins some secrets with the text around them (the digits of codes, say), so they would shift "
-            "the tokens after them; use a model that tokenises them apart."
+            "This tokenizer joins some secrets with the text around them (the digits of codes, say), so they would "
+            "shift the tokens after them; use a model that tokenises them apart."
         )

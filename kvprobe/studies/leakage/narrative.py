@@ -21,8 +21,8 @@ from kvprobe.tasks.secrets import secret
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, points
 
 QUESTION = (
-    "A conversation holds {secret} in one turn (T2). The turn is summarised without it and then masked. How much of it can "
-    "still be read from the KV cache of the turns that stay, and does the model use it?"
+    "A conversation holds {secret} in one turn (T2). The turn is summarised without it and then masked. How much of it "
+    "can still be read from the KV cache of the turns that stay, and does the model use it?"
 )
 
 
@@ -57,10 +57,10 @@ def narrate(analysis: Analysis, config: Config, model: Model, environment: Mappi
                 config,
                 environment,
                 also=[
-                    f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet, readings.parquet and "
-                    "metrics.json beside this page.",
-                    "Protocol: arXiv 2604.09852 (random number in a masked block), with held-out contexts, a recomputed "
-                    "floor, control tasks and a measure of use added.",
+                    f"Families: {', '.join(FAMILY_NAMES.values())}. Data: samples.parquet, probes.parquet, "
+                    "readings.parquet and metrics.json beside this page.",
+                    "Protocol: arXiv 2604.09852 (random number in a masked block), with held-out contexts, a "
+                    "recomputed floor, control tasks and a measure of use added.",
                 ],
             ),
         ],
@@ -68,9 +68,10 @@ def narrate(analysis: Analysis, config: Config, model: Model, environment: Mappi
 
 
 SINGLE_CONTEXT_WARNING = (
-    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below separates secrets within "
-    "this one template; a probe may do so by features that exist in no other conversation. It does not say that "
-    "they can be read from a conversation that the probe has not seen. Run with more contexts for that."
+    "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below "
+    "separates secrets within this one template; a probe may do so by features that exist in no other conversation. It "
+    "does not say that they can be read from a conversation that the probe has not seen. Run with more contexts for "
+    "that."
 )
 
 
@@ -88,19 +89,21 @@ def _conversation_section(model: Model, config: Config) -> Section:
         title="What the model reads",
         paragraphs=[
             f"One of {config.contexts} hand-written conversations, each with {config.samples // config.contexts} "
-            f"random secrets (here {words.secret}). T1 and T2 (struck through) are masked when T3 begins: no later token can attend to them, but "
-            "summary 2 was computed while T2 was in view, and T3 attends to summary 2. The text of summary 2 is the same "
-            f"whatever {words.known} is. Nothing moves: every token keeps its position.",
+            f"random secrets (here {words.secret}). T1 and T2 (struck through) are masked when T3 begins: no later "
+            "token can attend to them, but summary 2 was computed while T2 was in view, and T3 attends to summary 2. "
+            f"The text of summary 2 is the same whatever {words.known} is. Nothing moves: every token keeps its "
+            "position.",
         ],
         passages=passages,
         points=[
             "direct: the slots of summary 2, computed while T2 was in view.",
-            f"masked: the slots of T3 up to {words.known}, computed when T2 could no longer be seen. What they know of it "
-            "came through summary 2.",
+            f"masked: the slots of T3 up to {words.known}, computed when T2 could no longer be seen. What they know of "
+            "it came through summary 2.",
             "restart: the same tokens at the same positions, computed afresh without T1 and T2. This is the floor: it "
             f"cannot know {words.known}. The floor of direct is summary 2, computed in the same way.",
-            "less its restart: the slots of an arm minus those of its restart, which takes away all that the visible text itself puts "
-            "there. Anyone who has the visible text can compute that; it takes no other secret of the conversation.",
+            "less its restart: the slots of an arm minus those of its restart, which takes away all that the visible "
+            "text itself puts there. Anyone who has the visible text can compute that; it takes no other secret of the "
+            "conversation.",
             f"before: the slots of summary 1, computed before {words.known} was said.",
             f"hidden: the slots of T2 itself after {words.known}; the ceiling.",
         ],
@@ -128,16 +131,16 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
     return Section(
         title="What a linear probe reads",
         paragraphs=[
-            f"Ridge probes classify the {WORDS[metrics['secret']].read} from K, V or the residual stream of one layer; a "
-            "segment's slots are averaged, or its last slot is taken. The table holds the accuracy per label of the one probe "
-            "that did best on an inner fold, so the search over layers flatters nothing; the figures show every layer. "
-            "Selectivity is the accuracy less that of the same procedure on a control task, in which each (conversation, "
-            "label) has a random label of its own, so that it can only be memorised. Bits are what the probe's calibrated "
-            "probabilities are worth above class frequencies; below zero they mislead. "
+            f"Ridge probes classify the {WORDS[metrics['secret']].read} from K, V or the residual stream of one layer; "
+            "a segment's slots are averaged, or its last slot is taken. The table holds the accuracy per label of the "
+            "one probe that did best on an inner fold, so the search over layers flatters nothing; the figures show "
+            "every layer. Selectivity is the accuracy less that of the same procedure on a control task, in which each "
+            "(conversation, label) has a random label of its own, so that it can only be memorised. Bits are what the "
+            "probe's calibrated probabilities are worth above class frequencies; below zero they mislead. "
             f"Chance is {metrics['chance']:.0%}. Intervals are 95 %, from leaving out one "
             + ("sample" if len(splits) == 1 else "conversation")
-            + " at a time, and allow for probes that share their training data. Those of the answer are wider, so that all its "
-            "claims hold together.",
+            + " at a time, and allow for probes that share their training data. Those of the answer are wider, so that "
+            "all its claims hold together.",
         ],
         tables=[
             Table(
@@ -148,8 +151,9 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
             Table(
                 columns=["above its floor", *splits],
                 rows=claims,
-                caption="Leak: accuracy less that of the restart. Sites found: layers, families and read-outs at which the scan finds "
-                f"more than the conversation tells, at a family-wise p of {LEVEL} or less; the lowest of these layers.",
+                caption="Leak: accuracy less that of the restart. Sites found: layers, families and read-outs at which "
+                f"the scan finds more than the conversation tells, at a family-wise p of {LEVEL} or less; the lowest "
+                "of these layers.",
             ),
         ],
         figures=[
@@ -160,7 +164,8 @@ def _accuracy_section(metrics: Mapping[str, Any], probes: Any) -> Section:
             Figure("accuracy_by_layer_last", "The same, from the last slot of each segment."),
             Figure(
                 "layer_by_segment",
-                f"Where {WORDS[metrics['secret']].known} can be read: accuracy by layer and segment ({metrics['headline_split']} split, mean).",
+                f"Where {WORDS[metrics['secret']].known} can be read: accuracy by layer and segment "
+                f"({metrics['headline_split']} split, mean).",
             ),
         ],
         maps=layer_maps(probes, metrics),
@@ -202,9 +207,9 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
         title="What the model makes of it",
         paragraphs=[
             "That a probe can read something does not mean that the model uses it. Here the model itself is asked for "
-            f"{WORDS[metrics['secret']].known} at the end of T3, under the same text and positions, with three caches. The log-probability is of "
-            "the whole true secret, each token given the true ones before it. It may rise because a cache makes all of them "
-            "likelier; only the margin over others tells use.",
+            f"{WORDS[metrics['secret']].known} at the end of T3, under the same text and positions, with three caches. "
+            "The log-probability is of the whole true secret, each token given the true ones before it. It may rise "
+            "because a cache makes all of them likelier; only the margin over others tells use.",
         ],
         tables=[
             Table(
@@ -216,9 +221,9 @@ def _use_section(metrics: Mapping[str, Any]) -> Section:
                     "KL from full context",
                 ],
                 rows=rows,
-                caption="In nats, with 95 % intervals. Margin: log p(true) less the mean over the other secrets of the conversation, "
-                "token by token; its mean is zero for a cache that does not know the secret, whatever it prefers. KL is of "
-                "the next-token distribution where the secret should begin.",
+                caption="In nats, with 95 % intervals. Margin: log p(true) less the mean over the other secrets of the "
+                "conversation, token by token; its mean is zero for a cache that does not know the secret, whatever it "
+                "prefers. KL is of the next-token distribution where the secret should begin.",
             )
         ],
         figures=[Figure("use", "The same three measures; bars are 95 % intervals, often smaller than the dot.")],
@@ -233,17 +238,18 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
     slack = _ROUND_OFF * metrics["precision"]
     holds = "holds" if cone["layers_0_1"] <= slack else "DOES NOT HOLD: doubt this run"
     checks = [
-        f"Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the secret. They vary by "
-        f"{cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
+        "Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the secret. They "
+        f"vary by {cone['layers_0_1']:.1e} of their size (allowed for round-off: {slack:.1e}); at the last layer by "
         f"{cone['last_layer']:.1e}. The control {holds}.",
         f"Before: slots that stand before the secret are read at {percent(before)}; chance is {metrics['chance']:.0%}.",
         f"Ceiling: the slots of T2 after the secret are read at {percent(ceiling)} under the same split.",
-        "Secrets are drawn at random, not balanced within a conversation: balanced labels would push the floor below chance.",
-        "P-values: labels are permuted within conversations and every probe is fitted again, at one fixed penalty; family-wise by "
-        "the step-down maximum over all layers, families and read-outs.",
+        "Secrets are drawn at random, not balanced within a conversation: balanced labels would push the floor below "
+        "chance.",
+        "P-values: labels are permuted within conversations and every probe is fitted again, at one fixed penalty; "
+        "family-wise by the step-down maximum over all layers, families and read-outs.",
         "Penalty, layer, family and read-out are chosen on an inner fold; each test fold is touched once.",
-        "The restart floor is computed once per conversation and shared by its secrets, which cannot reach it. In the paired "
-        "split nothing of it is left to read, and the probe guesses the commonest label.",
+        "The restart floor is computed once per conversation and shared by its secrets, which cannot reach it. In the "
+        "paired split nothing of it is left to read, and the probe guesses the commonest label.",
         f"Features that vary by less than {VARIANCE_FLOOR:.0e} of their size are treated as constant.",
     ]
     return Section(title="Controls", points=checks)
@@ -253,13 +259,14 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-            "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. This run has "
-            "no arm with an irrelevant masked block to calibrate that.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger "
+            "ones.",
+            "Unless the model was trained to go on from masked turns, a retained cache is out of distribution for it. "
+            "This run has no arm with an irrelevant masked block to calibrate that.",
             "A linear probe that fails does not prove absence; one that succeeds does not prove use.",
             f"{metrics['contexts']} hand-written English conversations and {metrics['samples']} secrets; intervals are "
             "over such conversations, and say nothing of other kinds of text.",
-            "The paired split and the random split need other secrets of the same conversation. An attacker who sees one cache "
-            "once has neither.",
+            "The paired split and the random split need other secrets of the same conversation. An attacker who sees "
+            "one cache once has neither.",
         ],
     )

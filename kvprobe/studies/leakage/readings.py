@@ -34,8 +34,8 @@ def readings_section(analysis: Analysis, config: Config) -> Section:
     return Section(
         title="What else would be read",
         paragraphs=[
-            "An accuracy means something only above what would be read without any leak. These are the masked arm (T3) and "
-            "everything that it is held against, each the probe that did best on inner folds.",
+            "An accuracy means something only above what would be read without any leak. These are the masked arm (T3) "
+            "and everything that it is held against, each the probe that did best on inner folds.",
             *(
                 ["The untrained model has the same architecture and tokenizer, and random weights."]
                 if config.untrained
@@ -53,9 +53,9 @@ def readings_section(analysis: Analysis, config: Config) -> Section:
                     ["from the conversation alone", *(f"{codes.loc[split, 'context_bits']:.2f}" for split in splits)],
                     ["uniform code", *(f"{codes.loc[split, 'uniform_bits']:.2f}" for split in splits)],
                 ],
-                caption="Online codelength (Voita and Titov 2020): bits to send each label to someone who has the slots of the "
-                "site that most folds chose, what it takes to learn the probe included. Fewer than the conversation alone "
-                "needs is information; more is the price of learning a probe that tells nothing.",
+                caption="Online codelength (Voita and Titov 2020): bits to send each label to someone who has the "
+                "slots of the site that most folds chose, what it takes to learn the probe included. Fewer than the "
+                "conversation alone needs is information; more is the price of learning a probe that tells nothing.",
             ),
             Table(
                 columns=["dimensions", *(f"{split}: best (random)" for split in splits)],
@@ -63,14 +63,15 @@ def readings_section(analysis: Analysis, config: Config) -> Section:
                     [
                         str(k),
                         *(
-                            f"{100 * sparse.loc[k, ('accuracy', split)]:.0f} % ({100 * sparse.loc[k, ('random', split)]:.0f} %)"
+                            f"{100 * sparse.loc[k, ('accuracy', split)]:.0f} % "
+                            f"({100 * sparse.loc[k, ('random', split)]:.0f} %)"
                             for split in splits
                         ),
                     ]
                     for k in sparse.index
                 ],
-                caption="Accuracy from the k dimensions of that site with the largest η², chosen in the training part, beside k "
-                "dimensions at random.",
+                caption="Accuracy from the k dimensions of that site with the largest η², chosen in the training part, "
+                "beside k dimensions at random.",
             ),
         ],
     )

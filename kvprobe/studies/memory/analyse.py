@@ -11,9 +11,11 @@ def analyse(peaks: Any, growth: Any, times: Any) -> dict[str, Any]:
     """The study's numbers.
 
     Returns:
-        `off`: for each of what was measured, the largest relative error, with its sign and context. `growth_equal`: tokens at
-        which the cache was predicted to the byte, of how many. `slope`: by what power of the length the time of a token grows,
-        with the cache and without it, between the shortest and the longest half of the lengths. `faster`: how many times.
+        `off`: for each of what was measured, the largest relative error, with its sign and context. `growth_equal`:
+            tokens at
+        which the cache was predicted to the byte, of how many. `slope`: by what power of the length the time of a token
+        grows, with the cache and without it, between the shortest and the longest half of the lengths. `faster`: how
+        many times.
     """
     off = {}
     for what, rows in peaks.groupby("what", sort=False):
@@ -36,8 +38,8 @@ def analyse(peaks: Any, growth: Any, times: Any) -> dict[str, Any]:
 
 
 def slope(times: Any, name: str) -> dict[str, Any]:
-    """The exponent of the length in the time of a token, over the longer half of the lengths (the shorter half is ruled by what
-    every pass costs): the mean over repeats of what each gives, with its interval over repeats."""
+    """The exponent of the length in the time of a token, over the longer half of the lengths (the shorter half is ruled
+    by what every pass costs): the mean over repeats of what each gives, with its interval over repeats."""
     table: Any = times.pivot(index="repeat", columns="length", values=name)
     lengths = np.array(table.columns, dtype=float)
     chosen = lengths >= np.median(lengths)

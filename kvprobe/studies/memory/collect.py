@@ -18,7 +18,8 @@ GENERATED = 2
 
 
 def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """For each context: bytes predicted and measured, of the weights, the cache, and beside the weights at their most."""
+    """For each context: bytes predicted and measured, of the weights, the cache, and beside the weights at their
+    most."""
 
     def peak(context: int) -> pd.DataFrame:
         predicted = model.budget(context=context, new=GENERATED)

@@ -13,8 +13,8 @@ from kvprobe.studies.memory.config import Config
 from kvprobe.wording import estimate_of, plain
 
 QUESTION = (
-    "A prompt that fitted yesterday runs out of memory today. Can that be computed beforehand, from the model's config alone? "
-    "And what does the cache that fills the memory save?"
+    "A prompt that fitted yesterday runs out of memory today. Can that be computed beforehand, from the model's config "
+    "alone? And what does the cache that fills the memory save?"
 )
 
 ALLOWED = 0.05
@@ -50,8 +50,8 @@ def narrate(
                 environment,
                 also=[
                     "Bytes are the same each time; seconds are not, since they depend on what else the machine does.",
-                    "Data: samples.parquet (predicted and measured bytes), growth.parquet (the cache, token by token), times.parquet and "
-                    "metrics.json beside this page.",
+                    "Data: samples.parquet (predicted and measured bytes), growth.parquet (the cache, token by token), "
+                    "times.parquet and metrics.json beside this page.",
                 ],
             ),
         ],
@@ -65,8 +65,8 @@ def answer_peak(metrics: Mapping[str, Any]) -> str:
     )  # fmt: skip
     verdict = "was right" if abs(beside["error"]) <= ALLOWED else "was not right"
     return (
-        f"The budget {verdict}: over {metrics['contexts']} contexts its peak was off by at most {_off(peak)}, and by at most "
-        f"{_off(beside)} in what stands beside the weights."
+        f"The budget {verdict}: over {metrics['contexts']} contexts its peak was off by at most {_off(peak)}, and by "
+        f"at most {_off(beside)} in what stands beside the weights."
     )
 
 
@@ -84,8 +84,8 @@ def answer_time(metrics: Mapping[str, Any]) -> str:
     seconds = {name: metrics["seconds"][name][longest] for name in ("cached", "anew")}
     return (
         f"After {int(longest):,} tokens the next one takes {1e3 * seconds['cached']:.0f} ms with the cache and "
-        f"{1e3 * seconds['anew']:.0f} ms if all is read anew, {metrics['faster'][longest]:.0f} times as long; the one grows as the "
-        f"length to the power {plain(estimate_of(metrics['slope']['cached']))}, the other to the power "
+        f"{1e3 * seconds['anew']:.0f} ms if all is read anew, {metrics['faster'][longest]:.0f} times as long; the one "
+        f"grows as the length to the power {plain(estimate_of(metrics['slope']['cached']))}, the other to the power "
         f"{plain(estimate_of(metrics['slope']['anew']))}."
     )
 
@@ -95,8 +95,8 @@ def warnings(metrics: Mapping[str, Any], stack: Budget) -> list[str]:
     found = []
     if metrics["difference"] > 1e-2:
         found.append(
-            f"With the cache and without it the logits differ by {metrics['difference']:.2g} of their spread: this is not the same "
-            f"token, and the times cannot be compared."
+            f"With the cache and without it the logits differ by {metrics['difference']:.2g} of their spread: this is "
+            "not the same token, and the times cannot be compared."
         )
     if not stack.widths.exact:
         found.append("The activations of this family are an estimate.")
@@ -111,10 +111,11 @@ def _budget_section(stack: Budget, config: Config) -> Section:
     return Section(
         title="Where memory goes",
         paragraphs=[
-            f"The budget of {stack.config.name} from its config alone: {stack.parameters:,} parameters as {stack.request.dtype.name}, and "
-            f"{sum(stack.bytes_per_token):,} bytes of cache for each token that all layers keep. With {config.memory} there is room "
-            f"for {_count(stack.largest_context)} tokens read at once, or for {_count(stack.largest_new)} generated after a prompt "
-            f"of {stack.request.prompt:,}: reading many tokens at once needs more beside the cache than reading one."
+            f"The budget of {stack.config.name} from its config alone: {stack.parameters:,} parameters as "
+            f"{stack.request.dtype.name}, and {sum(stack.bytes_per_token):,} bytes of cache for each token that all "
+            f"layers keep. With {config.memory} there is room for {_count(stack.largest_context)} tokens read at once, "
+            f"or for {_count(stack.largest_new)} generated after a prompt of {stack.request.prompt:,}: reading many "
+            "tokens at once needs more beside the cache than reading one."
         ],
         tables=[
             Table(
@@ -123,8 +124,8 @@ def _budget_section(stack: Budget, config: Config) -> Section:
                     [which, kind, f"{each:,}", short(held), short(made)]
                     for which, kind, each, held, made in rows(stack)
                 ],
-                caption=f"By layer, at {stack.request.context:,} tokens. Logical is what a later query may read, allocated what the tensors "
-                "of transformers hold.",
+                caption=f"By layer, at {stack.request.context:,} tokens. Logical is what a later query may read, "
+                "allocated what the tensors of transformers hold.",
             ),
             Table(
                 columns=["part of the peak", "bytes"],
@@ -159,9 +160,9 @@ def _peak_section(peaks: Any, metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Predicted and measured",
         paragraphs=[
-            f"Each context is read in one pass but for its last two tokens. Weights are {short(int(weights['predicted']))} predicted and "
-            f"{short(int(weights['measured']))} measured. Every allocation of torch is counted, its kernels' scratch included; what "
-            f"other libraries take is not."
+            "Each context is read in one pass but for its last two tokens. Weights are "
+            f"{short(int(weights['predicted']))} predicted and {short(int(weights['measured']))} measured. Every "
+            "allocation of torch is counted, its kernels' scratch included; what other libraries take is not."
         ],
         tables=[
             Table(
@@ -181,8 +182,9 @@ def _growth_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="The cache as it grows",
         paragraphs=[
-            f"After a prompt of {config.prompt:,} tokens, {config.new} are generated. {answer_growth(metrics)} The logical view is what a "
-            f"later query may read; vLLM would reserve whole blocks, and for sliding layers the tokens in flight beside the window."
+            f"After a prompt of {config.prompt:,} tokens, {config.new} are generated. {answer_growth(metrics)} The "
+            "logical view is what a later query may read; vLLM would reserve whole blocks, and for sliding layers the "
+            "tokens in flight beside the window."
         ],
         figures=[
             Figure("growth", "Bytes of the cache by generated token: three views, and what transformers really holds.")
@@ -202,9 +204,9 @@ def _time_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="What the cache saves",
         paragraphs=[
-            "The time to the next token, with the cache of all that stands before it, and with all of it read anew. Without a cache, "
-            "generating a text costs the sum of the upper curve. The logits are the same both ways, but for "
-            f"{metrics['difference']:.1e} of their spread. {answer_time(metrics)}"
+            "The time to the next token, with the cache of all that stands before it, and with all of it read anew. "
+            "Without a cache, generating a text costs the sum of the upper curve. The logits are the same both ways, "
+            f"but for {metrics['difference']:.1e} of their spread. {answer_time(metrics)}"
         ],
         tables=[
             Table(
@@ -219,12 +221,12 @@ def _limits_section(model: Model) -> Section:
     return Section(
         title="What this does not show",
         points=[
-            f"Peaks were measured on {model.lanes.device} for transformers with fused attention (sdpa), one conversation at a time. Other "
-            "kernels need other scratch.",
-            "What the process takes beside torch's tensors (libraries, the allocator's fragments, a GPU's context of some hundred "
-            "megabytes) is in no budget here.",
+            f"Peaks were measured on {model.lanes.device} for transformers with fused attention (sdpa), one "
+            "conversation at a time. Other kernels need other scratch.",
+            "What the process takes beside torch's tensors (libraries, the allocator's fragments, a GPU's context of "
+            "some hundred megabytes) is in no budget here.",
             "vLLM's blocks follow its source; no vLLM was run.",
-            "The power of the length is local: at lengths where attention outweighs the rest it goes to two without a cache and "
-            "to one with it.",
+            "The power of the length is local: at lengths where attention outweighs the rest it goes to two without a "
+            "cache and to one with it.",
         ],
     )

@@ -1,4 +1,5 @@
-"""From features to numbers: what probes read at each distance in each arm, against the floor; transfer; light cone; use."""
+"""From features to numbers: what probes read at each distance in each arm, against the floor; transfer; light cone;
+use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ CHANCE = 0.1
 CONDITIONS = ("retained", "restart")
 TRANSFERRED: tuple[Split, ...] = ("leave-context-out", "paired")
 CLAIMS = len(ARMS) + len(PLACES) + len(DISTANCES[FORK:]) + len(ARMS)
-"""What the answer may claim: a leak beyond the first summary by arm, one at each place, more without hops by distance, use by arm."""
+"""What the answer may claim: a leak beyond the first summary by arm, one at each place, more without hops by distance,
+use by arm."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Analysis:
     """The numbers of a run.
 
     Attributes:
-        probes: one row per condition, arm, distance, split, family, read-out and layer: accuracy per digit with its interval.
+        probes: one row per condition, arm, distance, split, family, read-out and layer: accuracy per digit with its
+            interval.
         samples: one row per sample and condition: what the model made of the code, and what the probes read.
         metrics: the headline numbers.
     """
@@ -157,7 +160,8 @@ def _named(pick: tuple[Family, Site]) -> dict[str, Any]:
 def _versus(
     found: Mapping[tuple[str, Place, Split], Reading], split: Split, arm: Arm
 ) -> list[Float[np.ndarray, "samples"]]:
-    """By distance, how much more a probe reads in the open arm, or in that which skips, than where every hop is forced."""
+    """By distance, how much more a probe reads in the open arm, or in that which skips, than where every hop is
+    forced."""
     read = [
         [found["retained", place(each, distance), split].hits.mean(1) for distance in DISTANCES]
         for each in (arm, "hop-forced")
@@ -170,7 +174,8 @@ def _transfer(
     found: Mapping[tuple[str, Place, Split], Reading],
     folds: Mapping[Split, Int[np.ndarray, "samples"]],
 ) -> dict[str, Any]:
-    """Probes trained at each distance, tested at each, all at one site: that of the best inner accuracy, mean over distances."""
+    """Probes trained at each distance, tested at each, all at one site: that of the best inner accuracy, mean over
+    distances."""
     labels = collected.labels
     out: dict[str, Any] = {split: {} for split in TRANSFERRED}
     with tqdm(total=len(out) * len(ARMS), desc="Testing probes at other distances", unit="arm") as bar:
@@ -220,8 +225,8 @@ def variation_of(collected: Collected) -> pd.DataFrame:
 
 
 def _light_cone(variation: Any) -> dict[str, list[dict[str, Any]]]:
-    """By arm and distance: the lowest layer that the code can reach, the largest variation of K and V below it, there, and
-    at the last layer."""
+    """By arm and distance: the lowest layer that the code can reach, the largest variation of K and V below it, there,
+    and at the last layer."""
 
     def of(arm: Any, distance: int) -> dict[str, Any]:
         at, lowest = place(arm, distance), lowest_layer(arm, distance)

@@ -1,8 +1,8 @@
 """Reading the sessions: K and V of every summary in every arm, and what the model itself makes of the code at the end.
 
-Each session is read once up to the code. The codes are rows of one batch from there on, and the arms fork where they begin to
-differ. The restart arm, which never sees the first turn, is read once per session. What is masked for good is evicted, which
-is the same and costs less. One file per session is kept, so an interrupted run resumes.
+Each session is read once up to the code. The codes are rows of one batch from there on, and the arms fork where they
+begin to differ. The restart arm, which never sees the first turn, is read once per session. What is masked for good is
+evicted, which is the same and costs less. One file per session is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,8 @@ from kvprobe.tasks.passcode import draw_codes
 from kvprobe.text.tokens import Tokens
 
 SHOWN = "T1 shown"
-"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the code."""
+"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the
+code."""
 USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
 
 Place = tuple[str, int]
@@ -153,7 +154,8 @@ def onwards(model: Model, begun: Captured, layout: Tokens, families: Sequence[Fa
 
 
 def in_view(cache: KVCache, arm: Arm, turn: int) -> KVCache:
-    """The cache of what is seen while this turn is read. In the arm `open` the first turn stays, masked, to be shown again."""
+    """The cache of what is seen while this turn is read. In the arm `open` the first turn stays, masked, to be shown
+    again."""
     kept = ("system", *(TURN_NAMES[:1] if arm == "open" else ()), *summaries_seen(arm, turn))
     return cache.select(*(name for name in kept if name in cache.ledger.names))
 

@@ -75,7 +75,8 @@ def line(axis: Any, values: Any, colour: str, label: str, alpha: float, **style:
 
 
 def by_layer(probes: Any, family: str) -> Any:
-    """Accuracy per digit by layer and distance in each arm, slots averaged, paired; the line is the light cone's edge."""
+    """Accuracy per digit by layer and distance in each arm, slots averaged, paired; the line is the light cone's
+    edge."""
     import matplotlib.pyplot as plt
     import seaborn as sns
 
@@ -117,8 +118,8 @@ def layer_maps(probes: Any, metrics: Mapping[str, Any]) -> list[HeatMap]:
     return [
         map_of(
             layer_table(probes, family, arm) - metrics["chance"],
-            f"{FAMILY_NAMES[family]}, {ARM_NAMES[arm]}: accuracy per digit above chance ({metrics['chance']:.0%}), slots averaged, "
-            "paired split.",
+            f"{FAMILY_NAMES[family]}, {ARM_NAMES[arm]}: accuracy per digit above chance ({metrics['chance']:.0%}), "
+            "slots averaged, paired split.",
             "of the digits above chance",
         )
         for family in probes["family"].unique()
@@ -164,7 +165,8 @@ def accuracies(transfer: Mapping[str, Any]) -> np.ndarray:
 
 
 def use(measured: Mapping[str, Any]) -> Any:
-    """What masking instead of restarting gives the true code, per arm; and how much of the code is said right, per cache."""
+    """What masking instead of restarting gives the true code, per arm; and how much of the code is said right, per
+    cache."""
     import matplotlib.pyplot as plt
 
     panels = {

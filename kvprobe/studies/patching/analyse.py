@@ -1,7 +1,8 @@
 """From maps to numbers: how much K and V carry, where, in which layers, and what the controls say.
 
-A band is the smallest run of adjacent layers whose single-layer effects (means over pairs, summed over segments) add up to at
-least 80 % of what those of all layers add up to. It is found on one half of the facts and then patched at once on the other.
+A band is the smallest run of adjacent layers whose single-layer effects (means over pairs, summed over segments) add up
+to at least 80 % of what those of all layers add up to. It is found on one half of the facts and then patched at once on
+the other.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ CLAIMS = 3
 
 
 def bands_by_half(table: Any, n_layers: int) -> Bands:
-    """The bands of K and of V on each half of the facts; none where a half has too few facts, or no effect toward the donor."""
+    """The bands of K and of V on each half of the facts; none where a half has too few facts, or no effect toward the
+    donor."""
     known = table[table["able"]]
     halves = [int(half) for half in sorted(known["half"].unique())]
     if known["cluster"].nunique() < FEWEST or len(halves) < 2:
@@ -49,7 +51,8 @@ def bands_by_half(table: Any, n_layers: int) -> Bands:
 
 
 def profile(table: Any, part: str, n_layers: int) -> Float[np.ndarray, "layers"]:
-    """What swapping one part of each single layer does, pooled over pairs and summed over segments: the share of the way."""
+    """What swapping one part of each single layer does, pooled over pairs and summed over segments: the share of the
+    way."""
     cells = table[(table["grid"] == LAYERS) & (table["part"] == part)]
     ways = cells.drop_duplicates("pair")["way"].sum()
     effects = cells.groupby(cells["layer"].astype(int))["effect"].sum()
@@ -57,8 +60,8 @@ def profile(table: Any, part: str, n_layers: int) -> Float[np.ndarray, "layers"]
 
 
 def band_of(effects: Float[np.ndarray, "layers"], share: float = SHARE) -> range | None:
-    """The smallest run of layers that holds this share of the sum, the largest sum among equals; None if the sum is no effect
-    toward the donor."""
+    """The smallest run of layers that holds this share of the sum, the largest sum among equals; None if the sum is no
+    effect toward the donor."""
     whole = float(effects.sum())
     if whole <= 0:
         return None
@@ -112,7 +115,8 @@ def _pairs(table: Any) -> dict[str, Any]:
 
 
 def _controls(table: Any) -> dict[str, float]:
-    """Largest departures, in logits, from what must hold exactly; over all runs, also those that the model cannot do."""
+    """Largest departures, in logits, from what must hold exactly; over all runs, also those that the model cannot
+    do."""
     whole = table[table["grid"] == WHOLE]
     names = list(dict.fromkeys(whole["segment"]))
     early = whole[whole["segment"].isin(names[: names.index(VALUE)])]

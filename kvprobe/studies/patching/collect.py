@@ -1,8 +1,8 @@
 """Two runs that differ in a fact, and what each part of the cache does when the one's K and V stand in the other.
 
-The turn of the fact is cut in three: what stands before the value, the value's own tokens, and what stands after it. Only the
-suffix, which is the question and the reply up to the value, sees what is swapped (`reads="reader"`), but for the patches of
-the residual stream. One file per run is kept, so an interrupted run resumes.
+The turn of the fact is cut in three: what stands before the value, the value's own tokens, and what stands after it.
+Only the suffix, which is the question and the reply up to the value, sees what is swapped (`reads="reader"`), but for
+the patches of the residual stream. One file per run is kept, so an interrupted run resumes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,11 @@ BEFORE, VALUE, AFTER = "fact before", "value", "fact after"
 WHOLE, EVERYTHING, LAYERS, HEADS, RESIDUAL, SAME, BANDS = (
     "whole", "everything", "layers", "heads", "residual", "same", "bands",
 )  # fmt: skip
-"""Grids: all layers by segment; all layers and slots; layer by segment; layer by segment by KV head (attribution); residual
-stream by layer; everything, swapped for itself; a band of layers and the layers beside it."""
+"""Grids: all layers by segment; all layers and slots; layer by segment; layer by segment by KV head (attribution);
+residual stream by layer; everything, swapped for itself; a band of layers and the layers beside it."""
 SLOTS, TOKENS, TOTAL = "slots", "tokens", "total"
-"""Grids of the example: layer by slot (attribution); all layers by slot, seen by the reader; and by the prompt as well."""
+"""Grids of the example: layer by slot (attribution); all layers by slot, seen by the reader; and by the prompt as
+well."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def segments_of(prompt: Tokens) -> tuple[list[str], list[str]]:
 def collect(model: Model, cases: Sequence[Case], config: Config, run: Run) -> pd.DataFrame:
     """One row per run and cell; a run that the model cannot do has only the cells of whole segments.
 
-    Columns: `grid`, those of `kvprobe.patching.pairs.table_of` (`cluster` is the fact), `kind`, `half`, `able` (the model says each
-    run's own value), and for attribution `score` and `linear`.
+    Columns: `grid`, those of `kvprobe.patching.pairs.table_of` (`cluster` is the fact), `kind`, `half`, `able` (the
+    model says each run's own value), and for attribution `score` and `linear`.
     """
     return table_of_parts(run, cases, "maps", lambda case: measure(model, case, config), doing="Patching", unit="pair")
 

@@ -162,8 +162,8 @@ def token_view(example: Mapping[str, Any]) -> TokenView:
     }
     found = {(cell["grid"], cell["part"], cell["slot"]): cell["share"] for cell in example["cells"]}
     return TokenView(
-        caption=f"Fact {example['fact']}: share of the way to the donor when all layers of one slot are swapped. Total patches were run for "
-        "the value and the rest of its turn only; other tokens are 0 there.",
+        caption=f"Fact {example['fact']}: share of the way to the donor when all layers of one slot are swapped. Total "
+        "patches were run for the value and the rest of its turn only; other tokens are 0 there.",
         tokens=example["texts"],
         labels=list(shown),
         values=[[found.get((grid, part, slot), 0.0) for slot in example["slots"]] for grid, part in shown.values()],

@@ -15,8 +15,8 @@ from kvprobe.tasks.facts import conversation, facts
 from kvprobe.wording import estimate_of, few_clusters, percent, span, verdict
 
 QUESTION = (
-    "A conversation states a fact and is asked for it two turns later. From which layers, slots and heads of the cache is the "
-    "fact read, and from K or from V?"
+    "A conversation states a fact and is asked for it two turns later. From which layers, slots and heads of the cache "
+    "is the fact read, and from K or from V?"
 )
 SLACK = 1e-4
 """How far a control may be off, as a share of the largest logit difference."""
@@ -40,7 +40,8 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
                 config,
                 environment,
                 also=[
-                    "Data: samples.parquet (one row per run and cell), example.parquet and metrics.json beside this page."
+                    "Data: samples.parquet (one row per run and cell), example.parquet and metrics.json beside this "
+                    "page."
                 ],
             ),
         ],
@@ -56,8 +57,8 @@ def answer(metrics: Mapping[str, Any]) -> str:
         )
     shares = {part: estimate_of(metrics["everything"][part]) for part in PARTS}
     told = (
-        f"V alone carries {percent(shares['V'])} of the way from one answer to the other, K alone {percent(shares['K'])}, both together "
-        f"{percent(shares['KV'])}"
+        f"V alone carries {percent(shares['V'])} of the way from one answer to the other, K alone "
+        f"{percent(shares['K'])}, both together {percent(shares['KV'])}"
     )
     part = leading(metrics)
     if part is None:
@@ -71,8 +72,9 @@ def answer(metrics: Mapping[str, Any]) -> str:
     if band is None:
         return f"The fact is read from {part}: {told}{slots}. No band of layers was tested."
     return (
-        f"The fact is read from {part}, at {_at(band['layers'])}: {told}{slots}. Bands found on one half of the facts and "
-        f"swapped at once on the other give {percent(estimate_of(band['of_whole']))} of what {part} of all layers gives."
+        f"The fact is read from {part}, at {_at(band['layers'])}: {told}{slots}. Bands found on one half of the facts "
+        f"and swapped at once on the other give {percent(estimate_of(band['of_whole']))} of what {part} of all layers "
+        "gives."
     )
 
 
@@ -101,8 +103,8 @@ def findings(metrics: Mapping[str, Any]) -> list[str]:
         sentences.append(_band_sentence(metrics, part))
     top = max(metrics["heads"], key=lambda cell: cell["mean"])
     sentences.append(
-        f"Of the {len(metrics['heads'])} KV heads of K and of V at the value's own slots, the one with the largest attribution is {top['part']} of "
-        f"layer {top['layer']}, head {top['head']}: {percent(estimate_of(top))}."
+        f"Of the {len(metrics['heads'])} KV heads of K and of V at the value's own slots, the one with the largest "
+        f"attribution is {top['part']} of layer {top['layer']}, head {top['head']}: {percent(estimate_of(top))}."
     )
     kinds = dict.fromkeys(cell["kind"] for cell in metrics["by_kind"])
     for kind in kinds:
@@ -154,8 +156,8 @@ def _found_sections(metrics: Mapping[str, Any]) -> list[Section]:
                 Table(
                     columns=["swapped, all layers", *(PART_NAMES[part] for part in PARTS)],
                     rows=rows,
-                    caption="Share of the way from the base's logit difference to the donor's: mean effect over mean way, with 95 % "
-                    "intervals over facts.",
+                    caption="Share of the way from the base's logit difference to the donor's: mean effect over mean "
+                    "way, with 95 % intervals over facts.",
                 )
             ],
             figures=[Figure("whole_by_segment", "The same; the dashed line is the donor.")],
@@ -178,9 +180,10 @@ def _found_sections(metrics: Mapping[str, Any]) -> list[Section]:
             Section(
                 title="Reader and total",
                 paragraphs=[
-                    "Up to here only the suffix sees what was swapped. Here the residual stream of the value's slots is swapped before "
-                    "a layer, and all later layers and tokens go on from there. What is read from layers below has then been read "
-                    "already: where the line falls, the fact has left the value's slots."
+                    "Up to here only the suffix sees what was swapped. Here the residual stream of the value's slots "
+                    "is swapped before a layer, and all later layers and tokens go on from there. What is read from "
+                    "layers below has then been read already: where the line falls, the fact has left the value's "
+                    "slots."
                 ],
                 points=[f"Before layer {cell['layer']}: {percent(estimate_of(cell))}." for cell in metrics["residual"]],
                 figures=[Figure("reader_and_total", "The line may fall before the last layer at which V matters.")],
@@ -191,7 +194,8 @@ def _found_sections(metrics: Mapping[str, Any]) -> list[Section]:
             Section(
                 title="One fact, slot by slot",
                 paragraphs=[
-                    "The first fact that the model can do, from two slots before the value on. The first two slots cannot know the value."
+                    "The first fact that the model can do, from two slots before the value on. The first two slots "
+                    "cannot know the value."
                 ],
                 views=[token_view(example)],
                 maps=slot_maps(example),
@@ -205,13 +209,19 @@ def _band_sentence(metrics: Mapping[str, Any], part: str) -> str:
     band = metrics["bands"][part]
     if band is None:
         return f"{part}: single layers do not add up to an effect toward the donor, so no band was sought."
-    told = f"{part}: the smallest run of layers that holds {SHARE:.0%} of the sum over single layers is {_run(band['layers'])}; "
+    told = (
+        f"{part}: the smallest run of layers that holds {SHARE:.0%} of the sum over single layers is "
+        f"{_run(band['layers'])}; "
+    )
     halves = " and ".join(_run(layers) for layers in band["halves"])
     told += f"of the two halves of the facts, {halves}. Each half's band, swapped at once on the other half, moves "
     told += f"{percent(estimate_of(band['inside']))} of the way"
     if band["outside"] is None:
         return f"{told}; it holds all layers."
-    told += f"; all other layers move {percent(estimate_of(band['outside']))}. Single layers add up to {band['summed']:.1%}."
+    told += (
+        f"; all other layers move {percent(estimate_of(band['outside']))}. Single layers add up to "
+        f"{band['summed']:.1%}."
+    )
     return told
 
 
@@ -221,9 +231,10 @@ def _attribution_sentence(found: Mapping[str, Any]) -> str:
         return "unknown" if own is None else f"{own['median']:.2f} (quartiles {own['low']:.2f} to {own['high']:.2f})"
 
     return (
-        f"Scores are first order from the attention output of the patched layer on, exact below. Against exact patching of {found['cells']} "
-        f"cells drawn at random, the rank correlation within a run is, as a median over runs, {of('score_K')} for K and "
-        f"{of('score_V')} for V; of the plain gradient, {of('linear_K')} and {of('linear_V')}. 1 is the same order, 0 is chance."
+        "Scores are first order from the attention output of the patched layer on, exact below. Against exact "
+        f"patching of {found['cells']} cells drawn at random, the rank correlation within a run is, as a median over "
+        f"runs, {of('score_K')} for K and {of('score_V')} for V; of the plain gradient, {of('linear_K')} and "
+        f"{of('linear_V')}. 1 is the same order, 0 is chance."
     )
 
 
@@ -234,19 +245,21 @@ def _done_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="What was done",
         paragraphs=[
-            "Each fact is stated twice with different values, in prompts that agree token by token but for the value. The question and "
-            "the reply, up to the value, are read after each prompt's cache. The measure is the logit of the run's own value less that of the "
-            "other; 0 % of the way is the run unpatched, 100 % the run whose K and V are swapped in (the donor).",
+            "Each fact is stated twice with different values, in prompts that agree token by token but for the value. "
+            "The question and the reply, up to the value, are read after each prompt's cache. The measure is the logit "
+            "of the run's own value less that of the other; 0 % of the way is the run unpatched, 100 % the run whose K "
+            "and V are swapped in (the donor).",
             "One conversation:",
         ],
         passages=passages,
         points=[
-            f"{metrics['pairs']['facts']} facts, {metrics['pairs']['runs']} runs. The model says each run's own value in "
-            f"{metrics['pairs']['able_runs']} runs ({'; '.join(able)}); all others are left out of the maps.",
-            "The turn of the fact is cut into what stands before the value, the value, and what stands after it with the reply.",
-            f"A band is the smallest run of adjacent layers whose single-layer effects, averaged over facts and summed over segments, "
-            f"add up to {SHARE:.0%} of the sum over all layers. It is found on one half of the facts and patched on the other, and "
-            "the reverse, so that no fact tests a band that it helped to find.",
+            f"{metrics['pairs']['facts']} facts, {metrics['pairs']['runs']} runs. The model says each run's own value "
+            f"in {metrics['pairs']['able_runs']} runs ({'; '.join(able)}); all others are left out of the maps.",
+            "The turn of the fact is cut into what stands before the value, the value, and what stands after it with "
+            "the reply.",
+            "A band is the smallest run of adjacent layers whose single-layer effects, averaged over facts and summed "
+            f"over segments, add up to {SHARE:.0%} of the sum over all layers. It is found on one half of the facts "
+            "and patched on the other, and the reverse, so that no fact tests a band that it helped to find.",
         ],
     )
 
@@ -259,9 +272,11 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-            f"{metrics['pairs']['facts']} hand-written English conversations with a fact said once and asked for two turns later; the two values "
-            "share their place. A fact that must be found by its value, not by its place, may need K.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger "
+            "ones.",
+            f"{metrics['pairs']['facts']} hand-written English conversations with a fact said once and asked for two "
+            "turns later; the two values share their place. A fact that must be found by its value, not by its place, "
+            "may need K.",
             "A patched cache holds K of one run and V of another, which no prompt gives.",
             "The logit difference sees only these two values; a patch that breaks both answers alike is not seen.",
             "Facts that the model cannot do are left out, so the numbers hold for what it can recall.",

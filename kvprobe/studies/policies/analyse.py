@@ -84,8 +84,8 @@ def _difference(measure: str, values: Float[np.ndarray, "samples"], comparisons:
 
 
 def _claims(config: Config) -> int:
-    """Comparisons that a headline picks from: policies with a budget, by budget, on three measures and once more with sinks
-    spared."""
+    """Comparisons that a headline picks from: policies with a budget, by budget, on three measures and once more with
+    sinks spared."""
     policies = sum(not kind.baseline and not kind.bits for kind in KINDS.values())
     return policies * len(judged_budgets(config)) * 4
 
@@ -145,8 +145,8 @@ def _condition(collected: Collected, index: int) -> dict[str, Any]:
 
 
 def _against(collected: Collected, config: Config) -> list[dict[str, Any]]:
-    """What each policy gains on random eviction of the same budget; a policy with budgets of its own, on random eviction
-    with as much memory or more. The headline picks from these gains: their intervals hold together."""
+    """What each policy gains on random eviction of the same budget; a policy with budgets of its own, on random
+    eviction with as much memory or more. The headline picks from these gains: their intervals hold together."""
     memory = collected.values["memory"].mean(1)
     claims = _claims(config)
     found = []
@@ -173,10 +173,11 @@ def _against(collected: Collected, config: Config) -> list[dict[str, Any]]:
 
 
 def _enough(collected: Collected, config: Config) -> dict[str, dict[str, Any]]:
-    """For each policy and measure the least memory that keeps it near the full cache; None where no measured budget does.
+    """For each policy and measure the least memory that keeps it near the full cache; None where no measured budget
+    does.
 
-    It is a crossing, which no jackknife follows: its interval (where `known`) is between where the ends of the loss's intervals
-    cross.
+    It is a crossing, which no jackknife follows: its interval (where `known`) is between where the ends of the loss's
+    intervals cross.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, kind in KINDS.items():

@@ -1,9 +1,9 @@
 """Every policy at every budget on the cache of the same conversation, and what the model says from what is left.
 
-A conversation is read once, with attention watched, and each condition acts on that cache: the slots left are retained, never
-read again. What is said afterwards is teacher-forced, in two passes for each condition: the continuation that the model
-itself gives with the full cache, and five questions as rows of one batch. One file per sample is kept, so an interrupted
-run resumes.
+A conversation is read once, with attention watched, and each condition acts on that cache: the slots left are retained,
+never read again. What is said afterwards is teacher-forced, in two passes for each condition: the continuation that the
+model itself gives with the full cache, and five questions as rows of one batch. One file per sample is kept, so an
+interrupted run resumes.
 """
 
 from collections.abc import Callable
@@ -210,9 +210,9 @@ def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:
     Columns: `memory` (share of the full cache's), `bytes` (as a 16-bit cache) and `bytes_held` (by kvprobe); `kl` in
     nats and `agreement` of the most likely token, means over the continuation; `code` (share of its tokens that are the
     most likely ones) and `code_margin` (their log-probability less the mean over other digits, in nats, summed);
-    `instruction1` … (whether the true value gained most of the eight over their log-probabilities with nothing before the
-    question), their mean `instructions` and `instruction_margin` (that gain less the mean over the others, in nats, mean of
-    the four).
+    `instruction1` … (whether the true value gained most of the eight over their log-probabilities with nothing before
+    the question), their mean `instructions` and `instruction_margin` (that gain less the mean over the others, in nats,
+    mean of the four).
     """
     given, chat = sample_conversation(model, config, sample)
     tokens = chat.tokens(model.tokenizer)

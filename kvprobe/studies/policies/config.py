@@ -34,6 +34,7 @@ class Config(Settings):
         require("budgets", self.budgets[-1], 1, 100)
         if smallest * self.length < 100 * FEWEST_SLOTS:
             raise UserError(
-                f"Setting 'budgets' has {smallest}, which is {smallest * self.length / 100:g} slots of a conversation of "
-                f"{self.length} tokens; expected at least {FEWEST_SLOTS} slots, {-(-100 * FEWEST_SLOTS // self.length)} percent."
+                f"Setting 'budgets' has {smallest}, which is {smallest * self.length / 100:g} slots of a conversation "
+                f"of {self.length} tokens; expected at least {FEWEST_SLOTS} slots, "
+                f"{-(-100 * FEWEST_SLOTS // self.length)} percent."
             )

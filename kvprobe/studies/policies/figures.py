@@ -41,7 +41,8 @@ def draw_all(metrics: Mapping[str, Any], config: Config, name: str, folder: Path
 
 
 def quality_by_memory(metrics: Mapping[str, Any], title: str) -> Any:
-    """Each measure against the memory kept: a line per policy, the band of random eviction, the full cache and chance."""
+    """Each measure against the memory kept: a line per policy, the band of random eviction, the full cache and
+    chance."""
     import matplotlib.pyplot as plt
 
     with styled():

@@ -27,8 +27,9 @@ from kvprobe.studies.policies.figures import at_budget, budget_maps, label_of
 from kvprobe.wording import estimate_of, few_clusters, percent, plain, points, signed
 
 QUESTION = (
-    "A conversation of some hundred tokens holds instructions and a number that will be asked for later. Cache policies "
-    "throw parts of its KV cache away, or round them. What does each policy cost in quality for the memory that it saves?"
+    "A conversation of some hundred tokens holds instructions and a number that will be asked for later. Cache "
+    "policies throw parts of its KV cache away, or round them. What does each policy cost in quality for the memory "
+    "that it saves?"
 )
 
 NAMES = {
@@ -80,12 +81,14 @@ def answer_random(metrics: Mapping[str, Any], config: Config) -> str:
         sentences.append(
             f"At {budget} % of the slots, of {len(policies)} policies these beat random eviction significantly: "
             f"{'; '.join(told)}. "
-            f"If random eviction spares the first {SINKS} slots, these still beat it on agreement: {_named(strict, policies)}."
+            f"If random eviction spares the first {SINKS} slots, these still beat it on agreement: "
+            f"{_named(strict, policies)}."
         )
     unjudged = [NAMES[name] for name, judged in metrics["judged"].items() if not judged]
     if unjudged:
         sentences.append(
-            f"What policies cost in {' and '.join(unjudged)} cannot be judged on this model, whose full cache is too near chance."
+            f"What policies cost in {' and '.join(unjudged)} cannot be judged on this model, whose full cache is too "
+            "near chance."
         )
     return " ".join(sentences)
 
@@ -117,20 +120,22 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
     for name, judged in metrics["judged"].items():
         if not judged:
             found.append(
-                f"{NAMES[name].capitalize()}: with the full cache it is {percent(estimate_of(metrics['ceiling'][name]))}, not significantly "
-                f"{100 * ABOVE_CHANCE:.0f} points above chance ({_share(metrics['chance'][name])}). What policies cost there cannot be "
-                f"judged on this model."
+                f"{NAMES[name].capitalize()}: with the full cache it is "
+                f"{percent(estimate_of(metrics['ceiling'][name]))}, not significantly {100 * ABOVE_CHANCE:.0f} points "
+                f"above chance ({_share(metrics['chance'][name])}). What policies cost there cannot be judged on this "
+                "model."
             )
     if metrics["unchanged"] is None:
         found.append(
-            f"The budgets ({', '.join(map(str, config.budgets))}) leave out 100, so it was not checked that a policy which may keep everything "
-            f"changes nothing."
+            f"The budgets ({', '.join(map(str, config.budgets))}) leave out 100, so it was not checked that a policy "
+            "which may keep everything changes nothing."
         )
     return found
 
 
 def _verdict(metrics: Mapping[str, Any], policies: Sequence[str], measure: str, budget: int) -> str:
-    """Who beats random eviction at a budget on a measure, and who does worse; the others are indistinguishable from it."""
+    """Who beats random eviction at a budget on a measure, and who does worse; the others are indistinguishable from
+    it."""
     told = _named(_beating(metrics, policies, measure, budget, RANDOM), policies)
     worse = [name for name in policies if _gain(metrics, name, budget, RANDOM, measure).below()]
     return f"{told} (worse: {_named(worse, policies)})" if worse else told
@@ -207,23 +212,25 @@ def _conversation_section(metrics: Mapping[str, Any], config: Config, model: Mod
     return Section(
         title="What the model reads",
         paragraphs=[
-            f"The first of {metrics['samples']} conversations of {full['slots']['min']:.0f} to {full['slots']['max']:.0f} tokens. "
-            "Instructions, their values, small talk, the sentence with the code and its depth are drawn anew for each. The "
-            "conversation is read once, with attention watched; every policy then acts on that same cache, and what it keeps "
-            "is kept as it was computed. None of what is asked below is known when policies act.",
+            f"The first of {metrics['samples']} conversations of {full['slots']['min']:.0f} to "
+            f"{full['slots']['max']:.0f} tokens. Instructions, their values, small talk, the sentence with the code "
+            "and its depth are drawn anew for each. The conversation is read once, with attention watched; every "
+            "policy then acts on that same cache, and what it keeps is kept as it was computed. None of what is asked "
+            "below is known when policies act.",
         ],
         passages=passages,
         points=[
-            f"Going on: the user says “{LAST_TURN}” With the full cache the model's own greedy answer is taken, at most "
-            f"{CONTINUED} tokens ({full['continued']['mean']:.0f} on average). Each condition reads the same tokens: KL of its "
-            "next-token distributions from the full cache's, and how often both hold the same token likeliest.",
-            f"Code: the user asks “{given.needle.question}” and the reply begins “{given.needle.lead}”. Share of the code's "
-            "tokens that are the likeliest ones, the true ones before them given.",
-            f"Instructions, four times, as: “{instruction.query}”, the reply begins “{instruction.lead}”. It is followed if "
-            f"of the {len(instruction.values)} values that it might have named the true one, here “{value}”, gains most over what the model "
-            "gives its first token with nothing before the question.",
-            "Memory: bytes of the slots that each head keeps, as a share of the full cache's, both at 16 bits a number; "
-            "of quantised slots their codes, scales and minima.",
+            f"Going on: the user says “{LAST_TURN}” With the full cache the model's own greedy answer is taken, at "
+            f"most {CONTINUED} tokens ({full['continued']['mean']:.0f} on average). Each condition reads the same "
+            "tokens: KL of its next-token distributions from the full cache's, and how often both hold the same token "
+            "likeliest.",
+            f"Code: the user asks “{given.needle.question}” and the reply begins “{given.needle.lead}”. Share of the "
+            "code's tokens that are the likeliest ones, the true ones before them given.",
+            f"Instructions, four times, as: “{instruction.query}”, the reply begins “{instruction.lead}”. It is "
+            f"followed if of the {len(instruction.values)} values that it might have named the true one, here "
+            f"“{value}”, gains most over what the model gives its first token with nothing before the question.",
+            "Memory: bytes of the slots that each head keeps, as a share of the full cache's, both at 16 bits a "
+            "number; of quantised slots their codes, scales and minima.",
         ],
     )
 
@@ -255,23 +262,25 @@ def _quality_section(metrics: Mapping[str, Any], config: Config) -> Section:
                 [KINDS[name].label, *(_least(metrics, name, measure) for measure in MEASURES)]
                 for name in metrics["enough"]
             ],
-            caption=f"The least memory with which a policy stays near the full cache: a KL of at most {TOLERANCE['kl']} nats, or "
-            f"at most {100 * TOLERANCE['agreement']:.0f} points below it, at every measured budget from the largest down; between "
-            "two budgets on the line through both (not between bits), below the smallest not at all. In brackets 95 % intervals.",
+            caption="The least memory with which a policy stays near the full cache: a KL of at most "
+            f"{TOLERANCE['kl']} nats, or at most {100 * TOLERANCE['agreement']:.0f} points below it, at every measured "
+            "budget from the largest down; between two budgets on the line through both (not between bits), below the "
+            "smallest not at all. In brackets 95 % intervals.",
         )
     )
     return Section(
         title="Quality for memory",
         paragraphs=[
-            f"With the full cache, which at 16 bits takes {metrics['full']['bytes'] / 2**20:.1f} MiB, the model recalls "
-            f"{ceiling['code']} of the code (chance {_share(chance['code'])}) and follows {ceiling['instructions']} of the instructions "
-            f"(chance {_share(chance['instructions'])}). No policy can be expected to do better.",
+            f"With the full cache, which at 16 bits takes {metrics['full']['bytes'] / 2**20:.1f} MiB, the model "
+            f"recalls {ceiling['code']} of the code (chance {_share(chance['code'])}) and follows "
+            f"{ceiling['instructions']} of the instructions (chance {_share(chance['instructions'])}). No policy can "
+            "be expected to do better.",
         ],
         figures=[
             Figure(
                 "quality_by_memory",
-                "Means over conversations. Grey band: 95 % interval of random eviction; the tables hold the others. A policy "
-                "that keeps everything has a KL of zero, which is off the scale.",
+                "Means over conversations. Grey band: 95 % interval of random eviction; the tables hold the others. A "
+                "policy that keeps everything has a KL of zero, which is off the scale.",
             )
         ],
         maps=budget_maps(metrics),
@@ -307,12 +316,14 @@ def _random_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="Against random eviction",
         paragraphs=[
-            "A policy that scores slots must beat one that draws at random. But random draws often lose the first slots, on which many "
-            "models park attention that they need for nothing else; a policy may beat random eviction by keeping those and know "
-            f"nothing more. So there is a second baseline, random eviction that spares the first {SINKS} slots.",
-            "Differences are between conditions of the same conversations; above zero is better, and a policy is said to beat a "
-            f"baseline where the whole interval is above zero. These are {count} comparisons, "
-            f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by chance if none did.",
+            "A policy that scores slots must beat one that draws at random. But random draws often lose the first "
+            "slots, on which many models park attention that they need for nothing else; a policy may beat random "
+            "eviction by keeping those and know nothing more. So there is a second baseline, random eviction that "
+            f"spares the first {SINKS} slots.",
+            "Differences are between conditions of the same conversations; above zero is better, and a policy is said "
+            f"to beat a baseline where the whole interval is above zero. These are {count} comparisons, "
+            f"each with its own 95 % interval: about {max(1, round(count / 40))} would seem to beat their baseline by "
+            "chance if none did.",
         ],
         tables=tables,
     )
@@ -346,23 +357,24 @@ def _instructions_section(metrics: Mapping[str, Any], config: Config) -> Section
     return Section(
         title="Which instructions are forgotten",
         paragraphs=[
-            "An assistant that forgets all its instructions is soon found out; one that forgets a single one is not. The table "
-            "holds the share of conversations in which, of the instructions that the full cache follows, some are lost and "
-            f"some are kept. That can only be seen where the full cache follows at least two: {several} of {samples} conversations.",
+            "An assistant that forgets all its instructions is soon found out; one that forgets a single one is not. "
+            "The table holds the share of conversations in which, of the instructions that the full cache follows, "
+            "some are lost and some are kept. That can only be seen where the full cache follows at least two: "
+            f"{several} of {samples} conversations.",
         ],
         figures=[
             Figure(
                 "instructions_by_place",
-                "Instructions followed by their place in the system prompt, in % of the conversations; the tables above hold "
-                "intervals of the means over places.",
+                "Instructions followed by their place in the system prompt, in % of the conversations; the tables "
+                "above hold intervals of the means over places.",
             )
         ],
         tables=[
             Table(
                 columns=["policy", *(f"{budget} % of the slots" for budget in budgets)],
                 rows=rows,
-                caption="Conversations in which some of these instructions are forgotten and some are not, with 95 % intervals. "
-                "Quantisation alone keeps all slots.",
+                caption="Conversations in which some of these instructions are forgotten and some are not, with 95 % "
+                "intervals. Quantisation alone keeps all slots.",
             )
         ],
     )
@@ -374,22 +386,26 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
     if unchanged is not None:
         holds = unchanged["kl"] <= _UNCHANGED and unchanged["agreement"] == 1 and unchanged["memory"] == 1
         checks.append(
-            f"Nothing evicted, nothing changed: {unchanged['conditions']} policies with a budget of 100 % keep at least "
-            f"{unchanged['memory']:.0%} of the memory, differ from the full cache by a KL of at most {unchanged['kl']:.1e} nats "
-            f"(allowed: {_UNCHANGED:.0e}) and agree with it on at least {unchanged['agreement']:.0%} of the tokens. The control "
+            f"Nothing evicted, nothing changed: {unchanged['conditions']} policies with a budget of 100 % keep at "
+            f"least {unchanged['memory']:.0%} of the memory, differ from the full cache by a KL of at most "
+            f"{unchanged['kl']:.1e} nats (allowed: {_UNCHANGED:.0e}) and agree with it on at least "
+            f"{unchanged['agreement']:.0%} of the tokens. The control "
             f"{'holds' if holds else 'DOES NOT HOLD: doubt this run'}."
         )
     ceiling = metrics["ceiling"]
     checks += [
-        f"Chance: codes and values are drawn uniformly, so a cache that knows nothing recalls {_share(metrics['chance']['code'])} of the "
-        f"code at best and follows {_share(metrics['chance']['instructions'])} of the instructions, whatever the model likes to say.",
+        "Chance: codes and values are drawn uniformly, so a cache that knows nothing recalls "
+        f"{_share(metrics['chance']['code'])} of the code at best and follows "
+        f"{_share(metrics['chance']['instructions'])} of the instructions, whatever the model likes to say.",
         f"Ceiling: with the full cache the log-probability of the true code exceeds that of others by "
         f"{plain(estimate_of(ceiling['code_margin']))} nats, and of an instruction's true value that of others by "
         f"{plain(estimate_of(ceiling['instruction_margin']))} nats; a cache that knows nothing has a mean of zero.",
         "Every condition acts on the cache of the same reading; nothing is read again.",
-        f"Below {2 * WINDOW} slots of budget, SnapKV and what builds on it look with the last half of the budget instead of "
-        f"{WINDOW} queries. PyramidKV's steps between layers are rounded down, as published, so it may hold more than the budget.",
-        "Positions of what is asked follow the ledger, so a policy that closes gaps is asked right after its last slot.",
+        f"Below {2 * WINDOW} slots of budget, SnapKV and what builds on it look with the last half of the budget "
+        f"instead of {WINDOW} queries. PyramidKV's steps between layers are rounded down, as published, so it may hold "
+        "more than the budget.",
+        "Positions of what is asked follow the ledger, so a policy that closes gaps is asked right after its last "
+        "slot.",
     ]
     return Section(title="Controls", points=checks)
 
@@ -397,18 +413,20 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
 def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     limits = [
         f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-        "Policies act once, at the end of the conversation, before any question is known. SnapKV, PyramidKV, Ada-KV and TOVA are "
-        "often run with the question at the prompt's end, where their last queries can look for what it asks; that is an "
-        "easier task than this one. H2O, TOVA and windows would also go on evicting while an answer is written.",
-        "Memory counts what each head keeps, as if an engine stored every head's slots apart; with slots that differ between "
-        "heads that takes kernels which most engines do not have. `bytes_held` in samples.parquet is what kvprobe holds, one "
-        "length for all. Time is not measured.",
-        f"The model runs in {str(model.lanes.dtype).removeprefix('torch.')}; quality is that of this dtype, memory that of 16 bits. "
-        f"Quantised numbers are rounded to their codes and read back; groups of 32, the last {TAIL} slots at full precision, which "
-        "short conversations feel: at more tokens quantisation takes less memory than here.",
+        "Policies act once, at the end of the conversation, before any question is known. SnapKV, PyramidKV, Ada-KV "
+        "and TOVA are often run with the question at the prompt's end, where their last queries can look for what it "
+        "asks; that is an easier task than this one. H2O, TOVA and windows would also go on evicting while an answer "
+        "is written.",
+        "Memory counts what each head keeps, as if an engine stored every head's slots apart; with slots that differ "
+        "between heads that takes kernels which most engines do not have. `bytes_held` in samples.parquet is what "
+        "kvprobe holds, one length for all. Time is not measured.",
+        f"The model runs in {str(model.lanes.dtype).removeprefix('torch.')}; quality is that of this dtype, memory "
+        f"that of 16 bits. Quantised numbers are rounded to their codes and read back; groups of 32, the last {TAIL} "
+        "slots at full precision, which short conversations feel: at more tokens quantisation takes less memory than "
+        "here.",
         "Hand-written English sentences in conversations of one length; a code is a digit string and stands once.",
-        "An instruction counts as followed by the first token of its value among eight, each held against what the model gives "
-        "it anyway; that the model would say it of its own accord is not claimed.",
+        "An instruction counts as followed by the first token of its value among eight, each held against what the "
+        "model gives it anyway; that the model would say it of its own accord is not claimed.",
     ]
     windows = [window for window in model.geometry.windows if window is not None]
     if windows:
@@ -416,11 +434,12 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
         fits = (
             f"conversations with their questions reach {reach:.0f} positions and fit into it"
             if reach <= window
-            else f"conversations with their questions reach {reach:.0f} positions, so these layers do not see their beginning "
-            "under any policy, the full cache included: what is out of window is not what a policy has evicted"
+            else f"conversations with their questions reach {reach:.0f} positions, so these layers do not see their "
+            "beginning under any policy, the full cache included: what is out of window is not what a policy has "
+            "evicted"
         )
         limits.append(
-            f"{len(windows)} of {model.geometry.n_layers} layers have a sliding window of {window} positions; {fits}. Their slots "
-            "are counted whole, although an engine need not hold what is out of window."
+            f"{len(windows)} of {model.geometry.n_layers} layers have a sliding window of {window} positions; {fits}. "
+            "Their slots are counted whole, although an engine need not hold what is out of window."
         )
     return Section(title="Limits", points=limits)

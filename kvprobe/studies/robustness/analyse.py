@@ -265,7 +265,8 @@ def _procedure(mine: Rows, config: Config, clean: Answers, scorer: str, items: S
 
 
 def _examples(mine: Rows, config: Config) -> dict[str, Any]:
-    """The answers to the first item that a sound cache gets right (or to the first at all), sound and at the middle rate."""
+    """The answers to the first item that a sound cache gets right (or to the first at all), sound and at the middle
+    rate."""
     rate = middle_rate(config)
     sound = mine[mine["case"] == -1]
     shown = sound[sound["right"].astype(bool)] if sound["right"].any() else sound

@@ -49,8 +49,8 @@ def beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
     found = reported(config.reported)
     if not any(same_task(task.name, found) for task in tasks):
         raise UserError(
-            f"Setting 'reported' names {found.name!r}, which is about {found.task}, but the tasks are {', '.join(config.tasks)}; add "
-            f"that task, or leave 'reported' empty."
+            f"Setting 'reported' names {found.name!r}, which is about {found.task}, but the tasks are "
+            f"{', '.join(config.tasks)}; add that task, or leave 'reported' empty."
         )
     if not set(config.faults) & set(found.rows):
         raise UserError(

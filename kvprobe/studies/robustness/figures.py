@@ -83,8 +83,8 @@ def loss_maps(metrics: Mapping[str, Any]) -> list[HeatMap]:
                 columns=pd.Index([f"{rate:g} %" for rate in metrics["rates"]], name="struck"),
             )
             caption = (
-                f"{shown_task(name)}: right answers ({scorer}) lost to each fault, as a share of all. A sound cache gets "
-                f"{percent(estimate_of(task['clean'][scorer]))} right, guessing {100 * task['chance']:.3g} %."
+                f"{shown_task(name)}: right answers ({scorer}) lost to each fault, as a share of all. A sound cache "
+                f"gets {percent(estimate_of(task['clean'][scorer]))} right, guessing {100 * task['chance']:.3g} %."
             )
             found.append(map_of(table, caption, "of all answers"))
     return found

@@ -29,8 +29,9 @@ from kvprobe.tasks.task import Task
 from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
 
 QUESTION = (
-    "A share of the slots of a model's KV cache holds something else than what the model wrote there: noise, zeros, another "
-    "conversation, a neighbouring block. How much of the cache can be damaged, and how, before answers go wrong?"
+    "A share of the slots of a model's KV cache holds something else than what the model wrote there: noise, zeros, "
+    "another conversation, a neighbouring block. How much of the cache can be damaged, and how, before answers go "
+    "wrong?"
 )
 FEW = 20
 """Items below which little can be distinguished."""
@@ -65,7 +66,8 @@ def narrate(
             config,
             environment,
             also=[
-                "Data: samples.parquet (one row per item and case, with what was said) and metrics.json beside this page.",
+                "Data: samples.parquet (one row per item and case, with what was said) and metrics.json beside this "
+                "page.",
                 *(
                     f"{CATALOGUE[name].label} at {first[name].labels['rate']:g} %: {first[name].trial.fault}."
                     for name in metrics["faults"]
@@ -94,7 +96,8 @@ def headline(metrics: Mapping[str, Any]) -> str:
             for each in (task["ranking"][0], task["ranking"][-1])
         )
         told.append(
-            f"{shown_task(name).capitalize()}, {_clean(task)} right with a sound cache: worst is {worst}, mildest {mildest}."
+            f"{shown_task(name).capitalize()}, {_clean(task)} right with a sound cache: worst is {worst}, mildest "
+            f"{mildest}."
         )
     return " ".join(told)
 
@@ -119,8 +122,8 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
     if metrics["broken"]["rows"]:
         broken = metrics["broken"]
         found.append(
-            f"In {broken['rows']} of {broken['of']} rows K, V or the logits were not finite. They count as wrong and are left out "
-            f"of KL. The first: {broken['first']}."
+            f"In {broken['rows']} of {broken['of']} rows K, V or the logits were not finite. They count as wrong and "
+            f"are left out of KL. The first: {broken['first']}."
         )
     controls = metrics["controls"]
     failed = [entry["holds"] for entry in (controls["nothing"], controls["nan"], *controls["reordered"])]
@@ -132,7 +135,10 @@ def warnings(metrics: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _answer_of(name: str, task: Mapping[str, Any], rates: Sequence[float]) -> str:
-    baseline = f"On {shown_task(name)} the model is right in {_clean(task)} with a sound cache (chance {shown_chance(task['chance'])})"
+    baseline = (
+        f"On {shown_task(name)} the model is right in {_clean(task)} with a sound cache (chance "
+        f"{shown_chance(task['chance'])})"
+    )
     ranking = task["ranking"]
     if not ranking:
         return f"{baseline}; only controls were struck."
@@ -211,29 +217,32 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
     return Section(
         title="What was done",
         paragraphs=[
-            "Each prompt is read once. From its last token on the answer is decoded greedily, in one batch: a row with the sound "
-            "cache, and a row for each fault at each rate. All rows of an item share random draws, so a higher rate strikes "
-            "what a lower one struck and more, and two faults of one rate strike the same places.",
-            f"What is drawn: {UNITS[config.unit]}; the drawn share is the rate, of all slots that hold a token by then, those of the "
-            f"answer included. Damage is {TIMINGS[config.timing]}. Faults of pages strike whole blocks of 16 slots, in all "
-            "layers, and their rate is a share of blocks; faults that move whole vectors never strike single numbers. Where a "
-            "rate is less than one slot or block, chance decides whether one is struck, so that the rate is met on average.",
-            f"{metrics['items']} items of each task; {config.repeats} draw{'s' if config.repeats > 1 else ''} of each fault, rate and "
-            "item. Accuracies have Wilson intervals over items (repeats are averaged first: they are no new items); "
-            "differences and KL have jackknife intervals over items, paired. All are 95 % intervals; see docs/intervals.md.",
+            "Each prompt is read once. From its last token on the answer is decoded greedily, in one batch: a row with "
+            "the sound cache, and a row for each fault at each rate. All rows of an item share random draws, so a "
+            "higher rate strikes what a lower one struck and more, and two faults of one rate strike the same places.",
+            f"What is drawn: {UNITS[config.unit]}; the drawn share is the rate, of all slots that hold a token by "
+            f"then, those of the answer included. Damage is {TIMINGS[config.timing]}. Faults of pages strike whole "
+            "blocks of 16 slots, in all layers, and their rate is a share of blocks; faults that move whole vectors "
+            "never strike single numbers. Where a rate is less than one slot or block, chance decides whether one is "
+            "struck, so that the rate is met on average.",
+            f"{metrics['items']} items of each task; {config.repeats} draw{'s' if config.repeats > 1 else ''} of each "
+            "fault, rate and item. Accuracies have Wilson intervals over items (repeats are averaged first: they are "
+            "no new items); differences and KL have jackknife intervals over items, paired. All are 95 % intervals; "
+            "see docs/intervals.md.",
         ],
         passages=chat,
         tables=[
             Table(
                 columns=["answer with", "text"],
                 rows=said,
-                caption=f"An item of {shown_task(tasks[0].name)} at {examples['rate']:g} %; right is “{examples['answer']}”.",
+                caption=f"An item of {shown_task(tasks[0].name)} at {examples['rate']:g} %; right is "
+                f"“{examples['answer']}”.",
             ),
             Table(
                 columns=["task", "prompt (slots)", "chance", *_scorer_columns(metrics), "faults ranked"],
                 rows=[_task_row(metrics, name) for name in metrics["tasks"]],
-                caption="Accuracy with a sound cache, before anything else. A task at which the model fails then shows nothing of "
-                "what damage does.",
+                caption="Accuracy with a sound cache, before anything else. A task at which the model fails then shows "
+                "nothing of what damage does.",
             ),
             Table(
                 columns=["fault", "a struck slot holds", "drawn at once"],
@@ -245,8 +254,8 @@ def _done_section(metrics: Mapping[str, Any], config: Config, tasks: Sequence[Ta
                     ]
                     for name in metrics["faults"]
                 ],
-                caption="Faults. K and V permuted together and blocks swapped are controls: where all slots are visible, "
-                "attention does not care for their order.",
+                caption="Faults. K and V permuted together and blocks swapped are controls: where all slots are "
+                "visible, attention does not care for their order.",
             ),
         ],
     )
@@ -282,20 +291,23 @@ def _controls_section(metrics: Mapping[str, Any], config: Config) -> Section:
     controls = metrics["controls"]
     nothing, nan = controls["nothing"], controls["nan"]
     checks = [
-        f"Nothing struck, nothing changed: at a rate of 0 no slot is written, {nothing['same']} of {nothing['rows']} rows give the "
-        f"sound cache's whole answer, and KL is at most {_number(nothing['kl'])}, which is how far rows of one batch are from each "
-        f"other by rounding alone (allowed: {controls['allowed']:g}). {_holds(nothing['holds'])}",
-        f"A NaN is found: one slot of NaN was reported as broken in {nan['found']} of {nan['rows']} rows. {_holds(nan['holds'])}",
+        f"Nothing struck, nothing changed: at a rate of 0 no slot is written, {nothing['same']} of {nothing['rows']} "
+        f"rows give the sound cache's whole answer, and KL is at most {_number(nothing['kl'])}, which is how far rows "
+        f"of one batch are from each other by rounding alone (allowed: {controls['allowed']:g}). "
+        f"{_holds(nothing['holds'])}",
+        f"A NaN is found: one slot of NaN was reported as broken in {nan['found']} of {nan['rows']} rows. "
+        f"{_holds(nan['holds'])}",
     ]
     for each in controls["reordered"]:
         checks.append(
-            f"{CATALOGUE[each['fault']].label}: slots in another order. Over all rates {each['same']} of {each['rows']} rows give the "
-            f"whole answer unchanged, and KL is at most {_number(each['kl'])} (allowed for rounding: {controls['allowed']:g}). "
+            f"{CATALOGUE[each['fault']].label}: slots in another order. Over all rates {each['same']} of "
+            f"{each['rows']} rows give the whole answer unchanged, and KL is at most {_number(each['kl'])} (allowed "
+            f"for rounding: {controls['allowed']:g}). "
             + (
                 _holds(each["holds"])
                 if each["holds"] is not None
-                else f"Prompts and answers reach {metrics['reach']} positions and the shortest sliding window is {metrics['window']}, so "
-                "order decides what is visible: here this is no control."
+                else f"Prompts and answers reach {metrics['reach']} positions and the shortest sliding window is "
+                f"{metrics['window']}, so order decides what is visible: here this is no control."
             )
         )
     broken = metrics["broken"]
@@ -321,13 +333,15 @@ def _limits_section(metrics: Mapping[str, Any], config: Config, model: Model) ->
         f"{model.name} is one model with {model.geometry.n_layers} layers; what it bears says nothing of larger ones.",
         f"The shortest prompt has {shortest} slots, of which {few:g} % are {shortest * few / 100:.1f}, and of its "
         f"{-(-shortest // 16)} blocks {-(-shortest // 16) * few / 100:.1f}; at low rates many reads see no damage.",
-        "A share of slots is not a measure of how much was damaged: a fault that turns keys leaves values as they are, and one "
-        "of a single part writes half as much as one of both.",
-        f"Timing ({config.timing}) and unit ({config.unit}) are one reading of “corrupted during decoding”; others give other numbers.",
-        "Answers are greedy. An answer that is right by chance counts as right, and one that says the right thing in other "
-        "words may not.",
-        "KL is averaged over the tokens of the sound answer, right or wrong; a damaged row's own errors do not compound in it, as "
-        "they do in its own answer.",
-        f"The model runs in {str(model.lanes.dtype).removeprefix('torch.')}; faults of fp8 and of rounding act on these numbers.",
+        "A share of slots is not a measure of how much was damaged: a fault that turns keys leaves values as they are, "
+        "and one of a single part writes half as much as one of both.",
+        f"Timing ({config.timing}) and unit ({config.unit}) are one reading of “corrupted during decoding”; others "
+        "give other numbers.",
+        "Answers are greedy. An answer that is right by chance counts as right, and one that says the right thing in "
+        "other words may not.",
+        "KL is averaged over the tokens of the sound answer, right or wrong; a damaged row's own errors do not "
+        "compound in it, as they do in its own answer.",
+        f"The model runs in {str(model.lanes.dtype).removeprefix('torch.')}; faults of fp8 and of rounding act on "
+        "these numbers.",
     ]
     return Section(title="Limits", points=limits)

@@ -28,8 +28,9 @@ def accuracy_section(metrics: Mapping[str, Any], config: Config) -> Section:
             metrics,
             name,
             lambda level, scorer=scorer: percent(estimate_of(level["accuracy"][scorer])),
-            f"{shown_task(name)}: right answers ({scorer}). Sound cache {percent(estimate_of(task['clean'][scorer]))}, chance "
-            f"{shown_chance(task['chance'])}.{'' if task['rankable'] else ' The model cannot do this task; do not read damage off it.'}",
+            f"{shown_task(name)}: right answers ({scorer}). Sound cache {percent(estimate_of(task['clean'][scorer]))}, "
+            f"chance {shown_chance(task['chance'])}."
+            + ("" if task["rankable"] else " The model cannot do this task; it says nothing of damage."),
         )
         for name, task in metrics["tasks"].items()
         for scorer in task["scorers"]
@@ -40,8 +41,8 @@ def accuracy_section(metrics: Mapping[str, Any], config: Config) -> Section:
         figures=[
             Figure(
                 "accuracy_by_rate",
-                "Right answers with Wilson intervals. Grey band and dashed line: sound cache; dotted: chance. Points of one rate are "
-                "drawn side by side. Controls are not drawn."
+                "Right answers with Wilson intervals. Grey band and dashed line: sound cache; dotted: chance. Points "
+                "of one rate are drawn side by side. Controls are not drawn."
                 + (" Hollow: published, with the intervals of their sample size." if config.reported else ""),
             )
         ],
@@ -66,8 +67,8 @@ def ranking_section(metrics: Mapping[str, Any], config: Config) -> Section:
             Table(
                 columns=["task", "contrast", "the first costs more accuracy by", "and more KL by (nats)", "verdict"],
                 rows=contrasts,
-                caption="The same items, rates and draws; averaged over rates. The verdict is on accuracy, or on KL where faults "
-                "are not ranked by accuracy.",
+                caption="The same items, rates and draws; averaged over rates. The verdict is on accuracy, or on KL "
+                "where faults are not ranked by accuracy.",
             )
         )
     excluded = [
@@ -78,11 +79,12 @@ def ranking_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="Which faults are worst",
         paragraphs=[
-            "Faults are ranked by the accuracy that they cost, and by KL, averaged over rates with equal weight, so a ranking "
-            "depends on which rates were chosen. Neighbours differ significantly where the whole interval of their difference is "
-            "above zero. Intervals of what faults cost hold together over all faults and tasks, those of neighbours over a ranking, "
-            "and those of contrasts over the contrasts of a task (Bonferroni). A cliff is the lowest measured rate at which accuracy is "
-            "significantly below half of that with a sound cache (the interval of the difference, paired, lies below zero).",
+            "Faults are ranked by the accuracy that they cost, and by KL, averaged over rates with equal weight, so a "
+            "ranking depends on which rates were chosen. Neighbours differ significantly where the whole interval of "
+            "their difference is above zero. Intervals of what faults cost hold together over all faults and tasks, "
+            "those of neighbours over a ranking, and those of contrasts over the contrasts of a task (Bonferroni). A "
+            "cliff is the lowest measured rate at which accuracy is significantly below half of that with a sound "
+            "cache (the interval of the difference, paired, lies below zero).",
             *(task["too_hard"] for task in metrics["tasks"].values() if task["too_hard"]),
         ],
         tables=tables,
@@ -109,15 +111,16 @@ def distance_section(metrics: Mapping[str, Any], config: Config) -> Section:
                     "untouched",
                 ],
                 rows=rows,
-                caption=f"{shown_task(name)} at {rate:g} %. First token that differs: median and quartiles, counted from 0. Broken: rows "
-                "with a number that was not finite. Untouched: rows in which the draws struck nothing.",
+                caption=f"{shown_task(name)} at {rate:g} %. First token that differs: median and quartiles, counted "
+                "from 0. Broken: rows with a number that was not finite. Untouched: rows in which the draws struck "
+                "nothing.",
             )
         )
     return Section(
         title="Distance from the sound cache",
         paragraphs=[
-            "An answer can be right and yet be another one; KL sees damage long before an answer changes. For KL, every row reads "
-            "the sound cache's answer, so all are measured on the same tokens."
+            "An answer can be right and yet be another one; KL sees damage long before an answer changes. For KL, "
+            "every row reads the sound cache's answer, so all are measured on the same tokens."
             if config.follow
             else "An answer can be right and yet be another one. KL was not measured in this run.",
         ],
@@ -150,8 +153,9 @@ def beside_section(metrics: Mapping[str, Any], config: Config, table: Reported, 
                     "intervals",
                 ],
                 rows=rows,
-                caption=f"{table.source}: {table.model}, {table.samples} items. Measured: {model}, {metrics['items']} items. “Apart” "
-                f"means that the two intervals (the article's, and the measured one of {task['scorers'][0]}) do not overlap.",
+                caption=f"{table.source}: {table.model}, {table.samples} items. Measured: {model}, {metrics['items']} "
+                "items. “Apart” means that the two intervals (the article's, and the measured one of "
+                f"{task['scorers'][0]}) do not overlap.",
             )
         )
     return Section(
@@ -166,9 +170,11 @@ def beside_section(metrics: Mapping[str, Any], config: Config, table: Reported, 
         ],
         tables=tables,
         points=[
-            "The article does not say whether an entry of the cache is a slot, a slot of one layer or a number, nor whether damage is "
-            f"redrawn for each token, or stays. Here: {UNITS[config.unit]}; {TIMINGS[config.timing]}.",
-            "Nor does it give its prompt, or how it found the answer in what the model wrote; measured columns follow lm-evaluation-harness.",
+            "The article does not say whether an entry of the cache is a slot, a slot of one layer or a number, nor "
+            f"whether damage is redrawn for each token, or stays. Here: {UNITS[config.unit]}; "
+            f"{TIMINGS[config.timing]}.",
+            "Nor does it give its prompt, or how it found the answer in what the model wrote; measured columns follow "
+            "lm-evaluation-harness.",
             "Its distractor is an unrelated prompt that it does not print; here it is small talk, drawn for each item.",
         ],
     )
@@ -196,8 +202,9 @@ def procedure_section(metrics: Mapping[str, Any], config: Config) -> Section:
     return Section(
         title="What the article leaves open",
         paragraphs=[
-            "Canarypwn's article replaces a share of the cache's entries “during autoregressive decoding”. It does not say what an "
-            "entry is, nor whether damage is redrawn or stays. Here are its three faults at one rate, every way: "
+            "Canarypwn's article replaces a share of the cache's entries “during autoregressive decoding”. It does not "
+            "say what an entry is, nor whether damage is redrawn or stays. Here are its three faults at one rate, "
+            "every way: "
             + "; ".join(f"{name}, {text}" for name, text in TIMINGS.items())
             + ". By slot: "
             + f"{UNITS['slot']}; by layer: {UNITS['layer']}; by number: {UNITS['number']}.",
@@ -307,4 +314,7 @@ def _procedure_point(name: str, fault: str, cells: Mapping[tuple[str, str, str],
     label = f"{shown_task(name)}, {CATALOGUE[fault].label}"
     if not differing:
         return f"{label}: no reading was found to differ in accuracy from fresh damage by slot."
-    return f"{label}: of {len(REPORTED_FAULTS) * len(TIMINGS) - 1} readings these differ from fresh damage by slot: {', '.join(differing)}."
+    return (
+        f"{label}: of {len(REPORTED_FAULTS) * len(TIMINGS) - 1} readings these differ from fresh damage by slot: "
+        f"{', '.join(differing)}."
+    )

@@ -1,4 +1,5 @@
-"""From edits to numbers: what an erasure takes from the model beyond a random one, and how far an exchange turns its answer.
+"""From edits to numbers: what an erasure takes from the model beyond a random one, and how far an exchange turns its
+answer.
 
 Each conversation is a cluster. Random subspaces of one conversation are averaged before anything else.
 """
@@ -85,7 +86,8 @@ def _scale(effects: Any) -> Record:
 
 
 def _erased(measured: Any) -> list[Record]:
-    """By view, place, band and part: nats of the margin that are lost to each edit, and to the eraser beyond random ones."""
+    """By view, place, band and part: nats of the margin that are lost to each edit, and to the eraser beyond random
+    ones."""
     records = []
     for site, edits in measured.groupby(SITE, sort=False):
         lost = edits.pivot(index="context", columns="name", values="lost")
@@ -122,7 +124,8 @@ def _swapped(measured: Any) -> list[Record]:
 
 
 def _doses(measured: Any) -> list[Record]:
-    """By kind, edit and strength: margin lost (erasing), share of the way (exchanging), each at the half's own place."""
+    """By kind, edit and strength: margin lost (erasing), share of the way (exchanging), each at the half's own
+    place."""
     pairs = measured.assign(pair=measured["context"], cluster=measured["context"])
     records = []
     for (kind, name, strength), edits in pairs.groupby(["kind", "name", "strength"], sort=False):

@@ -1,8 +1,9 @@
 """The manipulation check: what probes still read of a place once the code was erased from it.
 
-Two probes read each half's conversations, whose erasers come from the other half: the one that was trained on the other half
-as it is (what it reads is what was erased), and one trained anew on the erased features of conversations of the same half,
-tested on others of them. Features are centred in their conversation throughout, so that both are paired probes.
+Two probes read each half's conversations, whose erasers come from the other half: the one that was trained on the other
+half as it is (what it reads is what was erased), and one trained anew on the erased features of conversations of the
+same half, tested on others of them. Features are centred in their conversation throughout, so that both are paired
+probes.
 """
 
 from collections import defaultdict

@@ -121,7 +121,8 @@ def collect_effects(
 
 
 def chosen_places(table: Any) -> tuple[Place, Place]:
-    """For each half, where the eraser took most of the margin beyond a random one on the *other* half: one band of layers."""
+    """For each half, where the eraser took most of the margin beyond a random one on the *other* half: one band of
+    layers."""
     banded = table[(table["kind"] == ERASE) & (table["band"] != EVERY_LAYER)]
     lost = banded.assign(lost=banded["intact_margin"] - banded["margin"])
 

@@ -1,8 +1,8 @@
 """What the model answers about the code after parts of it were erased from its cache, or exchanged for another code's.
 
-Every edit is a row of one pass over the question and its reply (`kvprobe.patching.reader`): the cache as it was read, in which
-some layers' K, V or both of one place's slots hold something else. To erase is to put the conversation's average over other
-codes inside a subspace; to exchange, what the run with another code holds there.
+Every edit is a row of one pass over the question and its reply (`kvprobe.patching.reader`): the cache as it was read,
+in which some layers' K, V or both of one place's slots hold something else. To erase is to put the conversation's
+average over other codes inside a subspace; to exchange, what the run with another code holds there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ from kvprobe.text.tokens import Tokens
 BOTH = "KV"
 IN_VIEW, CODE_MASKED, TURN_MASKED = "all in view", "code masked", "turns masked"
 VIEWS = {IN_VIEW: ("code", "after"), CODE_MASKED: ("after",), TURN_MASKED: ("summary",)}
-"""What the question can look at: everything; all but the code's own slots; all but the first turn and the code's. And the places
-that are edited in each."""
+"""What the question can look at: everything; all but the code's own slots; all but the first turn and the code's. And
+the places that are edited in each."""
 ERASE, SWAP, CONTROL = "erase", "swap", "control"
 DONOR, ITSELF = "donor", "itself"
 FULL = "full"
@@ -89,11 +89,11 @@ def measure(
         others: what cells may hold, by `Cell.content`.
 
     Returns:
-        One row per cell, with its labels and `part`: `margin` of the true code over others and `intact_margin`, in nats over all
-        digits; `kl` from the unedited cache's distribution of the first digit; `right`, the digits that are likeliest, the true
-        ones before them given, and `said`, whether all are, so that the reply in greedy decoding holds the code; and
-        `difference`, the logit of the own first digit less that of the donor's, with `intact_difference` and
-        `donor_difference`.
+        One row per cell, with its labels and `part`: `margin` of the true code over others and `intact_margin`, in nats
+        over all digits; `kl` from the unedited cache's distribution of the first digit; `right`, the digits that are
+        likeliest, the true ones before them given, and `said`, whether all are, so that the reply in greedy decoding
+        holds the code; and `difference`, the logit of the own first digit less that of the donor's, with
+        `intact_difference` and `donor_difference`.
     """
     contents = {**others, DONOR: scene.donor, ITSELF: scene.base}
     reader = Reader(model.lanes, seen(scene.base, scene.layout, view), contents, scene.suffix)
@@ -191,8 +191,9 @@ def chosen(cache: KVCache, slots: Sequence[int]) -> Bool[Tensor, "1 slots"]:
 
 
 def cells(view: str, layout: Layout, bands: Mapping[str, tuple[int, ...]], randoms: int) -> list[Cell]:
-    """What is edited: at all layers, K, V and both, every eraser and whole vectors, erased and exchanged; in each band, the
-    eraser and one random, erased. And the controls: every slot that a code can reach exchanged for the donor's, and none."""
+    """What is edited: at all layers, K, V and both, every eraser and whole vectors, erased and exchanged; in each band,
+    the eraser and one random, erased. And the controls: every slot that a code can reach exchanged for the donor's, and
+    none."""
     found = []
     for place in VIEWS[view]:
         for part in (*PARTS, BOTH):

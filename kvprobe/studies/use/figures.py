@@ -42,7 +42,8 @@ def draw_all(metrics: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_and_used(metrics: Mapping[str, Any]) -> Any:
-    """Side by side for each place: what a probe reads of it before and after erasure, and what the model loses by it."""
+    """Side by side for each place: what a probe reads of it before and after erasure, and what the model loses by
+    it."""
     import matplotlib.pyplot as plt
 
     with styled():
@@ -123,7 +124,8 @@ def band_map(metrics: Mapping[str, Any]) -> HeatMap:
     ]
     return map_of(
         pd.concat(tables, axis=1).rename_axis(columns="edited"),
-        "Nats of the true code's margin lost to the eraser, less those lost to random subspaces: by layers, and by place and part.",
+        "Nats of the true code's margin lost to the eraser, less those lost to random subspaces: by layers, and by "
+        "place and part.",
         "nats",
     )
 

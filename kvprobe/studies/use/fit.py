@@ -1,8 +1,9 @@
 """Erasers of the code for each place, fitted on one half of the conversations, and random ones beside them.
 
-A code slot has an eraser of its own, of the digits up to its own, since it cannot know the later ones; all slots of another
-place share one, of all five digits, for which every slot is a sample. What covaries with the digits is the same for slots as
-for their mean, so that the mean over a place is guarded with its slots; only the metric of least change differs.
+A code slot has an eraser of its own, of the digits up to its own, since it cannot know the later ones; all slots of
+another place share one, of all five digits, for which every slot is a sample. What covaries with the digits is the same
+for slots as for their mean, so that the mean over a place is guarded with its slots; only the metric of least change
+differs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from kvprobe.studies.use.read import PARTS, PLACES
 from kvprobe.tasks.passcode import CODE_LENGTH
 
 SHRINKAGE = 0.1
-"""Without it, random subspaces would be drawn along directions that hardly vary in the conversations of the fit, and move
-features of others by many times their variance."""
+"""Without it, random subspaces would be drawn along directions that hardly vary in the conversations of the fit, and
+move features of others by many times their variance."""
 DIGITS = 10
 LEACE, INLP, RANDOM = "leace", "inlp", "random"
 

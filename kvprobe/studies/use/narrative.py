@@ -29,9 +29,9 @@ from kvprobe.tasks.passcode import conversation
 from kvprobe.wording import estimate_of, percent, plain, signed
 
 QUESTION = (
-    "A probe reads a 5-digit code in K and V of several slots of a conversation. When the model is asked for the code, does it use what the "
-    "probe reads there? The code is erased from the cache along the probe's subspace, or exchanged for another code's, and the model "
-    "asked again."
+    "A probe reads a 5-digit code in K and V of several slots of a conversation. When the model is asked for the code, "
+    "does it use what the probe reads there? The code is erased from the cache along the probe's subspace, or "
+    "exchanged for another code's, and the model asked again."
 )
 NAMES = {LEACE: "LEACE", RANDOM: "random", FULL: "whole vectors"}
 
@@ -58,8 +58,10 @@ def narrate(
                 config,
                 environment,
                 also=[
-                    "Data: samples.parquet (every edit), doses.parquet, probes.parquet, replies.parquet and metrics.json beside this page.",
-                    "LEACE: arXiv 2306.03819. INLP: arXiv 2004.07667. Interchange: arXiv 2303.02536; its pitfalls: 2311.17030.",
+                    "Data: samples.parquet (every edit), doses.parquet, probes.parquet, replies.parquet and "
+                    "metrics.json beside this page.",
+                    "LEACE: arXiv 2306.03819. INLP: arXiv 2004.07667. Interchange: arXiv 2303.02536; its pitfalls: "
+                    "2311.17030.",
                 ],
             ),
         ],
@@ -93,13 +95,14 @@ def _erased_section(metrics: Mapping[str, Any], replies: Any) -> Section:
     return Section(
         title="Erased",
         paragraphs=[
-            "The margin is the log-probability of the true code less the mean over other codes, over all five digits, the true ones before each "
-            "given. Without knowledge of the code it is zero."
+            "The margin is the log-probability of the true code less the mean over other codes, over all five digits, "
+            "the true ones before each given. Without knowledge of the code it is zero."
         ],
         figures=[
             Figure(
                 "read_and_used",
-                "Left: a probe of the other half's conversations, on features as they are and erased. Right: what the model loses.",
+                "Left: a probe of the other half's conversations, on features as they are and erased. Right: what the "
+                "model loses.",
             ),
             Figure(
                 "by_band",
@@ -122,7 +125,8 @@ def _erased_section(metrics: Mapping[str, Any], replies: Any) -> Section:
                     "code still said: LEACE / random",
                 ],
                 rows=rows,
-                caption="All layers. Nats of the margin lost, with 95 % intervals over conversations; KL is from the unedited answer, at the first digit.",
+                caption="All layers. Nats of the margin lost, with 95 % intervals over conversations; KL is from the "
+                "unedited answer, at the first digit.",
             ),
             Table(
                 columns=["code", "erased, K and V of all layers", "the model's greedy reply"],
@@ -161,9 +165,10 @@ def _swapped_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Exchanged for another code's",
         paragraphs=[
-            "R = (difference as it was − difference after the exchange) / (difference as it was − the other run's), the difference being "
-            "logit(own first digit) − logit(the other code's), pooled over conversations: 0 where nothing changes, 1 where the other code's "
-            "answer is given. Of what a subspace turns, the whole vectors show how much there was to turn.",
+            "R = (difference as it was − difference after the exchange) / (difference as it was − the other run's), "
+            "the difference being logit(own first digit) − logit(the other code's), pooled over conversations: 0 where "
+            "nothing changes, 1 where the other code's answer is given. Of what a subspace turns, the whole vectors "
+            "show how much there was to turn.",
             _ways(metrics),
         ],
         tables=[
@@ -201,8 +206,8 @@ def _doses_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Dose and response",
         paragraphs=[
-            f"The band, part and place at which the eraser took most beyond random subspaces was chosen on one half of the conversations and tried on "
-            f"the other: {where}. {dose_sentence(metrics)}"
+            "The band, part and place at which the eraser took most beyond random subspaces was chosen on one half of "
+            f"the conversations and tried on the other: {where}. {dose_sentence(metrics)}"
         ],
         figures=[
             Figure(
@@ -259,11 +264,13 @@ def _probes_section(metrics: Mapping[str, Any]) -> Section:
     return Section(
         title="Was it erased?",
         paragraphs=[
-            "The same probe was trained on the other half's conversations as they are, and reads those of this half before and after they were "
-            "erased by the other half's eraser. The other is trained anew on what is left, and tested on conversations that it has not seen. "
-            "Of a code slot its own digit is read, of the others all five digits from the mean over slots; features are centred within their conversation.",
-            "K and V are functions of the code without any noise, so that a remainder however small can be read. LEACE makes it zero on average over "
-            "the conversations of its fit, not in each new one. INLP goes on until a new probe is at chance, and the table says what that takes.",
+            "The same probe was trained on the other half's conversations as they are, and reads those of this half "
+            "before and after they were erased by the other half's eraser. The other is trained anew on what is left, "
+            "and tested on conversations that it has not seen. Of a code slot its own digit is read, of the others all "
+            "five digits from the mean over slots; features are centred within their conversation.",
+            "K and V are functions of the code without any noise, so that a remainder however small can be read. LEACE "
+            "makes it zero on average over the conversations of its fit, not in each new one. INLP goes on until a new "
+            "probe is at chance, and the table says what that takes.",
         ],
         figures=[Figure("probes", "Lines: V; dotted: K. Dashed: chance.")],
         tables=[
@@ -275,8 +282,8 @@ def _probes_section(metrics: Mapping[str, Any]) -> Section:
             Table(
                 columns=["place", "part", "eraser", "directions", "variance moved"],
                 rows=sizes,
-                caption="Mean over layers and halves, of how much varies with the code. Random subspaces have LEACE's rank and are drawn where all "
-                "directions have unit variance.",
+                caption="Mean over layers and halves, of how much varies with the code. Random subspaces have LEACE's "
+                "rank and are drawn where all directions have unit variance.",
             ),
         ],
     )
@@ -296,20 +303,22 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     return Section(
         title="What was done",
         paragraphs=[
-            f"Each of {metrics['conversations']} conversations is read with {config.codes} codes of its own. Of K and V of each slot the average over "
-            "these codes is taken off; what is left varies with the code alone. On one half of the conversations LEACE finds, for each layer and "
-            "place and for K and V over all KV heads, the directions that covary with the digits. In the other half's conversations, with a code "
-            "that was not among those, what lies in these directions is set to the conversation's average (erased), or to what another code "
-            "leaves there (exchanged), before the question is read; and the reverse.",
+            f"Each of {metrics['conversations']} conversations is read with {config.codes} codes of its own. Of K and "
+            "V of each slot the average over these codes is taken off; what is left varies with the code alone. On one "
+            "half of the conversations LEACE finds, for each layer and place and for K and V over all KV heads, the "
+            "directions that covary with the digits. In the other half's conversations, with a code that was not among "
+            "those, what lies in these directions is set to the conversation's average (erased), or to what another "
+            "code leaves there (exchanged), before the question is read; and the reverse.",
             "One conversation:",
         ],
         passages=passages,
         points=[
-            "Places: the code's own slots, each with an eraser of its own, of the digits up to its own; the slots of its turn after it, with the reply; the "
-            "summary of the turn and the request for it. Slots of the last two share an eraser, for which every slot is a sample: what covaries with the "
-            "digits is the same for slots and for their mean, so that a probe of the mean is guarded as well.",
-            f"Keys are taken as they are attended to. Covariances are shrunk by {SHRINKAGE:.0%}; without it random subspaces would move new conversations by many "
-            "times their variance.",
+            "Places: the code's own slots, each with an eraser of its own, of the digits up to its own; the slots of "
+            "its turn after it, with the reply; the summary of the turn and the request for it. Slots of the last two "
+            "share an eraser, for which every slot is a sample: what covaries with the digits is the same for slots "
+            "and for their mean, so that a probe of the mean is guarded as well.",
+            f"Keys are taken as they are attended to. Covariances are shrunk by {SHRINKAGE:.0%}; without it random "
+            "subspaces would move new conversations by many times their variance.",
             "Random subspaces have the same rank and as much whitened variance, and are drawn for each half anew.",
         ],
     )
@@ -323,13 +332,18 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(
         title="Limits",
         points=[
-            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger ones.",
-            f"{metrics['conversations']} hand-written English conversations and random digits; another concept may be used elsewhere.",
-            "That erasing in one place takes nothing does not say that nothing is read there: the same may be read elsewhere while it is in view. The view in "
-            "which the code's own slots are masked answers that for its turn.",
-            "Setting a subspace to an average makes K and V that no text gives; random subspaces and whole vectors do so, too.",
-            "LEACE erases what is linear and common to conversations. What a model reads by other means is left; whole vectors bound it.",
-            "Intervals leave out one conversation at a time, with erasers and random subspaces held fixed. Those of the answer are wide enough for all its places; "
-            "those of tables are not adjusted for how many there are.",
+            f"{model.name} is one model with {model.geometry.n_layers} layers; what it does says nothing of larger "
+            "ones.",
+            f"{metrics['conversations']} hand-written English conversations and random digits; another concept may be "
+            "used elsewhere.",
+            "That erasing in one place takes nothing does not say that nothing is read there: the same may be read "
+            "elsewhere while it is in view. The view in which the code's own slots are masked answers that for its "
+            "turn.",
+            "Setting a subspace to an average makes K and V that no text gives; random subspaces and whole vectors do "
+            "so, too.",
+            "LEACE erases what is linear and common to conversations. What a model reads by other means is left; whole "
+            "vectors bound it.",
+            "Intervals leave out one conversation at a time, with erasers and random subspaces held fixed. Those of "
+            "the answer are wide enough for all its places; those of tables are not adjusted for how many there are.",
         ],
     )

@@ -1,7 +1,7 @@
 """Reading the hidden turn with many codes: what K and V of its slots make of the code, conversation by conversation.
 
-Only how they vary with the code is kept: each slot's average over the codes is taken off, and kept beside it. So what is
-erased later is what a paired probe reads, and a slot from which all is erased holds its conversation's average.
+Only how they vary with the code is kept: each slot's average over the codes is taken off, and kept beside it. So what
+is erased later is what a paired probe reads, and a slot from which all is erased holds its conversation's average.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from kvprobe.text.tokens import Tokens
 
 PARTS = ("K", "V")
 PLACES = ("code", "after", "summary")
-"""The code's own slots; those of its turn after it, with the reply; and the summary of the turn, with the request for it."""
+"""The code's own slots; those of its turn after it, with the reply; and the summary of the turn, with the request for
+it."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ def read_turn(model: Model, context: Context, codes: Sequence[str], batch: int) 
     """K and V of one conversation with each of the codes.
 
     Returns:
-        `digits` `[digits, codes]`; and by part (`K`, `V`), KV heads side by side: `average.K` `[layers, slots, width]` over the codes, of all slots from the code
-        to the end of the summary; `code.K` `[layers, codes, digits, width]`, each code slot's own features; and for the other
-        places `after.K` `[layers, codes, width]`, the mean over its slots, and `after.gram.K` `[layers, width, width]`, the mean
-        over its slots of their second moments, summed over codes. All but the averages are centred: the average is taken off.
+        `digits` `[digits, codes]`; and by part (`K`, `V`), KV heads side by side: `average.K` `[layers, slots, width]`
+        over the codes, of all slots from the code to the end of the summary; `code.K` `[layers, codes, digits, width]`,
+        each code slot's own features; and for the other places `after.K` `[layers, codes, width]`, the mean over its
+        slots, and `after.gram.K` `[layers, width, width]`, the mean over its slots of their second moments, summed over
+        codes. All but the averages are centred: the average is taken off.
 
     Raises:
         UserError: this tokenizer does not tokenise digits apart.
@@ -56,8 +58,8 @@ def read_turn(model: Model, context: Context, codes: Sequence[str], batch: int) 
     layout = Layout.of(rows[0])
     if any(Layout.of(row) != layout for row in rows) or len(layout.places["code"]) != CODE_LENGTH:
         raise UserError(
-            "This tokenizer joins digits of some codes, so that a digit has no slot of its own; use a model that tokenises "
-            "digits apart."
+            "This tokenizer joins digits of some codes, so that a digit has no slot of its own; use a model that "
+            "tokenises digits apart."
         )
     prefix = model.prefill(rows[0][: layout.start])
     pieces = [

@@ -27,8 +27,8 @@ VIEW_NAMES = {
 
 
 def used(metrics: Mapping[str, Any], view: str, place: str) -> str:
-    """`used`, `a trace`, `not detected` or `unknown`: what erasing K and V of all layers takes from the margin beyond random
-    subspaces, its interval wide enough for all places together."""
+    """`used`, `a trace`, `not detected` or `unknown`: what erasing K and V of all layers takes from the margin beyond
+    random subspaces, its interval wide enough for all places together."""
     beyond = estimate_of(found(metrics, "erased", view, place)["claim"])
     if not beyond.above():
         return "not detected" if beyond.has_interval else "unknown"
@@ -54,9 +54,9 @@ def answer_use(metrics: Mapping[str, Any]) -> str:
         if places:
             sentences.append(f"{start} {'; '.join(places)}.")
     return (
-        f"{' '.join(sentences)} In brackets: nats of the true code's margin over other codes that are lost when the code is erased there from "
-        f"K and V of all layers, beyond random subspaces of the same rank, and when the whole vectors are averaged away; with everything "
-        f"in view the margin is {whole:.1f}."
+        f"{' '.join(sentences)} In brackets: nats of the true code's margin over other codes that are lost when the "
+        "code is erased there from K and V of all layers, beyond random subspaces of the same rank, and when the whole "
+        f"vectors are averaged away; with everything in view the margin is {whole:.1f}."
     )
 
 
@@ -76,8 +76,8 @@ def answer_swap(metrics: Mapping[str, Any]) -> str:
         return "Between two codes the model's answer hardly differs, so that there is no way for an exchange to go."
     share = {name: percent(estimate_of(own["share"][name])) for name in (LEACE, RANDOM, FULL)}
     return (
-        f"Exchanged for another code's in the code's own slots, the same subspace turns the answer {share[LEACE]} of the way to the "
-        f"other code, random subspaces {share[RANDOM]}, the whole vectors {share[FULL]}."
+        f"Exchanged for another code's in the code's own slots, the same subspace turns the answer {share[LEACE]} of "
+        f"the way to the other code, random subspaces {share[RANDOM]}, the whole vectors {share[FULL]}."
     )
 
 
@@ -93,15 +93,18 @@ def answer_probes(metrics: Mapping[str, Any]) -> str:
     places = ", ".join(PLACE_NAMES[place] for place in PLACES)
     if max(same.values()) > metrics["chance"] + NEAR_CHANCE:
         return (
-            f"The erasure did not take all that the probe reads (V of {places}: {each(before)} before, {each(same)} after, chance "
-            f"{metrics['chance']:.0%}), so that a use that was not detected may be of what was left."
+            f"The erasure did not take all that the probe reads (V of {places}: {each(before)} before, {each(same)} "
+            f"after, chance {metrics['chance']:.0%}), so that a use that was not detected may be of what was left."
         )
     sentence = (
-        f"The erasure did erase what the probe reads (V of {places}: {each(before)} of digits before, {each(same)} after, chance "
-        f"{metrics['chance']:.0%})"
+        f"The erasure did erase what the probe reads (V of {places}: {each(before)} of digits before, {each(same)} "
+        f"after, chance {metrics['chance']:.0%})"
     )
     if max(anew.values()) > metrics["chance"] + NEAR_CHANCE:
-        return f"{sentence}; a probe trained anew on what is left still reads {each(anew)}, and only averaging whole vectors leaves it nothing."
+        return (
+            f"{sentence}; a probe trained anew on what is left still reads {each(anew)}, and only averaging whole "
+            "vectors leaves it nothing."
+        )
     return f"{sentence}, and a probe trained anew reads no more ({each(anew)})."
 
 
