@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
@@ -147,7 +147,8 @@ class Suffix:
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:
         """Logits after the suffix's last tokens with each replacement, in order, as they become known."""
         # Twice a row's logits: they are copied when they are put in order.
-        logits = 8 * kept * self.lanes.plain.get_output_embeddings().weight.shape[0]
+        vocabulary = cast(nn.Linear, self.lanes.plain.get_output_embeddings()).weight.shape[0]
+        logits = 8 * kept * vocabulary
         at_once = max(1, min(ROWS, BYTES // (self.reader.row_bytes([]) + logits)) - 1)
         for start in range(0, len(rows), at_once):
             yield from self._pass(rows[start : start + at_once], kept)

@@ -3,9 +3,11 @@ whether the model uses it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -76,7 +78,7 @@ def embeddings(model: Model, features: Features) -> Features:
     """The same samples, read from nothing but the input embeddings of the same tokens: mean and last."""
     assert features.texts is not None
     distinct = {text: row for row, text in enumerate(dict.fromkeys(features.texts))}
-    table = model.lanes.plain.get_input_embeddings().weight.detach().float().cpu()
+    table = cast(Tensor, model.lanes.plain.get_input_embeddings().weight).detach().float().cpu()
     read = torch.stack([torch.stack([table[list(text)].mean(0), table[text[-1]]]) for text in distinct])
     rows = np.array([distinct[text] for text in features.texts])
     sites = (Site(0, None, "mean"), Site(0, None, "last"))

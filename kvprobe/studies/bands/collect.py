@@ -20,7 +20,7 @@ from kvprobe.faults.gaussian import Matched
 from kvprobe.faults.scope import Parts, Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.studies.bands.config import BANDS, Config
+from kvprobe.studies.bands.config import BANDS, Config, Cut
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task
 
@@ -33,7 +33,7 @@ WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", Tru
 _SINGULAR = {"halves": "half", "quarters": "quarter"}
 
 
-def names_of(cut: str) -> list[str]:
+def names_of(cut: Cut) -> list[str]:
     """What the bands of a cut are called, from the first layers to the last."""
     return [cut] if cut == "all" else [f"{_SINGULAR[cut]} {place}" for place in range(1, BANDS[cut] + 1)]
 

@@ -59,7 +59,8 @@ Bands = Mapping[str, Mapping[int, range]]
 
 def cases_of(config: Config, tokenizer: Tokenizer) -> list[Case]:
     """The runs of a config. The metric is positive where the model says the base's own value."""
-    found, per_kind = [], dict.fromkeys(config.kinds, 0)
+    found: list[Case] = []
+    per_kind: dict[str, int] = dict.fromkeys(config.kinds, 0)
     chosen = []
     for fact in facts(tuple(per_kind)):
         per_kind[fact.kind] += 1
