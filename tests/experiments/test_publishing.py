@@ -155,7 +155,7 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     still[:, 0, 1] = torch.randn(240, 16, generator=generator)
     only = Features.of_read_outs({"v": still}, np.arange(240), labels, contexts, TARGET)
     assert candidate_probe(tiny_llama, only, probing, training).site == ProbeInput("v", 0, None, "last")
-    with pytest.raises(UserError, match="no probe to keep"):
+    with pytest.raises(UserError, match="no probe to propose"):
         candidate_probe(tiny_llama, only, probing, training, restart=only, less_restart=True)
 
     alone = Features.of_read_outs(
