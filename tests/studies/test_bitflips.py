@@ -252,7 +252,7 @@ def test_the_maps_of_bits_hold_what_breaks_and_what_is_reworded_and_nothing_beyo
     def became(labels: dict[str, Any], sample: int) -> dict[str, Any]:
         return WRONG if is_bit(labels, 14, 3) else REWORDED if is_bit(labels, 13, 1) else {}
 
-    (task,) = made_up(became, replace(MADE_UP, dtypes="bf16,fp32"))["tasks"]
+    (task,) = made_up(became, replace(MADE_UP, dtypes=("bf16", "fp32")))["tasks"]
     breaks, words = bit_maps(task)
     assert breaks.rows == words.rows == [str(bit) for bit in range(32)]
     assert breaks.columns == ["bf16", "fp32"]
