@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, ratio, wilson
-from kvprobe.studies.bands.analyse import newcombe, statistic
+from kvprobe.studies.bands.analyse import newcombe
+from kvprobe.studies.bands.measured import statistic
 from kvprobe.studies.policies.analyse import least_memory
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "intervals.md"

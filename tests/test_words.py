@@ -98,3 +98,8 @@ def test_lines_of_prose_are_at_most_120_characters_long():
         if len(line) > 120 and not line.startswith("|")
     ]
     assert not long, "\n".join(long)
+
+
+def test_modules_have_at_most_400_lines():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert not {path: length for path, length in lengths.items() if length > 400}

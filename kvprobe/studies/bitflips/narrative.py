@@ -1,4 +1,5 @@
-"""What the bit-flip report says. Every claim is decided by the numbers; none is written beforehand."""
+"""What the bit-flip report says: its answer, what was done, controls and limits. Every claim is decided by the numbers;
+none is written beforehand."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +9,21 @@ import torch
 from kvprobe.experiments.reproduce import reproduce_section
 from kvprobe.experiments.trial_settings import TIMINGS
 from kvprobe.faults.bit_flips import LAYOUTS
-from kvprobe.faults.scope import bands
 from kvprobe.inference.model import Model
-from kvprobe.report.document import Figure, Report, Section, Table, passages_of
-from kvprobe.studies.bitflips.analyse import CONTRASTS, MEASURES, harm, of_field, tolerated
-from kvprobe.studies.bitflips.collect import ANY, FIELDS, tasks_of
+from kvprobe.report.document import Report, Section, passages_of
+from kvprobe.studies.bitflips.analyse import harm, of_field, tolerated
+from kvprobe.studies.bitflips.collect import ANY, tasks_of
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.studies.bitflips.figures import LINES, bit_maps, has_kl
-from kvprobe.wording import estimate_of, few_clusters, percent, points, span, verdict
+from kvprobe.studies.bitflips.figures import has_kl
+from kvprobe.studies.bitflips.results import (
+    bits_section,
+    examples_section,
+    rates_section,
+    shown_kl,
+    shown_rate,
+    where_section,
+)
+from kvprobe.wording import estimate_of, few_clusters, percent
 
 QUESTION = (
     "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that do "
@@ -34,9 +42,9 @@ def narrate(metrics: Mapping[str, Any], config: Config, model: Model, environmen
     """The report of a run."""
     sections = [_done_section(metrics, config, model)]
     for number, task in enumerate(metrics["tasks"], start=1):
-        sections += [_bits_section(task, number), _where_section(task, metrics["layers"]), _rates_section(task, number)]
+        sections += [bits_section(task, number), where_section(task, metrics["layers"]), rates_section(task, number)]
         if task["examples"]:
-            sections.append(_examples_section(task))
+            sections.append(examples_section(task))
     return Report(
         title=f"Flipped bits in K and V: {model.name}",
         question=QUESTION,
@@ -120,16 +128,16 @@ def answer_rate(task: Mapping[str, Any]) -> str:
         first = rates[0]
         return (
             f"When bits of {dtype} flip all over the cache, accuracy is below clean ({clean}) at the lowest rate "
-            f"measured, {_rate(first)}: {percent(estimate_of(first['accuracy']))}."
+            f"measured, {shown_rate(first)}: {percent(estimate_of(first['accuracy']))}."
         )
     said = (
         f"When bits of {dtype} flip all over the cache, accuracy is not significantly below clean ({clean}) up to a "
-        f"rate of {_rate(bearable)}"
+        f"rate of {shown_rate(bearable)}"
     )
     beyond = rates[rates.index(bearable) + 1 :]
     if not beyond:
         return f"{said}, the highest measured."
-    return f"{said}; at {_rate(beyond[0])} it is {percent(estimate_of(beyond[0]['accuracy']))}."
+    return f"{said}; at {shown_rate(beyond[0])} it is {percent(estimate_of(beyond[0]['accuracy']))}."
 
 
 def warnings(metrics: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
@@ -190,208 +198,6 @@ def _done_section(metrics: Mapping[str, Any], config: Config, model: Model) -> S
     )
 
 
-def _bits_section(task: Mapping[str, Any], number: int) -> Section:
-    ranked = task["too_hard"] is None
-    kinds = ("nothing", "words", "breaks") if ranked else ("same", "different", "nonfinite")
-    heads = list(kinds) if ranked else ["same answer", "another", "not finite"]
-
-    def cells(each: Mapping[str, Any]) -> list[str]:
-        shares = each["right"] if ranked else each
-        return [
-            *(percent(estimate_of(shares[kind])) for kind in kinds),
-            f"{each['nonfinite_flips']} of {each['flips']}",
-            _nats(each["kl"]),
-        ]
-
-    columns = [*heads, "NaN or infinity", "KL (nats)"]
-    of = f"{task['right']} items whose clean answer is right" if ranked else f"all {task['items']} items"
-    figures = [
-        Figure(
-            f"shares_by_bit_{number}",
-            f"Over {of}. The sign is on the left, the lowest bit of the mantissa on the right; the same places are "
-            "struck at each bit.",
-        )
-    ]
-    if has_kl(task):
-        figures.append(
-            Figure(
-                f"kl_by_bit_{number}",
-                "Flips after which numbers were not finite have no KL and are counted above. A change too small to "
-                "matter still moves what is computed by round-off; the KL of the lowest bits shows how much that is.",
-            )
-        )
-    return Section(
-        title=f"By bit: {task['task']}",
-        paragraphs=[
-            f"On a sound cache {percent(estimate_of(task['clean']))} of {task['items']} items are right "
-            f"({task['scorer']}; guessing gives {100 * task['chance']:.3g} %). {task['too_hard'] or ''}".strip(),
-            f"Shares are over {of}; NaN or infinity and KL over all items.",
-        ],
-        figures=figures,
-        maps=bit_maps(task),
-        tables=[
-            Table(
-                columns=["dtype", "field", *columns],
-                rows=[
-                    [dtype["dtype"], field, *cells(each)]
-                    for dtype in task["dtypes"]
-                    for field, each in [*dtype["fields"].items(), ("all", dtype["all"])]
-                ],
-                caption="One flip of a bit of this field, mean over its bits; 95 % intervals.",
-            ),
-            *(
-                Table(
-                    columns=["bit", "field", *columns],
-                    rows=[[str(each["bit"]), each["field"], *cells(each)] for each in dtype["bits"][::-1]],
-                    caption=f"One flip of each bit of {dtype['dtype']}; 95 % intervals.",
-                )
-                for dtype in task["dtypes"]
-            ),
-        ],
-    )
-
-
-def _where_section(task: Mapping[str, Any], layers: int) -> Section:
-    thirds = bands(layers, min(3, layers))
-    first = task["dtypes"][0]
-    measure = "breaks" if task["too_hard"] is None else "changed"
-    told = [_verdict(first, name, measure) for name in CONTRASTS]
-    rows = [
-        [
-            dtype["dtype"],
-            CONTRASTS[name],
-            *(points(estimate_of(held[measure])) if held[measure] else "–" for measure in MEASURES[:2]),
-            _nats(held["kl"], sign=True),
-        ]
-        for dtype in task["dtypes"]
-        for name, held in dtype["contrasts"].items()
-    ]
-    count = len(rows) * len(MEASURES)
-    return Section(
-        title=f"Where flips do more: {task['task']}",
-        paragraphs=[
-            f"In {first['dtype']}, by answers that {'break' if measure == 'breaks' else 'change'}: {'; '.join(told)}.",
-            _distribution(first, measure),
-            f"Fields and bits are compared at the same places. K and V, and layers {thirds[-1][0]} to {thirds[-1][-1]} "
-            f"(late) and {thirds[0][0]} to {thirds[0][-1]} (early), are other flips of the same items, drawn at "
-            f"random. These are {count} comparisons, each with its own 95 % interval"
-            + ("; flips of one place in several dtypes are much alike." if len(task["dtypes"]) > 1 else "."),
-        ],
-        tables=[
-            Table(
-                columns=["dtype", "comparison", "breaks", "answers that changed", "KL (nats)"],
-                rows=rows,
-                caption="By how much the first exceeds the second, with 95 % intervals.",
-            )
-        ],
-    )
-
-
-def _distribution(dtype: Mapping[str, Any], measure: str) -> str:
-    """What canarypwn expects of numbers out of distribution, and whether it was found."""
-    gap = estimate_of(dtype["contrasts"]["top - rest"][measure])
-    power = 2 ** (LAYOUTS[dtype["dtype"]].exponent - 1)
-    if gap.above():
-        found = f"This run agrees: it does more harm than the other exponent bits, by {points(gap)}."
-    elif gap.below():
-        found = f"This run disagrees: it does less harm than the other exponent bits, by {points(gap)}."
-    else:
-        found = f"That it does more harm than the other exponent bits was not detected: {points(gap)}."
-    return (
-        "Canarypwn expects a bit flip to be catastrophic if it gives activations out of distribution. The highest "
-        f"exponent bit is the one that does: it multiplies numbers below 2 by 2^{power}, and divides larger ones by as "
-        f"much. {found}"
-    )
-
-
-def _verdict(dtype: Mapping[str, Any], name: str, measure: str) -> str:
-    held = dtype["contrasts"][name][measure]
-    if held is None:
-        return f"{CONTRASTS[name]}, no flips fell on both"
-    gap = estimate_of(held)
-    found = verdict(gap, "more", "fewer", "no difference was detected")
-    return f"{CONTRASTS[name]}, {found}: {points(gap)}"
-
-
-def _rates_section(task: Mapping[str, Any], number: int) -> Section:
-    ranked = task["too_hard"] is None
-    numbers = task["numbers"]
-    said = []
-    if ranked:
-        for field in FIELDS:
-            bearable = tolerated(task, field)
-            limit = f"up to {_rate(bearable)}" if bearable else "at no rate measured"
-            said.append(f"{LINES[field][0]}, {limit}")
-    columns = ["bits", "rate", "flips expected", "vectors struck", "items without a flip", "accuracy", "from clean"]
-    return Section(
-        title=f"Flips at a rate: {task['task']}",
-        paragraphs=[
-            f"The cache holds {numbers:,.0f} numbers on average when it is struck ({task['slots'] - 1:.0f} slots), "
-            f"stored in {task['dtypes'][0]['dtype']}. "
-            + (
-                f"Rates up to which accuracy is nowhere significantly below clean: {'; '.join(said)}. "
-                "Accuracy may still be lower: few items cannot show a small loss."
-                if ranked
-                else str(task["too_hard"])
-            )
-        ],
-        figures=[
-            Figure(
-                f"damage_by_rate_{number}",
-                "A row that is not finite counts as wrong. Lines are drawn side by side; 95 % intervals over items.",
-            )
-        ],
-        tables=[
-            Table(
-                columns=[*columns, "answers that changed", "NaN or infinity", "KL (nats)"],
-                rows=[
-                    [
-                        LINES[each["field"]][0],
-                        _share(each),
-                        _count(each),
-                        f"{each['struck']:,.1f}",
-                        f"{each['untouched']} of {task['items']}",
-                        percent(estimate_of(each["accuracy"])),
-                        points(estimate_of(each["from_clean"])),
-                        percent(estimate_of(each["changed"])),
-                        f"{each['nonfinite_rows']} of {task['items']}",
-                        _nats(each["kl"]),
-                    ]
-                    for each in task["rates"]
-                ],
-                caption=f"Clean accuracy is {percent(estimate_of(task['clean']))}, that of guessing "
-                f"{100 * task['chance']:.3g} %. Vectors struck: K or V of one head and slot with at least one flip, "
-                "mean over items. KL leaves out what is not finite.",
-            )
-        ],
-    )
-
-
-def _examples_section(task: Mapping[str, Any]) -> Section:
-    return Section(
-        title=f"What it says then: {task['task']}",
-        tables=[
-            Table(
-                columns=["flip", "item", "clean", "struck", "reference", "still right"],
-                rows=[
-                    [
-                        f"{each['dtype']}, bit {each['bit']} ({each['field']}), {each['part'].upper()} of layer "
-                        f"{each['layer']}, KV head {each['head']}",
-                        each["item"],
-                        _short(each["clean_text"]),
-                        _short(each["text"]),
-                        _short(each["answer"]),
-                        "yes" if each["right"] else "no",
-                    ]
-                    for each in task["examples"]
-                ],
-                caption="For each dtype and field, if there is one, an answer that differs while all numbers are "
-                "finite: the first to break a right answer, else another.",
-            )
-        ],
-    )
-
-
 def _controls_section(metrics: Mapping[str, Any]) -> Section:
     told = []
     for task in metrics["tasks"]:
@@ -408,7 +214,7 @@ def _controls_section(metrics: Mapping[str, Any]) -> Section:
             f"{'exactly one vector' if low == high == 1 else f'{low} to {high} vectors, NOT ONE: doubt this run'}."
         )
         if has_kl(task):
-            lowest = "; ".join(f"{dtype['dtype']} {_nats(dtype['bits'][0]['kl'])}" for dtype in task["dtypes"])
+            lowest = "; ".join(f"{dtype['dtype']} {shown_kl(dtype['bits'][0]['kl'])}" for dtype in task["dtypes"])
             told.append(
                 f"{name}: the struck number alone is rounded to the dtype before its bit flips. The lowest mantissa "
                 f"bit changes a number by at least as much as that rounding, and its KL is: {lowest} nats."
@@ -446,37 +252,12 @@ def _limits_section(metrics: Mapping[str, Any], model: Model) -> Section:
     return Section(title="Limits", points=limits)
 
 
-def _rate(each: Mapping[str, Any]) -> str:
-    return f"{_share(each)} (about {_count(each)} flips)"
-
-
-def _share(each: Mapping[str, Any]) -> str:
-    return f"{each['rate']:.3g}".replace("e-0", "e-")
-
-
-def _count(each: Mapping[str, Any]) -> str:
-    expected = each["expected"]
-    return f"{expected:,.0f}" if expected >= 100 else f"{expected:.2g}"
-
-
-def _nats(value: Mapping[str, float] | None, sign: bool = False) -> str:
-    if value is None:
-        return "–"
-    form = "{:+.1e}" if sign else "{:.1e}"
-    known = estimate_of(value)
-    return f"{form.format(known.mean)} ({span(known, form.format)})"
-
-
 def _numbered(bits: Sequence[int]) -> str:
     return f"bit{'' if len(bits) == 1 else 's'} {', '.join(str(bit) for bit in bits)}"
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _named(dtype: torch.dtype) -> str:
