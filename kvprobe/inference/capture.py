@@ -146,7 +146,7 @@ def _observing(
     """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
     called: set[tuple[Family, int]] = set()
 
-    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, ...]) -> None:
+    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, *tuple[Any, ...]]) -> None:
         called.add(key)
         observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
 

@@ -136,7 +136,7 @@ class Play:
         """Some tokens that are held, row by row, and their slots."""
         gone = [[token for token in row.held if token is not None and rng.random() < 0.3] for row in self.rows]
         slots = [[token in tokens for token in row.held] for row, tokens in zip(self.rows, gone, strict=True)]
-        return gone, torch.tensor(slots).reshape(self.batch, -1)
+        return gone, torch.tensor(slots, dtype=torch.bool).reshape(self.batch, -1)
 
     def pad(self) -> None:
         width = max(len(row.held) for row in self.rows)

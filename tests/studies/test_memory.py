@@ -88,7 +88,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(smol: Model, tmp_path: Path
     counted: list[int] = []
     monkeypatch.setattr(collecting, "measure", lambda *given: counted.append(1) or measure(*given))
     assert study.run(SMALL, tmp_path).finished
-    assert len(counted) == len(SMALL.lengths) - 1
+    assert len(counted) == len(SMALL.contexts) - 1
     shutil.rmtree(tmp_path)
 
 

@@ -72,7 +72,7 @@ def test_the_answer_stands_once_in_the_prompt_and_is_the_only_right_one(name: st
 @drawn
 def test_negative_counts_and_seeds_are_refused(name: str):
     for count, seed in ((-1, 0), (1, -1)):
-        with pytest.raises(UserError, match="negative"):
+        with pytest.raises(UserError, match="at least 0"):
             find_task(name).items(count, seed)
 
 
