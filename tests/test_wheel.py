@@ -33,7 +33,7 @@ def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
         "tasks/facts.yaml",
         "tasks/passcode.yaml",
         "tasks/recite.yaml",
-        "templates/report.html.j2",
+        "report/templates/report.html.j2",
         "py.typed",
     ):
         assert (unpacked / "kvprobe" / file).is_file()

@@ -1,1 +1,1 @@
-"""What a model needs memory for, from its config alone: arithmetic without weights and without torch."""
+"""What a model needs memory for, from its config alone: arithmetic, and torch only where a policy is named."""
