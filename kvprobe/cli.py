@@ -69,6 +69,12 @@ def main() -> None:
         print("\nkvprobe: interrupted; give the same command again to resume.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        # torch's error for a full GPU is known by its name, so that torch need not be imported to ask.
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            print(
+                f"kvprobe: there is too little memory ({error}); use a smaller model, text or batch.", file=sys.stderr
+            )
+            sys.exit(2)
         if debug:
             traceback.print_exception(error)
         print(f"kvprobe: {_defect(error)}", file=sys.stderr)

@@ -124,6 +124,21 @@ def test_a_defect_of_kvprobe_names_the_file_that_holds_the_traceback(
     file.unlink()
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), type("OutOfMemoryError", (RuntimeError,), {})("no room")])
+def test_too_little_memory_is_not_called_a_defect(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def full() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", lambda *_, **__: full())
+    monkeypatch.setattr(sys, "argv", ["kvprobe", "ls"])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert exited.value.code == 2
+    assert "too little memory (no room)" in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback_of_a_defect_and_changes_no_other_answer():
     raising = "from kvprobe import cli; cli.app = lambda *_, **__: 1 / 0; cli.main()"
     done = subprocess.run([sys.executable, "-c", raising, "ls", "--debug"], capture_output=True, text=True, check=False)

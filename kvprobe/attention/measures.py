@@ -43,7 +43,7 @@ def dangling(
     """
     ledger, places = before.cache.ledger, _places(before, after, hidden)
     layers, heads = before.weights.shape[:2]
-    first_live = after.cache.ledger.kept[0].nonzero()[:sinks, 0]
+    first_live = after.cache.ledger.live_somewhere[0].nonzero()[:sinks, 0]
     # Weights and liveness after, on the slots before.
     weights = torch.zeros_like(before.weights)
     weights[..., places] = after.weights
@@ -86,7 +86,7 @@ def lift(
         raise UserError("The damaged and the clean run are at different positions; give two runs with the same slots.")
     _refuse_others(damaged, clean, damaged.queries)
     index = refuse_missing(clean, slots)
-    sink = ledger.kept[0].nonzero()[:sinks, 0]
+    sink = ledger.live_somewhere[0].nonzero()[:sinks, 0]
     if bool(torch.isin(index, sink).any()):
         raise UserError(
             f"Slots {sink.tolist()} are the sink, whose attention is not counted; leave them out of `slots`."

@@ -85,14 +85,14 @@ class Ledger:
         return self.segments == PADDING
 
     @property
-    def kept(self) -> Bool[Tensor, "batch slots"]:
+    def live_somewhere(self) -> Bool[Tensor, "batch slots"]:
         """Slots that are live in some layer and head."""
         return self.live.any(2).any(0)
 
     @property
-    def turned(self) -> bool:
+    def rotated(self) -> bool:
         """Whether some live key must be rotated from where it was computed to where it is seen."""
-        return bool(((self.positions != self.origins) & self.kept).any())
+        return bool(((self.positions != self.origins) & self.live_somewhere).any())
 
     @property
     def untouched(self) -> bool:
@@ -140,7 +140,7 @@ class Ledger:
 
     def closed(self) -> "Ledger":
         """The ledger with its gaps closed: positions count the slots that are live in some layer and head."""
-        live = self.kept.long()
+        live = self.live_somewhere.long()
         return replace(self, positions=(live.cumsum(1) - 1).clamp(min=0), following=live.sum(1))
 
     def append(self, other: "Ledger") -> "Ledger":

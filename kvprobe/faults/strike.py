@@ -179,7 +179,7 @@ def corrupt(
             f"The cache has {cache.batch} rows, but there are {len(contexts)} fault contexts and {len(draws)} draws; "
             "give one of each for each row."
         )
-    if cache.ledger.turned:
+    if cache.ledger.rotated:
         raise UserError(
             "The cache was re-indexed, and its keys are not stored as they are seen; carry that out first, with "
             "Model.as_seen."

@@ -104,7 +104,7 @@ def taps(
     pick = pick or {}
     if past is None:
         return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
-    rotations = _rotations(lanes, past) if past.ledger.turned else [None] * past.n_layers
+    rotations = _rotations(lanes, past) if past.ledger.rotated else [None] * past.n_layers
     return [
         TapLayer((keys, values), rotation, pick.get(layer), store)
         for layer, (keys, values, rotation) in enumerate(zip(past.keys, past.values, rotations, strict=True))
@@ -124,7 +124,7 @@ def _rotations(lanes: Lanes, past: KVCache) -> list[Rotation | None]:
 
 def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
     """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
-    if not cache.ledger.turned:
+    if not cache.ledger.rotated:
         return cache
     layers = zip(cache.keys, _rotations(lanes, cache), strict=True)
     rotated = tuple(keys if rotation is None else rotation.of(keys) for keys, rotation in layers)
@@ -228,7 +228,7 @@ def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
     """Warn of new tokens at positions of live slots, as when positions are counted by the cache's length."""
     if past is None or not past.slots:
         return
-    last = past.ledger.positions.masked_fill(~past.ledger.kept, -1).amax(1)
+    last = past.ledger.positions.masked_fill(~past.ledger.live_somewhere, -1).amax(1)
     taken = new.positions[:, 0] <= last
     if bool(taken.any()):
         row = int(taken.int().argmax())

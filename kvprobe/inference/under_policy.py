@@ -205,7 +205,7 @@ def _recomputed(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene
         )
     rows = []
     for row in range(ledger.batch):
-        tokens = tokens_at(ledger, row, ledger.kept[row].nonzero()[:, 0])
+        tokens = tokens_at(ledger, row, ledger.live_somewhere[row].nonzero()[:, 0])
         change = _first_change(before, ledger, row)
         rows.append(replace(tokens, recomputed=tuple(old or at >= change for at, old in enumerate(tokens.recomputed))))
     cache, _ = extend(lanes, None, rows, lane)
@@ -217,7 +217,7 @@ def _recomputed(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene
 def _first_change(before: Ledger, after: Ledger, row: int) -> int:
     """How many of a row's first live slots are unchanged, with none missing between them, now or before."""
     old, new = (
-        torch.stack([ledger.origins[row, ledger.kept[row]], ledger.tokens[row, ledger.kept[row]]])
+        torch.stack([ledger.origins[row, ledger.live_somewhere[row]], ledger.tokens[row, ledger.live_somewhere[row]]])
         for ledger in (before, after)
     )
     shorter = min(old.shape[1], new.shape[1])
@@ -249,12 +249,16 @@ def _with_placeholders(lanes: Lanes, policy: PruneToolResults, scene: Scene) -> 
         name
         for name in policy.pruned(scene.cache.ledger.names)
         if bool(
-            (scene.cache.ledger.in_segments([name]) & ~scene.cache.ledger.delimiters & scene.cache.ledger.kept).any()
+            (
+                scene.cache.ledger.in_segments([name])
+                & ~scene.cache.ledger.delimiters
+                & scene.cache.ledger.live_somewhere
+            ).any()
         )
     ]
     for name in names:
         ledger = scene.cache.ledger
-        text = ledger.in_segments([name]) & ~ledger.delimiters & ledger.kept
+        text = ledger.in_segments([name]) & ~ledger.delimiters & ledger.live_somewhere
         if not bool(text.any(1).all()):
             raise UserError(f"Only some rows hold {name!r}; prune rows of different conversations one by one.")
         if policy.mode == "gapped" and len(ids) > int(text.sum(1).min()):

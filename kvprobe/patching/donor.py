@@ -103,7 +103,7 @@ def _refuse_unlike(base: KVCache, donor: KVCache) -> None:
     for name, cache in (("base", base), ("donor", donor)):
         if cache.batch != 1:
             raise UserError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
-        if not bool((cache.ledger.kept & ~cache.ledger.padding).any()):
+        if not bool((cache.ledger.live_somewhere & ~cache.ledger.padding).any()):
             raise UserError(f"The {name} has no live slot, so there is nothing to swap; give another cache.")
     if base.shape != donor.shape or base.keys[0].dtype != donor.keys[0].dtype:
         raise UserError(

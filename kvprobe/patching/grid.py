@@ -167,7 +167,7 @@ def _segments(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
 
 def _live(base: KVCache) -> tuple[int, ...]:
     """Slots that some layer and head may see."""
-    return tuple((base.ledger.kept[0] & ~base.ledger.padding[0]).nonzero()[:, 0].tolist())
+    return tuple((base.ledger.live_somewhere[0] & ~base.ledger.padding[0]).nonzero()[:, 0].tolist())
 
 
 def _band(band: Any, layers: int) -> Value:

@@ -187,8 +187,8 @@ def settle(scene: Scene, live: Live, mode: PositionMode) -> Scene:
     narrow = narrow[:, :, :1] if bool((narrow == narrow[:, :, :1]).all()) else narrow
     cache = replace(scene.cache, ledger=replace(scene.cache.ledger, live=narrow))
     scene = scene.with_cache(cache)
-    if not bool(cache.ledger.kept.all()):
-        scene = scene.take(*cache.ledger.order(cache.ledger.kept))
+    if not bool(cache.ledger.live_somewhere.all()):
+        scene = scene.take(*cache.ledger.order(cache.ledger.live_somewhere))
     return scene.with_cache(scene.cache.reindex(mode)) if mode != "gapped" else scene
 
 

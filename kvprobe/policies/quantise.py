@@ -77,7 +77,7 @@ class Quantise(Policy):
 
     def _leaving(self, cache: KVCache, row: int) -> Int[Tensor, "groups group"]:
         """Slots of this row that have left the tail and are not quantised yet, in whole groups."""
-        live = cache.ledger.kept[row].nonzero()[:, 0]
+        live = cache.ledger.live_somewhere[row].nonzero()[:, 0]
         old = live[: max(0, len(live) - self.tail)]
         fine = old[cache.ledger.quantised[row, old] < 0]
         whole = len(fine) // self.group

@@ -219,7 +219,7 @@ def test_reindexing_counts_the_live_slots_and_leaves_tensors_and_the_rest_alone(
     cache = random_cache(seed, gaps=True, padded=True, some_masked=True, layers=3, kv_heads=2)
     closed = cache.reindex()
     for row in range(cache.batch):
-        live = cache.ledger.kept[row]
+        live = cache.ledger.live_somewhere[row]
         assert closed.ledger.positions[row, live].tolist() == list(range(int(live.sum())))
         assert closed.ledger.following[row] == live.sum()
     assert_bit_identical(replace(closed, ledger=cache.ledger), cache)

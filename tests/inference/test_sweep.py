@@ -567,7 +567,7 @@ def test_the_fault_context_holds_rotated_keys(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT).evict("T1").reindex("contiguous")
     context = prepare(tiny_llama.lanes, past, [Gaussian("effect"), PositionShift(by=1)])
     assert isinstance(context, FaultContext)
-    assert not context.cache.ledger.turned
+    assert not context.cache.ledger.rotated
     assert context.rotaries is not None
     assert context.queries is not None
     assert len(context.queries.rows) == 3

@@ -533,7 +533,7 @@ def test_recomputed_slots_are_no_longer_quantised(tiny_llama: Model):
 
 def decoded(model: Model, cache: KVCache, segment: str, row: int = 0) -> str:
     """What the live slots of a segment say."""
-    held = (cache.ledger.in_segments([segment]) & cache.ledger.kept)[row]
+    held = (cache.ledger.in_segments([segment]) & cache.ledger.live_somewhere)[row]
     return model.tokenizer.decode(cache.ledger.tokens[row, held].tolist())
 
 

@@ -181,7 +181,7 @@ def test_whole_groups_of_the_oldest_slots_are_quantised_and_the_tail_is_not(draw
     cache, policy = drawn
     after = quantise(cache, policy)
     for row in range(cache.batch):
-        live = torch.nonzero(cache.ledger.kept[row])[:, 0].tolist()
+        live = torch.nonzero(cache.ledger.live_somewhere[row])[:, 0].tolist()
         whole = max(0, len(live) - policy.tail) // policy.group
         expected = [live[first * policy.group : (first + 1) * policy.group] for first in range(whole)]
         assert groups_of(after, row) == expected
@@ -244,7 +244,7 @@ def packed_bytes(before: KVCache, after: KVCache, policy: Quantise) -> int:
     for row in range(after.batch):
         groups = groups_of(after, row)
         fine = [slot for slot, own in enumerate(after.ledger.quantised[row].tolist()) if own < 0]
-        fine = [slot for slot in fine if bool(after.ledger.kept[row, slot])]
+        fine = [slot for slot in fine if bool(after.ledger.live_somewhere[row, slot])]
         for keys, values in zip(before.keys, before.values, strict=True):
             if groups:
                 where = torch.tensor(groups)

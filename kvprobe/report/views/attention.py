@@ -83,7 +83,7 @@ def patterns_view(patterns: "Patterns", tokenizer: Any, caption: str = "", **set
     """
     ledger = patterns.cache.ledger
     tokens = [tokenizer.decode([token]) for token in ledger.tokens[0].tolist()]
-    masked = (~ledger.kept[0]).nonzero()[:, 0].tolist()
+    masked = (~ledger.live_somewhere[0]).nonzero()[:, 0].tolist()
     queries, layers = patterns.queries.tolist(), patterns.layers
     return heads_view(patterns.weights, tokens, caption, queries=queries, layers=layers, masked=masked, **settings)
 
