@@ -69,16 +69,26 @@ def main() -> None:
         print("\nkvprobe: interrupted; give the same command again to resume.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        # torch's error for a full GPU is known by its name, so that torch need not be imported to ask.
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            print(
-                f"kvprobe: there is too little memory ({error}); use a smaller model, text or batch.", file=sys.stderr
-            )
+        if _memory_is_full(error):
+            print(f"kvprobe: too little memory ({_line(error)}); use less text or a smaller batch.", file=sys.stderr)
             sys.exit(2)
         if debug:
             traceback.print_exception(error)
         print(f"kvprobe: {_defect(error)}", file=sys.stderr)
         sys.exit(70)
+
+
+def _memory_is_full(error: Exception) -> bool:
+    """Whether memory ran out; torch's errors are known by name and text, so that torch need not be imported to ask."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _defect(error: Exception) -> str:
@@ -88,7 +98,7 @@ def _defect(error: Exception) -> str:
         traceback.print_exception(error, file=written)
     return (
         f"this is a defect of kvprobe, not of your input ({type(error).__name__}: "
-        f"{' '.join(str(error).split())[:200]}); please report it with the traceback, which is in {path} and is "
+        f"{_line(error)}); please report it with the traceback, which is in {path} and is "
         "printed with --debug."
     )
 

@@ -18,6 +18,18 @@ MAX_BYTES, MAX_DEPTH, MAX_NUMBER = 2**16, 16, 100
 """Of a settings file: its size, its levels, and the characters of a number or date in it."""
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with `~` and `~name` as folders.
+
+    Raises:
+        UserError: there is no user of that name.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path} names the home of an unknown user; give the whole path.") from error
+
+
 def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> dict[str, Any]:
     """The object in a JSON file of at most `limit` bytes.
 

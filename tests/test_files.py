@@ -1,10 +1,11 @@
-"""Files: what is written is whole or absent."""
+"""Files: what is written is whole or absent, and what a path names is known."""
 
 from pathlib import Path
 
 import pytest
 
-from kvprobe.files import replacing, write_whole
+from kvprobe.errors import UserError
+from kvprobe.files import expanded, replacing, write_whole
 
 
 def test_a_write_that_fails_leaves_the_older_file_whole(tmp_path: Path):
@@ -26,3 +27,8 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path):
     assert write_whole(path, "new").read_text(encoding="utf-8") == "new"
     assert target.read_text(encoding="utf-8") == "untouched"
     assert not path.is_symlink()
+
+
+def test_the_home_of_an_unknown_user_is_refused():
+    with pytest.raises(UserError, match="unknown user; give the whole path"):
+        expanded("~nobody-of-that-name/chat.json")

@@ -332,7 +332,7 @@ class KVCache:
         cache = KVCache(keys, values, ledger, None if any_model else made_by)
         try:
             cache.refuse_nonfinite()
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"In {path}, {error}") from error
         return cache
 

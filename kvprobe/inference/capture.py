@@ -44,7 +44,7 @@ class Captured:
 
     def __getitem__(self, site: tuple[Family, int]) -> Tensor:
         if site not in self.tensors:
-            raise KeyError(f"{site[0]!r} at layer {site[1]} was not captured; ask for it in `capture`.")
+            raise UserError(f"{site[0]!r} at layer {site[1]} was not captured; ask for it in `capture`.")
         return self.tensors[site]
 
     def stack(self, family: Family) -> Tensor:

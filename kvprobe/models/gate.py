@@ -51,6 +51,8 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
         with torch.no_grad():
             refusal = next((sentence for holds, sentence in _plain_checks(lanes) if not holds), None)
             by_head = refusal is None and _heads_apart(lanes)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a model that kvprobe cannot read may fail in any way
         message = " ".join(str(error).split())[:200]
         raise UserError(
@@ -74,6 +76,8 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
     try:
         with torch.no_grad():
             readings = [(_gapped(lanes, lane, by_head), *_whole(lanes, lane)) for lane in ("plain", "hooked")]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         message = " ".join(str(error).split())[:200]
         raise UserError(
@@ -222,6 +226,8 @@ def _heads_apart(lanes: UnprovedLanes) -> bool:
     _, held = _whole(lanes)
     try:
         leak, effect = _masks_reach(lanes, _first(held, _CUT), _ids(lanes)[:, _CUT:], lanes.geometry.n_kv_heads)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except (ValueError, RuntimeError, TypeError):  # a shape that the model does not take
         return False
     return leak <= _allowed(lanes, effect)

@@ -91,6 +91,8 @@ class Geometry:
         try:
             with torch.no_grad():
                 plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # a model that kvprobe cannot read may fail in any way
             raise UserError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
         layers: Any = past.layers

@@ -39,7 +39,7 @@ class Lanes(UnprovedLanes):
             by_head, self._proved = self.masks_by_head, hooked  # first, because the proof reads in this lane
             try:
                 prove_hooked(self, by_head)
-            except UserError:
+            except BaseException:  # an interrupted proof is none
                 self._proved = None
                 raise
         return hooked

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
 from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
 from kvprobe.models.files import bounded, check_folder, weight_sizes
 from kvprobe.names import unknown
@@ -30,7 +31,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     """
     if isinstance(source, str) and source in NAMED_MODELS:
         return _named(source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         return _checked(path)
     if path.suffix == ".gguf":

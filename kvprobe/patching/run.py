@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-import psutil
 import torch
 from jaxtyping import Float
 from tqdm import tqdm
 
+from kvprobe.models.loading import free_bytes
 from kvprobe.patching.grid import Cell
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
@@ -56,5 +56,4 @@ def _values(
 
 def _rows_that_fit(runner: Runner, cells: Sequence[Cell], device: torch.device) -> int:
     """How many of these cells a pass has memory for."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, min(len(cells), int(min(BYTES, free / 4) / runner.row_bytes(cells)) - 1))
+    return max(1, min(len(cells), int(min(BYTES, free_bytes(device) / 4) / runner.row_bytes(cells)) - 1))

@@ -243,7 +243,7 @@ class Card:
         path = folder / CARD
         try:
             content = read_yaml(path)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(
                 f"{path} cannot be read as a card ({str(error).rstrip('.')}); copy the folder again."
             ) from error
@@ -251,7 +251,7 @@ class Card:
             raise UserError(f"{path} is not the card of a probe of format {FORMAT!r}; publish the probe again.")
         try:
             return filled(cls, content, "the card", LIMITS)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"In {path}: {error}") from error
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
 from kvprobe.fingerprint import differing, fingerprint
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -142,7 +143,7 @@ class Probe:
         Raises:
             UserError: there is no such probe, or its files are incomplete, too large, or do not match each other.
         """
-        catalogue, folder = published_probes(), Path(source).expanduser()
+        catalogue, folder = published_probes(), expanded(source)
         if str(source) in catalogue:
             folder = catalogue[str(source)]
         elif not (folder / CARD).is_file():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 2**20
@@ -20,7 +21,7 @@ def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]
     Raises:
         UserError: there is no such file; the file or a line is too large, is not UTF-8 or JSON, or `parse` refuses it.
     """
-    path = path.expanduser()
+    path = expanded(path)
     # Not a folder, and not a device, which may never end.
     if not path.is_file():
         raise UserError(f"There is no file {path}; give a JSONL file, one JSON object a line.")
@@ -37,7 +38,7 @@ def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]
             continue
         try:
             entries.append(parse(number, _object(line)))
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from error
     if not entries:
         raise UserError(f"{path} is empty; write one JSON object a line.")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
 from kvprobe.text.transcript import Transcript
 
 MAX_BYTES, MAX_MESSAGES = 2**20, 1_000
@@ -15,7 +16,7 @@ def read_chat(path: Path) -> Transcript:
     Raises:
         UserError: there is no such file, it is too large or not such a list, or see `Transcript.from_messages`.
     """
-    path = path.expanduser()
+    path = expanded(path)
     # Not a folder, and not a device, which may never end.
     if not path.is_file():
         raise UserError(f"There is no file {path}; give a JSON list of messages.")

@@ -150,6 +150,6 @@ def _trailer(render: Render, so_far: list[dict[str, str]], between: str) -> str:
     after it when it is the last message. A template that cannot end there gives all of it to the first."""
     try:
         *_, after = _split_at_placeholders(render(so_far), len(so_far))
-    except (TemplateError, ValueError):
+    except (TemplateError, UserError):
         return between
     return after if between.startswith(after) else between

@@ -24,6 +24,13 @@ def test_an_unknown_segment_is_refused_with_all_names_where_none_is_near():
         random_ledger(0).in_segments(["x"])
 
 
+def test_a_slot_is_live_somewhere_if_one_head_of_one_layer_sees_it():
+    live = torch.zeros(2, 1, 2, 3, dtype=torch.bool)
+    live[1, 0, 0, 2] = True
+    row = random_ledger(0, batch=1, slots=3)
+    assert dataclasses.replace(row, live=live).live_somewhere.tolist() == [[False, False, True]]
+
+
 def test_a_ledger_is_untouched_only_if_all_is_live_and_in_place():
     assert random_ledger(0, layers=3, kv_heads=2).untouched
     assert not random_ledger(0, batch=1, gaps=True).untouched

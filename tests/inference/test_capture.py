@@ -244,7 +244,7 @@ def test_segments_and_slots_together_are_refused(tiny_llama: Model):
 
 
 def test_what_was_not_asked_for_is_not_captured(tiny_llama: Model):
-    with pytest.raises(KeyError, match="'v' at layer 0 was not captured"):
+    with pytest.raises(UserError, match="'v' at layer 0 was not captured"):
         capture(tiny_llama.lanes, ROWS, ["k"])["v", 0]
 
 

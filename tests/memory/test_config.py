@@ -1,4 +1,4 @@
-"""A config is a untrusted's file: it gives a budget, or one sentence that names what is wrong with it."""
+"""A config is untrusted input: it gives a budget, or one sentence that names what is wrong with it."""
 
 import json
 import math

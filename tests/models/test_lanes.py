@@ -5,6 +5,7 @@ import transformers
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
+from kvprobe.models.lanes import Lanes
 from tests.models import WINDOW, llama
 
 
@@ -39,3 +40,17 @@ def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object(
     with torch.no_grad():
         changed.lanes.plain.lm_head.weight[0, 0] += 1e-3
     assert changed.fingerprint != llama(seed=1).fingerprint
+
+
+def test_an_interrupted_proof_of_the_hooked_lane_is_begun_again(monkeypatch: pytest.MonkeyPatch):
+    lanes, proofs = llama().lanes, []
+
+    def interrupted(_: Lanes, by_head: bool) -> None:
+        proofs.append(by_head)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvprobe.models.lanes.prove_hooked", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            _ = lanes.hooked
+    assert len(proofs) == 2
