@@ -1,6 +1,7 @@
 """Limited and atomic file access: what is read is bounded in size and depth, and what is written is whole or absent."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ MAX_BYTES, MAX_DEPTH, MAX_NUMBER = 2**16, 16, 100
 """Of a settings file: its size, its levels, and the characters of a number or date in it."""
 
 
-def expanded(path: str | Path) -> Path:
+def expanded(path: str | os.PathLike[str]) -> Path:
     """The path with `~` and `~name` as folders.
 
     Raises:
