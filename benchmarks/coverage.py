@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, ratio, wilson
-from kvprobe.studies.bands.analyse import newcombe
+from kvprobe.studies.bands.analyse import newcombe, spearman
 from kvprobe.studies.bands.measured import statistic
 from kvprobe.studies.policies.analyse import least_memory
+from kvprobe.wording import estimate_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "intervals.md"
 CLUSTERS = (4, 8, 16, 48)
@@ -33,14 +34,12 @@ class Kind:
 
     Attributes:
         draw: an estimate from this many new clusters.
-        fewest: clusters below which it is not printed.
     """
 
     name: str
     data: str
     truth: float
     draw: Draw
-    fewest: int = FEWEST
 
 
 def kinds() -> list[Kind]:
@@ -59,28 +58,27 @@ def kinds() -> list[Kind]:
         found.append(
             Kind("share, 5 trials a cluster", f"binary, {share}, correlation 0.3", share, _share(share, 5, 0.3))
         )
-        found.append(Kind("share of independent trials (Wilson)", f"binary, {share}", share, _wilson(share), fewest=1))
+        found.append(Kind("share of independent trials (Wilson)", f"binary, {share}", share, _wilson(share)))
     for one, other in ((0.2, 0.2), (0.5, 0.1), (0.3, 0.0)):
         data = f"binary, {one} and {other}"
         found.append(Kind("paired difference of shares", data, one - other, _paired(one, other)))
-        found.append(
-            Kind("difference of independent shares (Newcombe)", data, one - other, _newcombe(one, other), fewest=1)
-        )
+        found.append(Kind("difference of independent shares (Newcombe)", data, one - other, _newcombe(one, other)))
     for damage in ("equal", "exponential", "lognormal, σ = 1"):
         found.append(Kind("pooled index, 1 − Σ left / Σ damage", f"damage {damage}", 0.3, _pooled(damage)))
     found.append(Kind("ratio of means", "exponential", 2.0, _ratio_of_means))
     found.append(Kind("slope within clusters", "normal", -0.1, _slope))
     found.append(Kind("least memory (where a loss crosses its tolerance)", "normal", 0.4, _crossing))
+    for noise in (0.3, 1.0):
+        data = f"30 lognormal layers, noise σ = {noise}"
+        found.append(Kind("rank correlation across layers", data, float(spearman(*_effects())[0]), _ranks(noise)))
     return found
 
 
 def coverage(kind: Kind, clusters: int, repetitions: int, seed: int = 0) -> float | None:
     """The share of repetitions in which the interval holds the truth; None where none is printed."""
-    if clusters < kind.fewest:
-        return None
     rng = np.random.default_rng([seed, clusters])
-    held = [not kind.draw(rng, clusters).differs(kind.truth) for _ in range(repetitions)]
-    return float(np.mean(held))
+    drawn = [kind.draw(rng, clusters) for _ in range(repetitions if clusters >= FEWEST else 1)]
+    return float(np.mean([not each.differs(kind.truth) for each in drawn])) if drawn[0].has_interval else None
 
 
 def false_claims(comparisons: int, clusters: int, repetitions: int, share: float = 0.5, seed: int = 0) -> float:
@@ -164,7 +162,7 @@ def _ratio_of_means(rng: np.random.Generator, count: int) -> Estimate:
         + 1
     )
     found = statistic([pair], lambda drawn: (drawn[:, 0] - 1) / (drawn[:, 1] - 1), (0.0, np.inf))
-    return Estimate(**{name: np.nan if value is None else value for name, value in (found or {"mean": np.nan}).items()})
+    return estimate_of(found or {"mean": None})
 
 
 def _slope(rng: np.random.Generator, count: int) -> Estimate:
@@ -179,6 +177,21 @@ def _crossing(rng: np.random.Generator, count: int) -> Estimate:
     losses = 0.5 - memory[:, None] + 0.3 * rng.normal(size=(1, count)) + 0.1 * rng.normal(size=(5, count))
     found = least_memory(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
     return Estimate(*map(float, found))
+
+
+def _effects() -> np.ndarray:
+    """What 30 layers truly have of two quantities, as logarithms, with a correlation of 0.8."""
+    one, other = np.random.default_rng(0).normal(size=(2, 1, 30))
+    return np.stack([one, 0.8 * one + 0.6 * other])
+
+
+def _ranks(noise: float) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        loud = 0.5 * rng.normal(size=count)
+        pair = [np.exp(one.T + noise * rng.normal(size=(30, count)) + loud) for one in _effects()]
+        return estimate_of(statistic(pair, spearman, DIFFERENCE) or {"mean": None})
+
+    return draw
 
 
 def main() -> None:

@@ -193,7 +193,7 @@ def means(
 
 
 def wilson(successes: int | float, trials: int) -> Estimate:
-    """A share with its 95 % Wilson interval, which stays inside 0 to 1 and covers the truth also with few trials.
+    """A share of independent trials with its 95 % Wilson interval, which stays inside 0 to 1; a range below `FEWEST`.
 
     Args:
         successes: also a mean over repetitions times the number of independent trials; the interval is then
@@ -205,6 +205,8 @@ def wilson(successes: int | float, trials: int) -> Estimate:
     if not 0 <= successes <= trials or trials < 1:
         raise UserError(f"Successes must lie in 0 to {trials}, the number of trials; got {successes} of {trials}.")
     z, share = 1.959963984540054, successes / trials
+    if trials < FEWEST:
+        return Estimate(share, clusters=trials, smallest=float(successes == trials), largest=float(successes > 0))
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
     # At 0 and 1, rounding can put an end slightly beyond the share itself.

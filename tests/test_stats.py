@@ -139,3 +139,12 @@ def test_wilson_is_the_textbooks_interval_and_stays_inside():
         assert (mirrored.low, mirrored.high) == pytest.approx((1 - estimated.high, 1 - estimated.low))
     with pytest.raises(UserError, match="must lie in 0 to 2"):
         wilson(3, 2)
+
+
+def test_a_share_of_few_trials_has_a_range_and_no_interval():
+    for successes, ends in ((0, (0, 0)), (3, (0, 1)), (7, (1, 1))):
+        estimated = wilson(successes, 7)
+        assert estimated.ends == ends
+        assert not estimated.has_interval
+        assert not estimated.differs(0.5)
+    assert wilson(3, 8).has_interval

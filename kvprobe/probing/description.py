@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.probing.intervals import held_out_means
+from kvprobe.probing.intervals import INFORMATION, held_out_means
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
 from kvprobe.probing.splits import Split
@@ -88,7 +88,7 @@ def description(
     bits = probes.cpu().numpy()
     context = _context_bits(torch.from_numpy(clusters), labels.cpu(), ends, classes).numpy()
 
-    mean, low, high = held_out_means(bits, clusters, (0.0, np.inf))
+    mean, low, high = held_out_means(bits, clusters, INFORMATION)
     saved, saved_low, saved_high = held_out_means(context - bits, clusters)
     with np.errstate(divide="ignore"):
         best = log2(classes) / low

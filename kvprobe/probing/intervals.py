@@ -18,6 +18,9 @@ from jaxtyping import Float, Int
 from kvprobe import stats
 from kvprobe.stats import UNBOUNDED, Estimate
 
+INFORMATION = (0.0, np.inf)
+"""The natural range of information in bits: a reader that ignores the features loses nothing."""
+
 LEVEL = 0.05
 """Family-wise level of p-values and claims."""
 
@@ -31,9 +34,13 @@ def held_out_means(
     within: tuple[float, float] = UNBOUNDED,
     comparisons: int = 1,
 ) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
-    """Mean over samples of many out-of-fold quantities, with the ends of their intervals; see `kvprobe.stats.means`."""
-    mean = values.mean(-1, keepdims=True)
-    _, low, high = stats.means(mean + SHARED**0.5 * (values - mean), clusters, within, comparisons)
+    """Mean over samples of many out-of-fold quantities, with the ends of their intervals; see `kvprobe.stats.means`.
+
+    A mean outside the natural range, as information below zero, counts as the end of the range.
+    """
+    raw = values.mean(-1, keepdims=True)
+    mean = raw.clip(*within)
+    _, low, high = stats.means(mean + SHARED**0.5 * (values - raw), clusters, within, comparisons)
     return mean[..., 0], low, high
 
 

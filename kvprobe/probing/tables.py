@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvprobe.probing.features import Features
 from kvprobe.probing.fits import Fits
-from kvprobe.probing.intervals import held_out, held_out_means
+from kvprobe.probing.intervals import INFORMATION, held_out, held_out_means
 from kvprobe.probing.sparse import eta_squared
 from kvprobe.probing.splits import Split
-from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
+from kvprobe.stats import DIFFERENCE, SHARE
 
 Clusters = Int[np.ndarray, "samples"]
 
@@ -36,7 +36,7 @@ def site_table(
         control: fits and labels of the control tasks.
     """
     hits = fits.hits(features.labels)
-    columns = _with_interval("bits", fits.information.double().numpy(), clusters, UNBOUNDED)
+    columns = _with_interval("bits", fits.information.double().numpy(), clusters, INFORMATION)
     columns["eta_squared"] = _mean_eta_squared(features, split)
     if control is not None:
         memorised = control[0].hits(control[1])
@@ -70,7 +70,7 @@ def summary_table(
     for reading, share in shares.items():
         estimates = {"accuracy": held_out(share, clusters, SHARE)}
         if reading in bits:
-            estimates["bits"] = held_out(bits[reading].double().numpy(), clusters)
+            estimates["bits"] = held_out(bits[reading].double().numpy(), clusters, INFORMATION)
         if reading != "retained":
             estimates["lead"] = held_out(shares["retained"] - share, clusters, DIFFERENCE)
         row: dict[str, Any] = {"split": split, "reading": reading}

@@ -580,6 +580,9 @@ def test_the_difference_of_two_shares_is_newcombes():
     found = newcombe(wilson(56, 70), wilson(48, 80))
     assert (found.mean, found.low, found.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
     assert newcombe(Estimate(0.5, 0.4, 0.6), Estimate(0.5, 0.4, 0.6)).mean == 0
+    few = newcombe(wilson(4, 4), wilson(48, 80))
+    assert not few.has_interval
+    assert few.ends == pytest.approx((1 - wilson(48, 80).high, 1 - wilson(48, 80).low))
 
 
 @pytest.mark.parametrize(

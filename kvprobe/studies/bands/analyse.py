@@ -313,4 +313,6 @@ def newcombe(one: Estimate, other: Estimate) -> Estimate:
     difference = one.mean - other.mean
     below = ((one.mean - one.low) ** 2 + (other.high - other.mean) ** 2) ** 0.5
     above = ((one.high - one.mean) ** 2 + (other.mean - other.low) ** 2) ** 0.5
-    return Estimate(difference, difference - below, difference + above)
+    smallest, largest = one.ends[0] - other.ends[1], one.ends[1] - other.ends[0]
+    trials = min(one.clusters, other.clusters)
+    return Estimate(difference, difference - below, difference + above, trials, smallest, largest)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import chosen, fit_sites
-from kvprobe.probing.intervals import held_out
+from kvprobe.probing.intervals import INFORMATION, held_out
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.transfer import transferred
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, estimate
@@ -105,8 +105,8 @@ def analyse(collected: Collected, config: Config) -> Analysis:
             metrics["accuracy"][split][arm] = [of(own.hits.mean(1), SHARE) for own in retained]
             metrics["floor"][split][arm] = [of(own.hits.mean(1), SHARE) for own in restart]
             metrics["leak"][split][arm] = [of(leak, DIFFERENCE) for leak in leaks]
-            metrics["bits"][split][arm] = [of(own.bits) for own in retained]
-            metrics["floor_bits"][split][arm] = [of(own.bits) for own in restart]
+            metrics["bits"][split][arm] = [of(own.bits, INFORMATION) for own in retained]
+            metrics["floor_bits"][split][arm] = [of(own.bits, INFORMATION) for own in restart]
             metrics["chosen"][split][arm] = [
                 [{"fold": fold, **_named(pick)} for fold, pick in enumerate(own.picks)] for own in retained
             ]

@@ -187,19 +187,19 @@ def _enough(collected: Collected, config: Config) -> dict[str, dict[str, Any]]:
         found[name] = {"least_measured": float(memory.min())}
         for measure in MEASURES:
             losses = -np.stack([collected.gain(measure, number, 0) for number in numbers])[order]
-            mean, low, high = means(losses, np.arange(losses.shape[1]), _range_of(measure))
-            rows = np.stack([mean, low, high])
-            known = not np.isnan(rows).any()
-            least = least_memory(memory[order], rows if known else rows[:1], TOLERANCE[measure], between=not kind.bits)
-            values = [None if np.isinf(each) else float(each) for each in least]
-            found[name][measure] = {"known": known, **dict(zip(("mean", "low", "high"), values, strict=False))}
+            rows = np.stack(means(losses, np.arange(losses.shape[1]), _range_of(measure)))
+            least = least_memory(memory[order], rows, TOLERANCE[measure], between=not kind.bits)
+            values = [float(value) if np.isfinite(value) else None for value in least]
+            known = not np.isnan(least).any()
+            found[name][measure] = {"known": known, **dict(zip(("mean", "low", "high"), values, strict=True))}
     return found
 
 
 def least_memory(
     memory: Float[np.ndarray, "levels"], losses: Float[np.ndarray, "draws levels"], tolerance: float, between: bool
 ) -> Float[np.ndarray, "draws"]:
-    """The least memory down to which every measured level loses at most `tolerance`; infinite if the first loses more.
+    """The least memory down to which every measured level loses at most `tolerance`; infinite if the first loses more,
+    NaN for losses that are not known.
 
     Args:
         memory: of each level, falling.
@@ -213,7 +213,8 @@ def least_memory(
     inside, outside = losses[rows, last], losses[rows, after]
     crosses = (near > 0) & (near < len(memory)) & between
     way = np.where(crosses, (tolerance - inside) / np.where(crosses, outside - inside, 1.0), 0.0)
-    return np.where(near > 0, memory[last] + way * (memory[after] - memory[last]), np.inf)
+    least = np.where(near > 0, memory[last] + way * (memory[after] - memory[last]), np.inf)
+    return np.where(np.isnan(losses).any(1), np.nan, least)
 
 
 def _unchanged(collected: Collected, config: Config) -> dict[str, Any] | None:
