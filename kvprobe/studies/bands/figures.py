@@ -109,7 +109,7 @@ def accuracy_by_band(metrics: Mapping[str, Any], task: Mapping[str, Any], config
                 if beside is not None and noise == "layer":
                     _seed_points(axis, beside, band, place, len(metrics["bands"]), rates)
             axis.axhline(task["clean"]["mean"], color="0.35", ls="--", lw=0.9, label="clean cache, interval grey")
-            axis.axhspan(task["clean"]["low"], task["clean"]["high"], color="0.35", alpha=0.1, lw=0)
+            axis.axhspan(*ends(task["clean"]), color="0.35", alpha=0.1, lw=0)
             if task["chance"]:
                 axis.axhline(task["chance"], color="0.35", ls=":", lw=0.9, label="chance")
             axis.set_title(NOISE_NAMES[noise])

@@ -41,7 +41,7 @@ def accuracy_by_rate(metrics: Mapping[str, Any], table: Reported | None, title: 
             for axis, (name, task) in zip(row, metrics["tasks"].items(), strict=True):
                 headline = task["scorers"][0]
                 clean = task["clean"][headline]
-                axis.axhspan(clean["low"], clean["high"], color="0.92", lw=0, zorder=0)
+                axis.axhspan(*ends(clean), color="0.92", lw=0, zorder=0)
                 axis.axhline(clean["mean"], color="black", ls="--", lw=0.9, label="sound cache (95 %)")
                 if task["chance"] > 0:
                     axis.axhline(task["chance"], color="black", ls=":", lw=0.9, label="chance")
