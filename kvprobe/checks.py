@@ -19,13 +19,13 @@ def require_whole(owner: str, name: str, value: Any, low: int, high: int | None 
     """Refuse anything but a whole number in this range."""
     if not is_whole(value) or value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
-        raise UserError(f"{owner} has {name}={str(value)[:40]}; it must be a whole number, {expected}.")
+        raise UserError(f"{owner} has {name}={repr(value)[:40]}; it must be a whole number, {expected}.")
 
 
 def require_share(owner: str, name: str, value: Any) -> None:
     """Refuse anything but a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UserError(f"{owner} has {name}={str(value)[:40]}; it must be 0 to 1.")
+        raise UserError(f"{owner} has {name}={repr(value)[:40]}; it must be a number from 0 to 1.")
 
 
 def require(name: str, value: int | float, low: int | float, high: int | float | None = None) -> None:

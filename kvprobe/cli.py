@@ -15,6 +15,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
+from kvprobe.names import one_line
 from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, find
 
@@ -70,7 +71,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         if _memory_is_full(error):
-            print(f"kvprobe: too little memory ({_line(error)}); use less text or a smaller batch.", file=sys.stderr)
+            print(f"kvprobe: too little memory ({one_line(error)}); use less text or a smaller batch.", file=sys.stderr)
             sys.exit(2)
         if debug:
             traceback.print_exception(error)
@@ -87,10 +88,6 @@ def _memory_is_full(error: Exception) -> bool:
     )
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def _defect(error: Exception) -> str:
     """The sentence for an unexpected error; writes its traceback to a file."""
     file, path = tempfile.mkstemp(prefix="kvprobe-", suffix=".txt")
@@ -98,7 +95,7 @@ def _defect(error: Exception) -> str:
         traceback.print_exception(error, file=written)
     return (
         f"this is a defect of kvprobe, not of your input ({type(error).__name__}: "
-        f"{_line(error)}); please report it with the traceback, which is in {path} and is "
+        f"{one_line(error)}); please report it with the traceback, which is in {path} and is "
         "printed with --debug."
     )
 

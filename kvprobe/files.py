@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvprobe.errors import UserError
-from kvprobe.names import shown
+from kvprobe.names import one_line, shown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -45,7 +45,7 @@ def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable JSON ({' '.join(str(error).split())[:100]}); {advice}.") from error
+        raise UserError(f"{path} is not readable JSON ({one_line(error)}); {advice}.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold an object; it holds {shown(content)}; {advice}.")
     return content
@@ -65,7 +65,7 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), _Settings)
     # ValueError: a month that does not exist, bytes that are not UTF-8; TypeError: a key that is not hashable.
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is not readable YAML ({' '.join(str(error).split())}); correct it.") from error
+        raise UserError(f"{path} is not readable YAML ({one_line(error, 300)}); correct it.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of settings; it holds a {type(content).__name__}.")
     return content
@@ -141,5 +141,4 @@ class _Settings(yaml.SafeLoader):
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:200].rstrip(".")
-    return UserError(f"{path} is damaged ({reason}); delete this file, and start the run again.")
+    return UserError(f"{path} is damaged ({one_line(error)}); delete this file, and start the run again.")

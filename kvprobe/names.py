@@ -1,4 +1,4 @@
-"""Names and values in sentences: unknown names with their near matches, operators and plain data in short."""
+"""Names and values in sentences: unknown names with their near matches; operators, errors and plain data in short."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -24,6 +24,11 @@ def short_repr(operator: Any) -> str:
         f"{field.name}={value}" for field, value in values if field.default is MISSING or value != field.default
     )
     return f"{type(operator).__name__}({arguments})"
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The message of another library's error as part of a sentence: on one line, cut, and without a full stop."""
+    return " ".join(str(error).split())[:limit].rstrip(".")
 
 
 def shown(content: Any) -> str:

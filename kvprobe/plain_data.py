@@ -80,7 +80,7 @@ def _filled_dataclass(kind: Any, content: Any, where: str, limits: Limits) -> An
     types, needed = _fields(kind, limits.whole)
     for key in content:
         if key not in types:
-            raise UserError(unknown("key", str(key)[:40], types))
+            raise UserError(unknown(f"key of {where}", str(key)[:40], types))
     if missing := [name for name in needed if name not in content]:
         raise UserError(f"{where} lacks {', '.join(map(repr, missing))}.")
     return kind(**{key: filled(types[key], value, repr(key), limits) for key, value in content.items()})

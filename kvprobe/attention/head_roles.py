@@ -22,9 +22,6 @@ THRESHOLDS: Mapping[str, float] = {"sink": 0.3, "previous": 0.4, "duplicate": 0.
 """The least score at which a head has a role: sink, Gu et al. 2024 (arXiv 2410.10781); retrieval, Wu et al. 2024 (arXiv
 2404.15574). The papers behind the other three rank heads and name no threshold; 0.4 is what the ARENA course uses."""
 
-REPEATED = ("sink", "previous", "duplicate", "induction")
-"""Roles that are scored on random tokens that repeat."""
-
 
 def roles(
     model: Model, seed: int = 0, *, length: int = 25, copies: int = 4, sequences: int = 4, needles: int = 8
@@ -60,7 +57,7 @@ def roles(
         )
     rng = torch.Generator().manual_seed(seed)
     drawn = [_repeated(model, length, copies, rng) for _ in range(sequences)]
-    scores = torch.stack([_scores(model, tokens, length) for tokens in drawn]).mean(0)
+    scores = torch.stack([_scores(model, tokens) for tokens in drawn]).mean(0)
     table = torch.cat([scores, _retrieval(model, needles, seed)[None]]).permute(1, 2, 0).numpy()
     axes = [range(table.shape[0]), range(table.shape[1]), THRESHOLDS]
     index = pd.MultiIndex.from_product(axes, names=["layer", "head", "role"])
@@ -81,8 +78,8 @@ def _repeated(model: Model, length: int, copies: int, rng: torch.Generator) -> T
     return Tokens.of(start + ids * copies)
 
 
-def _scores(model: Model, tokens: Tokens, length: int) -> Float[Tensor, "roles layers heads"]:
-    """The roles of `REPEATED`, in order, on one sequence."""
+def _scores(model: Model, tokens: Tokens) -> Float[Tensor, "roles layers heads"]:
+    """The roles of `THRESHOLDS` without retrieval, in order, on one sequence of repeated tokens."""
     weights = attend(model, tokens, queries=range(len(tokens))).weights
     ids = torch.tensor(tokens.ids, device=weights.device)
     earlier = (ids[:, None] == ids).tril(-1)

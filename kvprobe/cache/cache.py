@@ -120,7 +120,7 @@ class KVCache:
         Raises:
             UserError: there is no such segment, slot, layer or KV head.
         """
-        hidden = self._chosen(segments, slots)[None, :, None, :]
+        hidden = self.chosen(segments, slots)[None, :, None, :]
         if layers is not None or heads is not None:
             where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
             chosen_layers = torch.tensor(_indices("layer", layers, self.n_layers), dtype=torch.long)
@@ -134,11 +134,11 @@ class KVCache:
 
         Rows that lose different numbers of slots are padded on the right with slots that are not live.
         """
-        return self._keep(~self._chosen(segments, slots))
+        return self._keep(~self.chosen(segments, slots))
 
     def select(self, *segments: str, slots: Slots | None = None) -> "KVCache":
         """Keep only these slots; the opposite of `evict`."""
-        return self._keep(self._chosen(segments, slots))
+        return self._keep(self.chosen(segments, slots))
 
     def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.
@@ -270,7 +270,7 @@ class KVCache:
                 f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model "
                 f"in one dtype."
             )
-        chosen = self._chosen(segments, slots)[:, None, :, None]
+        chosen = self.chosen(segments, slots)[:, None, :, None]
         chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
         chosen_heads[_indices("KV head", heads, self.n_kv_heads)] = True
         where = chosen & chosen_heads[:, None, None]
@@ -336,7 +336,12 @@ class KVCache:
             raise UserError(f"In {path}, {error}") from error
         return cache
 
-    def _chosen(self, segments: Sequence[str], slots: Slots | None) -> Bool[Tensor, "batch slots"]:
+    def chosen(self, segments: Sequence[str], slots: Slots | None) -> Bool[Tensor, "batch slots"]:
+        """The slots of these segments, or these slots, as a boolean per row and slot.
+
+        Raises:
+            UserError: both or neither are given, or there is no such segment or slot.
+        """
         if bool(segments) == (slots is not None):
             raise UserError("Name one or more segments, or give `slots`, but not both.")
         if slots is None:

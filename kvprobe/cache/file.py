@@ -17,6 +17,7 @@ from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest
+from kvprobe.names import one_line
 
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
@@ -61,7 +62,7 @@ def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledg
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        raise UserError(f"{path} is truncated or not a safetensors file ({error}); save it again.") from error
+        raise UserError(f"{path} is truncated or not a safetensors file ({one_line(error)}); save it again.") from error
     if metadata.pop("digest", None) != _digest(tensors, metadata):
         raise UserError(f"{path} was altered after the cache was saved (its digest differs); save it again.")
     try:

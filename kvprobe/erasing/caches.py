@@ -5,14 +5,14 @@ itself (then its tensors begin with an axis of KV heads). Keys are taken as they
 too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache.cache import KVCache
+from kvprobe.cache.cache import KVCache, Slots
 from kvprobe.erasing.subspace import Eraser, Subspace
 from kvprobe.errors import UserError
 
@@ -24,14 +24,14 @@ def erase(
     cache: KVCache,
     erasers: Mapping[LayerPart, Eraser],
     *segments: str,
-    slots: Bool[Tensor, "batch slots"] | None = None,
+    slots: Slots | None = None,
     strength: float = 1.0,
 ) -> KVCache:
     """The cache without the concept in these slots.
 
     Args:
         segments: names of segments to erase in.
-        slots: or, the slots, as a boolean per row and slot.
+        slots: or the slots: a boolean per row and slot, or a list of indices for all rows.
         strength: see `Eraser.erased`.
 
     Raises:
@@ -42,7 +42,7 @@ def erase(
         eraser = erasers[layer_part]
         return _of_slots(vectors, eraser, lambda features: eraser.erased(features, strength))
 
-    return _rewritten(cache, erasers, _chosen(cache, segments, slots), erased)
+    return _rewritten(cache, erasers, cache.chosen(segments, slots), erased)
 
 
 def interchange(
@@ -50,7 +50,7 @@ def interchange(
     donor: KVCache,
     subspaces: Mapping[LayerPart, Subspace],
     *segments: str,
-    slots: Bool[Tensor, "batch slots"] | None = None,
+    slots: Slots | None = None,
     strength: float = 1.0,
 ) -> KVCache:
     """The base with what the donor holds inside these subspaces, slot by slot (Geiger et al. 2023, arXiv 2303.02536).
@@ -61,7 +61,7 @@ def interchange(
     Args:
         donor: of the same slots; see `kvprobe.patching.aligned` for one of others.
         segments: names of segments to exchange in.
-        slots: or, the slots, as a boolean per row and slot.
+        slots: or the slots: a boolean per row and slot, or a list of indices for all rows.
         strength: 0 leaves the base as it is, 1 exchanges, values between them mix the two, and beyond 1 the difference
             is exaggerated.
 
@@ -81,7 +81,7 @@ def interchange(
         subspace = subspaces[layer_part]
         return vectors + strength * _of_slots(change, subspace, subspace.inside)
 
-    return _rewritten(base, subspaces, _chosen(base, segments, slots), exchanged)
+    return _rewritten(base, subspaces, base.chosen(segments, slots), exchanged)
 
 
 def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> None:
@@ -99,14 +99,6 @@ def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> No
                 f"({heads * width},), which is KV heads × numbers to a head, or ({heads}, {width}) for each head by "
                 "itself."
             )
-
-
-def _chosen(
-    cache: KVCache, segments: Sequence[str], slots: Bool[Tensor, "batch slots"] | None
-) -> Bool[Tensor, "batch slots"]:
-    if bool(segments) == (slots is not None):
-        raise UserError("Name one or more segments, or give `slots`, but not both.")
-    return cache.ledger.in_segments(segments) if slots is None else slots
 
 
 def _rewritten(

@@ -19,7 +19,7 @@ import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping
-from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, write_whole
+from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import differing
 
 FORMAT = 2
@@ -166,16 +166,17 @@ class Run:
         if path.is_file():
             refuse_damaged(path)
             return path
-        partial = path.with_suffix(".partial")
-        write(partial)
-        if self.begun is not None and self.environment != self.begun:
-            raise UserError(f"{self.path} was begun anew by another command; choose another --name for one of them.")
-        return partial.replace(path)
+        with replacing(path) as partial:
+            write(partial)
+            if self.begun is not None and self.environment != self.begun:
+                raise UserError(
+                    f"{self.path} was begun anew by another command; choose another --name for one of them."
+                )
+        return path
 
     def save_table(self, table: str, rows: pd.DataFrame) -> None:
-        partial = self.path / f"{table}.parquet.partial"
-        rows.to_parquet(partial, index=False)
-        partial.replace(self.path / f"{table}.parquet")
+        with replacing(self.path / f"{table}.parquet") as partial:
+            rows.to_parquet(partial, index=False)
 
     def finish(self, metrics: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """Write the results and drop the intermediate ones."""

@@ -39,13 +39,13 @@ class Captured:
 
     tensors: dict[tuple[Family, int], Tensor]
     present: Bool[Tensor, "batch picked"]
-    logits: Float[Tensor, "batch kept vocab"]
+    logits: Float[Tensor, "batch last vocab"]
     cache: KVCache | None
 
-    def __getitem__(self, site: tuple[Family, int]) -> Tensor:
-        if site not in self.tensors:
-            raise UserError(f"{site[0]!r} at layer {site[1]} was not captured; ask for it in `capture`.")
-        return self.tensors[site]
+    def __getitem__(self, place: tuple[Family, int]) -> Tensor:
+        if place not in self.tensors:
+            raise UserError(f"{place[0]!r} at layer {place[1]} was not captured; ask for it in `capture`.")
+        return self.tensors[place]
 
     def stack(self, family: Family) -> Tensor:
         """All captured layers of a family, layer axis first."""
@@ -102,12 +102,12 @@ def capture(
             tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
 
     lanes.prove()
-    places = plain_sites(lanes, computed, layers) if computed else {}
+    ports = plain_ports(lanes, computed, layers) if computed else {}
     if lane == "auto":
-        lane = "hooked" if None in places.values() else "plain"
+        lane = "hooked" if None in ports.values() else "plain"
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
     observing = (
-        lanes.hooked.observing(computed, layers, observe) if lane == "hooked" else _observing(lanes, places, observe)
+        lanes.hooked.observing(computed, layers, observe) if lane == "hooked" else _observing(lanes, ports, observe)
     )
     with observing:
         ledger, scores = forward_pass(lanes, past, tokens, tapped, lane, logits)
@@ -117,31 +117,32 @@ def capture(
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
 
 
-Site = tuple[str, Literal["input", "output"]]
+Port = tuple[str, Literal["input", "output"]]
+"""The path of a module of the plain model, and which end of it: what it reads, or what it computes."""
 
 
-def plain_sites(
+def plain_ports(
     lanes: Lanes, families: Sequence[Family], layers: Sequence[int]
-) -> dict[tuple[Family, int], Site | None]:
+) -> dict[tuple[Family, int], Port | None]:
     """Where the plain model computes each family; None where only a TransformerLens hook shows it."""
-    places: dict[tuple[Family, int], Site | None] = {}
+    ports: dict[tuple[Family, int], Port | None] = {}
     for family in families:
         if not lanes.hooked.fires(family):
             raise UserError(f"This model does not compute {family!r}, as its blocks are built otherwise; leave it out.")
         for layer in layers:
-            place = lanes.hooked.plain_site(family, layer)
-            if place is not None:
+            port = lanes.hooked.plain_site(family, layer)
+            if port is not None:
                 try:
-                    lanes.plain.get_submodule(place[0])
+                    lanes.plain.get_submodule(port[0])
                 except AttributeError:
-                    place = None
-            places[family, layer] = place
-    return places
+                    port = None
+            ports[family, layer] = port
+    return ports
 
 
 @contextmanager
 def _observing(
-    lanes: Lanes, places: dict[tuple[Family, int], Site | None], observe: Callable[[Family, int, Tensor], None]
+    lanes: Lanes, ports: dict[tuple[Family, int], Port | None], observe: Callable[[Family, int, Tensor], None]
 ) -> Iterator[None]:
     """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
     called: set[tuple[Family, int]] = set()
@@ -158,11 +159,11 @@ def _observing(
 
     handles = []
     try:
-        for key, place in places.items():
-            if place is None:
+        for key, port in ports.items():
+            if port is None:
                 raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
-            module = lanes.plain.get_submodule(place[0])
-            if place[1] == "input":
+            module = lanes.plain.get_submodule(port[0])
+            if port[1] == "input":
                 handles.append(module.register_forward_pre_hook(before(key), with_kwargs=True))
             else:
                 handles.append(module.register_forward_hook(after(key)))
@@ -170,14 +171,17 @@ def _observing(
     finally:
         for handle in handles:
             handle.remove()
-    if silent := set(places) - called:
-        raise UserError(f"Modules that were never called: {', '.join(map(str, sorted(silent)))}.")
+    if silent := set(ports) - called:
+        never = ", ".join(f"{family} of layer {layer}" for family, layer in sorted(silent))
+        raise UserError(
+            f"The model never called the modules that compute {never}; leave these out, or use lane='hooked'."
+        )
 
 
 @contextmanager
-def editing(lanes: Lanes, site: Site, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While this lasts, `edit` replaces what the plain model computes at a place (see `plain_sites`)."""
-    path, end = site
+def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While this lasts, `edit` replaces what the plain model computes at a port (see `plain_ports`)."""
+    path, end = port
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:

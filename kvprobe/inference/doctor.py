@@ -24,8 +24,8 @@ _TEXT = (
 
 
 @dataclass(frozen=True)
-class Check:
-    """One check.
+class Agreement:
+    """How far apart two ways to compute the same thing are.
 
     Attributes:
         found: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
@@ -41,7 +41,7 @@ class Check:
         return self.found <= self.allowed
 
 
-def examine(model: Model) -> Iterator[Check]:
+def examine(model: Model) -> Iterator[Agreement]:
     """Run the checks, one after the other.
 
     In float32 each check has its own tolerance. In half precision all are 5 %, since there the order of a sum alone
@@ -56,8 +56,8 @@ def examine(model: Model) -> Iterator[Check]:
     lanes = _proved_lanes(model)
     if "hooked" in lanes:
         hooked, hooked_logits = extend(model.lanes, None, [tokens], "hooked", logits=_LENGTH)
-        yield Check("both lanes agree on logits", _difference(plain_logits, hooked_logits), allowed(1e-4))
-        yield Check(
+        yield Agreement("both lanes agree on logits", _difference(plain_logits, hooked_logits), allowed(1e-4))
+        yield Agreement(
             "both lanes agree on K and V in the cache",
             _largest(
                 _difference(one, other)
@@ -70,7 +70,7 @@ def examine(model: Model) -> Iterator[Check]:
         yield _masking_against_eviction(model, tokens, lane, allowed(1e-5))
     half, _ = extend(model.lanes, None, [tokens[:_CUT]])
     _, cached = extend(model.lanes, half, [tokens[_CUT:]], logits=_LENGTH - _CUT)
-    yield Check("cached equals uncached", _difference(cached, plain_logits[:, _CUT:]), allowed(1e-5))
+    yield Agreement("cached equals uncached", _difference(cached, plain_logits[:, _CUT:]), allowed(1e-5))
     yield _greedy_against_library(model, tokens[:_CUT])
 
 
@@ -96,7 +96,7 @@ def _proved_lanes(model: Model) -> list[Lane]:
     return ["plain", "hooked"]
 
 
-def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterator[Check]:
+def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterator[Agreement]:
     """K and V as TransformerLens hooks show them, against those in the cache."""
     layers = range(model.geometry.n_layers)
     families: list[Family] = [family for family in ("k", "v") if model.lanes.hooked.fires(family)]
@@ -110,10 +110,10 @@ def _hooks_against_cache(model: Model, tokens: Tokens, allowed: float) -> Iterat
     stored = {"k": cache.keys, "v": cache.values}
     for family in families:
         worst = _largest(_difference(hooked[family, layer], stored[family][layer]) for layer in layers)
-        yield Check(f"{family.upper()} read from hooks equals {family.upper()} in the cache", worst, allowed)
+        yield Agreement(f"{family.upper()} read from hooks equals {family.upper()} in the cache", worst, allowed)
 
 
-def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed: float) -> Check:
+def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed: float) -> Agreement:
     cache, _ = extend(model.lanes, None, [tokens[:_CUT]], lane)
     hidden = torch.zeros(1, _CUT, dtype=torch.bool, device=model.lanes.device)
     hidden[:, _CUT // 4 : _CUT // 2] = True
@@ -123,10 +123,10 @@ def _masking_against_eviction(model: Model, tokens: Tokens, lane: Lane, allowed:
     rest = [tokens[_CUT:].shifted(_CUT + jump)]
     _, masked = extend(model.lanes, cache.mask(slots=hidden), rest, lane, logits=len(rest[0]))
     _, evicted = extend(model.lanes, cache.evict(slots=hidden), rest, lane, logits=len(rest[0]))
-    return Check(f"masking equals eviction ({lane} lane)", _difference(masked, evicted), allowed)
+    return Agreement(f"masking equals eviction ({lane} lane)", _difference(masked, evicted), allowed)
 
 
-def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
+def _greedy_against_library(model: Model, tokens: Tokens) -> Agreement:
     ours = generate(model.lanes, [tokens], max_new_tokens=16).tokens[0]
     plain: Any = model.lanes.plain  # `generate` is of a mixin that transformers does not type
     settings = GenerationConfig(
@@ -143,7 +143,7 @@ def _greedy_against_library(model: Model, tokens: Tokens) -> Check:
         )[0, len(tokens) :]
     finally:
         plain.generation_config = defaults
-    return Check("greedy decoding equals the library's own", float(list(ours) != theirs.tolist()), 0.0)
+    return Agreement("greedy decoding equals the library's own", float(list(ours) != theirs.tolist()), 0.0)
 
 
 def _sample(model: Model) -> Tokens:

@@ -28,7 +28,7 @@ def extend(
     tokens: Sequence[Tokens],
     lane: Lane = "plain",
     logits: int = 1,
-) -> tuple[KVCache, Float[Tensor, "batch kept vocab"]]:
+) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
     """Read one run of tokens per row after `past`, at the tokens' own positions.
 
     Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
@@ -152,7 +152,7 @@ def forward_pass(
     layers: Sequence[DynamicLayer],
     lane: Lane,
     logits: int,
-) -> tuple[Ledger, Float[Tensor, "batch kept vocab"]]:
+) -> tuple[Ledger, Float[Tensor, "batch last vocab"]]:
     """Run the model over `tokens`, with `layers` as its cache, which grow in place.
 
     Returns the ledger after it, and the logits after the last `logits` tokens of each row.

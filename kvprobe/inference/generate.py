@@ -201,8 +201,7 @@ def _check(
     generators: Sequence[torch.Generator] | None,
     rows: int,
 ) -> None:
-    if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {max_new_tokens}; ask for at least 1, a whole number.")
+    require_whole("A generation", "max_new_tokens", max_new_tokens, 1)
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:

@@ -14,7 +14,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
-from kvprobe.inference.forward import as_seen, extend
+from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, generate
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.sweep import Sweep, Trial, sweep
@@ -124,7 +124,7 @@ class Model:
         if policy is None:
             if chunk is not None:
                 raise UserError("`chunk` says how often a policy acts; give a policy, or leave it out.")
-            return extend(self.lanes, None, tokens, lane_for(None, lane))[0]
+            return prefill(self.lanes, tokens, lane_for(None, lane))
         numbers = sample_numbers(samples)
         if chunk is not None:
             return read_in_chunks(self.lanes, tokens, policy, chunk, lane, numbers)[0].cache
@@ -154,7 +154,7 @@ class Model:
 
     def extend(
         self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
-    ) -> tuple[KVCache, Float[Tensor, "batch kept vocab"]]:
+    ) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
         """Read after `cache`: a text at the positions that follow it, tokens at their own positions.
 
         Returns the longer cache and the logits after the last `logits` tokens of each row.

@@ -20,9 +20,9 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
     """Refuse tokens that the model has no embedding for, or that do not fit into memory.
 
     Raises:
-        UserError: an unknown lane, nothing to read, or an id or position that the model does not have.
-        UserError: the cache, one layer's activations, masks if the cache was edited, and on the hooked lane one layer's
-            attention scores need more memory than is free.
+        UserError: an unknown lane, nothing to read, or an id or position that the model does not have; or the cache,
+            one layer's activations, masks if the cache was edited, and on the hooked lane one layer's attention scores
+            need more memory than is free.
     """
     refuse_unknown_lane(lane)
     if not tokens or not all(len(row) for row in tokens):

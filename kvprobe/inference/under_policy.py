@@ -82,7 +82,7 @@ def watch(
     tokens: Sequence[Tokens],
     queries: int = 0,
     logits: int = 1,
-) -> tuple[Scene, Float[Tensor, "batch kept vocab"]]:
+) -> tuple[Scene, Float[Tensor, "batch last vocab"]]:
     """Read tokens on the hooked lane and record what their queries attend to.
 
     Args:
@@ -166,7 +166,7 @@ def read_in_chunks(
     chunk: int,
     lane: Lane | Literal["auto"] = "auto",
     samples: tuple[int, ...] | None = None,
-) -> tuple[Scene, Float[Tensor, "batch kept vocab"]]:
+) -> tuple[Scene, Float[Tensor, "batch last vocab"]]:
     """Read tokens `chunk` at a time, as a stream that is longer than the cache; the policy acts after each chunk.
 
     Policies that act only after the prompt wait for its end.

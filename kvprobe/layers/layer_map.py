@@ -21,6 +21,7 @@ from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL
+from kvprobe.patching.reader import suffixes
 from kvprobe.text.tokens import Tokens
 
 LEAST = 1e-4
@@ -180,11 +181,8 @@ def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataF
 def _suffixes(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | str) -> tuple[Suffix, Suffix]:
     for cache in (clean, damaged):
         one_row_each(model.lanes, cache, 1)
-    rows = model.tokens_after(clean, suffix)
-    if len(rows) != 1 or not len(rows[0]):
-        raise UserError("There is nothing to read after the caches; give a suffix of at least one token.")
-    start = rows[0].positions[0] + int(damaged.ledger.following[0] - clean.ledger.following[0])
-    return Suffix(model.lanes, clean, rows[0]), Suffix(model.lanes, damaged, rows[0].shifted(start))
+    after_clean, after_damaged = suffixes(model, clean, damaged, suffix)
+    return Suffix(model.lanes, clean, after_clean), Suffix(model.lanes, damaged, after_damaged)
 
 
 def _rows(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Site, editing, plain_sites
+from kvprobe.inference.capture import Port, editing, plain_ports
 from kvprobe.inference.forward import as_seen
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -90,15 +90,15 @@ class Suffix:
     def __init__(self, lanes: Lanes, cache: KVCache, suffix: Tokens) -> None:
         self.lanes, self.reader = lanes, Reader(lanes, as_seen(lanes, cache), {}, suffix)
         families: tuple[Family, ...] = ("resid_pre", "resid_post", *BLOCKS.values())
-        self.sites: dict[tuple[Family, int], Site] = {}
-        for (family, layer), site in plain_sites(lanes, families, range(lanes.geometry.n_layers)).items():
-            if site is None:
+        self.ports: dict[tuple[Family, int], Port] = {}
+        for (family, layer), port in plain_ports(lanes, families, range(lanes.geometry.n_layers)).items():
+            if port is None:
                 raise UserError(
                     f"{type(lanes.plain).__name__} has no module whose output is {family!r} of layer {layer} as it is "
                     "added to the residual stream (Granite scales it on the way), so components cannot be restored "
                     "one by one; patch K and V with patch_sweep instead."
                 )
-            self.sites[family, layer] = site
+            self.ports[family, layer] = port
 
     def outputs(self, kept: int = 1) -> Outputs:
         """Read the suffix, and record what every component adds."""
@@ -121,8 +121,8 @@ class Suffix:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(lanes.attention_replaced_by(attend))
-            for key, site in self.sites.items():
-                stack.enter_context(editing(lanes, site, recording(key)))
+            for key, port in self.ports.items():
+                stack.enter_context(editing(lanes, port, recording(key)))
             logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, kept)[0]
         before = [recorded["resid_pre", layer] for layer in layers]
         hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
@@ -188,7 +188,7 @@ class Suffix:
             tensor[rows] = outputs
             return tensor
 
-        with editing(self.lanes, self.sites[BLOCKS[kind], layer], write):
+        with editing(self.lanes, self.ports[BLOCKS[kind], layer], write):
             yield
 
     def _attention(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:

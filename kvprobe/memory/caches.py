@@ -125,10 +125,8 @@ def text_model(config: Config) -> Config:
         shared = {name: config.fields[name] for name in _OUTER if name in config.fields}
         config = Config(config.name, {**shared, **inner.fields, "model_type": kind})
     if kind not in KINDS:
-        raise UserError(
-            f"{unknown('family in the memory budget', kind[:60], sorted(KINDS))} "
-            "The formula of another family would give a wrong budget."
-        )
+        # The formula of another family would give a wrong budget.
+        raise UserError(unknown("family in the memory budget", kind[:60], sorted(KINDS)))
     for name in ("per_layer_config", "kv_sharing_modes"):
         if config.has(name):
             raise UserError(

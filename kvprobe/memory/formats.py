@@ -7,7 +7,6 @@ from kvprobe.memory.config import Config
 from kvprobe.memory.heads import width
 from kvprobe.memory.numbers import Numbers, plain_named
 from kvprobe.memory.weights import Weights
-from kvprobe.names import unknown
 
 
 def dtype_of(config: Config) -> Numbers:
@@ -59,8 +58,10 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
 
 def _unknown(config: Config, method: str) -> str:
     known = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes")
-    advice = "Give the bytes of the weights with weights=…."
-    return f"{config.name}: {unknown('packing of weights', method[:40], known)} {advice}"
+    return (
+        f"{config.name} has weights packed as {method[:40]!r}, but only {', '.join(known)} are known; give the bytes "
+        "of the weights with weights=…."
+    )
 
 
 def _packed(numbers: int, bits: int, group: int, scale_bits: int) -> int:

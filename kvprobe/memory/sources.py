@@ -40,9 +40,7 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
         return read_config(path, path.stem if path.stem != "config" else path.resolve().parent.name)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return read_config(_from_hub(name), name)
-    raise UserError(
-        f"{unknown('model', name[:60], shipped_here)} A folder, a config.json or a hub id (owner/name) works too."
-    )
+    raise UserError(unknown("model, folder, config.json or hub id (owner/name)", name[:60], shipped_here))
 
 
 def _existing(name: str) -> Path | None:

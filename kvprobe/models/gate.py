@@ -20,6 +20,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.unproved import Lane, UnprovedLanes
+from kvprobe.names import one_line
 
 _LENGTH, _CUT = 12, 8
 _LOUD = 30.0
@@ -54,9 +55,9 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that kvprobe cannot read may fail in any way
-        message = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{name} cannot be read with positions and masks of kvprobe's making ({type(error).__name__}: {message})."
+            f"{name} cannot be read with positions and masks of kvprobe's making ({type(error).__name__}: "
+            f"{one_line(error)})."
         ) from error
     if refusal is not None:
         raise UserError(f"{name} {refusal}")
@@ -79,10 +80,9 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        message = " ".join(str(error).split())[:200]
         raise UserError(
             f"TransformerLens cannot run {name} with positions and masks of kvprobe's making ({type(error).__name__}: "
-            f"{message}); use lane='plain', which captures K and V as stored."
+            f"{one_line(error)}); use lane='plain', which captures K and V as stored."
         ) from error
     (gapped, whole, held), (gapped_too, whole_too, held_too) = readings
     worst = max(

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvprobe.errors import UserError
+from kvprobe.names import one_line
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Geometry:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model that kvprobe cannot read may fail in any way
-            raise UserError(f"{name} cannot read one token into a KV cache ({_line(error)}).") from error
+            raise UserError(f"{name} cannot read one token into a KV cache ({one_line(error)}).") from error
         layers: Any = past.layers
         shapes = [tuple(layer.keys.shape) for layer in layers if getattr(layer, "keys", None) is not None]
         if len(shapes) != expected.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
@@ -169,7 +170,3 @@ def changing_frequencies(config: Any) -> int | None:
         if name in ("longrope", "dynamic"):
             limits.append(original if name == "longrope" and original else config.max_position_embeddings)
     return min(limits, default=None)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
+from kvprobe.names import one_line
 
 Family = Literal["k_pre", "k", "v", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored, the residual stream
@@ -51,7 +52,8 @@ class Hooked:
             self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
         except Exception as error:
             raise UserError(
-                f"TransformerLens cannot hook {architecture} ({error}); only K and V as stored can be captured."
+                f"TransformerLens cannot hook {architecture} ({one_line(error)}); only K and V as stored can be "
+                "captured."
             ) from error
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
@@ -152,7 +154,10 @@ class Hooked:
             for point in points:
                 point.remove_hooks()
         if silent := set(observers) - fired:
-            raise UserError(f"Hooks that never fired in TransformerLens: {', '.join(sorted(silent))}.")
+            raise UserError(
+                f"TransformerLens did not reach what was asked for: {', '.join(sorted(silent))} never fired; leave it "
+                "out, or use lane='plain'."
+            )
 
 
 def _rotates(attention: Any) -> bool:

@@ -17,7 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.files import expanded
 from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
 from kvprobe.models.files import bounded, check_folder, weight_sizes
-from kvprobe.names import unknown
+from kvprobe.names import one_line, unknown
 from kvprobe.shipped import shipped
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -78,7 +78,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     # On a damaged folder libraries raise a dozen kinds of errors, and a panic in Rust is not an Exception.
     except BaseException as error:
         raise UserError(
-            f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({_line(error)})."
+            f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({one_line(error, 300)})."
         ) from error
     if problems["missing_keys"]:
         missing = ", ".join(sorted(problems["missing_keys"])[:3])
@@ -101,11 +101,6 @@ def _unused_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[st
     known = {of_first_layer(name) for name in model.state_dict()}
     has_layers = any(".0." in name for name in known)
     return sorted(name for name in unexpected if of_first_layer(name) in known or not has_layers)
-
-
-def _line(error: BaseException) -> str:
-    """A library's error as part of a sentence."""
-    return " ".join(str(error).split())[:300]
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -170,7 +165,7 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
     try:
         weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
     except Exception as error:
-        raise UserError(f"{gguf.name} is not a GGUF file ({error}).") from error
+        raise UserError(f"{gguf.name} is not a GGUF file ({one_line(error)}); fetch it again.") from error
     _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
     try:
         with _quiet(bars=True):
@@ -179,7 +174,9 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:
-        raise UserError(f"{gguf.name} is not a GGUF file that transformers can read ({error}).") from error
+        raise UserError(
+            f"{gguf.name} is not a GGUF file that transformers can read ({one_line(error)}); give a folder instead."
+        ) from error
     # The weights are plain floats now, but the model would still be saved as a quantised one.
     model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
     delattr(model.config, "quantization_config")

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, Literal, get_args
 
 import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.faults.scope import bands
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
 
@@ -82,10 +83,8 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
 
 
 def even_bands(layers: int) -> list[range]:
-    """The layers cut into bands as equal as can be."""
-    count = min(BANDS, layers)
-    ends = [round(layers * band / count) for band in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(ends)]
+    """The layers in `BANDS` bands as equal as can be, or one by one where there are fewer layers."""
+    return bands(layers, min(BANDS, layers))
 
 
 def _refuse_axes(asked: Collection[str]) -> None:

@@ -15,6 +15,7 @@ from kvprobe.names import unknown
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, aligned
 from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
+from kvprobe.patching.reader import suffixes
 from kvprobe.text.tokens import Tokens
 
 Reads = Literal["reader", "total"]
@@ -62,22 +63,19 @@ class Plan:
         if reads not in get_args(Reads):
             raise UserError(unknown("way to read", reads, get_args(Reads)))
         match = aligned(model.lanes, base, donor, align)
-        rows = model.tokens_after(base, suffix)
-        if len(rows) != 1 or not len(rows[0]):
-            raise UserError("There is nothing to read after the cut; give a suffix of at least one token.")
-        tokens, shape = rows[0], model.geometry
-        bounds = Bounds(shape.n_layers, shape.n_kv_heads, shape.n_heads, len(tokens))
+        after_base, after_donor = suffixes(model, base, donor, suffix)
+        shape = model.geometry
+        bounds = Bounds(shape.n_layers, shape.n_kv_heads, shape.n_heads, len(after_base))
         cells = match.fitted(grid(match.base, bounds, over, parts, contents(along)), align)
         _refuse_unreadable(match.base, cells, reads)
-        start = tokens.positions[0] + int(donor.ledger.following[0] - base.ledger.following[0])
         return cls(
             lanes=model.lanes,
             base=match.base,
             donor=match.donor,
             contents={"full": match.cache} if along is None else split(match.base, match.cache, along),
             sources=match.source,
-            suffix=tokens,
-            donor_suffix=tokens.shifted(start),
+            suffix=after_base,
+            donor_suffix=after_donor,
             cells=tuple(cells),
             reads=reads,
         )

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import new_slots
+from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
@@ -40,6 +42,19 @@ class Swaps:
     slots: Int[Tensor, "entries"]
     content: Float[Tensor, "entries kv_heads d"]
     readers: Bool[Tensor, "entries kv_heads groups queries"] | None
+
+
+def suffixes(model: Model, base: KVCache, donor: KVCache, suffix: Tokens | str) -> tuple[Tokens, Tokens]:
+    """What is read after a base of one row, and the same tokens as far from the end of the donor.
+
+    Raises:
+        UserError: there is nothing to read.
+    """
+    rows = model.tokens_after(base, suffix)
+    if len(rows) != 1 or not len(rows[0]):
+        raise UserError("There is nothing to read after the cache; give a suffix of at least one token.")
+    start = rows[0].positions[0] + int(donor.ledger.following[0] - base.ledger.following[0])
+    return rows[0], rows[0].shifted(start)
 
 
 class Reader:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import capture, editing, plain_sites
+from kvprobe.inference.capture import capture, editing, plain_ports
 from kvprobe.inference.forward import new_slots
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
@@ -46,9 +46,9 @@ class Total:
         parts = {cell.part for cell in plan.cells}
         families: list[Family] = [family for family in ACTIVATIONS if family in parts]
         self.activations = self._activations_of_donor(families)
-        self.sites = plain_sites(self.lanes, families, range(self.base.n_layers)) if families else {}
-        for (family, layer), site in self.sites.items():
-            if site is None:
+        self.ports = plain_ports(self.lanes, families, range(self.base.n_layers)) if families else {}
+        for (family, layer), port in self.ports.items():
+            if port is None:
                 raise UserError(
                     f"The plain model does not compute {family!r} of layer {layer} by itself; leave it out."
                 )
@@ -93,7 +93,7 @@ class Total:
         numbers = torch.zeros(donor.slots, dtype=torch.long, device=used.device)
         numbers[used] = torch.arange(len(used), device=used.device)
         index = numbers[self.plan.sources.clamp(min=0)]
-        return {site: tensor[0, index] for site, tensor in captured.tensors.items()}
+        return {place: tensor[0, index] for place, tensor in captured.tensors.items()}
 
 
 class _Pass:
@@ -129,18 +129,18 @@ class _Pass:
     @contextmanager
     def swapping(self) -> Iterator[None]:
         """While this lasts, activations of the rows that swap them are the donor's at their slots."""
-        by_site: dict[tuple[Family, int], list[tuple[int, Cell]]] = defaultdict(list)
+        by_place: dict[tuple[Family, int], list[tuple[int, Cell]]] = defaultdict(list)
         for layer, patched in self.by_layer.items():
             for row, cell in patched:
                 for family in ACTIVATIONS:
                     if cell.part == family:
-                        by_site[family, layer].append((row, cell))
+                        by_place[family, layer].append((row, cell))
         with ExitStack() as stack:
-            for key, patched in by_site.items():
-                site = self.total.sites[key]
-                assert site is not None
+            for place, patched in by_place.items():
+                port = self.total.ports[place]
+                assert port is not None
                 stack.enter_context(
-                    editing(self.total.lanes, site, self._writing(self.total.activations[key], patched))
+                    editing(self.total.lanes, port, self._writing(self.total.activations[place], patched))
                 )
             yield
 

@@ -147,9 +147,7 @@ class Probe:
         if str(source) in catalogue:
             folder = catalogue[str(source)]
         elif not (folder / CARD).is_file():
-            raise UserError(
-                unknown("published probe", str(source), catalogue) + f" A folder with a {CARD} will do as well."
-            )
+            raise UserError(unknown(f"published probe or folder with a {CARD}", str(source), catalogue))
         card = Card.read(folder)
         return cls(card, *read_weights(folder, card))
 

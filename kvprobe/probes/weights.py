@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
+from kvprobe.names import one_line
 from kvprobe.probes.card import WEIGHTS, Card
 from kvprobe.probing.linear import LinearProbes
 
@@ -60,7 +61,7 @@ def read_weights(folder: Path, card: Card) -> tuple[LinearProbes, Float[Tensor, 
                 )
             tensors = {name: file.get_tensor(name) for name in shapes}
     except SafetensorError as error:
-        raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again.") from error
+        raise UserError(f"{path} is truncated or not a safetensors file ({one_line(error)}); copy it again.") from error
     if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
         raise UserError(f"{path} holds numbers that are not float32; publish the probe again.")
     deviation = tensors.pop("deviation")

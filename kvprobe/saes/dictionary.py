@@ -16,7 +16,7 @@ from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing, digest
 from kvprobe.inference.model import Model
 from kvprobe.models.files import refuse_not_finite
-from kvprobe.names import unknown
+from kvprobe.names import one_line, unknown
 from kvprobe.saes.places import Place
 from kvprobe.saes.shards import FIRST
 from kvprobe.shipped import shipped
@@ -198,6 +198,5 @@ def _from_disk(source: str | Path) -> Any:
         return SAE.load_from_disk(folder, device="cpu")
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"The SAE in {folder} cannot be loaded ({' '.join(str(error).split())[:200]}); give files that sae-lens "
-            "wrote."
+            f"The SAE in {folder} cannot be loaded ({one_line(error)}); give files that sae-lens wrote."
         ) from error

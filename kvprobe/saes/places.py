@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Site, plain_sites
+from kvprobe.inference.capture import Port, plain_ports
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, Family
@@ -76,7 +76,7 @@ def joined(captured: Tensor) -> Float[Tensor, "rows slots dim"]:
     return captured.transpose(1, 2).flatten(2) if captured.dim() == 4 else captured
 
 
-def site_of(lanes: Lanes, place: Place) -> Site:
+def port_of(lanes: Lanes, place: Place) -> Port:
     """The module of the plain model that computes the activations of a place.
 
     Raises:
@@ -84,10 +84,10 @@ def site_of(lanes: Lanes, place: Place) -> Site:
     """
     if place.layer >= lanes.geometry.n_layers:
         raise UserError(f"There is no layer {place.layer}; the model has layers 0 to {lanes.geometry.n_layers - 1}.")
-    site = plain_sites(lanes, [place.family], [place.layer])[place.family, place.layer]
-    if site is None:
+    port = plain_ports(lanes, [place.family], [place.layer])[place.family, place.layer]
+    if port is None:
         raise UserError(
             f"{type(lanes.plain).__name__} has no module that computes {place.family!r} alone, so it cannot be "
             "recorded or replaced; choose the residual stream."
         )
-    return site
+    return port

@@ -19,8 +19,9 @@ from tqdm import tqdm
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing
 from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.saes.dictionary import Dictionary
-from kvprobe.saes.places import site_of
+from kvprobe.saes.places import port_of
 from kvprobe.saes.shards import FIRST, at_places
 from kvprobe.text.tokens import Tokens
 
@@ -85,7 +86,7 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
         (`clean`), with the reconstruction in place (`spliced`), with the `mean` activation of these texts and with
         `zero`; and for the last three the KL from the clean predictions (`kl_spliced` …).
     """
-    site = site_of(model.lanes, dictionary.place)
+    port = port_of(model.lanes, dictionary.place)
     mean = torch.cat(_activations(model, dictionary, texts)).mean(0)
     edits = {"spliced": dictionary.splicing(), "mean": _constant(mean), "zero": _constant(torch.zeros_like(mean))}
     rows = []
@@ -94,10 +95,10 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
         clean = _predictions(model, text)
         row = {"predicted": len(targets), "clean": -float(clean.gather(1, targets).sum())}
         for name, edit in edits.items():
-            with editing(model.lanes, site, edit):
+            with editing(model.lanes, port, edit):
                 edited = _predictions(model, text)
             row[name] = -float(edited.gather(1, targets).sum())
-            row[f"kl_{name}"] = float((clean.exp() * (clean - edited)).sum())
+            row[f"kl_{name}"] = float(relative_entropy(clean, edited).sum())
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -130,5 +131,5 @@ def _activations(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) 
     """The activations of each text at the dictionary's place, without the first slots."""
     if not texts or min(map(len, texts)) < FIRST + 2:
         raise UserError(f"A text needs {FIRST + 2} tokens or more to be reconstructed and predicted; give longer ones.")
-    place, site = dictionary.place, site_of(model.lanes, dictionary.place)
-    return [at_places(model.lanes, [text], {place: site})[place][0, FIRST:].float() for text in texts]
+    place, port = dictionary.place, port_of(model.lanes, dictionary.place)
+    return [at_places(model.lanes, [text], {place: port})[place][0, FIRST:].float() for text in texts]

@@ -24,12 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.errors import UserError
-from kvprobe.files import read_json, refuse_damaged
-from kvprobe.inference.capture import editing
+from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
+from kvprobe.inference.capture import Port, editing
 from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
-from kvprobe.saes.places import Place, site_of
+from kvprobe.saes.places import Place, port_of
 from kvprobe.text.tokens import Tokens
 
 SHARD = 8_192
@@ -133,7 +133,7 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
     """
     if not texts or not places or max(map(len, texts)) <= FIRST:
         raise UserError("There is nothing to record; give texts of two tokens or more, and at least one place.")
-    sites = {place: site_of(model.lanes, place) for place in places}
+    ports = {place: port_of(model.lanes, place) for place in places}
     groups = list(_grouped(texts))
     _begin(folder, model, texts, places, len(groups))
     with tqdm(total=sum(map(len, texts)), desc="Recording activations", unit="token") as bar:
@@ -142,9 +142,8 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
             if path.is_file():
                 refuse_damaged(path)
             else:
-                partial = path.with_suffix(".partial")
-                save_file(_shard(model.lanes, texts, group, sites), partial)
-                partial.replace(path)
+                with replacing(path) as partial:
+                    save_file(_shard(model.lanes, texts, group, ports), partial)
             bar.update(sum(len(texts[index]) for index in group))
     return Shards.open(folder)
 
@@ -159,27 +158,27 @@ def _begin(folder: Path, model: Model, texts: Sequence[Tokens], places: Sequence
     }
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "shards.json").is_file():
-        (folder / "shards.json").write_text(json.dumps(about), encoding="utf-8")
+        write_whole(folder / "shards.json", json.dumps(about))
     elif _about(folder) != about:
         raise UserError(f"{folder} holds a recording of other texts, places or weights; choose another folder.")
 
 
-def at_places(lanes: Lanes, tokens: Sequence[Tokens], sites: dict[Place, Any]) -> dict[Place, Tensor]:
+def at_places(lanes: Lanes, tokens: Sequence[Tokens], ports: dict[Place, Port]) -> dict[Place, Tensor]:
     """What is computed at each place, `[rows, slots, dim]`; the model stops after the deepest place."""
     recorded: dict[Place, Tensor] = {}
 
     def recording(place: Place) -> Callable[[Tensor], Tensor]:
         def record_tensor(tensor: Tensor) -> Tensor:
             recorded[place] = tensor.flatten(2)
-            if len(recorded) == len(sites):
+            if len(recorded) == len(ports):
                 raise _AllRecorded
             return tensor
 
         return record_tensor
 
     with ExitStack() as hooks, suppress(_AllRecorded):
-        for place, site in sites.items():
-            hooks.enter_context(editing(lanes, site, recording(place)))
+        for place, port in ports.items():
+            hooks.enter_context(editing(lanes, port, recording(place)))
         extend(lanes, None, tokens)
     return recorded
 
@@ -188,11 +187,11 @@ class _AllRecorded(Exception):
     """Everything that was asked for has been recorded, so the pass need not go on."""
 
 
-def _shard(lanes: Lanes, texts: Sequence[Tokens], group: Sequence[int], sites: dict[Place, Any]) -> dict[str, Tensor]:
-    pieces: dict[Place, list[Tensor]] = {place: [] for place in sites}
+def _shard(lanes: Lanes, texts: Sequence[Tokens], group: Sequence[int], ports: dict[Place, Port]) -> dict[str, Tensor]:
+    pieces: dict[Place, list[Tensor]] = {place: [] for place in ports}
     for first in range(0, len(group), ROWS):
         rows = group[first : first + ROWS]
-        for place, activations in at_places(lanes, [texts[row] for row in rows], sites).items():
+        for place, activations in at_places(lanes, [texts[row] for row in rows], ports).items():
             pieces[place] += [activations[at, FIRST : len(texts[row])] for at, row in enumerate(rows)]
     lengths = [len(texts[row]) - FIRST for row in group]
     return {

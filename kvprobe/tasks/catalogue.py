@@ -27,6 +27,4 @@ def find_task(name: str) -> Task:
         return GSM8K(Path(file))
     if name.endswith(".jsonl"):
         return JSONLines(Path(name))
-    raise UserError(
-        unknown("task", name, tasks) + " A .jsonl file of prompts and answers, or gsm8k:FILE.jsonl, is accepted too."
-    )
+    raise UserError(unknown("task, .jsonl file of prompts and answers, or gsm8k:FILE.jsonl", name, tasks))

@@ -66,8 +66,7 @@ class GSM8K:
         """The first `count` items of the file, whatever the seed.
 
         Raises:
-            UserError: the published split could not be fetched.
-            UserError: the file does not hold so many.
+            UserError: the published split could not be fetched, or the file does not hold so many.
         """
         return first_items(self._items, count, self.name)
 

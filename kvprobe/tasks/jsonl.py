@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvprobe.checks import require_share, require_whole
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.json_lines import read_json_lines, text_of
@@ -40,8 +41,7 @@ class JSONLines:
     scorers = ("contains", "exact")
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more.")
+        require_whole("JSONLines", "max_new_tokens", self.max_new_tokens, 1)
         _ = self._lines  # so that a bad file is refused before a model is loaded for it
 
     @property
@@ -87,7 +87,8 @@ class JSONLines:
             first = line_of.setdefault(item.id, number)
             if first != number:
                 raise UserError(f"The id {item.id!r} is also that of line {first}; give each line its own.")
-            return item, _chance(entry)
+            require_share("The line", "chance", entry.get("chance", 0))
+            return item, float(entry.get("chance", 0))
 
         return read_json_lines(self.path, parse)
 
@@ -110,10 +111,3 @@ def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or set(message) != {"role", "content"}:
         raise UserError("The messages of 'prompt' must be objects with 'role' and 'content' and nothing else.")
     return {"role": text_of(message, "role"), "content": text_of(message, "content")}
-
-
-def _chance(entry: Mapping[str, Any]) -> float:
-    chance = entry.get("chance", 0)
-    if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
-        raise UserError(f"The field 'chance' is {chance!r}; it must be a number from 0 to 1.")
-    return float(chance)

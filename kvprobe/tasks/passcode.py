@@ -17,7 +17,6 @@ import yaml
 from kvprobe.errors import UserError
 from kvprobe.text.transcript import Transcript
 
-SEGMENTS = ("system", "T1", "summary1", "T2", "summary2", "T3")
 CODE_LENGTH = 5
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
+from kvprobe.names import one_line
 from kvprobe.text.transcript import Transcript
 
 MAX_BYTES, MAX_MESSAGES = 2**20, 1_000
@@ -29,7 +30,7 @@ def read_chat(path: Path) -> Transcript:
         # A lone half of a surrogate pair can be written in JSON, but no tokenizer takes it.
         json.dumps(messages, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON in UTF-8 ({error}); write a list of messages.") from error
+        raise UserError(f"{path} is not JSON in UTF-8 ({one_line(error)}); write a list of messages.") from error
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         raise UserError(
             f'{path} is not a list of 1 to {MAX_MESSAGES:,} messages; write [{{"role": …, "content": …}}, …].'

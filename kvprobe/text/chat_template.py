@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from jinja2 import TemplateError, TemplateRuntimeError
 
 from kvprobe.errors import UserError
+from kvprobe.names import one_line
 from kvprobe.text.messages import Message
 from kvprobe.text.tokens import ANSWER_HEADER
 
@@ -83,8 +84,8 @@ def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt
         return _pieces(messages, render, generation_prompt)
     except TemplateError as error:
         raise UserError(
-            f"The chat template refuses the conversation ({' '.join(str(error).split())[:200]}); use roles that it "
-            f"knows, in the order that it expects (often user and assistant in turn, no system)."
+            f"The chat template refuses the conversation ({one_line(error)}); use roles that it knows, "
+            f"in the order that it expects (often user and assistant in turn, no system)."
         ) from error
 
 

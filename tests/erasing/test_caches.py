@@ -1,5 +1,6 @@
 """Erasing inside a cache, and patching along an eraser: what is touched, and what is not."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,23 @@ def test_interchange_with_the_average_is_an_erasure(tiny_llama: Model):
         interchange(base, average, {(0, "V"): eraser}, "T1").values[0],
         erase(base, {(0, "V"): eraser}, "T1").values[0],
     )
+
+
+def test_a_list_of_slots_is_the_same_as_a_boolean_and_is_refused_like_one_of_mask(tiny_llama: Model):
+    base, donor = cache_of(tiny_llama, 0), cache_of(tiny_llama, 5)
+    eraser = eraser_of(width_of(base))
+    chosen = torch.zeros(1, base.slots, dtype=torch.bool)
+    chosen[0, [2, 9]] = True
+    for slots in ([2, 9], torch.tensor([9, 2])):
+        erased = erase(base, {(1, "V"): eraser}, slots=slots)
+        assert torch.equal(erased.values[1], erase(base, {(1, "V"): eraser}, slots=chosen).values[1])
+        exchanged = interchange(base, donor, {(1, "V"): eraser}, slots=slots)
+        assert torch.equal(exchanged.values[1], interchange(base, donor, {(1, "V"): eraser}, slots=chosen).values[1])
+    for wrong in ([base.slots], [-1], chosen[:, 1:]):
+        with pytest.raises(UserError) as refused:
+            base.mask(slots=wrong)
+        with pytest.raises(UserError, match=re.escape(str(refused.value))):
+            erase(base, {(1, "V"): eraser}, slots=wrong)
 
 
 def test_rows_of_a_batch_are_erased_each_in_its_own_slots(tiny_llama: Model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Captured, capture
+from kvprobe.inference.capture import Captured, _observing, capture, plain_ports
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import PER_HEAD, Family
@@ -250,8 +250,17 @@ def test_what_was_not_asked_for_is_not_captured(tiny_llama: Model):
 
 def test_a_hook_that_never_fires_is_an_error(tiny: Model):
     with (
-        pytest.raises(UserError, match=r"never fired.*blocks\.1\.hook_resid_post"),
+        pytest.raises(UserError, match=r"blocks\.1\.hook_resid_post never fired"),
         tiny.lanes.hooked.observing(["resid_post"], [1], lambda *_: None),
+    ):
+        pass
+
+
+def test_a_module_that_is_never_called_is_an_error(tiny_llama: Model):
+    ports = plain_ports(tiny_llama.lanes, ["resid_post"], [1])
+    with (
+        pytest.raises(UserError, match="never called the modules that compute resid_post of layer 1; leave"),
+        _observing(tiny_llama.lanes, ports, lambda *_: None),
     ):
         pass
 

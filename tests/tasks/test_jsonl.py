@@ -98,9 +98,9 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
         ({"prompt": "x", "answer": "y\n"}, "begins or ends with white space"),
         ({"prompt": "x", "answer": "y", "lead": "So "}, "begins or ends with white space"),
         ({"prompt": "x", "answer": "y", "laed": "So"}, "did you mean 'lead'"),
-        ({"prompt": "x", "answer": "y", "chance": 1.5}, "'chance' is 1.5"),
-        ({"prompt": "x", "answer": "y", "chance": True}, "'chance' is True"),
-        ({"prompt": "x", "answer": "y", "chance": "0"}, "'chance' is '0'"),
+        ({"prompt": "x", "answer": "y", "chance": 1.5}, "chance=1.5"),
+        ({"prompt": "x", "answer": "y", "chance": True}, "chance=True"),
+        ({"prompt": "x", "answer": "y", "chance": "0"}, "chance='0'; it must be a number from 0 to 1"),
         ({"prompt": "x", "answer": "y", "id": 7}, "'id' is 7"),
         ({"prompt": "x", "answer": "y", "id": "line-1"}, "also that of line 1"),
         ({"prompt": [], "answer": "y"}, "at least one message"),
@@ -144,5 +144,5 @@ def test_more_items_than_lines_and_no_new_tokens_are_refused(tmp_path: Path):
     path = write(tmp_path, GOOD)
     with pytest.raises(UserError, match=r"2 items of .* were asked for; there are 1"):
         JSONLines(path).items(2, 0)
-    with pytest.raises(UserError, match="max_new_tokens is 0"):
+    with pytest.raises(UserError, match="max_new_tokens=0"):
         JSONLines(path, max_new_tokens=0)

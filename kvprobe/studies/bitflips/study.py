@@ -18,8 +18,8 @@ def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> R
     """Run the study (or resume, or find it finished) and return its directory.
 
     Raises:
-        UserError: a task's file is missing.
-        UserError: an unknown task, a setting that does not fit the model, or a directory that holds another run.
+        UserError: an unknown task, a task whose file is missing, a setting that does not fit the model, or a directory
+            that holds another run.
     """
     inputs = {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
     model, directory = begin(NAME, config, root, name, inputs)

@@ -20,10 +20,11 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.inference.capture import Captured, Site, editing
+from kvprobe.inference.capture import Captured, Port, editing
 from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.saes import Dictionary, reconstruction, splice
-from kvprobe.saes.places import joined, site_of
+from kvprobe.saes.places import joined, port_of
 from kvprobe.studies.features.config import Config
 from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
 from kvprobe.text.tokens import Tokens
@@ -198,8 +199,8 @@ def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context,
         for name, latents in sets[str(place)].items():
             columns = torch.tensor(list(latents), dtype=torch.long, device=moved.device)
             shifts[name] = moved[:, columns] @ directions[columns]
-        found = _shifted(model, past, asked, site_of(model.lanes, place), torch.stack(list(shifts.values())))
-        kl = (target.exp() * (target - found)).sum(-1).mean(1)
+        found = _shifted(model, past, asked, port_of(model.lanes, place), torch.stack(list(shifts.values())))
+        kl = relative_entropy(target.expand_as(found), found).mean(1)
         rows += [
             {"place": str(place), "set": name.split()[0], "kl": value}
             for name, value in zip(shifts, kl.tolist(), strict=True)
@@ -208,9 +209,9 @@ def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context,
 
 
 def _shifted(
-    model: Model, past: KVCache, asked: Tokens, site: Site, shifts: Float[Tensor, "rows slots dim"]
+    model: Model, past: KVCache, asked: Tokens, port: Port, shifts: Float[Tensor, "rows slots dim"]
 ) -> Float[Tensor, "rows slots vocab"]:
-    """Log-probabilities after each slot of T3 with these added to what is computed at a site, row by row."""
-    with editing(model.lanes, site, lambda tensor: tensor + shifts.to(tensor).view(tensor.shape)):
+    """Log-probabilities after each slot of T3 with these added to what is computed at a port, row by row."""
+    with editing(model.lanes, port, lambda tensor: tensor + shifts.to(tensor).view(tensor.shape)):
         _, logits = model.extend(past, [asked] * len(shifts), logits=len(asked))
     return logits.float().log_softmax(-1)

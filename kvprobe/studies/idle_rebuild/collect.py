@@ -132,7 +132,7 @@ def question(tokens: Tokens, turn: int) -> Tokens:
 
 def read_on(
     model: Model, runs: Sequence[Rows], tokens: Tokens, logits: int = 1
-) -> tuple[list[Rows], dict[str, Float[Tensor, "kept vocab"]]]:
+) -> tuple[list[Rows], dict[str, Float[Tensor, "last vocab"]]]:
     """Let every run read these tokens where its own cache ends; the logits after the last `logits` of them, by run."""
     grown, scores = [], {}
     for rows in runs:
