@@ -5,7 +5,7 @@ write. Keys are stored as they were computed, after q/k-norm and rotary embeddin
 position since (`reindex`) is rotated to it when it is read.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import is_whole
+from kvprobe.checks import are_whole, is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
@@ -296,7 +296,7 @@ class KVCache:
             for part, tensor in zip("KV", pair, strict=True):
                 bad = ~tensor.isfinite().all(-1)
                 if bool(bad.any()):
-                    row, head, slot = bad.nonzero()[0].tolist()
+                    row, head, slot = map(int, bad.nonzero()[0])
                     raise UserError(
                         f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a "
                         f"cache must be finite to be attended to."
@@ -378,12 +378,12 @@ class KVCache:
         return replace(self, keys=keys, values=values, ledger=ledger)
 
 
-def _indices(kind: str, chosen: Sequence[int] | Tensor | None, count: int) -> list[int]:
+def _indices(kind: str, chosen: Any, count: int) -> list[int]:
     """The chosen indices as a list, all of them for None; anything but whole numbers below `count` is refused."""
     if chosen is None:
         return list(range(count))
-    numbers = chosen.tolist() if isinstance(chosen, Tensor) else chosen
-    if not isinstance(numbers, Iterable) or not all(map(is_whole, numbers)):
+    numbers = chosen.tolist() if hasattr(chosen, "tolist") else chosen
+    if not are_whole(numbers):
         raise UserError(f"{str(chosen)[:40]!r} is not a list of {kind}s; give whole numbers, such as [0, 1].")
     for index in numbers:
         if not 0 <= index < count:

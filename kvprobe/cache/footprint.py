@@ -6,8 +6,6 @@ can be captured and patched. An engine that stores less is priced here from the 
 here.
 """
 
-from typing import cast
-
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -52,4 +50,4 @@ def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[
     held = torch.zeros(layers, batch, kv_heads, int(groups.max()) + 1, dtype=torch.long, device=live.device)
     index = groups.clamp(min=0)[None, :, None, :].expand_as(live)
     held.scatter_add_(3, index, live.long())
-    return int(cast(Tensor, held > 0).sum())
+    return int((held > 0).sum())

@@ -1,8 +1,9 @@
 """What a fault may know of the cache that it strikes: numbers, donors, rotary embedding, last queries."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -41,7 +42,11 @@ class Moments:
     @cached_property
     def root(self) -> Float[Tensor, "kv_heads d d"]:
         """A matrix that gives white noise this covariance, even where there are fewer slots than channels."""
-        eigenvalues, vectors = torch.linalg.eigh(self.covariance.double())
+        eigh = cast(
+            Callable[[Tensor], tuple[Tensor, Tensor]],
+            torch.linalg.eigh,  # pyright: ignore[reportUnknownMemberType] - torch gives it no types
+        )
+        eigenvalues, vectors = eigh(self.covariance.double())
         return (vectors * eigenvalues.clamp(min=0).sqrt()[:, None]).float()
 
 
@@ -73,7 +78,7 @@ class FaultContext:
     """
 
     cache: KVCache
-    donors: Mapping[str, KVCache] = field(default_factory=dict)
+    donors: Mapping[str, KVCache] = field(default_factory=dict[str, KVCache])
     rotaries: tuple[Rotary | None, ...] | None = None
     queries: Queries | None = None
 

@@ -131,7 +131,7 @@ def scaffold(tokens: Tokens, filler: Sequence[int]) -> Tokens:
     if not filler:
         raise UserError("The scaffold has no filler; give at least one token.")
     count = 0
-    ids = []
+    ids: list[int] = []
     for token, delimiter in zip(tokens.ids, tokens.delimiters, strict=True):
         ids.append(token if delimiter else filler[count % len(filler)])
         count += not delimiter

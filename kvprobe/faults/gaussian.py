@@ -1,7 +1,7 @@
 """Gaussian noise, matched in scale to the numbers that it replaces in one of four ways, or unmatched."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -83,7 +83,7 @@ def shares(context: FaultContext, part: Part) -> tuple[float, ...]:
     """
     known = context.computed.get(("shares", part))
     if isinstance(known, tuple):
-        return known
+        return cast(tuple[float, ...], known)
     if context.vectors(0, part).shape[1] < 2:
         raise UserError(
             "Noise matched by its effect needs two slots or more, because the first is left out; give a longer prompt."
@@ -143,7 +143,7 @@ def _share_for(context: FaultContext, layer: int, part: Part, target: float) -> 
 
 def _by_token(values: Float[Tensor, "kv_heads queries *rest"], group: int) -> Float[Tensor, "tokens *rest"]:
     """Summed over all heads of each token; the query heads of a group are adjacent."""
-    return values.unflatten(1, (-1, group)).sum((0, 2))
+    return torch.unflatten(values, 1, (-1, group)).sum((0, 2))
 
 
 def _like_layer(

@@ -40,17 +40,18 @@ class Damage:
     Attributes:
         count: struck vectors (slots × heads × layers, K and V together) of each row.
         nonfinite: the first NaN or infinity of each row that has one.
+        overwritten: for `undo`, of each write: the vectors, the indices of the struck ones, and what they held.
     """
 
     count: Int[Tensor, "rows"]
-    nonfinite: dict[int, NonFinite] = field(default_factory=dict)
-    _before: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    nonfinite: dict[int, NonFinite] = field(default_factory=dict[int, NonFinite])
+    overwritten: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor, Tensor]])
 
     def undo(self) -> None:
         """Restore the content of the struck slots."""
-        for vectors, index, before in reversed(self._before):
+        for vectors, index, before in reversed(self.overwritten):
             vectors.index_copy_(0, index, before)
-        self._before.clear()
+        self.overwritten.clear()
 
 
 def strike(
@@ -82,7 +83,7 @@ def strike(
     orders: dict[tuple[Scope, Draws], Order] = {}
     for (operator, row_draws), members in groups.items():
         operator.refuse_unfit(context)
-        masks = []
+        masks: list[Tensor] = []
         for row, fault in members:
             pool = (fault.scope.pool, row_draws)
             if pool not in orders:
@@ -131,7 +132,7 @@ def _strike_layer(
                 after, in_scope = torch.where(numbers, after, before), in_scope & numbers.any(1)
             where = in_scope.nonzero()[:, 0]
         if remember:
-            damage._before.append((vectors, flat[where], before[where]))
+            damage.overwritten.append((vectors, flat[where], before[where]))
         written.append((part, vectors, where, after[where]))
     # Written once both are known: the new V of a slot may depend on its K.
     for part, vectors, where, after in written:
@@ -162,7 +163,7 @@ def _note_nonfinite(
     damage: Damage, part: Part, layer: int, step: int, index: tuple[Tensor, ...], after: Float[Tensor, "struck d"]
 ) -> None:
     bad = ~after.isfinite().all(1)
-    for row, head, slot in zip(*(axis[bad].tolist() for axis in index), strict=True):
+    for row, head, slot in torch.stack(index, 1)[bad].cpu().numpy().tolist():
         damage.nonfinite.setdefault(row, NonFinite(part, layer, head, slot, step))
 
 

@@ -81,7 +81,8 @@ class Digest:
         queries: int,
     ) -> "Digest":
         """The digest of one layer's weights, without the queries in `padding`."""
-        weights = pattern.float().unflatten(1, (kv_heads, -1)).mean(2).masked_fill(padding[:, None, :, None], 0.0)
+        grouped = torch.unflatten(pattern.float(), 1, (kv_heads, -1))
+        weights = grouped.mean(2).masked_fill(padding[:, None, :, None], 0.0)
         wanted = (~padding).sum(1)[:, None] - queries + torch.arange(queries, device=padding.device)
         last = weights.gather(2, wanted.clamp(min=0)[:, None, :, None].expand(-1, kv_heads, -1, weights.shape[3]))
         return cls(weights.sum(2), last.masked_fill((wanted < 0)[:, None, :, None], 0.0))

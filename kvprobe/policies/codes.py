@@ -71,7 +71,7 @@ def codes_of_values(values: Float[Tensor, "kv_heads groups group d_value"], quan
             f"Values of {values.shape[3]} numbers cannot be quantised in groups of {quantisation.group}; give a "
             "divisor."
         )
-    return Codes.of(values.unflatten(3, (-1, width)), quantisation.bits, axis=4)
+    return Codes.of(torch.unflatten(values, 3, (-1, width)), quantisation.bits, axis=4)
 
 
 _SMALLEST_HALF = 2.0**-24

@@ -146,7 +146,7 @@ class Policy(ABC):
     def _refuse_empty(self, live: Live, before: Live) -> None:
         empty = ~live.any(3) & before.any(3)
         if bool(empty.any()):
-            layer, row, head = empty.nonzero()[0].tolist()
+            layer, row, head = map(int, empty.nonzero()[0])
             raise UserError(
                 f"{self} would leave layer {layer}, KV head {head} of row {row} without a single slot; keep more."
             )

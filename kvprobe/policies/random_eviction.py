@@ -54,10 +54,10 @@ class RandomEviction(Scored):
         if len(samples) != batch:
             raise UserError(f"There are {batch} rows but {len(samples)} sample numbers; give one for each row.")
         origins = ledger.origins.cpu().numpy()
-        rows = []
+        rows: list[Tensor] = []
         for sample, row in zip(samples, origins, strict=True):
             # Drawn in the order of positions, so that the numbers of old slots stay when new ones come.
             drawn = np.random.default_rng([self.seed, sample, _STREAM]).random((int(row.max(initial=0)) + 1, *across))
-            rows.append(torch.from_numpy(drawn[row]))
+            rows.append(torch.as_tensor(drawn[row]))
         scores = torch.stack(rows).permute(2, 0, 3, 1).to(ledger.tokens.device)
         return scores.float().expand(layers, -1, heads, -1).masked_fill(rank(scene.live) < self.sinks, torch.inf)

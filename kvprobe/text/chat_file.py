@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from kvprobe.checks import is_list, is_mapping
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
 from kvprobe.names import one_line
@@ -31,13 +32,12 @@ def read_chat(path: Path) -> Transcript:
         json.dumps(messages, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON in UTF-8 ({one_line(error)}); write a list of messages.") from error
-    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+    if not is_list(messages) or not 1 <= len(messages) <= MAX_MESSAGES:
         raise UserError(
             f'{path} is not a list of 1 to {MAX_MESSAGES:,} messages; write [{{"role": …, "content": …}}, …].'
         )
     for number, message in enumerate(messages):
-        fields = [message.get(field) for field in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(field, str) for field in fields):
+        if not is_mapping(message) or not all(isinstance(message.get(field), str) for field in ("role", "content")):
             raise UserError(
                 f'In {path}, message {number} is not of the form {{"role": text, "content": text}}; rewrite it.'
             )

@@ -134,7 +134,8 @@ def _pieces(messages: Sequence[Message], render: Render, generation_prompt: bool
 
 def _split_at_placeholders(rendered: str, count: int) -> list[str]:
     """What the template writes before, between and after `count` messages."""
-    literals, rest = [], rendered
+    literals: list[str] = []
+    rest = rendered
     for index in range(count):
         literal, placeholder, rest = rest.partition(_PLACEHOLDER.format(index))
         if not placeholder:

@@ -1,10 +1,11 @@
 """The messages of a conversation, from mappings of role and content."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
+from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
 
 
@@ -40,7 +41,7 @@ class Message:
         return "".join(part.text for part in self.parts)
 
 
-def message_of(index: int, message: Mapping[str, Any], segment: str) -> Message:
+def message_of(index: int, message: object, segment: str) -> Message:
     """The message of a mapping, in this segment.
 
     Args:
@@ -49,7 +50,7 @@ def message_of(index: int, message: Mapping[str, Any], segment: str) -> Message:
     Raises:
         UserError: the mapping is not `{"role": …, "content": …}`, or holds no text.
     """
-    if not isinstance(message, Mapping):
+    if not is_mapping(message):
         raise UserError(f"Message {index} is a {type(message).__name__}; give {{'role': …, 'content': …}}.")
     if missing := {"role", "content"} - set(message):
         raise UserError(f"Message {index} has no {' and no '.join(sorted(missing))}; give {{'role': …, 'content': …}}.")
@@ -59,16 +60,16 @@ def message_of(index: int, message: Mapping[str, Any], segment: str) -> Message:
     pieces = [content] if isinstance(content, str) else content
     if not isinstance(pieces, Sequence):
         raise UserError(f"Message {index} has a {type(content).__name__} for content; give a text, or a list of texts.")
-    parts = tuple(_part(index, piece) for piece in pieces)
+    parts = tuple(_part(index, piece) for piece in cast(Sequence[object], pieces))
     if not "".join(part.text for part in parts).strip():
         raise UserError(f"Message {index} ({segment!r}) is empty; a segment needs at least one token.")
     return Message(role, parts, segment)
 
 
-def _part(index: int, piece: Any) -> Part:
+def _part(index: int, piece: object) -> Part:
     if isinstance(piece, str):
         return Part(piece)
-    if not isinstance(piece, Mapping) or not isinstance(piece.get("text"), str) or piece.get("type", "text") != "text":
+    if not is_mapping(piece) or not isinstance(piece.get("text"), str) or piece.get("type", "text") != "text":
         raise UserError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
     if others := sorted(str(field) for field in set(piece) - {"type", "text", "name"}):
         raise UserError(f"Message {index} has a part with the field {others[0]!r}, which is not read; leave it out.")

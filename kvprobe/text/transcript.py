@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.text.chat_template import Tokenizer, lay_out
+from kvprobe.text.chat_template import Piece, Tokenizer, lay_out
 from kvprobe.text.messages import Message, message_of
 from kvprobe.text.tokens import GENERATED, Tokens
 
@@ -99,7 +99,8 @@ class Transcript:
         ends = list(accumulate(len(piece.text) for piece in pieces))
         text = "".join(piece.text for piece in pieces)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        origins, index = [], 0
+        origins: list[Piece] = []
+        index = 0
         for _, end in encoded["offset_mapping"]:
             # A token belongs to the piece that holds its last character: " 4" at a border is part of "4".
             while end > ends[index]:

@@ -79,7 +79,7 @@ class Collected:
         texts = []
         for path in paths:
             with safe_open(path, framework="pt") as file:
-                texts.append(json.loads(file.metadata()["texts"]))
+                texts.append(json.loads((file.metadata() or {})["texts"]))
         per_code = {name: torch.cat(read(name)).numpy() for name in ("digits", "logprob", "margin", "correct")}
         names = ("kl", "agree", "between", "same", "prefix", "right", "attention")
         per_context = {name: torch.stack(read(name)).numpy() for name in names}
