@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvprobe.cache.rotary import Rotary, Rotation
-from kvprobe.errors import UserError
 from kvprobe.faults import (
     FaultContext,
     PositionShift,
@@ -23,6 +22,7 @@ from tests.faults import (
     context_of,
     square_cache,
 )
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -59,8 +59,7 @@ def test_a_shifted_key_is_the_one_that_the_model_makes_at_that_position(tiny_mod
 
 def test_a_model_with_learned_positions_has_no_keys_to_rotate(tiny_models: dict[str, Model]):
     model = tiny_models["gpt2"]
-    with pytest.raises(UserError, match="learned positions"):
-        prepare(model.lanes, model.prefill(Tokens.of([1, 2])), [PositionShift(by=1)])
+    refused(lambda: prepare(model.lanes, model.prefill(Tokens.of([1, 2])), [PositionShift(by=1)]), "learned positions")
 
 
 def test_a_shift_of_the_whole_cache_is_the_librarys_rotation():
