@@ -78,11 +78,7 @@ def test_a_saved_cache_loads_bit_identical(
 
 def test_a_fork_and_an_evicted_cache_can_be_saved(tmp_path: Path):
     cache = random_cache(1, batch=1, gaps=True)
-    for name, other in {
-        "fork": cache.fork(3),
-        "evicted": cache.evict("T1"),
-        "masked": cache.mask("T2"),
-    }.items():
+    for name, other in {"fork": cache.fork(3), "evicted": cache.evict("T1"), "masked": cache.mask("T2")}.items():
         other.save(tmp_path / name)
         assert_bit_identical(KVCache.load(tmp_path / name), other)
 

@@ -77,8 +77,7 @@ def test_interchange_with_the_average_is_an_erasure(tiny_llama: Model):
     mean = eraser.mean.view(base.n_kv_heads, 1, -1).expand(-1, base.slots, -1)[None]
     average = replace(base, values=(mean, *base.values[1:]))
     torch.testing.assert_close(
-        interchange(base, average, {(0, "V"): eraser}, "T1").values[0],
-        erase(base, {(0, "V"): eraser}, "T1").values[0],
+        interchange(base, average, {(0, "V"): eraser}, "T1").values[0], erase(base, {(0, "V"): eraser}, "T1").values[0]
     )
 
 

@@ -2,17 +2,8 @@
 
 from dataclasses import replace
 
-from kvprobe.faults import (
-    FaultContext,
-    Gaussian,
-)
-from tests.faults import (
-    after,
-    context_of,
-    outlying,
-    same_bits,
-    square_cache,
-)
+from kvprobe.faults import FaultContext, Gaussian
+from tests.faults import after, context_of, outlying, same_bits, square_cache
 from tests.refusals import refused
 
 

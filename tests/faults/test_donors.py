@@ -6,29 +6,9 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import (
-    Distractor,
-    Draws,
-    FaultContext,
-    ForeignBlock,
-    Scope,
-    Splice,
-    StaleBlock,
-    scaffold,
-)
+from kvprobe.faults import Distractor, Draws, FaultContext, ForeignBlock, Scope, Splice, StaleBlock, scaffold
 from kvprobe.inference.model import Model
-from tests.faults import (
-    HEADS,
-    LAYERS,
-    SLOTS,
-    after,
-    both,
-    context_of,
-    outlying,
-    reindexed,
-    same_bits,
-    square_cache,
-)
+from tests.faults import HEADS, LAYERS, SLOTS, after, both, context_of, outlying, reindexed, same_bits, square_cache
 from tests.random_caches import random_tokens
 from tests.refusals import refused
 

@@ -10,28 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import (
-    Distractor,
-    Draws,
-    Gaussian,
-    NotANumber,
-    Permuted,
-    Scope,
-    Zeros,
-    bands,
-)
-from tests.faults import (
-    HEADS,
-    LAYERS,
-    SEEDS,
-    SLOTS,
-    UNITS,
-    WIDTH,
-    after,
-    same_bits,
-    square_cache,
-    struck_by,
-)
+from kvprobe.faults import Distractor, Draws, Gaussian, NotANumber, Permuted, Scope, Zeros, bands
+from tests.faults import HEADS, LAYERS, SEEDS, SLOTS, UNITS, WIDTH, after, same_bits, square_cache, struck_by
 from tests.random_caches import NAMES, assert_bit_identical
 from tests.refusals import refused
 

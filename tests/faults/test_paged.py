@@ -10,28 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvprobe.faults import (
-    Draws,
-    Fault,
-    OverlappingKV,
-    Permuted,
-    Scope,
-    WrongPointers,
-    Zeros,
-)
+from kvprobe.faults import Draws, Fault, OverlappingKV, Permuted, Scope, WrongPointers, Zeros
 from kvprobe.inference.model import Model
-from tests.faults import (
-    HEADS,
-    LAYERS,
-    PARTS,
-    SLOTS,
-    after,
-    both,
-    context_of,
-    reindexed,
-    same_bits,
-    square_cache,
-)
+from tests.faults import HEADS, LAYERS, PARTS, SLOTS, after, both, context_of, reindexed, same_bits, square_cache
 from tests.random_caches import PADDING, assert_bit_identical, random_cache, random_tokens
 from tests.refusals import refused
 

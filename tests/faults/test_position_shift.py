@@ -7,21 +7,11 @@ import pytest
 import torch
 
 from kvprobe.cache.rotary import Rotary, Rotation
-from kvprobe.faults import (
-    FaultContext,
-    PositionShift,
-    Scope,
-)
+from kvprobe.faults import FaultContext, PositionShift, Scope
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.text.tokens import Tokens
-from tests.faults import (
-    HEADS,
-    after,
-    both,
-    context_of,
-    square_cache,
-)
+from tests.faults import HEADS, after, both, context_of, square_cache
 from tests.refusals import refused
 
 

@@ -22,11 +22,7 @@ from kvprobe.faults import (
     Zeros,
 )
 from kvprobe.inference.model import Model
-from tests.faults import (
-    SLOTS,
-    after,
-    square_cache,
-)
+from tests.faults import SLOTS, after, square_cache
 from tests.refusals import refused
 
 

@@ -6,29 +6,10 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import (
-    Draws,
-    FaultContext,
-    Gaussian,
-    NonFinite,
-    NotANumber,
-    Permuted,
-    Scope,
-    Zeros,
-)
+from kvprobe.faults import Draws, FaultContext, Gaussian, NonFinite, NotANumber, Permuted, Scope, Zeros
 from kvprobe.faults.strike import strike
 from kvprobe.inference.model import Model
-from tests.faults import (
-    PARTS,
-    SLOTS,
-    WIDTH,
-    after,
-    both,
-    context_of,
-    reindexed,
-    same_bits,
-    square_cache,
-)
+from tests.faults import PARTS, SLOTS, WIDTH, after, both, context_of, reindexed, same_bits, square_cache
 from tests.refusals import refused
 
 

@@ -81,8 +81,7 @@ def test_a_role_cannot_forge_a_message(model: Model, role: Any, template: str | 
         re.compile("one word|control token"),
     )
     refused(
-        lambda: Transcript((Message(role, (Part("a"),), "m0"),)).tokens(tokenizer),
-        re.compile("one word|control token"),
+        lambda: Transcript((Message(role, (Part("a"),), "m0"),)).tokens(tokenizer), re.compile("one word|control token")
     )
 
 

@@ -95,11 +95,7 @@ def assert_same(found: Outcome, expected: Outcome, kl: float = 1e-5) -> None:
 
 
 def by_hand(
-    model: Model,
-    fault: Fault,
-    prompt: Tokens = PROMPT,
-    past: KVCache | None = None,
-    given: Sequence[int] | None = None,
+    model: Model, fault: Fault, prompt: Tokens = PROMPT, past: KVCache | None = None, given: Sequence[int] | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """One row without a sweep: what it says, and its logits before each token.
 

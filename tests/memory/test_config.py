@@ -106,8 +106,7 @@ def test_the_width_of_dense_layers_is_checked_even_if_all_layers_are_sparse(valu
 
 @pytest.mark.parametrize("value", ["true", 1, 0, [], "no"], ids=repr)
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("llama", "tie_word_embeddings"), ("llama", "attention_bias"), ("qwen2", "use_sliding_window")],
+    ("kind", "name"), [("llama", "tie_word_embeddings"), ("llama", "attention_bias"), ("qwen2", "use_sliding_window")]
 )
 def test_a_switch_is_true_or_false(kind: str, name: str, value: Any):
     budget_refused({**LLAMA, "model_type": kind, name: value}, name)

@@ -71,11 +71,7 @@ def test_the_same_seed_trains_the_same_dictionary(recording: tuple[Shards, torch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_dictionary_is_read_alike_by_kvprobe_and_sae_lens(
-    recording: tuple[Shards, torch.Tensor],
-    trained: dict[str, Dictionary],
-    kind: str,
-    fitting: Model,
-    tmp_path: Path,
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], kind: str, fitting: Model, tmp_path: Path
 ):
     from sae_lens import SAE
 

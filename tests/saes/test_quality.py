@@ -9,16 +9,7 @@ import torch
 
 from kvprobe.inference.model import Model
 from kvprobe.report.views.latents import latent_page, latent_view, peak_words
-from kvprobe.saes import (
-    Dictionary,
-    Place,
-    Shards,
-    activating,
-    reconstruction,
-    record,
-    recovered,
-    splice,
-)
+from kvprobe.saes import Dictionary, Place, Shards, activating, reconstruction, record, recovered, splice
 from kvprobe.text.tokens import Tokens
 from tests.refusals import refused
 from tests.saes.planted import PLACE, TEXT, planted

@@ -186,11 +186,7 @@ def test_a_run_holds_every_number_and_figure(finished: Run):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    finished: Run,
-    measured: dict[str, pd.DataFrame],
-    roomy: Model,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    finished: Run, measured: dict[str, pd.DataFrame], roomy: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     use_short_conversations(monkeypatch, roomy)
 

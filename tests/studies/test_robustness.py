@@ -429,11 +429,7 @@ def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
 def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tiny_qwen2: Path, tmp_path: Path):
     """As the preset says, but for the model, the items and how many of them."""
     settings = dict(presets()["gsm8k-qwen2.5-1.5b"].settings)
-    settings |= {
-        "model": str(tiny_qwen2),
-        "tasks": [f"gsm8k:{gsm8k_questions(tmp_path, 10)}"],
-        "samples": 10,
-    }
+    settings |= {"model": str(tiny_qwen2), "tasks": [f"gsm8k:{gsm8k_questions(tmp_path, 10)}"], "samples": 10}
     run = study.run(from_mapping(Config, settings), tmp_path / "runs")
     (task,) = run.metrics["tasks"].values()
     assert task["clean"]["strict"]["mean"] == 0

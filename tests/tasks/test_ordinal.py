@@ -5,18 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.tasks.ordinal import (
-    ASKED,
-    COLOURS,
-    ITEMS,
-    PLACES,
-    SEGMENTS,
-    VERBS,
-    Memo,
-    draw,
-    is_held_out,
-    vocabulary,
-)
+from kvprobe.tasks.ordinal import ASKED, COLOURS, ITEMS, PLACES, SEGMENTS, VERBS, Memo, draw, is_held_out, vocabulary
 from tests.refusals import refused
 
 SPLITS = ("train", "held_out")

@@ -227,12 +227,7 @@ def test_the_needle_may_be_in_any_exchange():
 def test_case_punctuation_and_numbering_of_a_recited_list_are_ignored():
     task = Recite(words=3)
     item = replace(task.items(1, 0)[0], answer="sun, boat, key")
-    for right in (
-        "SUN, Boat, Key.",
-        "1. sun 2. boat 3. key",
-        "- sun - boat - key",
-        "sun boat key!",
-    ):
+    for right in ("SUN, Boat, Key.", "1. sun 2. boat 3. key", "- sun - boat - key", "sun boat key!"):
         assert task.score(right, item) == {"exact": True}
     for wrong in ("sun, key, boat", "sun, boat", "sun, boat, key, key", "suns, boat, key", "sunboat, key"):
         assert task.score(wrong, item) == {"exact": False}
