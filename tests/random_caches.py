@@ -120,3 +120,18 @@ def random_tokens(seed: int, segments: dict[str, int], start: int = 0) -> Tokens
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest expected number."""
     return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    assert relative_difference(found, expected) < tolerance
+
+
+def ragged_mask(cache: KVCache, seed: int) -> KVCache:
+    """Random slots masked, others in each layer and head."""
+    rng = torch.Generator().manual_seed(seed)
+    for layer in range(cache.n_layers):
+        for head in range(cache.n_kv_heads):
+            slots = torch.rand(cache.batch, cache.slots, generator=rng) < 0.4
+            cache = cache.mask(slots=slots, layers=[layer], heads=[head])
+    return cache

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.errors import UserError
 from kvprobe.files import expanded, replacing, write_whole
+from tests.refusals import refused
 
 
 def test_a_write_that_fails_leaves_the_older_file_whole(tmp_path: Path):
@@ -30,5 +30,4 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path):
 
 
 def test_the_home_of_an_unknown_user_is_refused():
-    with pytest.raises(UserError, match="unknown user; give the whole path"):
-        expanded("~nobody-of-that-name/chat.json")
+    refused(lambda: expanded("~nobody-of-that-name/chat.json"), "unknown user; give the whole path")

@@ -61,8 +61,7 @@ def _special(plain: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "change"),
-    [(0, _weight), (1, _theta), (1, _norm), (1, _stop), (2, _template), (2, _token), (2, _special)],
+    ("part", "change"), [(0, _weight), (1, _theta), (1, _norm), (1, _stop), (2, _template), (2, _token), (2, _special)]
 )
 def test_every_setting_that_changes_results_changes_the_fingerprint(part: int, change: Callable[[Any, Any], None]):
     model = llama(tokenizer=tiny_tokenizer())

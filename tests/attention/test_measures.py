@@ -10,8 +10,9 @@ from kvprobe.attention import Patterns, attend, contribution, dangling, lift, wr
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.text.tokens import Tokens
-from tests.attention.test_patterns import HISTORIES, PROMPT, SUFFIX, onwards, refusal
+from tests.attention.test_patterns import HISTORIES, PROMPT, SUFFIX, onwards
 from tests.random_caches import random_tokens
+from tests.refusals import refused
 
 PARTS = ["sink", "summary", "local", "elsewhere"]
 
@@ -91,15 +92,15 @@ def test_patterns_of_different_runs_are_refused(tiny_llama: Model):
     past = tiny_llama.prefill(PROMPT)
     before = patterns(tiny_llama, past)
     other = tiny_llama.prefill(random_tokens(9, {"system": 4, "T1": 7, "summary": 5, "T2": 6}))
-    assert "without T1" in refusal(lambda: dangling(before, patterns(tiny_llama, other.mask("T1")), ["T1"]))
-    assert "without T1" in refusal(lambda: dangling(before, patterns(tiny_llama, past.evict("T2")), ["T1"]))
+    refused(lambda: dangling(before, patterns(tiny_llama, other.mask("T1")), ["T1"]), "without T1")
+    refused(lambda: dangling(before, patterns(tiny_llama, past.evict("T2")), ["T1"]), "without T1")
     masked = past.mask("T1")
-    assert "different layers" in refusal(lambda: dangling(before, patterns(tiny_llama, masked, queries="ask"), ["T1"]))
-    assert "different layers" in refusal(lambda: dangling(before, patterns(tiny_llama, masked, layers=[0]), ["T1"]))
-    assert "'T1'" in refusal(lambda: dangling(before, patterns(tiny_llama, masked), ["T11"]))
-    assert "different positions" in refusal(lambda: lift(patterns(tiny_llama, past.evict("T1")), before, [5]))
-    assert "are the sink" in refusal(lambda: lift(before, before, [0, 5]))
-    assert "once each" in refusal(lambda: lift(before, before, [99]))
+    refused(lambda: dangling(before, patterns(tiny_llama, masked, queries="ask"), ["T1"]), "different layers")
+    refused(lambda: dangling(before, patterns(tiny_llama, masked, layers=[0]), ["T1"]), "different layers")
+    refused(lambda: dangling(before, patterns(tiny_llama, masked), ["T11"]), "'T1'")
+    refused(lambda: lift(patterns(tiny_llama, past.evict("T1")), before, [5]), "different positions")
+    refused(lambda: lift(before, before, [0, 5]), "are the sink")
+    refused(lambda: lift(before, before, [99]), "once each")
 
 
 # ---- lift
@@ -178,4 +179,4 @@ def test_contributions_are_norms_relative_to_the_whole_output(tiny: Model):
 
 def test_contributions_of_layers_that_were_not_read_are_refused(tiny_llama: Model):
     patterns_after = attend(tiny_llama, PROMPT, layers=[1])
-    assert "of layers [1], not of 0" in refusal(lambda: written(tiny_llama, patterns_after, [1], 0))
+    refused(lambda: written(tiny_llama, patterns_after, [1], 0), "of layers [1], not of 0")

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvprobe as kv
 from kvprobe.attention import Patterns, attend
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW
 from tests.random_caches import random_tokens
+from tests.refusals import refused
 
 PROMPT = random_tokens(1, {"system": 4, "T1": 7, "summary": 5, "T2": 6})
 SUFFIX = random_tokens(2, {"ask": 5, "answer": 4}, start=len(PROMPT))
@@ -57,7 +57,7 @@ HISTORIES: dict[str, Callable[[KVCache], KVCache]] = {
 def test_both_lanes_show_the_same_patterns_after_any_history(tiny: Model, history: str):
     past = HISTORIES[history](tiny.prefill(PROMPT))
     if history == "re-indexed" and tiny.geometry.max_position is not None:
-        assert "learned positions" in refusal(lambda: attend(tiny, onwards(past), past))
+        refused(lambda: attend(tiny, onwards(past), past), "learned positions")
         return
     settings: dict[str, Any] = {"queries": range(len(SUFFIX))}
     plain, hooked = (attend(tiny, onwards(past), past, lane=lane, **settings) for lane in ("plain", "hooked"))
@@ -218,26 +218,20 @@ def test_attention_to_all_segments_sums_to_one(tiny: Model):
     assert torch.equal(patterns.mass("system", "T2"), patterns.mass(slots=[*range(4), *range(16, 22)]))
 
 
-def refusal(action: Callable[[], Any]) -> str:
-    with pytest.raises(UserError, match=r"[.?]$") as caught:
-        action()
-    return str(caught.value)
-
-
 def test_impossible_requests_are_refused(tiny_llama: Model, unchecked: None):
     cache = tiny_llama.prefill(PROMPT)
     patterns = attend(tiny_llama, PROMPT)
-    assert "'summary'" in refusal(lambda: attend(tiny_llama, PROMPT, queries="sumary"))
-    assert "22 tokens" in refusal(lambda: attend(tiny_llama, PROMPT, queries=[22]))
-    assert "No query" in refusal(lambda: attend(tiny_llama, PROMPT, queries=[]))
-    assert "layers 0 to 2" in refusal(lambda: attend(tiny_llama, PROMPT, layers=[3]))
-    assert "chunk must be at least 1" in refusal(lambda: attend(tiny_llama, PROMPT, chunk=0))
-    assert "2 rows" in refusal(lambda: attend(tiny_llama, "abc", cache.fork(2)))
-    assert "nothing to read" in refusal(lambda: attend(tiny_llama, Tokens.of([])))
-    assert "once each" in refusal(lambda: patterns.mass(slots=[0, 22]))
-    assert "once each" in refusal(lambda: patterns.mass(slots=[1, 1]))
-    assert "not both" in refusal(lambda: patterns.mass("T1", slots=[0]))
-    assert "'T1'" in refusal(lambda: patterns.mass("T11"))
+    refused(lambda: attend(tiny_llama, PROMPT, queries="sumary"), "'summary'")
+    refused(lambda: attend(tiny_llama, PROMPT, queries=[22]), "22 tokens")
+    refused(lambda: attend(tiny_llama, PROMPT, queries=[]), "No query")
+    refused(lambda: attend(tiny_llama, PROMPT, layers=[3]), "layers 0 to 2")
+    refused(lambda: attend(tiny_llama, PROMPT, chunk=0), "chunk must be at least 1")
+    refused(lambda: attend(tiny_llama, "abc", cache.fork(2)), "2 rows")
+    refused(lambda: attend(tiny_llama, Tokens.of([])), "nothing to read")
+    refused(lambda: patterns.mass(slots=[0, 22]), "once each")
+    refused(lambda: patterns.mass(slots=[1, 1]), "once each")
+    refused(lambda: patterns.mass("T1", slots=[0]), "not both")
+    refused(lambda: patterns.mass("T11"), "'T1'")
 
 
 def test_kvprobe_exports_attend_and_patterns(tiny_llama: Model):

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvprobe.attention import THRESHOLDS, attend, roles
-from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.task import prompt
 from kvprobe.text.tokens import Tokens
+from tests.refusals import refused
 
 VOCABULARY, D_HEAD, CONSTANT, BEFORE = 32, 64, 32, 64
 STILL = [*range(16, 32), *range(48, 64)]
@@ -142,7 +142,5 @@ def test_without_a_tokenizer_or_a_copy_there_is_no_retrieval_score(tiny_llama: M
 
 
 def test_impossible_sequences_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="at least 2, 2, 1 and 0"):
-        roles(tiny_llama, copies=1)
-    with pytest.raises(UserError, match="ask for fewer"):
-        roles(tiny_llama, length=65)
+    refused(lambda: roles(tiny_llama, copies=1), "at least 2, 2, 1 and 0")
+    refused(lambda: roles(tiny_llama, length=65), "ask for fewer")

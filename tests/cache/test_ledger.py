@@ -1,13 +1,12 @@
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprobe.cache.ledger import PADDING, Ledger
-from kvprobe.errors import UserError
 from tests.random_caches import NAMES, assert_same_ledger, ledgers, random_ledger
+from tests.refusals import refused
 
 
 @given(ledgers(), st.lists(st.sampled_from(NAMES), min_size=1))
@@ -20,8 +19,9 @@ def test_a_slot_is_in_the_segments_that_its_number_names(ledger: Ledger, names: 
 
 
 def test_an_unknown_segment_is_refused_with_all_names_where_none_is_near():
-    with pytest.raises(UserError, match=r"no segment called 'x'; known are 'system', 'T1', 'summary', 'T2'"):
-        random_ledger(0).in_segments(["x"])
+    refused(
+        lambda: random_ledger(0).in_segments(["x"]), "no segment called 'x'; known are 'system', 'T1', 'summary', 'T2'"
+    )
 
 
 def test_a_slot_is_live_somewhere_if_one_head_of_one_layer_sees_it():

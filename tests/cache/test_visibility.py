@@ -54,11 +54,7 @@ def test_a_window_counts_positions_and_not_slots():
     assert visible(ledger, 1, window=2)[0, 0, 0, 0].tolist() == [False, False, True, True]
 
 
-@given(
-    ledgers(),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
+@given(ledgers(), st.sampled_from([1, 2, 3]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_additive_is_zero_where_seen_and_the_lowest_number_elsewhere_for_each_query_head(
     ledger: Ledger, groups: int, dtype: torch.dtype
 ):

@@ -8,10 +8,10 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, patch_sweep
 from kvprobe.text.tokens import Tokens
+from tests.refusals import refused
 
 
 def ids(seed: int, count: int) -> list[int]:
@@ -78,8 +78,7 @@ def test_interchange_with_the_average_is_an_erasure(tiny_llama: Model):
     mean = eraser.mean.view(base.n_kv_heads, 1, -1).expand(-1, base.slots, -1)[None]
     average = replace(base, values=(mean, *base.values[1:]))
     torch.testing.assert_close(
-        interchange(base, average, {(0, "V"): eraser}, "T1").values[0],
-        erase(base, {(0, "V"): eraser}, "T1").values[0],
+        interchange(base, average, {(0, "V"): eraser}, "T1").values[0], erase(base, {(0, "V"): eraser}, "T1").values[0]
     )
 
 
@@ -129,13 +128,11 @@ def test_patching_along_an_eraser_swaps_inside_it_and_the_rest_outside(tiny_llam
 def test_erasers_for_missing_layers_parts_or_widths_are_refused(tiny_llama: Model):
     cache = cache_of(tiny_llama, 0)
     eraser = eraser_of(width_of(cache))
-    with pytest.raises(UserError, match="no 'V' at layer 9"):
-        erase(cache, {(9, "V"): eraser}, "T1")
-    with pytest.raises(UserError, match="KV heads × numbers to a head"):
-        erase(cache, {(0, "V"): eraser_of(5)}, "T1")
-    with pytest.raises(UserError, match="T3"):
-        erase(cache, {(0, "V"): eraser}, "T3")
-    with pytest.raises(UserError, match="but not both"):
-        erase(cache, {(0, "V"): eraser})
-    with pytest.raises(UserError, match="slots, the base"):
-        interchange(cache, tiny_llama.prefill(Tokens.of(ids(1, 4), "T1")), {(0, "V"): eraser}, "T1")
+    refused(lambda: erase(cache, {(9, "V"): eraser}, "T1"), "no 'V' at layer 9")
+    refused(lambda: erase(cache, {(0, "V"): eraser_of(5)}, "T1"), "KV heads × numbers to a head")
+    refused(lambda: erase(cache, {(0, "V"): eraser}, "T3"), "T3")
+    refused(lambda: erase(cache, {(0, "V"): eraser}), "but not both")
+    refused(
+        lambda: interchange(cache, tiny_llama.prefill(Tokens.of(ids(1, 4), "T1")), {(0, "V"): eraser}, "T1"),
+        "slots, the base",
+    )

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvprobe.erasing import Eraser, inlp, leace, leace_of, random_eraser
-from kvprobe.errors import UserError
 from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import planted
+from tests.refusals import refused
 
 CLASSES = 4
 
@@ -158,18 +158,16 @@ def test_inlp_stops_at_chance():
 @pytest.mark.usefixtures("unchecked")
 def test_impossible_erasures_are_refused():
     features, labels, folds = data()
-    with pytest.raises(UserError, match="900 samples with 10 labels"):
-        leace(features, labels[:, :10], CLASSES)
-    with pytest.raises(UserError, match="Labels must lie in 0 to 2"):
-        leace(features, labels, 3)
+    refused(lambda: leace(features, labels[:, :10], CLASSES), "900 samples with 10 labels")
+    refused(lambda: leace(features, labels, 3), "Labels must lie in 0 to 2")
     features[0, 3, 1] = torch.nan
-    with pytest.raises(UserError, match="NaN or infinity"):
-        leace(features, labels, CLASSES)
+    refused(lambda: leace(features, labels, CLASSES), "NaN or infinity")
     features[0, 3, 1] = 0.0
-    with pytest.raises(UserError, match="0 of 900 samples are held out"):
-        inlp(features, labels, CLASSES, torch.zeros_like(folds, dtype=torch.bool))
-    with pytest.raises(UserError, match="the one class"):
-        inlp(features, torch.zeros_like(labels), CLASSES, folds == 0)
+    refused(
+        lambda: inlp(features, labels, CLASSES, torch.zeros_like(folds, dtype=torch.bool)),
+        "0 of 900 samples are held out",
+    )
+    refused(lambda: inlp(features, torch.zeros_like(labels), CLASSES, folds == 0), "the one class")
 
 
 def test_the_eraser_of_one_site_is_that_of_the_batch():

@@ -1,6 +1,7 @@
 """How studies begin and resume: a run goes on only with the model, tokenizer and files that it was begun with."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.jsonl import JSONLines
 from kvprobe.tasks.task import items_digest
 from tests.models import llama, tiny_tokenizer
+from tests.refusals import refused
 
 LINES = [
     '{"prompt": "the old mill", "answer": "a"}',
@@ -70,10 +72,8 @@ def test_a_run_is_neither_resumed_nor_shown_for_another_model(
         run.finish({}, {})
     again = load(copy.deepcopy(model.lanes.plain), tokenizer=tiny_tokenizer())
     assert opened(again, tmp_path, monkeypatch).path == run.path
-    with pytest.raises(UserError, match=f"another model \\(it differs in {said}\\)"):
-        opened(other(), tmp_path, monkeypatch)
-    with pytest.raises(UserError, match="what tasks names held something else"):
-        opened(model, tmp_path, monkeypatch, tasks="two")
+    refused(lambda: opened(other(), tmp_path, monkeypatch), re.compile(f"another model \\(it differs in {said}\\)"))
+    refused(lambda: opened(model, tmp_path, monkeypatch, tasks="two"), "what tasks names held something else")
 
 
 def test_the_digest_of_tasks_is_of_what_is_read_of_them(tmp_path: Path):
@@ -105,15 +105,13 @@ def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
 
     def stop(*given: Any) -> None:
         seen.append(given[-1])
-        raise UserError("far enough")
+        raise UserError("Far enough.")
 
     monkeypatch.setattr(module, "begin", stop)
     for lines in (LINES, LINES[::-1]):
         path.write_text("\n".join(lines))
-        with pytest.raises(UserError, match="far enough"):
-            module.run(config, tmp_path)
+        refused(lambda: module.run(config, tmp_path), "Far enough.")
     assert seen[0].keys() == {"tasks"}
     assert seen[0] != seen[1]
     path.write_text(LINES[0])
-    with pytest.raises(UserError, match="there are 1"):
-        module.run(config, tmp_path)
+    refused(lambda: module.run(config, tmp_path), "there are 1")

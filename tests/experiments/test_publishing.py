@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvprobe.cli import app
-from kvprobe.errors import UserError
 from kvprobe.experiments.publishing import publish
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
@@ -23,6 +22,7 @@ from kvprobe.probing.probe_features import probe_features
 from kvprobe.tasks.designs import Target
 from tests.probes.made_probes import TARGET, made_probe
 from tests.probing.planted import planted
+from tests.refusals import refused
 
 VALUES = ProbeInput("v", 1, None, "mean")
 
@@ -57,12 +57,10 @@ def test_publishing_again_changes_nothing_and_never_writes_over_another_probe(
     publish(run, tmp_path, "one")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     made_probe(tiny_llama, VALUES, name="one", scale=7).save(run.path / "probes" / "one")
-    with pytest.raises(UserError, match="holds something else"):
-        publish(run, tmp_path)
+    refused(lambda: publish(run, tmp_path), "holds something else")
     assert not (tmp_path / "two").exists()
     (tmp_path / "two").mkdir()
-    with pytest.raises(UserError, match="holds something else"):
-        publish(run, tmp_path, "two")
+    refused(lambda: publish(run, tmp_path, "two"), "holds something else")
 
 
 def test_publishing_deletes_nothing_that_it_did_not_write(run: Run, tmp_path: Path):
@@ -76,18 +74,14 @@ def test_publishing_deletes_nothing_that_it_did_not_write(run: Run, tmp_path: Pa
 
 
 def test_a_run_that_has_nothing_to_publish_is_refused(run: Run, tmp_path: Path):
-    with pytest.raises(UserError, match="did you mean 'one'"):
-        publish(run, tmp_path, "ones")
+    refused(lambda: publish(run, tmp_path, "ones"), "did you mean 'one'")
     environment = run.environment | {"model": "0123456789abcdef"}
     (run.path / "env.json").write_text(json.dumps(environment))
-    with pytest.raises(UserError, match="ran on 0123456789abcdef"):
-        publish(run, tmp_path)
+    refused(lambda: publish(run, tmp_path), "ran on 0123456789abcdef")
     bare = Run.open("leakage", Settings(seed=3), "x", "cpu", tmp_path / "runs", "bare")
-    with pytest.raises(UserError, match="unfinished"):
-        publish(bare, tmp_path)
+    refused(lambda: publish(bare, tmp_path), "unfinished")
     bare.finish({}, {})
-    with pytest.raises(UserError, match="has no probes"):
-        publish(bare, tmp_path)
+    refused(lambda: publish(bare, tmp_path), "has no probes")
 
 
 def test_the_command_publishes_and_says_where(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -155,12 +149,13 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     still[:, 0, 1] = torch.randn(240, 16, generator=generator)
     only = Features.of_read_outs({"v": still}, np.arange(240), labels, contexts, TARGET)
     assert candidate_probe(tiny_llama, only, probing, training).site == ProbeInput("v", 0, None, "last")
-    with pytest.raises(UserError, match="no probe to propose"):
-        candidate_probe(tiny_llama, only, probing, training, restart=only, less_restart=True)
+    refused(
+        lambda: candidate_probe(tiny_llama, only, probing, training, restart=only, less_restart=True),
+        "no probe to propose",
+    )
 
     alone = Features.of_read_outs(
         {"v": tensor}, rows=np.arange(240), labels=labels, contexts=contexts * 0, target=TARGET
     )
     single = probe_features(alone, {}, permutations=0, rng=np.random.default_rng(0))
-    with pytest.raises(UserError, match="share one context"):
-        candidate_probe(tiny_llama, alone, single, training)
+    refused(lambda: candidate_probe(tiny_llama, alone, single, training), "share one context")

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts, table_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
 from kvprobe.files import write_whole
+from tests.refusals import refused
 
 MODEL = "0" * 16 + "-0-0"
 
@@ -40,24 +40,29 @@ def test_other_settings_get_another_run(tmp_path: Path):
 
 def test_a_named_run_refuses_other_settings(tmp_path: Path):
     Run.open("study", Config(), "weights", "cpu, float32", tmp_path, "mine").part("piece").write_text("kept")
-    with pytest.raises(UserError, match="other settings"):
-        Run.open("study", Config(seed=4), "weights", "cpu, float32", tmp_path, "mine")
+    refused(lambda: Run.open("study", Config(seed=4), "weights", "cpu, float32", tmp_path, "mine"), "other settings")
 
 
 def test_an_unfinished_run_refuses_to_go_on_with_other_weights(tmp_path: Path):
     Run.open("study", Config(), MODEL, "cpu, float32", tmp_path).part("piece").write_text("kept")
-    with pytest.raises(UserError, match=r"begun with another model \(it differs in config\)"):
-        Run.open("study", Config(), "0" * 16 + "-1-0", "cpu, float32", tmp_path)
+    refused(
+        lambda: Run.open("study", Config(), "0" * 16 + "-1-0", "cpu, float32", tmp_path),
+        "begun with another model (it differs in config)",
+    )
 
 
 def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else(tmp_path: Path):
     run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "one"})
     run.part("piece").write_text("kept")
-    with pytest.raises(UserError, match="what tasks names held something else"):
-        Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
+    refused(
+        lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"}),
+        "what tasks names held something else",
+    )
     run.finish({}, {})
-    with pytest.raises(UserError, match="what tasks names held something else"):
-        Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"})
+    refused(
+        lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"}),
+        "what tasks names held something else",
+    )
 
 
 def test_a_run_of_an_older_format_is_neither_resumed_nor_shown_for_a_new_one(tmp_path: Path):
@@ -67,8 +72,7 @@ def test_a_run_of_an_older_format_is_neither_resumed_nor_shown_for_a_new_one(tmp
     environment = run.environment
     del environment["format"], environment["inputs"]
     (run.path / "env.json").write_text(json.dumps(environment))
-    with pytest.raises(UserError, match="another version of kvprobe"):
-        Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
+    refused(lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path), "another version of kvprobe")
     assert Run.load(run.path).metrics == {"accuracy": 0.5}
 
 
@@ -98,15 +102,15 @@ def no_space(*_: object, **__: object) -> str:
 def test_a_command_whose_run_was_begun_anew_by_another_keeps_nothing_in_it(tmp_path: Path):
     first = Run.open("study", Config(), MODEL, "cpu", tmp_path, "mine")
     second = Run.open("study", Config(seed=4), MODEL, "cpu", tmp_path, "mine")
-    with pytest.raises(UserError, match="begun anew by another command"):
-        first.write_part("piece", lambda path: path.write_text("of the first"))
+    refused(
+        lambda: first.write_part("piece", lambda path: path.write_text("of the first")), "begun anew by another command"
+    )
     assert second.write_part("piece", lambda path: path.write_text("of the second")).read_text() == "of the second"
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/b", "/tmp/x", ".hidden", "x" * 101, "a\nb"])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: str):
-    with pytest.raises(UserError, match="cannot be the name of a run"):
-        Run.open("study", Config(), MODEL, "cpu", tmp_path / "runs", name)
+    refused(lambda: Run.open("study", Config(), MODEL, "cpu", tmp_path / "runs", name), "cannot be the name of a run")
     assert not list(tmp_path.iterdir())
 
 
@@ -119,8 +123,11 @@ def test_a_damaged_part_is_named_with_what_to_do(tmp_path: Path, cut: int):
         (path,) = write(run, [0], "a", lambda _, content=content: content, **bar)
         assert write(run, [0], "a", pytest.fail, **bar) == [path]
         path.write_bytes(path.read_bytes()[:cut])
-        with pytest.raises(UserError, match=rf"{path.name} is damaged .* delete this file, and start the run again"):
-            write(run, [0], "a", pytest.fail, **bar)
+        refused(
+            lambda write=write: write(run, [0], "a", pytest.fail, **bar),
+            f"{path.name} is damaged",
+            "delete this file, and start the run again",
+        )
 
 
 def test_parts_are_written_once_in_the_order_of_the_cases(tmp_path: Path):
@@ -152,8 +159,7 @@ def test_a_page_is_not_written_through_a_link(tmp_path: Path):
 def test_a_foreign_folder_is_not_taken_over(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="not a run"):
-        Run.open("study", Config(), "weights", "cpu, float32", tmp_path, "mine")
+    refused(lambda: Run.open("study", Config(), "weights", "cpu, float32", tmp_path, "mine"), "not a run")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
 
 
@@ -181,13 +187,10 @@ def test_the_environment_says_what_it_ran_on(tmp_path: Path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="not a run directory"):
-        Run.load(tmp_path)
+    refused(lambda: Run.load(tmp_path), "not a run directory")
 
 
 def test_an_unfinished_run_has_no_tables(tmp_path: Path):
     run = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
-    with pytest.raises(UserError, match="unfinished"):
-        run.df()
-    with pytest.raises(UserError, match="unfinished"):
-        _ = run.metrics
+    refused(run.df, "unfinished")
+    refused(lambda: run.metrics, "unfinished")

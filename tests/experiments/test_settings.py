@@ -7,7 +7,6 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.reproduce import flags
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, types_of
@@ -15,11 +14,11 @@ from kvprobe.files import read_yaml
 from kvprobe.studies import STUDIES, find
 from kvprobe.studies.leakage.config import AVAILABLE_CONTEXTS, Config
 from kvprobe.tasks.passcode import contexts
+from tests.refusals import refused
 
 
 def test_an_unknown_setting_names_the_near_one():
-    with pytest.raises(UserError, match="'samples'"):
-        from_mapping(Config, {"sampels": 100})
+    refused(lambda: from_mapping(Config, {"sampels": 100}), "'samples'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,8 @@ class Every(Settings):
     ids=lambda value: str(value)[:12],
 )
 def test_a_value_of_the_wrong_type_or_size_is_refused_in_one_sentence(setting: str, value: Any):
-    with pytest.raises(UserError, match=f"etting '{setting}'") as refused:
-        from_mapping(Every, {setting: value})
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 200
+    sentence = refused(lambda: from_mapping(Every, {setting: value}), f"etting '{setting}'")
+    assert len(sentence) < 200
 
 
 def test_a_value_is_held_in_its_type_and_numbers_are_sorted():
@@ -95,23 +92,6 @@ def test_settings_of_every_study_come_after_its_own():
     assert list(types_of(Every))[-3:] == ["seed", "device", "dtype"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"contexts": 0},
-        {"contexts": AVAILABLE_CONTEXTS + 1},
-        {"contexts": 4},
-        {"folds": 2},
-        {"samples": 10},
-        {"samples": 769},
-        {"batch": 0},
-    ],
-)
-def test_a_value_out_of_range_is_refused_with_what_was_expected(settings: dict[str, int]):
-    with pytest.raises(UserError, match="expected"):
-        from_mapping(Config, settings)
-
-
 def test_there_are_as_many_contexts_as_the_config_promises():
     assert len(contexts()) == AVAILABLE_CONTEXTS
 
@@ -129,8 +109,7 @@ def test_every_study_has_a_preset():
 
 
 def test_an_unknown_study_names_the_near_one():
-    with pytest.raises(UserError, match="'leakage'"):
-        find("leakge")
+    refused(lambda: find("leakge"), "'leakage'")
 
 
 def test_a_preset_is_read_from_yaml(tmp_path: Path):
@@ -168,15 +147,11 @@ LAUGHS = "a0: &a0 [ha, ha]\n" + "".join(
 def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=message) as error:
-        read_preset(path)
-    assert "\n" not in str(error.value)
+    refused(lambda: read_preset(path), message)
 
 
 def test_a_huge_or_missing_file_is_refused(tmp_path: Path):
     path = tmp_path / "huge.yaml"
     path.write_text("a: " + "x" * 2000)
-    with pytest.raises(UserError, match="at most 1000"):
-        read_yaml(path, limit=1000)
-    with pytest.raises(UserError, match="no file"):
-        read_yaml(tmp_path / "absent.yaml")
+    refused(lambda: read_yaml(path, limit=1000), "at most 1000")
+    refused(lambda: read_yaml(tmp_path / "absent.yaml"), "no file")

@@ -1,17 +1,15 @@
 """Fault contexts of random numbers, a registry with one fault of each kind, and helpers that strike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotary
-from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     Damage,
@@ -157,10 +155,3 @@ def reindexed(model: Model) -> KVCache:
     """A cache with a segment evicted and its positions closed up."""
     tokens = random_tokens(3, {"system": 4, "T1": 6, "T2": 8})
     return model.prefill(tokens).evict("T1").reindex("contiguous")
-
-
-def refusal(act: Callable[[], Any]) -> str:
-    """The sentence with which a call is refused."""
-    with pytest.raises(UserError, match=r".") as caught:
-        act()
-    return str(caught.value)

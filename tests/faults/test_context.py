@@ -2,18 +2,9 @@
 
 from dataclasses import replace
 
-from kvprobe.faults import (
-    FaultContext,
-    Gaussian,
-)
-from tests.faults import (
-    after,
-    context_of,
-    outlying,
-    refusal,
-    same_bits,
-    square_cache,
-)
+from kvprobe.faults import FaultContext, Gaussian
+from tests.faults import after, context_of, outlying, same_bits, square_cache
+from tests.refusals import refused
 
 
 def test_what_a_context_has_computed_is_not_shared_with_another():
@@ -27,6 +18,6 @@ def test_what_a_context_has_computed_is_not_shared_with_another():
 
 def test_contexts_and_donors_of_several_rows_or_another_shape_are_refused():
     cache = square_cache(0)
-    assert "one row, but this cache has 2; take one with KVCache.rows" in refusal(lambda: FaultContext(cache.fork(2)))
-    assert "Donor 'd' has 2 rows" in refusal(lambda: FaultContext(cache, {"d": cache.fork(2)}))
-    assert "expected 1 row of (3, 2, 8, 8)" in refusal(lambda: FaultContext(cache, {"d": square_cache(0, n_layers=2)}))
+    refused(lambda: FaultContext(cache.fork(2)), "one row, but this cache has 2; take one with KVCache.rows")
+    refused(lambda: FaultContext(cache, {"d": cache.fork(2)}), "Donor 'd' has 2 rows")
+    refused(lambda: FaultContext(cache, {"d": square_cache(0, n_layers=2)}), "expected 1 row of (3, 2, 8, 8)")

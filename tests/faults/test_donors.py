@@ -6,31 +6,11 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
-from kvprobe.faults import (
-    Distractor,
-    Draws,
-    FaultContext,
-    ForeignBlock,
-    Scope,
-    Splice,
-    StaleBlock,
-    scaffold,
-)
+from kvprobe.faults import Distractor, Draws, FaultContext, ForeignBlock, Scope, Splice, StaleBlock, scaffold
 from kvprobe.inference.model import Model
-from tests.faults import (
-    HEADS,
-    LAYERS,
-    SLOTS,
-    after,
-    both,
-    context_of,
-    outlying,
-    reindexed,
-    same_bits,
-    square_cache,
-)
+from tests.faults import HEADS, LAYERS, SLOTS, after, both, context_of, outlying, reindexed, same_bits, square_cache
 from tests.random_caches import random_tokens
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("donor_slots", [SLOTS, 7, 40])
@@ -132,8 +112,7 @@ def test_a_splice_reaches_only_the_layers_above():
 
 
 def test_a_splice_above_the_last_layer_is_refused():
-    with pytest.raises(UserError, match="layer"):
-        after(Splice(above=LAYERS), square_cache(0))
+    refused(lambda: after(Splice(above=LAYERS), square_cache(0)), "layer")
 
 
 def test_a_scaffold_keeps_delimiters_positions_and_length():
@@ -145,8 +124,7 @@ def test_a_scaffold_keeps_delimiters_positions_and_length():
     assert [each for each, own in zip(neutral.ids, tokens.delimiters, strict=True) if not own] == expected
     assert all(a == b for a, b, own in zip(neutral.ids, tokens.ids, tokens.delimiters, strict=True) if own)
     assert replace(neutral, ids=tokens.ids) == tokens
-    with pytest.raises(UserError, match="The scaffold has no filler; give at least one token"):
-        scaffold(tokens, [])
+    refused(lambda: scaffold(tokens, []), "The scaffold has no filler; give at least one token")
 
 
 def test_a_donors_keys_carry_its_positions_into_a_reindexed_cache(tiny_llama: Model):

@@ -10,30 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
-from kvprobe.faults import (
-    Distractor,
-    Draws,
-    Gaussian,
-    NotANumber,
-    Permuted,
-    Scope,
-    Zeros,
-    bands,
-)
-from tests.faults import (
-    HEADS,
-    LAYERS,
-    SEEDS,
-    SLOTS,
-    UNITS,
-    WIDTH,
-    after,
-    same_bits,
-    square_cache,
-    struck_by,
-)
+from kvprobe.faults import Distractor, Draws, Gaussian, NotANumber, Permuted, Scope, Zeros, bands
+from tests.faults import HEADS, LAYERS, SEEDS, SLOTS, UNITS, WIDTH, after, same_bits, square_cache, struck_by
 from tests.random_caches import NAMES, assert_bit_identical
+from tests.refusals import refused
 
 RATES = st.floats(0, 1)
 
@@ -268,8 +248,7 @@ def test_28_layers_are_cut_into_the_four_reported_bands():
     ids=str,
 )
 def test_impossible_settings_of_a_scope_are_refused(unchecked: None, scope: dict[str, Any], sentence: str):
-    with pytest.raises(UserError, match=sentence):
-        Scope(**scope)
+    refused(lambda: Scope(**scope), sentence)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +264,10 @@ def test_impossible_settings_of_a_scope_are_refused(unchecked: None, scope: dict
 )
 def test_a_scope_beyond_the_cache_is_refused(scope: dict[str, Any], sentence: str):
     for unit in UNITS:
-        with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
-            after(Zeros(scope=Scope(**scope, unit=unit)), square_cache(0))
+        refused(
+            lambda unit=unit: after(Zeros(scope=Scope(**scope, unit=unit)), square_cache(0)),
+            sentence.replace("(", r"\("),
+        )
 
 
 def test_segments_in_a_list_are_understood_as_layers_in_a_list_are(unchecked: None):
@@ -296,11 +277,9 @@ def test_segments_in_a_list_are_understood_as_layers_in_a_list_are(unchecked: No
 
 
 def test_a_scope_of_no_segments_is_refused_as_one_of_no_layers_is():
-    with pytest.raises(UserError, match="Scope has no segments"):
-        Scope(segments=())
+    refused(lambda: Scope(segments=()), "Scope has no segments")
 
 
 @pytest.mark.parametrize("name", ["seed", "sample", "repeat"])
 def test_draws_below_0_are_refused(name: str):
-    with pytest.raises(UserError, match=f"{name}=-1; it must be 0 or more"):
-        Draws(**{name: -1})
+    refused(lambda: Draws(**{name: -1}), f"{name}=-1; it must be 0 or more")

@@ -13,29 +13,10 @@ from torch import Tensor
 import kvprobe.faults.draws as draws_module
 from kvprobe import faults
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import (
-    BitFlips,
-    Draws,
-    Fault,
-    Fp8Saturation,
-    Fp8Scale,
-    NotANumber,
-    QuantisationNoise,
-    Zeros,
-)
+from kvprobe.faults import BitFlips, Draws, Fault, Fp8Saturation, Fp8Scale, NotANumber, QuantisationNoise, Zeros
 from kvprobe.faults.draws import _drawn
 from kvprobe.faults.strike import strike
-from tests.faults import (
-    EVERY,
-    SEEDS,
-    UNITS,
-    after,
-    both,
-    context_of,
-    same_bits,
-    square_cache,
-    with_rate,
-)
+from tests.faults import EVERY, SEEDS, UNITS, after, both, context_of, same_bits, square_cache, with_rate
 from tests.random_caches import assert_bit_identical, copy_of
 
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvprobe.faults import (
-    Draws,
-    FaultContext,
-    Gaussian,
-    Scope,
-)
+from kvprobe.faults import Draws, FaultContext, Gaussian, Scope
 from kvprobe.faults.gaussian import _TRIAL, effect, shares
 from tests.faults import (
     GROUP,

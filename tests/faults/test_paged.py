@@ -10,30 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvprobe.errors import UserError
-from kvprobe.faults import (
-    Draws,
-    Fault,
-    OverlappingKV,
-    Permuted,
-    Scope,
-    WrongPointers,
-    Zeros,
-)
+from kvprobe.faults import Draws, Fault, OverlappingKV, Permuted, Scope, WrongPointers, Zeros
 from kvprobe.inference.model import Model
-from tests.faults import (
-    HEADS,
-    LAYERS,
-    PARTS,
-    SLOTS,
-    after,
-    both,
-    context_of,
-    reindexed,
-    same_bits,
-    square_cache,
-)
+from tests.faults import HEADS, LAYERS, PARTS, SLOTS, after, both, context_of, reindexed, same_bits, square_cache
 from tests.random_caches import PADDING, assert_bit_identical, random_cache, random_tokens
+from tests.refusals import refused
 
 
 def order_of(now: Tensor, before: Tensor) -> list[int | None]:
@@ -170,8 +151,10 @@ def test_overlapping_pages_read_the_same_for_k_and_v(last: Any):
 
 def test_overlapping_pages_of_unequal_width_are_refused():
     cache = random_cache(0, 1)
-    with pytest.raises(UserError, match="Keys have 4 numbers and values 5; OverlappingKV needs equal widths"):
-        cache.corrupt(OverlappingKV(block=4))
+    refused(
+        lambda: cache.corrupt(OverlappingKV(block=4)),
+        "Keys have 4 numbers and values 5; OverlappingKV needs equal widths",
+    )
 
 
 @pytest.mark.parametrize("fault", [Permuted(), WrongPointers(block=4)], ids=str)

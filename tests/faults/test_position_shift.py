@@ -7,22 +7,12 @@ import pytest
 import torch
 
 from kvprobe.cache.rotary import Rotary, Rotation
-from kvprobe.errors import UserError
-from kvprobe.faults import (
-    FaultContext,
-    PositionShift,
-    Scope,
-)
+from kvprobe.faults import FaultContext, PositionShift, Scope
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.text.tokens import Tokens
-from tests.faults import (
-    HEADS,
-    after,
-    both,
-    context_of,
-    square_cache,
-)
+from tests.faults import HEADS, after, both, context_of, square_cache
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -59,8 +49,7 @@ def test_a_shifted_key_is_the_one_that_the_model_makes_at_that_position(tiny_mod
 
 def test_a_model_with_learned_positions_has_no_keys_to_rotate(tiny_models: dict[str, Model]):
     model = tiny_models["gpt2"]
-    with pytest.raises(UserError, match="learned positions"):
-        prepare(model.lanes, model.prefill(Tokens.of([1, 2])), [PositionShift(by=1)])
+    refused(lambda: prepare(model.lanes, model.prefill(Tokens.of([1, 2])), [PositionShift(by=1)]), "learned positions")
 
 
 def test_a_shift_of_the_whole_cache_is_the_librarys_rotation():

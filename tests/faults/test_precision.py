@@ -8,20 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.faults import (
-    Fp8Saturation,
-    Fp8Scale,
-    QuantisationNoise,
-    Scope,
-)
-from tests.faults import (
-    SLOTS,
-    WIDTH,
-    after,
-    both,
-    outlying,
-    square_cache,
-)
+from kvprobe.faults import Fp8Saturation, Fp8Scale, QuantisationNoise, Scope
+from tests.faults import SLOTS, WIDTH, after, both, outlying, square_cache
 
 FP8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 

@@ -22,12 +22,8 @@ from kvprobe.faults import (
     Zeros,
 )
 from kvprobe.inference.model import Model
-from tests.faults import (
-    SLOTS,
-    after,
-    refusal,
-    square_cache,
-)
+from tests.faults import SLOTS, after, square_cache
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -52,30 +48,26 @@ from tests.faults import (
     ],
 )
 def test_impossible_settings_of_a_fault_are_refused(unchecked: None, make: Callable[[], Fault], sentence: str):
-    assert sentence in refusal(make)
+    refused(make, sentence)
 
 
 def test_a_fault_context_that_lacks_something_is_refused_in_one_sentence():
     cache = square_cache(0)
     bare = FaultContext(cache, {"other": square_cache(1)})
     short = FaultContext(cache, {"scaffold": square_cache(1, SLOTS - 1)})
-    assert "no donor called 'distractor'; known are 'other'" in refusal(
-        lambda: after(Distractor(), cache, context=bare)
-    )
-    assert "no donor called 'scaffold'" in refusal(lambda: after(Splice(above=0), cache, context=bare))
-    assert "no donor called 'distractor'" in refusal(lambda: cache.corrupt(StaleBlock(block=4)))
-    assert "no rotary frequencies" in refusal(lambda: after(PositionShift(by=1), cache, context=bare))
-    assert "needs the fault context's queries" in refusal(lambda: after(Gaussian("effect"), cache, context=bare))
-    assert "has 21 slots and the cache 22" in refusal(lambda: after(Splice(above=0), cache, context=short))
-    assert "cannot be quantised in groups of 3; give a divisor" in refusal(
-        lambda: after(QuantisationNoise(4, 3), cache)
-    )
+    refused(lambda: after(Distractor(), cache, context=bare), "no donor called 'distractor'; known are 'other'")
+    refused(lambda: after(Splice(above=0), cache, context=bare), "no donor called 'scaffold'")
+    refused(lambda: cache.corrupt(StaleBlock(block=4)), "no donor called 'distractor'")
+    refused(lambda: after(PositionShift(by=1), cache, context=bare), "no rotary frequencies")
+    refused(lambda: after(Gaussian("effect"), cache, context=bare), "needs the fault context's queries")
+    refused(lambda: after(Splice(above=0), cache, context=short), "has 21 slots and the cache 22")
+    refused(lambda: after(QuantisationNoise(4, 3), cache), "cannot be quantised in groups of 3; give a divisor")
 
 
 def test_the_remedy_that_a_refusal_names_exists():
     cache = square_cache(0)
     for fault in (PositionShift(by=1), Gaussian("effect")):
-        sentence = refusal(lambda fault=fault: after(fault, cache, context=FaultContext(cache)))
+        sentence = refused(lambda fault=fault: after(fault, cache, context=FaultContext(cache)), "Model.")
         for name in re.findall(r"Model\.(\w+)", sentence):
             assert hasattr(Model, name), sentence
 

@@ -6,30 +6,11 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import (
-    Draws,
-    FaultContext,
-    Gaussian,
-    NonFinite,
-    NotANumber,
-    Permuted,
-    Scope,
-    Zeros,
-)
+from kvprobe.faults import Draws, FaultContext, Gaussian, NonFinite, NotANumber, Permuted, Scope, Zeros
 from kvprobe.faults.strike import strike
 from kvprobe.inference.model import Model
-from tests.faults import (
-    PARTS,
-    SLOTS,
-    WIDTH,
-    after,
-    both,
-    context_of,
-    refusal,
-    reindexed,
-    same_bits,
-    square_cache,
-)
+from tests.faults import PARTS, SLOTS, WIDTH, after, both, context_of, reindexed, same_bits, square_cache
+from tests.refusals import refused
 
 
 def test_overlapping_strikes_undone_in_reverse_order_leave_no_trace():
@@ -46,7 +27,7 @@ def test_overlapping_strikes_undone_in_reverse_order_leave_no_trace():
 
 
 def test_a_reindexed_cache_is_refused_until_its_keys_are_rotated(tiny_llama: Model):
-    assert "Model.as_seen" in refusal(lambda: reindexed(tiny_llama).corrupt(Zeros()))
+    refused(lambda: reindexed(tiny_llama).corrupt(Zeros()), "Model.as_seen")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -80,12 +61,8 @@ def test_finite_numbers_whose_sum_overflows_are_not_reported():
 def test_corrupt_needs_as_many_contexts_and_draws_as_rows():
     cache = square_cache(0).fork(2)
     contexts = [FaultContext(cache.rows([0]))] * 2
-    assert "2 rows, but there are 1 fault contexts and 2 draws" in refusal(
-        lambda: cache.corrupt(Zeros(), contexts=contexts[:1])
-    )
-    assert "2 rows, but there are 2 fault contexts and 3 draws" in refusal(
-        lambda: cache.corrupt(Zeros(), draws=[Draws()] * 3)
-    )
+    refused(lambda: cache.corrupt(Zeros(), contexts=contexts[:1]), "2 rows, but there are 1 fault contexts and 2 draws")
+    refused(lambda: cache.corrupt(Zeros(), draws=[Draws()] * 3), "2 rows, but there are 2 fault contexts and 3 draws")
 
 
 def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():

@@ -1,15 +1,16 @@
-from typing import get_args
+from contextlib import AbstractContextManager
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured, _observing, capture, plain_ports
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import PER_HEAD, Family
 from tests.models import ARCHITECTURES
-from tests.random_caches import assert_bit_identical, random_tokens, relative_difference
+from tests.random_caches import assert_bit_identical, assert_close, random_tokens, relative_difference
+from tests.refusals import refused
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 MISSING: dict[str, set[Family]] = {"gpt_neox": {"resid_mid"}}
@@ -21,11 +22,6 @@ SHORTEST = min(map(len, ROWS))
 
 def families_of(architecture: str) -> list[Family]:
     return [family for family in FAMILIES if family not in MISSING.get(architecture, set())]
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    assert found.shape == expected.shape
-    assert relative_difference(found, expected) < tolerance
 
 
 @pytest.fixture(params=list(ARCHITECTURES))
@@ -201,15 +197,15 @@ def test_captured_tensors_hold_no_more_memory_than_what_was_asked_for(tiny: Mode
 
 @pytest.mark.parametrize("lane", ["auto", "plain", "hooked"])
 def test_a_family_that_the_blocks_do_not_have_is_refused(tiny_models: dict[str, Model], lane: str):
-    with pytest.raises(UserError, match="does not compute 'resid_mid'"):
-        capture(tiny_models["gpt_neox"].lanes, ROWS, ["resid_mid"], lane=lane)
+    refused(
+        lambda: capture(tiny_models["gpt_neox"].lanes, ROWS, ["resid_mid"], lane=lane), "does not compute 'resid_mid'"
+    )
 
 
 @pytest.mark.parametrize("architecture", sorted(FUSED_QKV))
 def test_keys_inside_a_fused_projection_are_read_by_the_hooked_lane(tiny_models: dict[str, Model], architecture: str):
     lanes = tiny_models[architecture].lanes
-    with pytest.raises(UserError, match="use lane='hooked'"):
-        capture(lanes, ROWS, ["k_pre"], lane="plain")
+    refused(lambda: capture(lanes, ROWS, ["k_pre"], lane="plain"), "use lane='hooked'")
     by_choice, by_order = (capture(lanes, ROWS, ["k_pre"], lane=lane) for lane in ("auto", "hooked"))
     for layer in range(3):
         assert torch.equal(by_choice["k_pre", layer], by_order["k_pre", layer])
@@ -217,59 +213,53 @@ def test_keys_inside_a_fused_projection_are_read_by_the_hooked_lane(tiny_models:
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_family_is_refused_with_the_near_match(tiny_llama: Model):
-    with pytest.raises(UserError, match="no family called 'resid_pst'; did you mean 'resid_post'"):
-        capture(tiny_llama.lanes, ROWS, ["resid_pst"])
+    refused(
+        lambda: capture(tiny_llama.lanes, ROWS, ["resid_pst"]),
+        "no family called 'resid_pst'; did you mean 'resid_post'",
+    )
 
 
 @pytest.mark.parametrize("layer", [3, 99, -1])
 def test_a_layer_out_of_range_is_refused(tiny_llama: Model, layer: int):
-    with pytest.raises(UserError, match=f"no layer {layer}; the model has layers 0 to 2"):
-        capture(tiny_llama.lanes, ROWS, ["k"], layers=[layer])
+    refused(
+        lambda: capture(tiny_llama.lanes, ROWS, ["k"], layers=[layer]), f"no layer {layer}; the model has layers 0 to 2"
+    )
 
 
 @pytest.mark.parametrize("slot", [6, -7])
 def test_a_slot_outside_the_shortest_row_is_refused(tiny_llama: Model, slot: int):
-    with pytest.raises(UserError, match="outside the 6 new tokens"):
-        capture(tiny_llama.lanes, ROWS, ["k"], slots=[slot])
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["k"], slots=[slot]), "outside the 6 new tokens")
 
 
 def test_an_unknown_segment_is_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="no segment called 'T3'"):
-        capture(tiny_llama.lanes, ROWS, ["k"], segments=["T3"])
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["k"], segments=["T3"]), "no segment called 'T3'")
 
 
 def test_segments_and_slots_together_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="not both"):
-        capture(tiny_llama.lanes, ROWS, ["k"], segments=["T1"], slots=[0])
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["k"], segments=["T1"], slots=[0]), "not both")
 
 
 def test_what_was_not_asked_for_is_not_captured(tiny_llama: Model):
-    with pytest.raises(UserError, match="'v' at layer 0 was not captured"):
-        capture(tiny_llama.lanes, ROWS, ["k"])["v", 0]
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["k"])["v", 0], "'v' at layer 0 was not captured")
 
 
 def test_a_hook_that_never_fires_is_an_error(tiny: Model):
-    with (
-        pytest.raises(UserError, match=r"blocks\.1\.hook_resid_post never fired"),
-        tiny.lanes.hooked.observing(["resid_post"], [1], lambda *_: None),
-    ):
-        pass
+    observing = tiny.lanes.hooked.observing(["resid_post"], [1], lambda *_: None)
+    refused(lambda: entered(observing), "blocks.1.hook_resid_post never fired")
 
 
 def test_a_module_that_is_never_called_is_an_error(tiny_llama: Model):
-    ports = plain_ports(tiny_llama.lanes, ["resid_post"], [1])
-    with (
-        pytest.raises(UserError, match="never called the modules that compute resid_post of layer 1; leave"),
-        _observing(tiny_llama.lanes, ports, lambda *_: None),
-    ):
-        pass
+    observing = _observing(tiny_llama.lanes, plain_ports(tiny_llama.lanes, ["resid_post"], [1]), lambda *_: None)
+    refused(lambda: entered(observing), "never called the modules that compute resid_post of layer 1; leave")
 
 
 def test_a_hook_that_does_not_exist_is_an_error(tiny_models: dict[str, Model]):
-    with (
-        pytest.raises(UserError, match=r"no hook blocks\.0\.hook_resid_mid"),
-        tiny_models["gpt_neox"].lanes.hooked.observing(["resid_mid"], [0], lambda *_: None),
-    ):
+    observing = tiny_models["gpt_neox"].lanes.hooked.observing(["resid_mid"], [0], lambda *_: None)
+    refused(lambda: entered(observing), "no hook blocks.0.hook_resid_mid")
+
+
+def entered(context: AbstractContextManager[Any]) -> None:
+    with context:
         pass
 
 

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
-from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, prefill
 from kvprobe.inference.model import Model
 from kvprobe.models.unproved import Lane
 from kvprobe.text.tokens import Tokens
 from tests.models import GPT2_POSITIONS, WINDOW, gemma3, llama
-from tests.random_caches import assert_bit_identical, copy_of, random_tokens, relative_difference
+from tests.random_caches import (
+    assert_bit_identical,
+    assert_close,
+    copy_of,
+    ragged_mask,
+    random_tokens,
+    relative_difference,
+)
+from tests.refusals import refused
 
 LANES = ["plain", "hooked"]
 few = settings(max_examples=10)
@@ -31,26 +38,11 @@ def logits_after(
     return extend(model.lanes, past, rows, lane, logits=min(map(len, rows)))[1]
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    assert found.shape == expected.shape
-    assert relative_difference(found, expected) < tolerance
-
-
 def assert_same_slots(found: KVCache, expected: KVCache, count: int, tolerance: float = 1e-5) -> None:
     """The last `count` slots hold the same keys and values at the same positions."""
     for pairs in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
         assert_close(*(tensor[:, :, -count:] for tensor in pairs), tolerance)
     assert torch.equal(found.ledger.positions[:, -count:], expected.ledger.positions[:, -count:])
-
-
-def ragged_mask(cache: KVCache, seed: int) -> KVCache:
-    """Random slots masked, others in each layer and head."""
-    rng = torch.Generator().manual_seed(seed)
-    for layer in range(cache.n_layers):
-        for head in range(cache.n_kv_heads):
-            slots = torch.rand(cache.batch, cache.slots, generator=rng) < 0.4
-            cache = cache.mask(slots=slots, layers=[layer], heads=[head])
-    return cache
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -302,8 +294,10 @@ def test_the_last_logits_of_unequal_rows_are_those_of_each_row(tiny: Model):
 @pytest.mark.parametrize("count", [0, 3])
 def test_more_logits_than_the_shortest_row_has_tokens_are_refused(tiny_llama: Model, count: int):
     rows = [random_tokens(0, {"T1": 2}), random_tokens(1, {"T1": 5})]
-    with pytest.raises(UserError, match=f"logits is {count}; the shortest row allows a whole number from 1 to 2"):
-        extend(tiny_llama.lanes, None, rows, logits=count)
+    refused(
+        lambda: extend(tiny_llama.lanes, None, rows, logits=count),
+        f"logits is {count}; the shortest row allows a whole number from 1 to 2",
+    )
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -311,34 +305,41 @@ def test_gpt2_refuses_a_position_beyond_its_table(tiny_models: dict[str, Model],
     lanes = tiny_models["gpt2"].lanes
     last = random_tokens(0, {"T1": 2}, start=GPT2_POSITIONS - 2)
     prefill(lanes, [last], lane)
-    with pytest.raises(UserError, match=f"Position {GPT2_POSITIONS} is beyond the {GPT2_POSITIONS}"):
-        prefill(lanes, [last.shifted(GPT2_POSITIONS - 1)], lane)
+    refused(
+        lambda: prefill(lanes, [last.shifted(GPT2_POSITIONS - 1)], lane),
+        f"Position {GPT2_POSITIONS} is beyond the {GPT2_POSITIONS}",
+    )
 
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_a_cache_of_a_model_with_other_layers_is_refused(tiny_llama: Model, layers: int):
     foreign = prefill(llama(num_hidden_layers=layers).lanes, [random_tokens(0, {"T1": 3})])
-    with pytest.raises(UserError, match=f"{layers} layers, but the model has 3"):
-        extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)])
+    refused(
+        lambda: extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)]),
+        f"{layers} layers, but the model has 3",
+    )
 
 
 @pytest.mark.parametrize("shape", [{"num_key_value_heads": 4}, {"head_dim": 16}], ids=str)
 def test_a_cache_of_a_model_with_other_heads_is_refused(tiny_llama: Model, shape: dict[str, int]):
     foreign = prefill(llama(**shape).lanes, [random_tokens(0, {"T1": 3})])
-    with pytest.raises(UserError, match="can only be read by the model that made it"):
-        extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)])
+    refused(
+        lambda: extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)]),
+        "can only be read by the model that made it",
+    )
 
 
 @pytest.mark.parametrize("tokens", [[], [Tokens.of([])], [Tokens.of([1]), Tokens.of([])]], ids=str)
 def test_reading_nothing_is_refused(tiny_llama: Model, tokens: list[Tokens]):
-    with pytest.raises(UserError, match="nothing to read"):
-        extend(tiny_llama.lanes, None, tokens)
+    refused(lambda: extend(tiny_llama.lanes, None, tokens), "nothing to read")
 
 
 def test_a_cache_of_another_number_of_rows_is_refused(tiny_llama: Model):
     past = prefill(tiny_llama.lanes, [random_tokens(row, {"T1": 3}) for row in range(2)])
-    with pytest.raises(UserError, match="2 rows, but there are 3 runs"):
-        extend(tiny_llama.lanes, past, [random_tokens(row, {"T2": 1}, start=3) for row in range(3)])
+    refused(
+        lambda: extend(tiny_llama.lanes, past, [random_tokens(row, {"T2": 1}, start=3) for row in range(3)]),
+        "2 rows, but there are 3 runs",
+    )
 
 
 def test_the_ledger_of_new_slots_is_that_of_the_tokens():
@@ -379,5 +380,4 @@ def test_a_cache_of_another_dtype_is_refused(tiny: Model):
         keys=tuple(keys.bfloat16() for keys in cache.keys),
         values=tuple(values.bfloat16() for values in cache.values),
     )
-    with pytest.raises(UserError, match="dtype"):
-        extend(tiny.lanes, half, [Tokens.of([4], start=3)])
+    refused(lambda: extend(tiny.lanes, half, [Tokens.of([4], start=3)]), "dtype")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     Distractor,
@@ -40,6 +39,7 @@ from kvprobe.inference.sweep import Outcome, Sweep, Trial, first_divergence, las
 from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
+from tests.refusals import refused
 
 LENGTH, NEW = 19, 7
 PROMPT = random_tokens(1, {"system": 5, "T1": 8, "T2": 6})
@@ -95,11 +95,7 @@ def assert_same(found: Outcome, expected: Outcome, kl: float = 1e-5) -> None:
 
 
 def by_hand(
-    model: Model,
-    fault: Fault,
-    prompt: Tokens = PROMPT,
-    past: KVCache | None = None,
-    given: Sequence[int] | None = None,
+    model: Model, fault: Fault, prompt: Tokens = PROMPT, past: KVCache | None = None, given: Sequence[int] | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """One row without a sweep: what it says, and its logits before each token.
 
@@ -477,7 +473,7 @@ def test_noise_matched_by_effect_on_the_shortest_prompts(tiny_llama: Model, leng
     try:
         outcome = swept(tiny_llama, [Gaussian("effect")], prompt).outcomes[0]
     except ValueError:
-        assert "effect" in refusal(tiny_llama, [Gaussian("effect")], prompt)
+        sweep_refused("effect", tiny_llama, [Gaussian("effect")], prompt)
         return
     assert outcome.broken is None
     assert max(outcome.kl) > 1e-4, "noise in every slot was no noise"
@@ -486,33 +482,28 @@ def test_noise_matched_by_effect_on_the_shortest_prompts(tiny_llama: Model, leng
 # What is refused.
 
 
-def refusal(model: Model, faults: Sequence[Fault], prompt: Tokens = PROMPT, **settings: Any) -> str:
-    with pytest.raises(UserError, match=r".") as caught:
-        swept(model, faults, prompt, **settings)
-    return str(caught.value)
+def sweep_refused(words: str, model: Model, faults: Sequence[Fault], prompt: Tokens = PROMPT, **settings: Any) -> None:
+    refused(lambda: swept(model, faults, prompt, **settings), words)
 
 
 def test_settings_out_of_range_are_refused(tiny_llama: Model):
-    assert "max_new_tokens=0; it must be a whole number, at least 1" in refusal(tiny_llama, [], max_new_tokens=0)
-    assert "rows=1; it must be a whole number, at least 2" in refusal(tiny_llama, [], rows=1)
-    assert "the prompt has no token" in refusal(tiny_llama, [], Tokens.of([]))
-    assert "A prompt of one token leaves no cache to damage" in refusal(tiny_llama, [], PROMPT[:1])
-    assert "no donor called 'distractor'; there are none here" in refusal(tiny_llama, [Distractor()], donors={})
-    assert "There is no layer 99" in refusal(tiny_llama, [Zeros(scope=Scope(layers=[99]))])
-    assert "There is no segment called 'T3'" in refusal(tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
-    with pytest.raises(UserError, match="repeat=-1; it must be 0 or more"):
-        swept(tiny_llama, [Trial(Zeros(), -1)])
+    sweep_refused("max_new_tokens=0; it must be a whole number, at least 1", tiny_llama, [], max_new_tokens=0)
+    sweep_refused("rows=1; it must be a whole number, at least 2", tiny_llama, [], rows=1)
+    sweep_refused("the prompt has no token", tiny_llama, [], Tokens.of([]))
+    sweep_refused("A prompt of one token leaves no cache to damage", tiny_llama, [], PROMPT[:1])
+    sweep_refused("no donor called 'distractor'; there are none here", tiny_llama, [Distractor()], donors={})
+    sweep_refused("There is no layer 99", tiny_llama, [Zeros(scope=Scope(layers=[99]))])
+    sweep_refused("There is no segment called 'T3'", tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
+    refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1; it must be 0 or more")
 
 
 def test_a_donor_of_another_model_is_refused(tiny_llama: Model, tiny_models: dict[str, Model]):
     foreign = tiny_models["gpt2"].prefill(OTHER)
-    assert "Donor 'distractor' has 1 rows of shape" in refusal(
-        tiny_llama, [Distractor()], donors={"distractor": foreign}
-    )
+    sweep_refused("Donor 'distractor' has 1 rows of shape", tiny_llama, [Distractor()], donors={"distractor": foreign})
 
 
 def test_learned_positions_cannot_be_shifted(tiny_models: dict[str, Model]):
-    assert "learned positions" in refusal(tiny_models["gpt2"], [PositionShift(by=1)])
+    sweep_refused("learned positions", tiny_models["gpt2"], [PositionShift(by=1)])
 
 
 @pytest.mark.parametrize("prompt", [PROMPT[-1:], PROMPT[-3:]], ids=["one token", "three"])
@@ -520,19 +511,18 @@ def test_a_past_of_several_rows_or_another_model_is_refused(
     tiny_llama: Model, tiny_models: dict[str, Model], prompt: Tokens
 ):
     foreign = tiny_models["gpt2"].prefill(PROMPT[:-3])
-    sentence = refusal(tiny_llama, [Zeros()], prompt, past=foreign, donors={})
-    assert "a cache can only be read by the model that made it" in sentence
+    words = "a cache can only be read by the model that made it"
+    sweep_refused(words, tiny_llama, [Zeros()], prompt, past=foreign, donors={})
     own = tiny_llama.prefill(PROMPT[:-3])
     narrow = KVCache(tuple(k.half() for k in own.keys), tuple(v.half() for v in own.values), own.ledger)
-    assert "load the model in the dtype that made the cache" in refusal(
-        tiny_llama, [Zeros()], prompt, past=narrow, donors={}
+    sweep_refused(
+        "load the model in the dtype that made the cache", tiny_llama, [Zeros()], prompt, past=narrow, donors={}
     )
-    assert "2 rows" in refusal(tiny_llama, [Zeros()], prompt, past=own.fork(2), donors={})
+    sweep_refused("2 rows", tiny_llama, [Zeros()], prompt, past=own.fork(2), donors={})
 
 
 def test_several_prompts_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="A sweep answers one prompt, but there are 2"):
-        tiny_llama.sweep([PROMPT, OTHER], [Zeros()])
+    refused(lambda: tiny_llama.sweep([PROMPT, OTHER], [Zeros()]), "A sweep answers one prompt, but there are 2")
 
 
 def test_model_sweep_reads_donors_and_wraps_faults(tiny_llama: Model):
@@ -574,4 +564,4 @@ def test_the_fault_context_holds_rotated_keys(tiny_llama: Model):
 
 
 def test_a_fault_after_the_last_token_is_refused(tiny_llama: Model):
-    assert "raise max_new_tokens" in refusal(tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)
+    sweep_refused("raise max_new_tokens", tiny_llama, [Zeros(at=6)], PROMPT, max_new_tokens=6)

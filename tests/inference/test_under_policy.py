@@ -1,5 +1,6 @@
 """Policies at work on a model: while it reads, while it generates, and when what stays is computed again."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
-from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -18,7 +18,6 @@ from kvprobe.inference.under_policy import apply, read_in_chunks, watch
 from kvprobe.policies import (
     H2O,
     TOVA,
-    Attention,
     Chain,
     HeadBudgets,
     LayerBudgets,
@@ -38,13 +37,16 @@ from kvprobe.policies import (
 from kvprobe.policies.policy import acting
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
+from tests.policies.loops import record
 from tests.random_caches import (
     assert_bit_identical,
     assert_same_ledger,
     copy_of,
+    ragged_mask,
     random_tokens,
     relative_difference,
 )
+from tests.refusals import refused
 
 LANES = ["plain", "hooked"]
 few = settings(max_examples=3)
@@ -246,23 +248,13 @@ def test_a_row_of_any_model_under_a_policy_equals_the_row_alone(tiny: Model):
     assert_rows_are_as_alone(tiny, close(tiny, SinkWindow(1, 6) | TOVA(5, every=3)))
 
 
-def ragged(cache: KVCache, seed: int) -> KVCache:
-    """Random slots masked, others in each layer and head."""
-    rng = torch.Generator().manual_seed(seed)
-    for layer in range(cache.n_layers):
-        for head in range(cache.n_kv_heads):
-            slots = torch.rand(cache.batch, cache.slots, generator=rng) < 0.4
-            cache = cache.mask(slots=slots, layers=[layer], heads=[head])
-    return cache
-
-
 @given(seed=seeds, counts=st.lists(st.integers(1, 9), min_size=2, max_size=3), new=st.integers(1, 3))
 @few
 def test_joined_caches_continue_as_each_alone(tiny: Model, seed: int, counts: list[int], new: int):
     caches = []
     for row, count in enumerate(counts):
         cache = prefill(tiny.lanes, [random_tokens(seed + row, {f"T{row}": count, "end": 2})])
-        cache = cache.evict("end") if row % 2 else ragged(cache, seed + row)
+        cache = cache.evict("end") if row % 2 else ragged_mask(cache, seed + row)
         caches.append(cache)
     if tiny.geometry.max_position is None:
         caches[0] = caches[0].evict(slots=torch.arange(caches[0].slots)[None] == 0).reindex()
@@ -300,14 +292,11 @@ def test_an_empty_cache_can_be_joined_and_continues_at_its_position(tiny: Model)
 
 def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_models: dict[str, Model]):
     llama, gpt2 = (prefill(tiny_models[name].lanes, [random_tokens(0, {"T1": 8})]) for name in ("llama", "gpt2"))
-    with pytest.raises(UserError, match=r"shapes \(3, 2, 8, 8\), \(3, 4, 8, 8\) cannot be joined"):
-        KVCache.join([llama, gpt2])
+    refused(lambda: KVCache.join([llama, gpt2]), "shapes (3, 2, 8, 8), (3, 4, 8, 8) cannot be joined")
     coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
-    with pytest.raises(UserError, match="different quantisation formats"):
-        KVCache.join([coarse, fine])
+    refused(lambda: KVCache.join([coarse, fine]), "different quantisation formats")
     assert KVCache.join([llama, fine]).ledger.quantisation == fine.ledger.quantisation
-    with pytest.raises(UserError, match="no caches to join"):
-        KVCache.join([])
+    refused(lambda: KVCache.join([]), "no caches to join")
 
 
 # What is watched.
@@ -331,11 +320,6 @@ def attention_by_hand(model: Model, tokens: Tokens) -> torch.Tensor:
     heads = torch.stack(out.attentions)[:, 0]
     groups = model.geometry.n_heads // model.geometry.n_kv_heads
     return torch.stack([heads[:, first : first + groups].mean(1) for first in range(0, heads.shape[1], groups)], 1)
-
-
-def record(scene: Scene) -> Attention:
-    assert scene.attention is not None
-    return scene.attention
 
 
 @given(
@@ -393,29 +377,31 @@ def test_several_rows_can_continue_one_recorded_row(tiny_llama: Model):
 @pytest.mark.parametrize("queries", [0, 2, 5])
 def test_another_number_of_recorded_queries_is_refused(tiny_llama: Model, queries: int):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6}), queries=3)
-    with pytest.raises(UserError, match=f"holds the last 3 queries.*{queries}"):
-        tiny_llama.watch(random_tokens(1, {"T2": 2}, start=6), scene, queries=queries)
+    refused(
+        lambda: tiny_llama.watch(random_tokens(1, {"T2": 2}, start=6), scene, queries=queries),
+        "holds the last 3 queries",
+        f"{queries}",
+    )
 
 
 def test_an_eviction_by_hand_from_a_recorded_cache_is_refused(tiny_llama: Model):
     scene = tiny_llama.watch(random_tokens(0, {"T1": 6, "T2": 2}))
     assert scene.with_cache(scene.cache.mask("T1")).attention is scene.attention
-    with pytest.raises(UserError, match="from 8 to 2 slots by hand"):
-        scene.with_cache(scene.cache.evict("T1"))
+    refused(lambda: scene.with_cache(scene.cache.evict("T1")), "from 8 to 2 slots by hand")
 
 
 @given(seed=seeds, chunks=st.lists(st.integers(1, 4), min_size=1, max_size=2))
 @few
 def test_lanes_agree_on_a_ragged_cache_read_in_chunks_and_token_by_token(tiny: Model, seed: int, chunks: list[int]):
     rows = [random_tokens(seed + row, {"T1": count}) for row, count in enumerate([9, 5])]
-    caches = {lane: ragged(prefill(tiny.lanes, rows, lane), seed) for lane in LANES}
+    caches = {lane: ragged_mask(prefill(tiny.lanes, rows, lane), seed) for lane in LANES}
     found: dict[str, list[torch.Tensor]] = {lane: [] for lane in LANES}
     for step, count in enumerate([*chunks, 1]):
         for lane in LANES:
             following = caches[lane].ledger.following.tolist()
             runs = [random_tokens(seed + step, {"T2": count}, start=start) for start in following]
             caches[lane], logits = extend(tiny.lanes, caches[lane], runs, lane, count)
-            caches[lane] = ragged(caches[lane], seed + step)
+            caches[lane] = ragged_mask(caches[lane], seed + step)
             found[lane].append(logits)
     for plain, hooked in zip(found["plain"], found["hooked"], strict=True):
         assert relative_difference(hooked, plain) < 1e-4
@@ -682,17 +668,19 @@ def test_slots_after_a_replaced_result_are_marked_whatever_the_placeholders_leng
 
 
 def test_a_placeholder_that_does_not_fit_the_positions_of_its_text_is_refused(tiny_llama: Model, chat: Transcript):
-    with pytest.raises(UserError, match=r"placeholder has \d+ tokens and does not fit the positions of 'tool one'"):
-        tiny_llama.apply(PruneToolResults(1, "the result is gone"), tiny_llama.prefill(chat))
+    refused(
+        lambda: tiny_llama.apply(PruneToolResults(1, "the result is gone"), tiny_llama.prefill(chat)),
+        re.compile(r"placeholder has \d+ tokens and does not fit the positions of 'tool one'"),
+    )
 
 
 def test_a_placeholder_needs_a_tokenizer_and_a_result_in_every_row(tiny_llama: Model, chat: Transcript):
     bare = Model(type(tiny_llama.lanes)(tiny_llama.lanes.plain), "bare")
-    with pytest.raises(UserError, match="no tokenizer"):
-        bare.apply(PruneToolResults(0, "a."), tiny_llama.prefill(chat))
+    refused(lambda: bare.apply(PruneToolResults(0, "a."), tiny_llama.prefill(chat)), "no tokenizer")
     rows = [chat, chat.without("tool one")]
-    with pytest.raises(UserError, match="Only some rows hold 'tool one'"):
-        tiny_llama.apply(PruneToolResults(0, "a."), tiny_llama.prefill(rows))
+    refused(
+        lambda: tiny_llama.apply(PruneToolResults(0, "a."), tiny_llama.prefill(rows)), "Only some rows hold 'tool one'"
+    )
 
 
 @pytest.mark.parametrize("placeholder", [None, "a."])

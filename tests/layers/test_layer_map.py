@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
 from kvprobe.layers.suffix import Suffix
 from kvprobe.stats import FEWEST
 from kvprobe.text.tokens import Tokens
+from tests.refusals import refused
 
 COUNT, KEPT = 12, 3
 SUFFIX = [7, 3, 11, 5]
@@ -338,13 +338,14 @@ def test_strong_effects_give_more_verdicts_than_chance():
 
 
 def test_damage_without_effect_is_refused():
-    with pytest.raises(UserError, match="too little for its shares to mean anything"):
-        verdicts(pd.concat([table({"a": 0.3}), table({"b": 0.3}).assign(damage=1e-9)]))
+    refused(
+        lambda: verdicts(pd.concat([table({"a": 0.3}), table({"b": 0.3}).assign(damage=1e-9)])),
+        "too little for its shares to mean anything",
+    )
 
 
 def test_verdicts_need_two_families():
-    with pytest.raises(UserError, match="needs 2 families"):
-        verdicts(table({"a": 0.3}))
+    refused(lambda: verdicts(table({"a": 0.3})), "needs 2 families")
 
 
 @pytest.mark.parametrize(
@@ -353,5 +354,4 @@ def test_verdicts_need_two_families():
 )
 def test_impossible_groups_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
     clean = cache_of(tiny_llama, 0)
-    with pytest.raises(UserError, match=sentence):
-        restored_together(tiny_llama, clean, clean, suffix_of(clean), [group])
+    refused(lambda: restored_together(tiny_llama, clean, clean, suffix_of(clean), [group]), sentence)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,14 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.sources import config_of, shipped_configs
+from tests.refusals import refused
 
 Fields = dict[str, Any]
 
-SENTENCE = r"\A[^\n]{10,1200}\Z"
 
 LLAMA: Fields = {
     "model_type": "llama",
@@ -41,10 +41,8 @@ NEMOTRON: Fields = LLAMA | {
 NO_NUMBERS: list[Any] = [True, False, "64", 64.0, [64], {"a": 64}, -1, -(10**9), 10**30, float("nan"), float("inf")]
 
 
-def refused(model: Any, **settings: Any) -> str:
-    with pytest.raises(UserError, match=SENTENCE) as refusal:
-        budget(model, **settings)
-    return str(refusal.value)
+def budget_refused(model: Any, *words: str | re.Pattern[str]) -> str:
+    return refused(lambda: budget(model), *words)
 
 
 def in_folder(parent: Path, text: str | bytes, name: str = "untrusted") -> Path:
@@ -63,24 +61,19 @@ def test_a_missing_field_is_named_with_its_model(missing: str, tmp_path: Path):
         assert budget({**LLAMA, missing: 4}).cache == budget({**LLAMA, missing: None}).cache
         return
     for without in ({**LLAMA, missing: None}, {name: value for name, value in LLAMA.items() if name != missing}):
-        assert missing in refused(without)
-    said = refused(in_folder(tmp_path, json.dumps({**LLAMA, missing: None})))
-    assert missing in said
-    assert "untrusted" in said
+        budget_refused(without, missing)
+    budget_refused(in_folder(tmp_path, json.dumps({**LLAMA, missing: None})), missing, "untrusted")
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "mixtral"])
 def test_kv_heads_have_a_default_only_where_the_family_has_one(kind: str):
-    said = refused({**LLAMA, "model_type": kind, "head_dim": 16, "num_key_value_heads": None})
-    assert "num_key_value_heads" in said
+    budget_refused({**LLAMA, "model_type": kind, "head_dim": 16, "num_key_value_heads": None}, "num_key_value_heads")
 
 
 @pytest.mark.parametrize("name", [name for name in LLAMA if name != "model_type"])
 @pytest.mark.parametrize("value", [*NO_NUMBERS, 0], ids=repr)
 def test_a_size_that_is_not_a_positive_whole_number_is_named(name: str, value: Any, tmp_path: Path):
-    said = refused(in_folder(tmp_path, json.dumps({**LLAMA, name: value})))
-    assert name in said
-    assert "untrusted" in said
+    budget_refused(in_folder(tmp_path, json.dumps({**LLAMA, name: value})), name, "untrusted")
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
@@ -102,32 +95,33 @@ def test_sizes_of_other_families_are_checked_too(kind: str, name: str, value: An
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     whole = {**GEMMA, **NEMOTRON, **mixture, "model_type": kind}
     assert budget(whole).peak > 0
-    assert name in refused({**whole, name: value})
+    budget_refused({**whole, name: value}, name)
 
 
 @pytest.mark.parametrize("value", [value for value in NO_NUMBERS if value != [64]], ids=repr)
 def test_the_width_of_dense_layers_is_checked_even_if_all_layers_are_sparse(value: Any):
     sparse = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    assert "intermediate_size" in refused({**LLAMA, **sparse, "intermediate_size": value})
+    budget_refused({**LLAMA, **sparse, "intermediate_size": value}, "intermediate_size")
 
 
 @pytest.mark.parametrize("value", ["true", 1, 0, [], "no"], ids=repr)
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("llama", "tie_word_embeddings"), ("llama", "attention_bias"), ("qwen2", "use_sliding_window")],
+    ("kind", "name"), [("llama", "tie_word_embeddings"), ("llama", "attention_bias"), ("qwen2", "use_sliding_window")]
 )
 def test_a_switch_is_true_or_false(kind: str, name: str, value: Any):
-    assert name in refused({**LLAMA, "model_type": kind, name: value})
+    budget_refused({**LLAMA, "model_type": kind, name: value}, name)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 8), (5, 2), (7, 4)])
 def test_kv_heads_that_do_not_divide_the_query_heads_are_refused(heads: int, kv_heads: int):
-    said = refused({**LLAMA, "head_dim": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
-    assert f"{heads} query heads for {kv_heads} KV heads" in said
+    budget_refused(
+        {**LLAMA, "head_dim": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        f"{heads} query heads for {kv_heads} KV heads",
+    )
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    assert "hidden_size=64" in refused({**LLAMA, "num_attention_heads": 6})
+    budget_refused({**LLAMA, "num_attention_heads": 6}, "hidden_size=64")
 
 
 @pytest.mark.parametrize(
@@ -148,46 +142,44 @@ def test_heads_that_do_not_divide_the_width_are_refused():
     ids=str,
 )
 def test_layer_types_are_one_known_type_for_each_layer(types: Any):
-    said = refused({**GEMMA, "layer_types": types})
-    assert "layer_types" in said or "layer type" in said
+    budget_refused({**GEMMA, "layer_types": types}, re.compile("layer.type"))
 
 
 def test_a_layer_type_gets_its_near_match():
     types = ["full_attention", "slidding_attention", "full_attention"]
-    assert "'sliding_attention'" in refused({**GEMMA, "layer_types": types})
+    budget_refused({**GEMMA, "layer_types": types}, "'sliding_attention'")
 
 
 @pytest.mark.parametrize("empty", [{"hybrid_override_pattern": ""}, {"layer_types": []}, {"layers_block_type": []}])
 def test_a_model_without_layers_is_refused(empty: Fields):
-    refused({**NEMOTRON, **empty})
+    budget_refused({**NEMOTRON, **empty}, "has no layers in its config")
 
 
 def test_an_unknown_layer_letter_is_refused():
-    assert "'Q'" in refused({**NEMOTRON, "hybrid_override_pattern": "M*Q"})
+    budget_refused({**NEMOTRON, "hybrid_override_pattern": "M*Q"}, "'Q'")
 
 
 @pytest.mark.parametrize(
     ("kind", "near"), [("qwen4", "qwen3"), ("lama", "llama"), ("gemma-3", "gemma3"), ("deepseek_v4", "deepseek_v3")]
 )
 def test_an_unknown_family_is_named_with_its_near_match(kind: str, near: str):
-    said = refused({**LLAMA, "model_type": kind})
-    assert repr(kind) in said
-    assert near in said
+    budget_refused({**LLAMA, "model_type": kind}, repr(kind), near)
 
 
 @pytest.mark.parametrize("kind", ["", "bert", "x" * 10_000, "llama\n", "LLAMA", "gpt5", 3, ["llama"], {}, True])
 def test_unknown_families_are_refused(kind: Any):
-    refused({**LLAMA, "model_type": kind})
+    words = "no family in the memory budget called" if isinstance(kind, str) else "model_type="
+    budget_refused({**LLAMA, "model_type": kind}, words)
 
 
 @pytest.mark.parametrize("name", ["per_layer_config", "kv_sharing_modes"])
 def test_sizes_that_change_from_layer_to_layer_are_refused_by_name(name: str):
-    assert name in refused({**LLAMA, name: {"0": {"hidden_size": 32}}})
+    budget_refused({**LLAMA, name: {"0": {"hidden_size": 32}}}, name)
 
 
 @pytest.mark.parametrize("inner", [None, [], "llama", 3, True, [LLAMA]], ids=repr)
 def test_a_text_config_that_is_not_a_mapping_is_refused(inner: Any):
-    assert "text_config" in refused({"model_type": "gemma3", "text_config": inner})
+    budget_refused({"model_type": "gemma3", "text_config": inner}, "text_config")
 
 
 def test_a_text_config_is_read_as_the_text_model_in_it():
@@ -201,7 +193,7 @@ def test_not_all_layers_can_share_keys_and_values():
     gemma |= {"vocab_size_per_layer_input": 100, "laurel_rank": 4}
     assert budget({**gemma, "num_kv_shared_layers": 1}).peak > 0
     for shared in (3, 4, 10**6):
-        refused({**gemma, "num_kv_shared_layers": shared})
+        budget_refused({**gemma, "num_kv_shared_layers": shared}, "lower num_kv_shared_layers")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +216,7 @@ def test_not_all_layers_can_share_keys_and_values():
     ids=str,
 )
 def test_weights_packed_in_an_unknown_way_are_refused(packing: Any, said: str):
-    assert said in refused({**LLAMA, "quantization_config": packing})
+    budget_refused({**LLAMA, "quantization_config": packing}, said)
 
 
 @pytest.mark.parametrize(
@@ -232,11 +224,11 @@ def test_weights_packed_in_an_unknown_way_are_refused(packing: Any, said: str):
     [("float8", "float"), (16, "dtype=16"), ("bf16 ", "bf16"), ([], "dtype=[]"), (True, "dtype=True")],
 )
 def test_a_dtype_that_is_not_a_float_is_refused(dtype: Any, said: str):
-    assert said in refused({**LLAMA, "dtype": dtype})
+    budget_refused({**LLAMA, "dtype": dtype}, said)
 
 
 def test_long_values_are_shortened_in_refusals():
-    assert len(refused({**LLAMA, "hidden_size": "9" * 100_000})) < 300
+    assert len(budget_refused({**LLAMA, "hidden_size": "9" * 100_000}, "hidden_size")) < 300
 
 
 # Files
@@ -265,29 +257,29 @@ def test_long_values_are_shortened_in_refusals():
     ids=lambda text: repr(text[:12]),
 )
 def test_a_file_without_a_config_is_refused_by_name(text: str | bytes, tmp_path: Path):
-    assert "untrusted" in refused(in_folder(tmp_path, text))
+    budget_refused(in_folder(tmp_path, text), "untrusted")
 
 
 def test_numbers_that_json_lacks_are_refused(tmp_path: Path):
     for number, value in enumerate(("NaN", "Infinity", "-Infinity", "1e400", "64.5")):
         text = json.dumps(LLAMA).replace('"hidden_size": 64', f'"hidden_size": {value}')
-        assert "hidden_size" in refused(in_folder(tmp_path, text, f"number {number}"))
+        budget_refused(in_folder(tmp_path, text, f"number {number}"), "hidden_size")
 
 
 def test_a_file_larger_than_any_config_is_not_read(tmp_path: Path):
     folder = in_folder(tmp_path, json.dumps({**LLAMA, "long": "x" * (4 << 20)}))
-    assert "larger" in refused(folder)
+    budget_refused(folder, "larger")
 
 
 def test_a_folder_without_a_config_is_refused_by_name(tmp_path: Path):
-    assert f"{tmp_path} has no config.json" in refused(tmp_path)
-    assert f"{tmp_path} has no config.json" in refused(str(tmp_path))
+    budget_refused(tmp_path, f"{tmp_path} has no config.json")
+    budget_refused(str(tmp_path), f"{tmp_path} has no config.json")
 
 
 def test_a_file_that_is_not_named_json_is_refused(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     path.write_text(json.dumps(LLAMA))
-    assert "model.safetensors" in refused(path)
+    budget_refused(path, "model.safetensors")
 
 
 def test_a_config_is_the_same_from_its_folder_its_file_and_its_fields(tmp_path: Path):
@@ -314,16 +306,12 @@ def test_a_config_is_the_same_from_its_folder_its_file_and_its_fields(tmp_path: 
     ],
 )
 def test_an_unknown_model_is_refused_with_near_names(name: str, said: str):
-    with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
-        budget(name)
-    assert said in str(refusal.value)
+    refused(lambda: budget(name), said)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen4-9000B", "openai/gpt-oss-120bb"])
 def test_an_id_that_is_not_on_the_hub_is_refused_in_a_sentence(name: str):
-    with pytest.raises(UserError, match=r"\A[^\n]+\Z") as refusal:
-        budget(name)
-    assert name in str(refusal.value)
+    refused(lambda: budget(name), name)
 
 
 @pytest.mark.parametrize("layers", [10**6, 10**9, 2**40])

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvprobe.errors import UserError
 from kvprobe.memory.budget import budget
 from kvprobe.memory.config import Config
 from kvprobe.memory.formats import weight_bytes
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.weights import Weights
+from tests.refusals import refused
 
 COUNTED = Weights(embedding=1000, head=500, linear=12_800, experts=6400, other=30)
 BFLOAT16 = FORMATS["bfloat16"]
@@ -68,8 +68,7 @@ def test_bitsandbytes_needs_no_name_and_may_quantise_its_scales():
 
 @pytest.mark.parametrize("fields", [{"compression_config": {}}, {"compression_config": {"quant_method": "x"}}])
 def test_an_unknown_packing_is_refused_unless_its_bytes_are_given(fields: dict[str, Any]):
-    with pytest.raises(UserError, match=r"weights="):
-        stored(None, **fields)
+    refused(lambda: stored(None, **fields), "weights=")
     config = {
         "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 1, **fields,

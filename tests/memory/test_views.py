@@ -3,13 +3,13 @@
 import pytest
 
 from kvprobe.cache.slots import Plan, Rounds
-from kvprobe.errors import UserError
 from kvprobe.memory import hf, logical, vllm
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, State
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.written import plan_of
+from tests.refusals import refused
 
 FLOAT = FORMATS["float32"]
 FULL = Layer(Attention(4, 2, 8, 8))
@@ -51,8 +51,7 @@ def test_a_policy_bounds_what_transformers_holds_of_every_layer():
     numbers = 2 * 16 * 4
     assert hf.held(layers, request(20, 3, plan_of("SinkWindow(2, 8)"))) == [10 * numbers, 6 * numbers]
     assert hf.held(layers, request(20, 3, plan_of("TOVA(4)"))) == [4 * numbers, 4 * numbers]
-    with pytest.raises(UserError, match="other slots in each head"):
-        hf.held(layers, request(20, 3, plan_of("HeadBudgets(TOVA(4))")))
+    refused(lambda: hf.held(layers, request(20, 3, plan_of("HeadBudgets(TOVA(4))"))), "other slots in each head")
 
 
 @pytest.mark.parametrize(("more", "groups"), [(14, 1), (15, 2), (16, 2), (20, 2), (21, 3)])
@@ -82,8 +81,7 @@ def test_cross_attention_is_as_long_as_its_source_in_every_view():
 
 
 def test_states_that_cannot_be_divided_among_ranks_are_refused():
-    with pytest.raises(UserError, match="7 ranks"):
-        budget("state-spaces/mamba-2.8b-hf", engine="vllm", ranks=7)
+    refused(lambda: budget("state-spaces/mamba-2.8b-hf", engine="vllm", ranks=7), "7 ranks")
 
 
 def test_the_fullest_phase_of_a_policy_that_seldom_acts_is_its_peak():

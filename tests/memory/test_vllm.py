@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.memory.budget import budget
 from kvprobe.memory.caches import Attention, Layer, layers_of, text_model
 from kvprobe.memory.numbers import FORMATS
@@ -14,6 +13,7 @@ from kvprobe.memory.request import Request
 from kvprobe.memory.sources import config_of, shipped_configs
 from kvprobe.memory.vllm import Engine, reserved
 from kvprobe.memory.written import plan_of
+from tests.refusals import refused
 
 GEMMA = "google/gemma-3-27b-it"
 GPT_OSS = "openai/gpt-oss-120b"
@@ -186,17 +186,16 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
     ],
 )
 def test_caches_that_vllm_lacks_are_refused_in_a_sentence(name: str, choices: dict[str, int | str], said: str):
-    with pytest.raises(UserError, match=r"^[^\n]+$") as refusal:
-        budget(name, engine="vllm", **choices)
-    assert said in str(refusal.value)
+    refused(lambda: budget(name, engine="vllm", **choices), said)
 
 
 def test_the_format_of_512_and_64_numbers_is_refused_for_another_latent():
-    with pytest.raises(UserError, match="512 \\+ 64"):
-        reserved((Layer(Attention(16, 1, 256, 64, latent=True)),), request(16, "fp8_ds_mla"), Engine())
+    refused(
+        lambda: reserved((Layer(Attention(16, 1, 256, 64, latent=True)),), request(16, "fp8_ds_mla"), Engine()),
+        "512 + 64",
+    )
 
 
 def test_all_policies_are_refused():
     for policy in ("TOVA(8)", "Quantise(2)"):
-        with pytest.raises(UserError, match="no policy"):
-            reserved(layers(QWEN), Request(16, plan=plan_of(policy)), Engine())
+        refused(lambda policy=policy: reserved(layers(QWEN), Request(16, plan=plan_of(policy)), Engine()), "no policy")

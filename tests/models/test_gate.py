@@ -1,7 +1,6 @@
 """The gate refuses, in a sentence, what kvprobe could not read right, and lets through what it can."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import kvprobe as kv
-from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
 from kvprobe.models import gate
@@ -19,18 +17,9 @@ from kvprobe.policies.h2o import H2O
 from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, _model, llama
 from tests.models.every import NAMES, tiny
+from tests.refusals import refused
 
 IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
-
-
-def refused(kind: Callable[[], object], *phrases: str) -> None:
-    """`kind` is refused in one sentence that holds these phrases."""
-    with pytest.raises(UserError, match=r"\.$") as caught:
-        kind()
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    for phrase in phrases:
-        assert phrase in sentence
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@ import pytest
 import torch
 import transformers
 
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
 from tests.models import WINDOW, llama
+from tests.refusals import refused
 
 
 def test_tiny_models_have_the_geometry_they_were_built_with(tiny_models: dict[str, Model]):
@@ -29,8 +29,7 @@ def test_a_window_that_is_switched_off_holds_nowhere():
 
 @pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen3NextConfig", "Llama4TextConfig"])
 def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str):
-    with pytest.raises(UserError, match="kvprobe reads full and sliding-window attention"):
-        Geometry.of(getattr(transformers, name)())
+    refused(lambda: Geometry.of(getattr(transformers, name)()), "kvprobe reads full and sliding-window attention")
 
 
 def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():

@@ -266,12 +266,7 @@ def _readers(swaps: Sequence[Swap], shape: torch.Size) -> Tensor:
 
 
 def hooked_pass(
-    model: Model,
-    base: Run,
-    donor: Run,
-    suffix: Tokens,
-    swaps: Sequence[Swap],
-    pairs: Mapping[int, int] | None = None,
+    model: Model, base: Run, donor: Run, suffix: Tokens, swaps: Sequence[Swap], pairs: Mapping[int, int] | None = None
 ) -> Tensor:
     """`[swaps, suffix tokens, vocabulary]` by `TransformerBridge.run_with_hooks` over prompt and suffix, no cache in
     sight.

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import HOOKS
 from kvprobe.patching import LogProb
 from kvprobe.patching.grid import ACTIVATIONS
 from tests.models import N_LAYERS, WINDOW
 from tests.patching.oracle import Run, hooked_pass, patched_pass, swaps_of, twins
-from tests.patching.test_reader import SPANS, TOLERANCE, WEIGHTS, logits_of, near, refusal, seeds, swept, two, weighed
+from tests.patching.test_reader import SPANS, TOLERANCE, WEIGHTS, logits_of, near, seeds, swept, two, weighed
+from tests.refusals import refused
 
 KEYS_AND_VALUES = ("K", "V", "KV")
 spans = st.fixed_dictionaries({name: st.integers(1, 5) for name in ("system", "T1", "T2")})
@@ -137,8 +137,7 @@ def test_segments_of_unequal_length_meet_at_start_or_end(tiny: Model, align: str
     suffix = base.suffix(0, 3)
     settings: dict[str, Any] = {"over": {"slot": sorted(pairs), "layer": None}, "align": align, "reads": "total"}
     if not base.rotates:
-        with pytest.raises(UserError, match="learned positions"):
-            swept(base, donor, suffix, parts=parts_of(tiny), **settings)
+        refused(lambda: swept(base, donor, suffix, parts=parts_of(tiny), **settings), "learned positions")
         return
     activations = swept(base, donor, suffix, parts=parts_of(tiny), **settings)
     logits = hooked_pass(tiny, base, donor, suffix, swaps_of(activations, base), pairs)
@@ -209,8 +208,7 @@ UNREADABLE: dict[str, Any] = {
 @pytest.mark.usefixtures("unchecked")
 def test_a_prompt_that_cannot_be_read_again_is_refused(tiny_llama: Model, edit: str, part: str, over: Any):
     base, donor = (UNREADABLE[edit](side) for side in two(tiny_llama))
-    sentence = refusal(lambda: swept(base, donor, base.suffix(0, 3), over=over, parts=(part,), reads="total"))
-    assert "reads='reader'" in sentence
+    refused(lambda: swept(base, donor, base.suffix(0, 3), over=over, parts=(part,), reads="total"), "reads='reader'")
 
 
 @pytest.mark.parametrize("edit", UNREADABLE)
@@ -221,7 +219,7 @@ def test_a_donor_whose_activations_cannot_be_read_again_is_refused(tiny_llama: M
     UNREADABLE[edit](donor).read({"T3": 2})
     base.read({"T3": 2})
     settings: dict[str, Any] = {"over": {"segment": ["T3"]}, "reads": "total", "align": "start"}
-    assert "donor" in refusal(lambda: swept(base, donor, base.suffix(0, 3), parts=("resid_pre",), **settings))
+    refused(lambda: swept(base, donor, base.suffix(0, 3), parts=("resid_pre",), **settings), "donor")
 
 
 def test_a_base_without_its_evicted_end_can_be_read_again(tiny: Model):
@@ -247,11 +245,11 @@ def test_a_base_without_its_evicted_end_can_be_read_again(tiny: Model):
 def test_grids_that_only_a_reader_can_run_are_refused(tiny_llama: Model, change: dict[str, Any], part: str):
     base, donor = two(tiny_llama)
     asked: dict[str, Any] = {"over": ("layer",), "parts": ("V",), "reads": "total"}
-    assert part in refusal(lambda: swept(base, donor, base.suffix(0, 3), **asked | change))
+    refused(lambda: swept(base, donor, base.suffix(0, 3), **asked | change), part)
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_activation_that_the_model_does_not_have_is_refused(tiny_models: dict[str, Model]):
     """Attention and MLP in parallel: there is no residual stream between them."""
     base, donor = two(tiny_models["gpt_neox"], SPANS)
-    assert "resid_mid" in refusal(lambda: swept(base, donor, base.suffix(0, 3), parts=("resid_mid",), reads="total"))
+    refused(lambda: swept(base, donor, base.suffix(0, 3), parts=("resid_mid",), reads="total"), "resid_mid")

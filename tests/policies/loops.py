@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.policies import (
@@ -287,11 +285,3 @@ def assert_budget_of_five_is_held(model: Model, policy: Policy) -> None:
     for kept in found.trace:
         live = kept.ledger.live.expand(shape.n_layers, -1, shape.n_kv_heads, -1)
         assert int(live.sum()) == 5 * shape.n_layers * shape.n_kv_heads
-
-
-def refused(call: Callable[[], Any], *said: str) -> None:
-    """The call is refused in one sentence that says all this."""
-    with pytest.raises(UserError, match=r"^[^\n]*[^ ][.?]$") as refusal:
-        call()
-    for piece in said:
-        assert piece in str(refusal.value)

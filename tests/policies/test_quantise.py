@@ -11,13 +11,13 @@ from optimum.quanto.tensor import ungroup
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import QuantisationFormat
-from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.policies import Quantise, Scene, SlidingWindow
 from kvprobe.policies.codes import Codes, codes_of_keys, codes_of_values
 from tests.policies.scenes import with_token
 from tests.random_caches import assert_bit_identical, copy_of, random_cache, random_tokens
+from tests.refusals import refused
 
 seeds = st.integers(0, 2**31)
 bits_drawn = st.integers(1, 8)
@@ -159,8 +159,7 @@ def test_a_single_bit_separates_two_numbers():
 def test_numbers_that_float16_cannot_reach_are_refused(number: float):
     cache = random_cache(0, batch=1)
     cache.keys[1][0, 0, 0, 0] = number
-    with pytest.raises(UserError, match="beyond 65,504"):
-        quantise(cache, Quantise(4, group=5, tail=0))
+    refused(lambda: quantise(cache, Quantise(4, group=5, tail=0)), "beyond 65,504")
 
 
 def test_values_are_grouped_by_channels_and_keys_by_slots():

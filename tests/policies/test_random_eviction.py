@@ -6,17 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.policies import (
-    RandomEviction,
-    Scene,
-)
-from tests.policies.loops import (
-    best,
-    few,
-    live_at,
-    places,
-    seeds,
-)
+from kvprobe.policies import RandomEviction, Scene
+from tests.policies.loops import best, few, live_at, places, seeds
 from tests.policies.scenes import empty_cache, random_scene, scenes, with_token
 
 

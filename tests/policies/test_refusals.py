@@ -26,11 +26,9 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from tests.policies.loops import (
-    refused,
-)
 from tests.policies.scenes import random_scene
 from tests.random_caches import NAMES, random_tokens
+from tests.refusals import refused
 
 BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: SlidingWindow(0), ("SlidingWindow", "window=0", "at least 1")),

@@ -2,9 +2,7 @@
 
 import torch
 
-from kvprobe.policies import (
-    SnapKV,
-)
+from kvprobe.policies import SnapKV
 from tests.policies.loops import record
 from tests.policies.scenes import random_scene
 

@@ -10,22 +10,8 @@ from hypothesis import strategies as st
 
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.policies import (
-    H2O,
-    Attention,
-    HeadBudgets,
-    LayerBudgets,
-    Policy,
-    SnapKV,
-)
-from tests.policies.loops import (
-    ada_by_hand,
-    live_counts,
-    places,
-    pyramid_by_hand,
-    record,
-    seeds,
-)
+from kvprobe.policies import H2O, Attention, HeadBudgets, LayerBudgets, Policy, SnapKV
+from tests.policies.loops import ada_by_hand, live_counts, places, pyramid_by_hand, record, seeds
 from tests.policies.scenes import random_scene
 from tests.random_caches import random_tokens
 
@@ -108,11 +94,7 @@ def test_head_budgets_give_more_to_heads_with_more_attention():
 @pytest.mark.parametrize("wrap", [LayerBudgets, HeadBudgets])
 def test_budgets_of_a_policy_that_acts_on_the_prompt_act_on_the_prompt(tiny_llama: Model, wrap: Callable[..., Policy]):
     found = generate(
-        tiny_llama.lanes,
-        [random_tokens(0, {"T1": 10})],
-        max_new_tokens=4,
-        stop=(),
-        policy=wrap(SnapKV(4, window=2)),
+        tiny_llama.lanes, [random_tokens(0, {"T1": 10})], max_new_tokens=4, stop=(), policy=wrap(SnapKV(4, window=2))
     )
     counts = [int(kept.ledger.live.expand(3, -1, 2, -1).sum()) for kept in found.trace]
     assert counts[0] <= 4 * 6

@@ -6,9 +6,9 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from kvprobe.errors import UserError
 from kvprobe.probes.fitted import FittedProbe, distance, fitted_probe
 from tests.probing.planted import bayes_accuracy, bayes_bits, planted
+from tests.refusals import refused
 
 CLASSES = 5
 
@@ -143,5 +143,4 @@ def test_bad_input_is_refused():
         "constant": (torch.ones_like(features), labels, contexts),
         "0 to 4": (features, labels + 1, contexts),
     }.items():
-        with pytest.raises(UserError, match=match):
-            fitted(*arguments)
+        refused(lambda arguments=arguments: fitted(*arguments), match)

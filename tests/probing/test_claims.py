@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing
 from kvprobe.probing.features import Features
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.tasks.designs import Target
 from tests.probing.planted import bayes_accuracy
+from tests.refusals import refused
 
 CLASSES, CONTEXTS, EACH, DIM = 4, 20, 16, 12
 HOMES = np.repeat(np.arange(CONTEXTS), EACH)
@@ -220,13 +220,9 @@ def test_impossible_probings_are_refused_in_a_sentence():
     features, answers = planted("shared", 1.0)
     rng = np.random.default_rng(0)
     still = features_of(torch.ones(len(HOMES), 2, DIM), answers)
-    with pytest.raises(UserError, match="constant over the samples"):
-        probe_features(still, {}, rng=rng)
+    refused(lambda: probe_features(still, {}, permutations=0, rng=rng), "constant over the samples")
     uncrossed = features_of(features.tensors["v"][:, ::2], torch.from_numpy(HOMES % CLASSES)[None])
-    with pytest.raises(UserError, match="cross contexts with labels"):
-        probe_features(uncrossed, {}, rng=rng)
+    refused(lambda: probe_features(uncrossed, {}, permutations=0, rng=rng), "cross contexts with labels")
     alike = features_of(features.tensors["v"][:, ::2], torch.zeros_like(answers))
-    with pytest.raises(UserError, match="one class"):
-        probe_features(alike, {}, permutations=0, rng=rng)
-    with pytest.raises(UserError, match="needs at least 30 contexts"):
-        probe_features(features, {}, folds=30, rng=rng)
+    refused(lambda: probe_features(alike, {}, permutations=0, rng=rng), "one class")
+    refused(lambda: probe_features(features, {}, folds=30, rng=rng), "needs at least 30 contexts")

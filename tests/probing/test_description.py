@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.probing.description import description, ridge_log_probs
+from tests.refusals import refused
 
 CLASSES, CONTEXTS, EACH = 4, 60, 10
 HOMES = np.repeat(np.arange(CONTEXTS), EACH)
@@ -140,12 +140,11 @@ def test_ridge_scores_equal_scikit_learns():
 def test_bad_input_is_refused():
     features = torch.randn(1, SAMPLES, 4, generator=torch.Generator().manual_seed(0))
     for blocks in ((), (0.5,), (0.5, 0.2, 1.0), (0.0, 1.0)):
-        with pytest.raises(UserError, match="rise from above 0 to 1"):
-            description(features, drawn(), HOMES, CLASSES, blocks=blocks)
-    with pytest.raises(UserError, match="0 to 2"):
-        description(features, drawn(), HOMES, 3)
-    with pytest.raises(UserError, match="Target 1 has one class"):
-        description(features, drawn() * torch.tensor([[1], [0]]), HOMES, CLASSES)
+        refused(
+            lambda blocks=blocks: description(features, drawn(), HOMES, CLASSES, blocks=blocks),
+            "rise from above 0 to 1",
+        )
+    refused(lambda: description(features, drawn(), HOMES, 3), "0 to 2")
+    refused(lambda: description(features, drawn() * torch.tensor([[1], [0]]), HOMES, CLASSES), "Target 1 has one class")
     features[0, 0, 0] = torch.inf
-    with pytest.raises(UserError, match="finite"):
-        description(features, drawn(), HOMES, CLASSES)
+    refused(lambda: description(features, drawn(), HOMES, CLASSES), "finite")

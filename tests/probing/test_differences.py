@@ -3,10 +3,8 @@
 import dataclasses
 
 import numpy as np
-import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.probes.card import CARD_SPLITS, Measure, ProbeInput, Training
 from kvprobe.probes.probe import Probe
@@ -14,6 +12,7 @@ from kvprobe.probing.differences import difference, less_restart
 from kvprobe.probing.features import Features
 from kvprobe.text.transcript import Transcript
 from tests.probes.made_probes import TARGET, made_probe
+from tests.refusals import refused
 
 CONTEXTS = np.repeat(np.arange(15), 16)
 LESS = ProbeInput("v", 2, None, "mean", less_restart=True)
@@ -43,8 +42,7 @@ def test_round_off_and_the_restart_itself_give_zero_difference():
     )
     assert not any(bool(tensor.any()) for tensor in less_restart(restart, restart).tensors.values())
     other = dataclasses.replace(restart, labels=restart.labels.flip(0))
-    with pytest.raises(UserError, match="different sites or samples"):
-        less_restart(features, other)
+    refused(lambda: less_restart(features, other), "different sites or samples")
 
 
 def test_a_probe_of_differences_reads_unseen_conversations_that_a_probe_of_slots_cannot(tiny_llama: Model):
@@ -65,8 +63,7 @@ def test_a_probe_of_differences_reads_unseen_conversations_that_a_probe_of_slots
     assert probe.name == "llamaforcausallm-digit-t3-less-restart"
     nothing = probe.features(fresh, fresh)
     torch.testing.assert_close(probe.probabilities(nothing), probe.base_rates.expand(240, -1, -1))
-    with pytest.raises(UserError, match="needs the restart's features"):
-        Probe.fit(tiny_llama, *arguments)
+    refused(lambda: Probe.fit(tiny_llama, *arguments), "needs the restart's features")
 
 
 def test_a_cache_is_read_less_its_restart(tiny_llama: Model):
@@ -78,5 +75,4 @@ def test_a_cache_is_read_less_its_restart(tiny_llama: Model):
     changed = probe.site_shows(retained, "T2") - probe.site_shows(fresh, "T2")
     expected = probe.probabilities(changed)
     torch.testing.assert_close(probe.read(tiny_llama, retained, "T2", restart=fresh), expected)
-    with pytest.raises(UserError, match="give the restart's slots"):
-        probe.read(tiny_llama, retained, "T2")
+    refused(lambda: probe.read(tiny_llama, retained, "T2"), "give the restart's slots")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.probing.fixed import PENALTY, fixed_ridge
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import planted
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("spare", [2, 90])
@@ -33,5 +33,4 @@ def test_each_labeling_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch):
 def test_features_that_are_not_finite_are_refused():
     features, labels, folds = planted(30, 3, signal=1.0)
     features[0, 3, 1] = torch.nan
-    with pytest.raises(UserError, match="NaN"):
-        fixed_ridge(features, labels, folds, 3)
+    refused(lambda: fixed_ridge(features, labels, folds, 3), "NaN")

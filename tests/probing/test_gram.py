@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.probing.gram import FoldMoments, Moments
 from kvprobe.probing.ridge import ridge_probes, streamed_ridge
 from tests.probing.planted import planted
+from tests.refusals import refused
 
 CLASSES = 4
 
@@ -118,17 +118,17 @@ def test_a_stream_is_let_go_of_batch_by_batch():
 
 def test_bad_streams_are_refused():
     features, labels, folds = planted(100, CLASSES, 1.0)
-    with pytest.raises(UserError, match="gave 90 samples for 100 labels"):
-        streamed_ridge(lambda: iter([features[:, :90]]), labels, folds, CLASSES)
-    with pytest.raises(UserError, match="gave 100 samples for 90 labels"):
-        streamed_ridge(lambda: iter([features[:, :50], features[:, 50:]]), labels[:, :90], folds[:90], CLASSES)
+    refused(
+        lambda: streamed_ridge(lambda: iter([features[:, :90]]), labels, folds, CLASSES),
+        "gave 90 samples for 100 labels",
+    )
+    refused(
+        lambda: streamed_ridge(lambda: iter([features[:, :50], features[:, 50:]]), labels[:, :90], folds[:90], CLASSES),
+        "gave 100 samples for 90 labels",
+    )
     gathered = FoldMoments(5, CLASSES)
-    with pytest.raises(UserError, match="No sample is in folds"):
-        gathered.of([1])
-    with pytest.raises(UserError, match="Labels must lie in 0 to 3"):
-        gathered.update(features, labels + 1, folds)
-    with pytest.raises(UserError, match="Folds must lie in 0 to 4"):
-        gathered.update(features, labels, folds + 1)
+    refused(lambda: gathered.of([1]), "No sample is in folds")
+    refused(lambda: gathered.update(features, labels + 1, folds), "Labels must lie in 0 to 3")
+    refused(lambda: gathered.update(features, labels, folds + 1), "Folds must lie in 0 to 4")
     features[0, 3, 3] = torch.inf
-    with pytest.raises(UserError, match="finite"):
-        gathered.update(features, labels, folds)
+    refused(lambda: gathered.update(features, labels, folds), "finite")

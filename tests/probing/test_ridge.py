@@ -6,8 +6,8 @@ import torch
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
-from kvprobe.errors import UserError
 from kvprobe.probing.ridge import PENALTIES, ridge_probes
+from tests.refusals import refused
 
 SAMPLES, CLASSES = 150, 4
 
@@ -112,13 +112,10 @@ def test_round_off_is_not_information():
 
 def test_bad_input_is_refused():
     features, labels, folds = problem()
-    with pytest.raises(UserError, match="0 to 2"):
-        ridge_probes(features, labels, folds, 3)
-    with pytest.raises(UserError, match="at least 3 folds"):
-        ridge_probes(features, labels, folds % 2, CLASSES)
+    refused(lambda: ridge_probes(features, labels, folds, 3), "0 to 2")
+    refused(lambda: ridge_probes(features, labels, folds % 2, CLASSES), "at least 3 folds")
     features[0, 0, 0] = torch.nan
-    with pytest.raises(UserError, match="finite"):
-        ridge_probes(features, labels, folds, CLASSES)
+    refused(lambda: ridge_probes(features, labels, folds, CLASSES), "finite")
 
 
 def test_features_of_far_lower_rank_than_dimension_are_solved():

@@ -5,10 +5,10 @@ import pytest
 import torch
 from sklearn.feature_selection import f_classif
 
-from kvprobe.errors import UserError
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.sparse import eta_squared, sparse_curves
 from kvprobe.probing.splits import fold_numbers
+from tests.refusals import refused
 
 CLASSES, DIM, EACH = 3, 32, 8
 
@@ -125,5 +125,4 @@ def test_a_fold_chooses_dimensions_without_its_own_labels():
 def test_a_k_beyond_the_dimensions_is_refused():
     features, labels, homes, folds = planted(1.0)
     for ks in ([0, 1], [33], []):
-        with pytest.raises(UserError, match="k must lie in 1 to 32"):
-            sparse_curves(features, labels, homes, folds, CLASSES, ks=ks)
+        refused(lambda ks=ks: sparse_curves(features, labels, homes, folds, CLASSES, ks=ks), "k must lie in 1 to 32")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
+from tests.refusals import refused
 
 CONTEXTS = np.repeat(np.arange(11), 7)
 
@@ -31,8 +31,7 @@ def test_the_random_split_spreads_each_context_over_folds():
 
 
 def test_too_few_contexts_are_refused():
-    with pytest.raises(UserError, match="at least 12 contexts"):
-        fold_numbers("leave-context-out", CONTEXTS, 12, np.random.default_rng(0))
+    refused(lambda: fold_numbers("leave-context-out", CONTEXTS, 12, np.random.default_rng(0)), "at least 12 contexts")
 
 
 def test_centring_leaves_each_context_with_mean_zero_and_its_differences():

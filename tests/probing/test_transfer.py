@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.transfer import transfer, transferred
 from tests.probing.planted import bayes_accuracy
+from tests.refusals import refused
 
 CLASSES, CONTEXTS, EACH, SIGNAL = 5, 50, 40, 3.0
 SAMPLES = CONTEXTS * EACH
@@ -73,10 +73,13 @@ def test_neither_an_offset_nor_a_fading_of_the_signal_is_an_obstacle(fading: flo
 
 def test_bad_input_is_refused():
     features, labels, contexts, folds = places(frame(1), frame(2))
-    with pytest.raises(UserError, match="Context 3 is in more than one fold"):
-        transfer(features, labels, contexts, np.where(np.arange(SAMPLES) == 3 * EACH, 4, folds), CLASSES)
-    with pytest.raises(UserError, match="There are 3 names for 2 places"):
-        transfer(features, labels, contexts, folds, CLASSES, places=["a", "b", "c"])
+    refused(
+        lambda: transfer(features, labels, contexts, np.where(np.arange(SAMPLES) == 3 * EACH, 4, folds), CLASSES),
+        "Context 3 is in more than one fold",
+    )
+    refused(
+        lambda: transfer(features, labels, contexts, folds, CLASSES, places=["a", "b", "c"]),
+        "There are 3 names for 2 places",
+    )
     features[1, 5, 2] = torch.nan
-    with pytest.raises(UserError, match="finite"):
-        transfer(features, labels, contexts, folds, CLASSES)
+    refused(lambda: transfer(features, labels, contexts, folds, CLASSES), "finite")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
 from kvprobe.report.page import write_report, write_views
 from kvprobe.report.views import heads_view
 from tests.browser import browse, needs_browser
+from tests.refusals import refused
 
 EVIL = "</title><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -165,8 +165,7 @@ def test_the_views_of_a_run_make_a_page_of_their_own(viewed: Path, page: Path):
     assert (path.parent, path.name) == (viewed.parent, "views.html")
     shown = re.findall(r"data-component=\"(.*?)\"", path.read_text())
     assert shown == ["HeatMap", "ColoredTokensMulti", "ColoredTokensMulti", "HeatMap", "AttentionView"]
-    with pytest.raises(UserError, match="has no views"):
-        write_views(page.parent, Run.load(page.parent).report)
+    refused(lambda: write_views(page.parent, Run.load(page.parent).report), "has no views")
 
 
 def test_rendering_again_gives_the_same_page(page: Path):
@@ -176,8 +175,7 @@ def test_rendering_again_gives_the_same_page(page: Path):
 
 def test_an_unfinished_run_has_no_report(tmp_path: Path):
     run = Run.open("study", Settings(), "weights", "cpu, float32", tmp_path)
-    with pytest.raises(UserError, match="unfinished"):
-        write_report(run.path, run.report)
+    refused(lambda: write_report(run.path, run.report), "unfinished")
 
 
 @needs_browser

@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.report import views
 from kvprobe.report.document import HeatMap, TokenView
 from tests.browser import browse, needs_browser
+from tests.refusals import refused
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 HOSTILE = [
@@ -147,7 +147,7 @@ def test_a_map_of_layers_by_a_long_prompts_slots_stays_under_a_quarter_of_a_mega
     ("render", "message"),
     [
         (lambda: views.heat_map(HeatMap("", ["0"], ["0"], [[1], [2]], "", "", "")), "1 rows and 1 columns"),
-        (lambda: views.heat_map(HeatMap("", ["0"], ["0", "1"], [[1]], "", "", "")), r"\[rows\]\[columns\]"),
+        (lambda: views.heat_map(HeatMap("", ["0"], ["0", "1"], [[1]], "", "", "")), "[rows][columns]"),
         (lambda: views.heat_map(HeatMap("", [], [], [], "", "", "")), "at least one"),
         (lambda: views.heat_map(HeatMap("", ["0"], ["0"], [[float("nan")]], "", "", "")), "not finite"),
         (lambda: views.heat_map(HeatMap("", ["0"] * 400, ["0"] * 400, [[1] * 400] * 400, "", "", "")), "100,000"),
@@ -159,9 +159,7 @@ def test_a_map_of_layers_by_a_long_prompts_slots_stays_under_a_quarter_of_a_mega
     ],
 )
 def test_views_that_cannot_be_drawn_are_refused_in_one_sentence(render: Callable[[], Any], message: str):
-    with pytest.raises(UserError, match=message) as refused:
-        render()
-    assert not re.search(r"[.!?]\s", str(refused.value))
+    refused(render, message)
 
 
 def test_a_map_may_have_no_values():

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention import attend
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.report import views
 from kvprobe.report.document import AttentionView, Report, Section
 from kvprobe.report.views.attend import attend_page
 from kvprobe.text.transcript import Transcript
 from tests.browser import browse, needs_browser
+from tests.refusals import refused
 from tests.report.test_views import EVIL, HOSTILE, Reader
 
 MANY = torch.ones(30, 9, 1, 1)
@@ -114,13 +114,13 @@ def test_a_page_of_several_views_has_one_copy_of_each_script():
         (lambda: views.heads_view(causal(1, 1, 3) * 2, ["a"] * 3), "not between 0 and 1"),
         (lambda: views.heads_view(causal(1, 1, 3) * torch.nan, ["a"] * 3), "not between 0 and 1"),
         (lambda: views.heads_view(causal(1, 1, 3).mT, ["a"] * 3), "after its query"),
-        (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 2), "not slots of the 2 tokens|are not 3"),
+        (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 2), re.compile("not slots of the 2 tokens|are not 3")),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 1]), "give the slot of each row"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[0, 2, 1]), "in order"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, queries=[1, 2, 3]), "in order"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, masked=[3]), "masked slot"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, damaged=[-1]), "damaged slot"),
-        (lambda: views.attention_view(dataclasses.replace(SMALL, index=[[1], [1]])), r"\[layers\]\[heads\]"),
+        (lambda: views.attention_view(dataclasses.replace(SMALL, index=[[1], [1]])), "[layers][heads]"),
         (lambda: views.attention_view(dataclasses.replace(SMALL, heads=["a", "b"])), "are not 12"),
         (lambda: views.attention_view(dataclasses.replace(SMALL, layers=["a", "b"])), "of each layer"),
         (lambda: views.heads_view(causal(1, 1, 3), ["a"] * 3, index=torch.full((1, 1), torch.inf)), "not finite"),
@@ -129,10 +129,10 @@ def test_a_page_of_several_views_has_one_copy_of_each_script():
         (lambda: views.heads_view(MANY.expand(-1, -1, 1, 5000), ["a"] * 5000), "4,096 tokens"),
     ],
 )
-def test_attention_that_cannot_be_shown_is_refused_in_one_sentence(make: Callable[[], Any], message: str):
-    with pytest.raises(UserError, match=message) as refused:
-        make()
-    assert not re.search(r"[.!?]\s", str(refused.value))
+def test_attention_that_cannot_be_shown_is_refused_in_one_sentence(
+    make: Callable[[], Any], message: str | re.Pattern[str]
+):
+    refused(make, message)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,7 @@ def test_attention_that_cannot_be_shown_is_refused_in_one_sentence(make: Callabl
 def test_untrusted_packed_weights_are_refused_before_they_fill_the_memory(packed: str):
     view = dataclasses.replace(views.heads_view(causal(1, 1, 3), ["a"] * 3), weights=[packed])
     tracemalloc.start()
-    with pytest.raises(UserError, match="packed weights"):
-        views.attention_view(view)
+    refused(lambda: views.attention_view(view), "packed weights")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**21
@@ -208,21 +207,17 @@ def test_only_the_chosen_number_of_last_tokens_attends(tiny_llama: Model):
 def test_impossible_masks_and_numbers_of_tokens_are_refused(
     tiny_llama: Model, mask: list[str], last: int | None, message: str
 ):
-    with pytest.raises(UserError, match=message):
-        attend_page(tiny_llama, Transcript.from_messages(CHAT), mask, last)
+    refused(lambda: attend_page(tiny_llama, Transcript.from_messages(CHAT), mask, last), message)
 
 
 def test_an_empty_text_and_a_mask_of_a_text_are_refused(tiny_llama: Model):
-    with pytest.raises(UserError, match="no message to mask"):
-        attend_page(tiny_llama, "Hello", ["m0"])
-    with pytest.raises(UserError, match="no tokens"):
-        attend_page(tiny_llama, "")
+    refused(lambda: attend_page(tiny_llama, "Hello", ["m0"]), "no message to mask")
+    refused(lambda: attend_page(tiny_llama, ""), "no tokens")
 
 
 def test_a_text_too_long_for_a_page_is_refused_before_it_is_read(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvprobe.report.views.attend.attend", None)
-    with pytest.raises(UserError, match="give fewer layers or queries"):
-        attend_page(tiny_llama, "a " * 5_000)
+    refused(lambda: attend_page(tiny_llama, "a " * 5_000), "give fewer layers or queries")
 
 
 DRIVER = """

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.saes import Dictionary, Place, Recipe, Shards, shipped_dictionaries, train
 from kvprobe.saes.training import Kind
 from tests.models import llama
+from tests.refusals import refused
 from tests.saes.planted import ACTIVE, DIM, PLACE, PLANTED, planted
 
 KINDS: tuple[Kind, ...] = ("topk", "jumprelu")
@@ -71,11 +71,7 @@ def test_the_same_seed_trains_the_same_dictionary(recording: tuple[Shards, torch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_dictionary_is_read_alike_by_kvprobe_and_sae_lens(
-    recording: tuple[Shards, torch.Tensor],
-    trained: dict[str, Dictionary],
-    kind: str,
-    fitting: Model,
-    tmp_path: Path,
+    recording: tuple[Shards, torch.Tensor], trained: dict[str, Dictionary], kind: str, fitting: Model, tmp_path: Path
 ):
     from sae_lens import SAE
 
@@ -133,8 +129,7 @@ def saved_as(dictionary: Dictionary, folder: Path, **changes: Any) -> Path:
 def test_a_dictionary_that_belongs_elsewhere_is_refused(
     trained: dict[str, Dictionary], fitting: Model, tmp_path: Path, changes: dict[str, Any], said: str
 ):
-    with pytest.raises(UserError, match=said):
-        Dictionary.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting)
+    refused(lambda: Dictionary.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting), said)
 
 
 def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
@@ -145,23 +140,17 @@ def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
         "The SAE reads 16 numbers a token, but resid_post.1 of LlamaForCausalLM has 32; "
         "give one that was trained there."
     )
-    with pytest.raises(UserError, match="The SAE reads") as refused:
-        Dictionary.load(folder, tiny_llama)
-    assert str(refused.value) == expected
-    with pytest.raises(UserError, match="reads 16 numbers a token, but activations have 15"):
-        trained["topk"].encode(torch.zeros(2, 15))
+    assert refused(lambda: Dictionary.load(folder, tiny_llama), "The SAE reads") == expected
+    refused(lambda: trained["topk"].encode(torch.zeros(2, 15)), "reads 16 numbers a token, but activations have 15")
 
 
 def test_files_that_are_not_a_dictionary_are_refused(trained: dict[str, Dictionary], fitting: Model, tmp_path: Path):
-    with pytest.raises(UserError, match="no SAE"):
-        Dictionary.load(tmp_path, fitting)
-    with pytest.raises(UserError, match="no dictionary or sae-lens folder called 'resid'"):
-        Dictionary.load("resid", fitting)
+    refused(lambda: Dictionary.load(tmp_path, fitting), "no SAE")
+    refused(lambda: Dictionary.load("resid", fitting), "no dictionary or sae-lens folder called 'resid'")
     folder = trained["topk"].save(tmp_path / "cut")
     weights = folder / "sae_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot be loaded"):
-        Dictionary.load(folder, fitting)
+    refused(lambda: Dictionary.load(folder, fitting), "cannot be loaded")
 
 
 def test_a_dictionary_that_is_not_finite_is_refused_by_name(
@@ -171,16 +160,21 @@ def test_a_dictionary_that_is_not_finite_is_refused_by_name(
     weights = load_file(folder / "sae_weights.safetensors")
     weights["W_dec"][2, 3] = torch.nan
     save_file(weights, folder / "sae_weights.safetensors")
-    with pytest.raises(UserError, match="tensor W_dec of the SAE has NaN or infinity"):
-        Dictionary.load(folder, fitting)
+    refused(lambda: Dictionary.load(folder, fitting), "tensor W_dec of the SAE has NaN or infinity")
 
 
 @pytest.mark.parametrize(
-    "settings", [{"kind": "topp"}, {"active": 0}, {"active": 2000}, {"tokens": 100}, {"learning_rate": 0.0}]
+    ("settings", "words"),
+    [
+        ({"kind": "topp"}, "did you mean 'topk'"),
+        ({"active": 0}, "number of latents; got 0"),
+        ({"active": 2000}, "number of latents; got 2000"),
+        ({"tokens": 100}, "a batch of 1 to 100 tokens"),
+        ({"learning_rate": 0.0}, "a rate of 0.0"),
+    ],
 )
-def test_recipes_that_train_nothing_are_refused(unchecked: None, settings: dict[str, Any]):
-    with pytest.raises(UserError, match=r"topk|latents|Training needs"):
-        Recipe(**settings)
+def test_recipes_that_train_nothing_are_refused(unchecked: None, settings: dict[str, Any], words: str):
+    refused(lambda: Recipe(**settings), words)
 
 
 def test_activations_that_do_not_vary_are_refused(tmp_path: Path):
@@ -189,8 +183,7 @@ def test_activations_that_do_not_vary_are_refused(tmp_path: Path):
     shards, _ = planted(tmp_path / "shards", shards=1)
     tensors = load_file(shards.files[0])
     save_file({**tensors, str(PLACE): torch.full_like(tensors[str(PLACE)], 3.0)}, shards.files[0])
-    with pytest.raises(UserError, match="do not vary"):
-        train(shards, PLACE, Recipe(tokens=1000, batch=100), "planted")
+    refused(lambda: train(shards, PLACE, Recipe(tokens=1000, batch=100), "planted"), "do not vary")
 
 
 def test_half_precision_weights_differ_only_by_rounding(

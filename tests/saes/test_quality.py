@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.report.views.latents import latent_page, latent_view, peak_words
-from kvprobe.saes import (
-    Dictionary,
-    Place,
-    Shards,
-    activating,
-    reconstruction,
-    record,
-    recovered,
-    splice,
-)
+from kvprobe.saes import Dictionary, Place, Shards, activating, reconstruction, record, recovered, splice
 from kvprobe.text.tokens import Tokens
+from tests.refusals import refused
 from tests.saes.planted import PLACE, TEXT, planted
 
 TEXTS = [Tokens.of([(7 * number + step * step) % 60 for step in range(20 + number)]) for number in range(3)]
@@ -77,8 +68,7 @@ def test_splicing_leaves_the_first_slot_alone(tiny_llama: Model):
 
 def test_texts_that_are_too_short_to_predict_anything_are_refused(tiny_llama: Model):
     dictionary = Dictionary(identity(32), PLACES[0])
-    with pytest.raises(UserError, match="3 tokens or more"):
-        splice(tiny_llama, dictionary, [Tokens.of([1, 2])])
+    refused(lambda: splice(tiny_llama, dictionary, [Tokens.of([1, 2])]), "3 tokens or more")
 
 
 def test_the_examples_of_a_latent_are_the_peaks_of_different_texts(tmp_path: Path):
@@ -108,10 +98,8 @@ def test_a_latent_that_is_never_active_has_no_examples_and_no_view(tmp_path: Pat
     (activity,) = activating(dictionary, shards, [16 + 5])
     assert (activity.density, activity.examples) == (0.0, ())
     assert peak_words(activity, tiny_llama.tokenizer) == "none"
-    with pytest.raises(UserError, match="active nowhere"):
-        latent_view(activity, tiny_llama.tokenizer)
-    with pytest.raises(UserError, match="no latent 32"):
-        activating(dictionary, shards, [32])
+    refused(lambda: latent_view(activity, tiny_llama.tokenizer), "active nowhere")
+    refused(lambda: activating(dictionary, shards, [32]), "no latent 32")
 
 
 class Hostile:

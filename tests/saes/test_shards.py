@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import kvprobe.saes.shards as recording
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.saes import Place, Shards, record
 from kvprobe.saes.places import FAMILIES, joined
 from kvprobe.saes.shards import FIRST
 from kvprobe.text.tokens import Tokens
+from tests.refusals import refused
 from tests.saes.planted import PLACE, planted
 
 TEXTS = [
@@ -69,8 +69,7 @@ def test_a_resumed_recording_equals_an_uninterrupted_one(
     monkeypatch.setattr(recording, "_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "resumed")
-    with pytest.raises(UserError, match="unfinished"):
-        Shards.open(tmp_path / "resumed")
+    refused(lambda: Shards.open(tmp_path / "resumed"), "unfinished")
     monkeypatch.setattr(recording, "_shard", shard)
     resumed = record(tiny_llama, TEXTS, PLACES[:2], tmp_path / "resumed")
     for one, other in zip(whole.files, resumed.files, strict=True):
@@ -111,23 +110,20 @@ def test_mean_and_spread_are_those_of_all_tokens(tmp_path: Path):
 
 def test_a_folder_with_another_recording_is_refused(tiny_llama: Model, tmp_path: Path):
     record(tiny_llama, TEXTS[:2], PLACES[:1], tmp_path)
-    with pytest.raises(UserError, match="holds a recording of other texts"):
-        record(tiny_llama, TEXTS[1:3], PLACES[:1], tmp_path)
-    with pytest.raises(UserError, match="no recording"):
-        Shards.open(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"resid_mid\.1 was not recorded"):
-        next(Shards.open(tmp_path).activations(Place("resid_mid", 1)))
+    refused(lambda: record(tiny_llama, TEXTS[1:3], PLACES[:1], tmp_path), "holds a recording of other texts")
+    refused(lambda: Shards.open(tmp_path / "elsewhere"), "no recording")
+    refused(lambda: next(Shards.open(tmp_path).activations(Place("resid_mid", 1))), "resid_mid.1 was not recorded")
 
 
 def test_places_that_a_model_does_not_have_are_refused(
     tiny_llama: Model, tiny_models: dict[str, Model], tmp_path: Path
 ):
-    with pytest.raises(UserError, match="no layer 9; the model has layers 0 to 2"):
-        record(tiny_llama, TEXTS, [Place("v", 9)], tmp_path)
-    with pytest.raises(UserError, match="no module that computes 'k_pre' alone"):
-        record(tiny_models["gpt_neox"], TEXTS, [Place("k_pre", 0)], tmp_path)
-    with pytest.raises(UserError, match="nothing to record"):
-        record(tiny_llama, [], [Place("v", 0)], tmp_path)
+    refused(lambda: record(tiny_llama, TEXTS, [Place("v", 9)], tmp_path), "no layer 9; the model has layers 0 to 2")
+    refused(
+        lambda: record(tiny_models["gpt_neox"], TEXTS, [Place("k_pre", 0)], tmp_path),
+        "no module that computes 'k_pre' alone",
+    )
+    refused(lambda: record(tiny_llama, [], [Place("v", 0)], tmp_path), "nothing to record")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -138,5 +134,4 @@ def test_a_place_is_found_again_by_its_name_and_by_its_hook(place: Place):
 
 @pytest.mark.parametrize("text", ["k.3", "resid_pos.3", "v", "v.x", ""])
 def test_text_that_is_not_a_place_is_refused(text: str):
-    with pytest.raises(UserError, match="family"):
-        Place.parse(text)
+    refused(lambda: Place.parse(text), "family")

@@ -10,13 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-import transformers
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.experiments.trials as trials
 import kvprobe.studies.bands.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -27,7 +23,7 @@ from kvprobe.stats import Estimate, wilson
 from kvprobe.studies.bands.analyse import analyse, newcombe, spearman, told, verdict
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
 from kvprobe.studies.bands.config import BANDS, NOISES, Config
-from kvprobe.studies.bands.figures import layer_map
+from kvprobe.studies.bands.figures import BAND_STYLES, NOISE_NAMES, NOISE_STYLES, layer_map
 from kvprobe.studies.bands.narrative import findings, warnings
 from kvprobe.studies.bands.results import seed_section
 from kvprobe.tasks.gsm8k import GSM8K
@@ -36,6 +32,8 @@ from kvprobe.tasks.task import prompt
 from kvprobe.text.transcript import Transcript
 from kvprobe.wording import estimate_of
 from tests.models import llama, tiny_tokenizer
+from tests.refusals import refused
+from tests.studies.runs import assert_figures, gsm8k_questions, interrupted, run_on
 
 QUESTIONS = ("What is the name of the house?", "Who sat there?", "Where did the ship go?", "How many are there?")
 
@@ -114,15 +112,9 @@ def config(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config(tasks=(str(path),), samples=3, rates=(20.0, 60.0), noises=("layer", "effect"), single=40.0)
 
 
-def run_tiny(model: Model, config: Config, root: Path) -> Run:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: model)
-        return study.run(config, root)
-
-
 @pytest.fixture(scope="module")
 def finished(deep: Model, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_tiny(deep, config, tmp_path_factory.mktemp("runs"))
+    return run_on(deep, study, config, tmp_path_factory.mktemp("runs"))
 
 
 def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
@@ -135,9 +127,7 @@ def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
     struck = table[table["group"].isin([CUTS, SINGLES])]
     assert (struck["struck"] > 0).all()
     assert (struck["kl"] > 0).all()
-    for name in ("accuracy_by_band", "kl_by_band", "kl_by_layer"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "accuracy_by_band", "kl_by_band", "kl_by_layer")
 
 
 def test_the_report_page_says_how_it_was_done_and_what_was_found(finished: Run):
@@ -174,77 +164,25 @@ def test_a_row_strikes_its_band_and_nothing_else(deep: Model):
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, deep: Model, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[int] = []
-    answer_really = trials.answer
-
-    def answer_and_stop(model: Model, sample: trials.Sample, *rest: Any, **more: Any) -> pd.DataFrame:
-        asked.append(sample.number)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return answer_really(model, sample, *rest, **more)
-
-    monkeypatch.setattr(trials, "answer", answer_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        run_tiny(deep, config, tmp_path)
-    resumed = run_tiny(deep, config, tmp_path)
-    assert asked == [0, 1, 1, 2]
+    resumed, calls = interrupted(lambda: run_on(deep, study, config, tmp_path), monkeypatch, trials, "answer", at=2)
+    assert [sample.number for _, sample, *_ in calls] == [0, 1, 1, 2]
     assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
     assert resumed.report["answer"] == finished.report["answer"]
 
 
-def test_a_finished_run_is_found_again_and_not_run(
-    finished: Run, deep: Model, config: Config, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(study, "collect", None)
-    assert run_tiny(deep, config, finished.path.parent).path == finished.path
-
-
 def test_a_model_with_fewer_layers_than_bands_is_refused(tiny_llama: Model, config: Config, tmp_path: Path):
-    with pytest.raises(UserError, match="3 layers cannot be cut into 4 bands"):
-        run_tiny(tiny_llama, config, tmp_path)
+    refused(lambda: run_on(tiny_llama, study, config, tmp_path), "3 layers cannot be cut into 4 bands")
 
 
 # --- the preset of the article's table, on a tiny Qwen2
 
 
-@pytest.fixture(scope="module")
-def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny random Qwen2 and its tokenizer; many tokens end an answer, so that answers are short."""
-    folder = tmp_path_factory.mktemp("qwen2")
-    shape = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.Qwen2ForCausalLM(shape)
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = list(range(48))
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def test_the_preset_of_the_seeds_table_prints_it_beside_the_measured_one(tiny_qwen2: Path, tmp_path: Path):
-    lines = [
-        {"question": f"Tom has {n} books and buys 2. How many are there?", "answer": f"He has {n}+2.\n#### {n + 2}"}
-        for n in range(10)
-    ]
-    file = tmp_path / "gsm8k.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     preset = presets()["bands-qwen2.5-7b"]
     # Ten items, K and V together, and two of the noises; all else is the preset's.
     changes = {
         "model": str(tiny_qwen2),
-        "tasks": [f"gsm8k:{file}"],
+        "tasks": [f"gsm8k:{gsm8k_questions(tmp_path, 10)}"],
         "samples": 10,
         "noises": ["layer", "effect"],
         "parts": ["kv"],
@@ -281,10 +219,6 @@ def test_the_whole_split_preset_differs_from_the_seeds_own_in_its_number_of_item
     small, full = (dict(presets()[f"bands-qwen2.5-7b{end}"].settings) for end in ("", "-full"))
     assert (small.pop("samples"), full.pop("samples")) == (100, 1319)
     assert small == full
-
-
-def test_the_preset_for_the_small_model_is_the_default():
-    assert from_mapping(Config, presets()["bands-smollm2"].settings) == Config()
 
 
 # --- tables made by hand
@@ -585,28 +519,8 @@ def test_the_difference_of_two_shares_is_newcombes():
     assert few.ends == pytest.approx((1 - wilson(48, 80).high, 1 - wilson(48, 80).low))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"rates": (0.0, 5.0)}, "'rates' has 0; expected percents"),
-        ({"rates": (101.0,)}, "'rates' has 101; expected percents"),
-        ({"single": -1.0}, "'single' is -1.0; expected 0 to 100"),
-        ({"single": 101.0}, "expected 0 to 100"),
-        ({"samples": 1}, "expected 2 to"),
-        ({"reported": "canarypwn"}, "'canarypwn-7b'"),
-        ({"reported": "canarypwn-bands-7b"}, "expected a table of bands on one of this run's tasks"),
-        ({"reported": "canarypwn-7b", "tasks": ("gsm8k",)}, "a table of gaussian, zeros, distractor"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
-    with pytest.raises(UserError, match=sentence):
-        Config(**settings)
-
-
 def test_every_cut_and_noise_has_a_name_in_reports():
     every = [name for cut in BANDS for name in names_of(cut)]
     assert len(set(every)) == 7
-    from kvprobe.studies.bands.figures import BAND_STYLES, NOISE_NAMES, NOISE_STYLES
-
     assert set(BAND_STYLES) == set(every)
     assert set(NOISE_NAMES) == set(NOISE_STYLES) == set(NOISES)

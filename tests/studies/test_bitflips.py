@@ -11,9 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.bitflips.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.trials import Sample
@@ -33,6 +31,7 @@ from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from kvprobe.text.tokens import Tokens
 from kvprobe.wording import estimate_of
+from tests.studies.runs import assert_figures, interrupted, run_on
 
 PROMPTS = ("the user is at the sea", "a hat is a hat", "it is 12 at the hut")
 RATES = (1e-3, 1e-1)
@@ -57,15 +56,9 @@ def config(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Confi
     return Config(tasks=(str(path),), samples=len(PROMPTS), dtypes=("bf16", "fp16"), flips=1, error_rates=RATES)
 
 
-def run(config: Config, model: Model, root: Path) -> Run:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: model)
-        return study.run(config, root)
-
-
 @pytest.fixture(scope="module")
 def finished(config: Config, tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(config, tiny_llama, tmp_path_factory.mktemp("runs"))
+    return run_on(tiny_llama, study, config, tmp_path_factory.mktemp("runs"))
 
 
 def a_sample(number: int) -> Sample:
@@ -131,9 +124,7 @@ def test_a_run_holds_every_flip_its_numbers_and_a_report(finished: Run, config: 
     numbers = np.mean([len(tokens) - 1 for tokens in prompts]) * 3 * 2 * 2 * 8
     assert task["numbers"] == pytest.approx(numbers)
     assert lowest[0.1]["expected"] == pytest.approx(0.1 * numbers)
-    for name in ("shares_by_bit_1", "kl_by_bit_1", "damage_by_rate_1"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "shares_by_bit_1", "kl_by_bit_1", "damage_by_rate_1")
     (by_bit,) = [each for each in finished.report["sections"] if each["title"].startswith("By bit")]
     assert [each["caption"].split(",")[0] for each in by_bit["maps"]] == [
         each.caption.split(",")[0] for each in bit_maps(task)
@@ -153,29 +144,12 @@ def test_the_highest_exponent_bit_moves_the_tiny_model_more_than_the_lowest_mant
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, config: Config, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[int] = []
-    answered = trials.answer
-
-    def answer_and_stop(model: Model, sample: Sample, *rest: Any, **settings: Any) -> pd.DataFrame:
-        asked.append(sample.number)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return answered(model, sample, *rest, **settings)
-
-    monkeypatch.setattr(trials, "answer", answer_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tiny_llama, tmp_path)
-    resumed = run(config, tiny_llama, tmp_path)
-    assert asked == [0, 1, 1, 2]
+    resumed, calls = interrupted(
+        lambda: run_on(tiny_llama, study, config, tmp_path), monkeypatch, trials, "answer", at=2
+    )
+    assert [sample.number for _, sample, *_ in calls] == [0, 1, 1, 2]
     assert resumed.metrics == finished.metrics
     assert resumed.report == finished.report
-
-
-def test_a_finished_run_is_found_again_and_not_run(
-    finished: Run, config: Config, tiny_llama: Model, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(study, "collect", None)
-    assert run(config, tiny_llama, finished.path.parent).path == finished.path
 
 
 Became = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -405,23 +379,3 @@ def test_every_bit_of_every_dtype_is_struck():
         (field, rate) for field in FIELDS for rate in Config().error_rates
     }
     assert {case.labels["dtype"] for case in rates} == {"bf16"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"flips": 0}, "'flips' is 0; expected 1 to 1000"),
-        ({"samples": 1}, "'samples' is 1"),
-        ({"error_rates": (0.0,)}, "'error_rates' has 0; expected shares"),
-        ({"error_rates": (2.0,)}, "'error_rates' has 2; expected shares"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
-    with pytest.raises(UserError, match=sentence):
-        Config(**settings)
-
-
-def test_an_unknown_task_is_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", None)
-    with pytest.raises(UserError, match="retrieve"):
-        study.run(Config(tasks=("retreive",)), tmp_path)

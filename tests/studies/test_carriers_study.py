@@ -1,7 +1,7 @@
 """The carriers study on a tiny model: what is swapped is what its name says, and the sentences follow the numbers."""
 
-import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.carriers.study as study
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
 from kvprobe.experiments.bands import EVERY_LAYER, named_bands
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.stats import Estimate
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.analyse import BOTH, COMPARED, analyse, share
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, ask, read_context
@@ -25,27 +22,11 @@ from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, 
 from kvprobe.studies.carriers.narrative import answer_carriers, answer_codes, checks
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
 from kvprobe.tasks.passcode import Context
-from tests.models import llama, tiny_tokenizer
+from tests.studies.runs import about, assert_figures, give, interrupted, short_contexts
 
 SMALL = Config(contexts=2, bands=2)
 PAIR = ("48213", "90577")
-CONTEXTS = tuple(
-    Context(
-        id=f"short-{number}",
-        system="Be kind.",
-        chat_user=f"the ride {number}",
-        chat_assistant="Ah.",
-        ask_summary_1="Sum?",
-        summary_1=f"a ride {number}.",
-        secret_user="the code is {code}.",
-        secret_assistant="Ta.",
-        ask_summary_2="And then?",
-        summary_2="the code was told.",
-        question="the code?",
-        answer="It is",
-    )
-    for number in range(3)
-)
+CONTEXTS = short_contexts(3)
 FOLLOWING = tuple(
     Compaction(
         id=context.id,
@@ -59,13 +40,6 @@ FOLLOWING = tuple(
     )
     for context in CONTEXTS
 )
-"""The study's own conversations run to a thousand tokens under the tiny tokenizer."""
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    """A tiny model with room for the conversations, and weights large enough for caches to matter."""
-    return llama(tokenizer=tiny_tokenizer(), max_position_embeddings=2048, initializer_range=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +49,13 @@ def measured() -> dict[str, pd.DataFrame]:
 
 
 @pytest.fixture(scope="module")
-def finished(model: Model, measured: dict[str, pd.DataFrame], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(roomy: Model, measured: dict[str, pd.DataFrame], tmp_path_factory: pytest.TempPathFactory) -> Run:
     def read_and_remember(model: Model, context: Context, *others: Any, **settings: Any) -> pd.DataFrame:
         measured[context.id] = read_context(model, context, *others, **settings)
         return measured[context.id]
 
     with pytest.MonkeyPatch.context() as patch:
-        use_short_conversations(patch, model)
+        use_short_conversations(patch, roomy)
         patch.setattr(collecting, "draw_codes", lambda count, *_: (list(PAIR) * count)[:count])
         patch.setattr(collecting, "read_context", read_and_remember)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
@@ -94,7 +68,7 @@ def read(finished: Run, measured: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def use_short_conversations(patch: pytest.MonkeyPatch, model: Model) -> None:
-    patch.setattr(beginning, "load", lambda *_, **__: model)
+    give(patch, model)
     patch.setattr(collecting, "contexts", lambda: CONTEXTS)
     patch.setattr(collecting, "compactions", lambda: FOLLOWING)
 
@@ -108,15 +82,15 @@ def caches(model: Model, code: str = PAIR[0]) -> tuple[KVCache, KVCache]:
     return model.prefill(gone[: gone.span("ask").start]), retained
 
 
-def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_before_it(model: Model):
-    cache, _ = caches(model)
+def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_before_it(roomy: Model):
+    cache, _ = caches(roomy)
     found = groups(cache.ledger)
     kinds = [slot for kind in KINDS for slot in found[kind]]
     assert len(set(kinds)) == len(kinds)
     assert tuple(sorted(kinds)) == found["all after"]
     assert found[BEFORE] + found["all after"] == tuple(range(cache.slots))
     assert all(found.values())
-    texts = {kind: model.tokenizer.decode(cache.ledger.tokens[0, list(found[kind])]) for kind in KINDS}
+    texts = {kind: roomy.tokenizer.decode(cache.ledger.tokens[0, list(found[kind])]) for kind in KINDS}
     assert texts["summary request"].strip() == CONTEXTS[0].ask_summary_2
     assert texts["summary text"].strip() == CONTEXTS[0].summary_2
     assert "<|im_end|>" in texts["summary delimiters"]
@@ -134,18 +108,18 @@ def test_bands_hold_every_layer_once():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("group", "part"), [("summary text", "KV"), ("later delimiters", "K"), ("summary", "V")])
 def test_a_swap_is_what_patching_by_hand_and_reading_on_gives(
-    model: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: str
+    roomy: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: str
 ):
-    recomputed, masked = caches(model)
+    recomputed, masked = caches(roomy)
     retained = masked.evict("T2")
     base, donor = (recomputed, retained) if direction == "restoring" else (retained, recomputed)
     chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
-    asked = ask(model, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
+    asked = ask(roomy, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
     chosen = torch.zeros(1, base.slots, dtype=torch.bool)
     chosen[0, list(groups(base.ledger)[group])] = True
     patched = base.patch(donor, slots=chosen, part=part)
     logits, theirs = (
-        model.extend(cache, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1) for cache in (patched, donor)
+        roomy.extend(cache, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1) for cache in (patched, donor)
     )
     row = read[
         (read["question"] == question)
@@ -162,11 +136,11 @@ def test_a_swap_is_what_patching_by_hand_and_reading_on_gives(
     assert row.loc["kl", "donor"] == pytest.approx(0, abs=1e-5)
 
 
-def test_the_retained_cache_is_the_whole_one_with_the_turn_masked(model: Model, read: pd.DataFrame):
-    _, masked = caches(model)
+def test_the_retained_cache_is_the_whole_one_with_the_turn_masked(roomy: Model, read: pd.DataFrame):
+    _, masked = caches(roomy)
     chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
-    asked = ask(model, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], "hidden")
-    logits = model.extend(masked, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1)
+    asked = ask(roomy, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], "hidden")
+    logits = roomy.extend(masked, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1)
     likely = float(logits[-5:].gather(1, torch.tensor(asked.answer)[:, None]).sum())
     rows = read[(read["question"] == "hidden") & (read["metric"] == "logprob") & (read["direction"] == "restoring")]
     assert rows["donor"].iloc[0] == pytest.approx(likely, abs=1e-3)
@@ -190,9 +164,9 @@ def test_two_codes_change_nothing_before_the_turn_and_reach_what_stays(read: pd.
     assert abs(rows.loc["all after", "way"]) > 1e-4
 
 
-def test_the_example_swaps_every_slot_after_the_turn_once(model: Model, read: pd.DataFrame):
+def test_the_example_swaps_every_slot_after_the_turn_once(roomy: Model, read: pd.DataFrame):
     rows = read[(read["group"] == TOKEN) & (read["metric"] == "kl")]
-    recomputed, _ = caches(model)
+    recomputed, _ = caches(roomy)
     assert sorted(rows["slot"]) == list(groups(recomputed.ledger)["all after"])
 
 
@@ -204,8 +178,7 @@ def test_a_run_holds_every_number_and_figure(finished: Run):
     assert all(checks(metrics).values())
     whole = share(metrics, "all after")["share"]
     assert whole["mean"] == pytest.approx(1, abs=1e-3)
-    for name in ("shares", "layers"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
+    assert_figures(finished, "shares", "layers")
     titles = [section["title"] for section in finished.report["sections"]]
     assert titles[0] == "What was found"
     assert {"What was done", "Controls", "Limits", "Reproduce"} <= set(titles)
@@ -213,25 +186,15 @@ def test_a_run_holds_every_number_and_figure(finished: Run):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    finished: Run,
-    measured: dict[str, pd.DataFrame],
-    model: Model,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    finished: Run, measured: dict[str, pd.DataFrame], roomy: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    use_short_conversations(monkeypatch, model)
-    calls = []
+    use_short_conversations(monkeypatch, roomy)
 
-    def read_and_stop(model: Model, context: Context, *others: Any, **settings: Any) -> pd.DataFrame:
-        calls.append(context)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
+    def remembered(model: Model, context: Context, *others: Any, **settings: Any) -> pd.DataFrame:
         return measured[context.id]
 
-    monkeypatch.setattr(collecting, "read_context", read_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(SMALL, tmp_path)
-    resumed = study.run(SMALL, tmp_path)
+    run = partial(study.run, SMALL, tmp_path)
+    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", 2, remembered)
     assert len(calls) == 1 + SMALL.contexts
     assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
 
@@ -302,11 +265,6 @@ def test_a_control_that_fails_is_seen(group: str, control: str):
     assert [name for name, holds in held.items() if not holds] == [control]
 
 
-def of(mean: float) -> dict[str, float]:
-    """An estimate give or take 0.1."""
-    return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
-
-
 def metrics_with(
     kl: float = 0.5,
     conversations: int = 12,
@@ -317,23 +275,23 @@ def metrics_with(
 ) -> dict[str, Any]:
     compared = {
         direction: {
-            name: {"hidden": of(told), "summary": of(told if agree else -told), BOTH: of(told)}
+            name: {"hidden": about(told), "summary": about(told if agree else -told), BOTH: about(told)}
             for name, told in (dict.fromkeys(COMPARED, gap) | {"V over K": values}).items()
         }
         for direction, gap in zip(DIRECTIONS, over, strict=True)
     }
     shares = [
-        {"group": group, "part": part, "question": BOTH, "direction": direction, "metric": "kl", "share": of(0.5)}
+        {"group": group, "part": part, "question": BOTH, "direction": direction, "metric": "kl", "share": about(0.5)}
         for group in GROUPS
         for part in PARTS
         for direction in DIRECTIONS
     ]
     return {
         "conversations": conversations,
-        "scale": [{"kl": of(kl)}],
+        "scale": [{"kl": about(kl)}],
         "shares": shares,
         "compared": compared,
-        "most": {name: {"band": "15–19", "share": of(0.6), "told": told} for name in DIRECTIONS},
+        "most": {name: {"band": "15–19", "share": about(0.6), "told": told} for name in DIRECTIONS},
     }
 
 
@@ -362,16 +320,8 @@ def test_the_sentence_on_carriers_follows_the_numbers(settings: dict[str, Any], 
     [(0.5, "Some of what they carry is the code"), (-0.5, "turned away from it"), (0.0, "was not detected")],
 )
 def test_the_sentence_on_codes_follows_the_interval(masked: float, said: str):
-    assert said in answer_codes({"of": 12, "able": 11, "masked": of(masked), "in_view": of(9.0)})
+    assert said in answer_codes({"of": 12, "able": 11, "masked": about(masked), "in_view": about(9.0)})
 
 
 def test_codes_that_the_model_cannot_tell_apart_in_view_give_no_verdict():
     assert "cannot be said" in answer_codes({"of": 12, "able": 1})
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"), [({"contexts": 1}, "'contexts' is 1; expected 2 to 48"), ({"bands": 0}, "'bands' is 0")]
-)
-def test_settings_out_of_range_are_refused_in_one_sentence(settings: dict[str, int], named: str):
-    with pytest.raises(UserError, match=named):
-        Config(**settings)

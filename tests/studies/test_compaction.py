@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.compaction.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.features import read_outs
-from kvprobe.stats import Estimate
 from kvprobe.studies.compaction import collect as collecting
 from kvprobe.studies.compaction.analyse import OUTCOMES
 from kvprobe.studies.compaction.arms import (
@@ -33,6 +31,7 @@ from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.narrative import answer_code, answer_distance, answer_factors, answer_questions
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
+from tests.studies.runs import about, assert_figures, give, interrupted
 
 SMALL = Config(contexts=3, samples=30, folds=3, continuation=4, answer=3, batch=7)
 ANSWERING = dataclasses.replace(SMALL, answer=8)
@@ -57,7 +56,7 @@ def finished(smol: Model, measured: dict[str, Any], tmp_path_factory: pytest.Tem
         return measured[context.id]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: smol)
+        give(patch, smol)
         patch.setattr(collecting, "read_context", read_and_remember)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
@@ -223,8 +222,7 @@ def test_a_run_holds_every_number_table_and_figure(finished: Run):
     for arm in ARMS:
         assert set(finished.metrics["arms"][arm.name]) == set(OUTCOMES)
     assert {len(effects) for effects in finished.metrics["effects"].values()} == {len(CONTRASTS)}
-    for name in ("arms", "effects", "dangling"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
+    assert_figures(finished, "arms", "effects", "dangling")
     mean = finished.metrics["mask_minus_restart"]["kl"]["mean"]
     table = finished.df("conversations").groupby("condition")["kl"].mean()
     assert mean == pytest.approx(table[MASK.name] - table[RESTART.name], abs=1e-6)
@@ -244,26 +242,14 @@ def test_the_reports_maps_are_what_each_head_spends_and_where_it_goes(finished: 
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, measured: dict[str, Any], smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
-    calls = []
-
-    def read_and_stop(model: Model, context: Any, *others: Any) -> Any:
-        calls.append(context)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
+    def remembered(model: Model, context: Any, *others: Any) -> Any:
         return measured[context.id]
 
-    monkeypatch.setattr(collecting, "read_context", read_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(SMALL, tmp_path)
-    resumed = study.run(SMALL, tmp_path)
+    give(monkeypatch, smol)
+    run = partial(study.run, SMALL, tmp_path)
+    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", 2, remembered)
     assert len(calls) == 4
     assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
-
-
-def of(mean: float) -> dict[str, float]:
-    """An estimate give or take 0.1."""
-    return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
 
 
 def metrics_with(
@@ -274,22 +260,22 @@ def metrics_with(
     beyond: float = 0.0,
     **effects: float,
 ) -> dict[str, Any]:
-    arm = {"kl": of(0.3), "right_summary": of(0.3)}
+    arm = {"kl": about(0.3), "right_summary": about(0.3)}
     return {
         "arms": {MASK.name: arm, RESTART.name: arm},
         "mask_minus_restart": {
-            "kl": of(gap),
-            "leak": of(0.0),
-            "paired": of(paired),
-            "margin": of(margin),
-            "right_summary": of(right),
+            "kl": about(gap),
+            "leak": about(0.0),
+            "paired": about(paired),
+            "margin": about(margin),
+            "right_summary": about(right),
         },
         "calibration": {
-            "right_summary_beyond_calibration": of(beyond),
-            "right_summary_masked_minus_restarted": of(0.0),
+            "right_summary_beyond_calibration": about(beyond),
+            "right_summary_masked_minus_restarted": about(0.0),
         },
-        "effects": {"kl": {name: of(effects.get(name, 0.0)) for name in ("provenance", "law", "delimiters")}},
-        "full": {"reply_tokens": 30.0, "margin": of(20.0), "right_summary": of(0.5)},
+        "effects": {"kl": {name: about(effects.get(name, 0.0)) for name in ("provenance", "law", "delimiters")}},
+        "full": {"reply_tokens": 30.0, "margin": about(20.0), "right_summary": about(0.5)},
     }
 
 
@@ -335,17 +321,3 @@ def test_the_sentence_on_the_code_follows_the_intervals(paired: float, margin: f
     sentence = answer_code(metrics_with(paired=paired, margin=margin))
     assert inside in sentence
     assert used in sentence
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"contexts": 4}, "'contexts' is 4; expected 5 to 48"),
-        ({"samples": 100}, "not a multiple of the 48 contexts; expected 96 or 144"),
-        ({"continuation": 0}, "'continuation' is 0"),
-        ({"answer": 0}, "'answer' is 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_in_one_sentence(settings: dict[str, int], named: str):
-    with pytest.raises(UserError, match=named):
-        Config(**settings)

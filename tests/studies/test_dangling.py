@@ -1,5 +1,6 @@
 """The dangling study: a whole run on a tiny model, tables with known answers, and what is said of them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,9 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.dangling.collect as collecting
 import kvprobe.studies.dangling.study as study
-from kvprobe.errors import UserError
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
 from kvprobe.report.page import write_report
 from kvprobe.stats import FEWEST
@@ -35,51 +32,25 @@ from kvprobe.studies.dangling.collect import (
 )
 from kvprobe.studies.dangling.config import Config
 from kvprobe.studies.dangling.narrative import answer, controls, memo_sentence, rescued, warnings
-from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.ordinal import VERBS
-from tests.models import llama, tiny_tokenizer
+from tests.refusals import refused
+from tests.studies.runs import FOUR_FACTS, give, resumed_after
 
 SMALL = Config(kinds=("code",), prompts=4, rescued=(1, 2, 4), random=3, memos=0)
 N_LAYERS = 4
 
 
-def made_up(number: int) -> Fact:
-    return Fact(
-        id=f"code-{number}",
-        kind="code",
-        system="be kind",
-        chat_user="a day" + " so" * number,
-        chat_assistant="it is",
-        fact_user="the code is {fact} so",
-        fact_assistant="well",
-        later_user="and the sea?",
-        later_assistant="it is cold",
-        question="what is the code?",
-        lead="it is",
-        values=("b", "d"),
-    )
-
-
-@pytest.fixture(scope="module")
-def deep() -> Model:
-    return llama(seed=3, num_hidden_layers=N_LAYERS, tokenizer=tiny_tokenizer(), initializer_range=0.4)
-
-
-@pytest.fixture(autouse=True)
-def four_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
-
-
-def run_tiny(model: Model, root: Path, config: Config = SMALL) -> Run:
+@pytest.fixture(autouse=True, scope="module")
+def four_facts(deep: Model) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: model)
-        patch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
-        return study.run(config, root)
+        give(patch, deep)
+        patch.setattr(collecting, "facts", lambda _: FOUR_FACTS)
+        yield
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_tiny(deep, tmp_path_factory.mktemp("runs"))
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
 # ---- a whole run
@@ -102,18 +73,9 @@ def test_the_report_shows_the_heads_of_one_conversation_before_and_after(finishe
     assert page.count('data-component="AttentionView"') == 2
 
 
-def test_an_interrupted_run_resumes_with_the_same_numbers(deep: Model, finished: Run, tmp_path: Path):
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "collect_rescues", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_tiny(deep, tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "measure", interrupted)
-        patch.setattr(study, "draw_all", lambda *_: None)
-        again = run_tiny(deep, tmp_path)
+def test_an_interrupted_run_resumes_with_the_same_numbers_whatever_was_drawn_before(finished: Run, tmp_path: Path):
+    torch.manual_seed(123)
+    again = resumed_after(study, SMALL, tmp_path, "collect_rescues", (collecting, "measure"))
     assert again.metrics == finished.metrics
 
 
@@ -216,7 +178,7 @@ def tables(top: float, random: float) -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.concat([heads, arms], ignore_index=True), rescues
 
 
-def told(crossed: dict[str, float]) -> pd.DataFrame:
+def memos_that_follow(crossed: dict[str, float]) -> pd.DataFrame:
     """Memos of which this share follows the payload when crossed, and the rest the pointer."""
     return pd.DataFrame(
         [
@@ -260,15 +222,16 @@ def test_the_answer_says_whether_the_heads_matter(top: float, said: str):
     ],
 )
 def test_the_trained_model_says_whether_the_interchange_can_tell(crossed: dict[str, float], said: str):
-    metrics = analyse(*tables(0.8, 0.2), told(crossed), SMALL)
+    metrics = analyse(*tables(0.8, 0.2), memos_that_follow(crossed), SMALL)
     assert said in memo_sentence(metrics)
     assert memo_sentence(metrics) in answer(metrics)
     assert all(holds for _, holds in controls(metrics))
 
 
 def test_sizes_at_which_the_heads_do_worse_are_named():
-    told = rescued(analyse(*tables(0.2, 0.6), None, SMALL))
-    assert told.endswith("With 1 or 2 they bring back less than random ones.")
+    assert rescued(analyse(*tables(0.2, 0.6), None, SMALL)).endswith(
+        "With 1 or 2 they bring back less than random ones."
+    )
 
 
 def test_where_nothing_was_lost_nothing_is_brought_back():
@@ -292,9 +255,8 @@ def test_the_softmax_alone_shares_attention_out_in_proportion(deep: Model):
     assert torch.allclose(shared.weights[0], arms[MASKED].weights[0], atol=1e-5)
 
 
-def test_more_heads_than_there_are_is_refused(deep: Model, tmp_path: Path):
-    with pytest.raises(UserError, match="has 8"):
-        run_tiny(deep, tmp_path, Config(kinds=("code",), rescued=(1, 8), memos=0))
+def test_more_heads_than_there_are_is_refused(tmp_path: Path):
+    refused(lambda: study.run(Config(kinds=("code",), rescued=(1, 8), memos=0), tmp_path), "has 8")
 
 
 def test_what_cannot_be_right_is_said():
@@ -317,26 +279,3 @@ def test_answers_of_the_trained_model_follow_what_it_was_trained_to_hold():
     assert shares["pointer"].loc["crossed", "pointer"] > 0.9 > shares["pointer"].loc["crossed", "payload"]
     assert shares["payload"].loc["masked", "payload"] > 0.9 > shares["pointer"].loc["masked", "payload"]
     assert set(VERBS) == {"payload", "pointer", "free"}
-
-
-# ---- settings
-
-
-def test_presets_are_configs_and_the_plain_one_is_the_default():
-    assert from_mapping(Config, presets()["dangling"].settings) == Config()
-    for name in ("dangling-quick", "dangling-gemma3"):
-        from_mapping(Config, presets()[name].settings)
-
-
-@pytest.mark.parametrize("wrong", [{"rescued": (0,)}, {"prompts": 13}, {"random": 1}, {"memos": -1}])
-def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        Config(**wrong)
-
-
-def test_torch_is_seeded_by_nothing_here(finished: Run, deep: Model, tmp_path: Path):
-    """The same settings give the same numbers, whatever was drawn before."""
-    torch.manual_seed(123)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "draw_all", lambda *_: None)
-        assert run_tiny(deep, tmp_path).metrics == finished.metrics

@@ -10,12 +10,10 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.features.analyse as analysing
 import kvprobe.studies.features.collect as collecting
 import kvprobe.studies.features.prepare as preparing
 import kvprobe.studies.features.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -30,7 +28,9 @@ from kvprobe.studies.features.narrative import answer_differs, answer_tells, con
 from kvprobe.studies.features.prepare import hand_written
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.models import llama
+from tests.refusals import refused
 from tests.saes.test_quality import identity
+from tests.studies.runs import assert_figures, give, interrupted
 
 SMALL = Config(places=("v.1",), width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")
@@ -45,7 +45,7 @@ def tiny_with_words(smol: Model) -> Model:
 @pytest.fixture(autouse=True, scope="module")
 def few_texts(tiny_with_words: Model) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: tiny_with_words)
+        give(patch, tiny_with_words)
         patch.setattr(preparing, "hand_written", lambda model: hand_written(model)[:4])
         patch.setattr(collecting, "SPLICED", 2)
         patch.setattr(analysing, "KS", (1,))
@@ -64,8 +64,7 @@ def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finish
     assert set(curves["k"]) == {1, SMALL.width, 16}
     assert ((curves["low"] <= curves["accuracy"]) & (curves["accuracy"] <= curves["high"])).all()
     assert exchanges.groupby(["place", "set"])["context"].nunique().eq(SMALL.contexts).all()
-    for name in ("differences", "densities", "exchange", "curves_v_1"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 5_000
+    assert_figures(finished, "differences", "densities", "exchange", "curves_v_1")
     assert not (finished.path / "shards").exists()
     kept = Dictionary.load(finished.path / "dictionaries" / "v.1", tiny_with_words)
     assert (kept.width, str(kept.place)) == (SMALL.width, "v.1")
@@ -78,20 +77,16 @@ def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finish
 def test_an_interrupted_run_goes_on_with_the_same_numbers(
     finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls, own = [], read_context
+    starts: list[None] = []
 
-    def stop(*arguments: Any) -> dict[str, torch.Tensor]:
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return own(*arguments)
+    def run() -> Run:
+        if starts:  # the second start trains nothing again
+            monkeypatch.setattr(preparing, "train", None)
+            monkeypatch.setattr(study, "draw_all", lambda *_: None)
+        starts.append(None)
+        return study.run(SMALL, tmp_path)
 
-    monkeypatch.setattr(collecting, "read_context", stop)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(SMALL, tmp_path)
-    monkeypatch.setattr(preparing, "train", None)
-    monkeypatch.setattr(study, "draw_all", lambda *_: None)
-    resumed = study.run(SMALL, tmp_path)
+    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", at=4)
     assert len(calls) == 4 + 5
     assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
 
@@ -103,10 +98,12 @@ def test_dictionaries_of_a_run_can_be_studied_again_but_only_one_of_a_place(
     config = dataclasses.replace(SMALL, dictionaries=(str(folder),))
     (loaded,), shards = preparing.prepare(tiny_with_words, config, Run(tmp_path))
     assert loaded.place in shards.places
-    with pytest.raises(UserError, match=r"Two dictionaries read v\.1"):
-        preparing.prepare(
+    refused(
+        lambda: preparing.prepare(
             tiny_with_words, dataclasses.replace(config, dictionaries=(str(folder), f"{folder}/")), Run(tmp_path)
-        )
+        ),
+        "Two dictionaries read v.1",
+    )
 
 
 def test_each_arm_is_what_reading_the_conversation_by_itself_gives(tiny_with_words: Model):
@@ -242,19 +239,6 @@ def test_a_difference_where_there_can_be_none_is_a_control_that_fails():
     metrics = {"places": ["v.7"], "precision": 1e-7, "untouched": {"v.7": 1e-6}, "quality": {"v.7": judged}}
     assert all(holds for _, holds in controls(metrics))
     assert [holds for _, holds in controls({**metrics, "untouched": {"v.7": 1e-3}})] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"contexts": 5}, "contexts"),
-        ({"active": 2000}, "active"),
-        ({"codes": 1}, "codes"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=said):
-        Config(**settings)
 
 
 def test_presets_fit_the_study():

@@ -1,5 +1,6 @@
 """The filter-poison study: a whole run on a tiny model, tables with known answers, and what is said of them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,61 +8,36 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.filter_poison.collect as collecting
 import kvprobe.studies.filter_poison.study as study
-from kvprobe.errors import UserError
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
-from kvprobe.layers import Component
+from kvprobe.layers import Component, restored_together
 from kvprobe.report.page import write_report
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.analyse import FILTER, MATCHED, POISON, analyse, heads_by_half
 from kvprobe.studies.filter_poison.collect import NONE, STRUCK, cases_of, fault_of, struck_of
 from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.narrative import answer, controls, removed, told_of, warnings
-from kvprobe.tasks.facts import Fact
-from tests.models import llama, tiny_tokenizer
+from tests.refusals import refused
+from tests.studies.runs import FOUR_FACTS, assert_figures, give, resumed_after
 
 FAMILIES = ("zeros:50", "distractor:50", FALSE)
 SMALL = Config(kinds=("code",), prompts=4, families=FAMILIES, suffix=3, top=3, random=4)
 N_LAYERS, N_HEADS = 4, 4
 
 
-def made_up(number: int) -> Fact:
-    return Fact(
-        id=f"code-{number}",
-        kind="code",
-        system="be kind",
-        chat_user="a day" + " so" * number,
-        chat_assistant="it is",
-        fact_user="the code is {fact} so",
-        fact_assistant="well",
-        later_user="and the sea?",
-        later_assistant="it is cold",
-        question="what is the code?",
-        lead="it is",
-        values=("b", "d"),
-    )
-
-
-@pytest.fixture(scope="module")
-def deep() -> Model:
-    return llama(seed=3, num_hidden_layers=N_LAYERS, tokenizer=tiny_tokenizer(), initializer_range=0.4)
-
-
-def run_tiny(model: Model, root: Path, config: Config = SMALL) -> Run:
+@pytest.fixture(autouse=True, scope="module")
+def four_facts(deep: Model) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: model)
-        patch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
-        return study.run(config, root)
+        give(patch, deep)
+        patch.setattr(collecting, "facts", lambda _: FOUR_FACTS)
+        yield
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_tiny(deep, tmp_path_factory.mktemp("runs"))
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
 # ---- a whole run
@@ -84,32 +60,25 @@ def test_controls_hold_and_would_fail_if_they_did_not(finished: Run):
         assert any("doubt this run" in text for text in warnings(broken))
 
 
-def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run):
+def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run, deep: Model):
     heads, maps = finished.df("heads"), finished.df("maps")
     by_half = heads_by_half(maps, SMALL)
     assert set(heads["sort"]) == {POISON, FILTER, POISON + MATCHED, FILTER + MATCHED}
     one = heads[(heads["family"] == FALSE) & (heads["half"] == 0) & (heads["sort"] == POISON)]
-    mean = _joint(finished, one["prompt"].iloc[0], by_half[1][POISON][0])
+    mean = _joint(deep, one["prompt"].iloc[0], by_half[1][POISON][0])
     assert one["restored"].iloc[0] == pytest.approx(mean, abs=1e-5)
     assert heads.groupby(["prompt", "family", "sort"]).size().max() == SMALL.random
 
 
-def _joint(finished: Run, prompt: str, heads: Any) -> float:
+def _joint(model: Model, prompt: str, heads: Any) -> float:
     """KL with these heads restored, by the library's own call."""
-    from kvprobe.layers import restored_together
-
-    model = llama(seed=3, num_hidden_layers=N_LAYERS, tokenizer=tiny_tokenizer(), initializer_range=0.4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
-        [case] = [case for case in cases_of(SMALL, model) if case.name == prompt]
+    [case] = [case for case in cases_of(SMALL, model) if case.name == prompt]
     clean, damaged = model.prefill(case.true), model.prefill(case.false)
     return float(restored_together(model, clean, damaged, case.suffix, [heads], kept=SMALL.suffix)[1][0])
 
 
 def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
-        case = cases_of(SMALL, deep)[0]
+    case = cases_of(SMALL, deep)[0]
     clean = deep.prefill(case.true)
     damaged = clean.corrupt(fault_of("zeros", 100.0))
     changed = (damaged.values[0] != clean.values[0]).any(3).any(1)[0]
@@ -119,26 +88,14 @@ def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
 
 def test_the_report_has_every_figure_and_map(finished: Run):
     page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
-    for figure in ("strips", "heads", "states", "tested"):
-        assert (finished.path / "figures" / f"{figure}.png").is_file()
+    assert_figures(finished, "strips", "heads", "states", "tested")
     assert page.count("<img") == 4
     assert page.count('data-component="HeatMap"') == 3
     assert page.count('data-component="AttentionView"') == 2
 
 
-def test_an_interrupted_run_resumes_with_the_same_numbers(deep: Model, finished: Run, tmp_path: Path):
-    with pytest.MonkeyPatch.context() as patch:
-
-        def interrupted(*_: Any, **__: Any) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(study, "collect_heads", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_tiny(deep, tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "layer_map", interrupted)
-        patch.setattr(study, "draw_all", lambda *_: None)
-        again = run_tiny(deep, tmp_path)
+def test_an_interrupted_run_resumes_with_the_same_numbers(finished: Run, tmp_path: Path):
+    again = resumed_after(study, SMALL, tmp_path, "collect_heads", (collecting, "layer_map"))
     assert again.metrics == finished.metrics
 
 
@@ -270,9 +227,7 @@ def test_looks_that_order_heads_as_their_index_does_correlate_with_it():
 
 
 def test_struck_slots_are_those_that_differ(deep: Model):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "facts", lambda _: tuple(made_up(number) for number in range(4)))
-        case = cases_of(SMALL, deep)[0]
+    case = cases_of(SMALL, deep)[0]
     clean = deep.prefill(case.true)
     every = [place for place, name in enumerate(case.true.segments) if name in STRUCK]
     assert struck_of(clean, clean.corrupt(fault_of("zeros", 100.0))).tolist() == every
@@ -291,39 +246,12 @@ def test_more_damage_is_not_called_less():
     assert removed(Estimate(-0.5, -0.6, -0.4)) == "adds 50.0 % (40.0 to 60.0) to"
 
 
-# ---- settings
+# ---- what is refused, and warned of
 
 
-def test_presets_are_configs_and_the_plain_one_is_the_default():
-    assert from_mapping(Config, presets()["filter_poison"].settings) == Config()
-    for name in ("filter_poison-quick", "filter_poison-gemma3"):
-        from_mapping(Config, presets()[name].settings)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"families": ("zeros:30",)},
-        {"families": ("zeros:0", "false")},
-        {"families": ("zeros", "false")},
-        {"families": ("false:3", "zeros:30")},
-        {"families": ("zeros:30", "zeros:50")},
-        {"prompts": 13},
-        {"suffix": 0},
-        {"random": 1},
-        {"top": 0},
-    ],
-)
-def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        Config(**wrong)
-
-
-def test_one_conversation_is_refused_before_anything_is_run(deep: Model, tmp_path: Path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: deep)
-        with pytest.raises(UserError, match="cannot be split into halves"):
-            study.run(Config(kinds=("code",), prompts=1, families=FAMILIES), tmp_path)
+def test_one_conversation_is_refused_before_anything_is_run(tmp_path: Path):
+    one = Config(kinds=("code",), prompts=1, families=FAMILIES)
+    refused(lambda: study.run(one, tmp_path), "cannot be split into halves")
 
 
 def test_a_few_verdicts_that_chance_may_give_are_called_so():
@@ -336,6 +264,5 @@ def test_a_few_verdicts_that_chance_may_give_are_called_so():
     )
 
 
-def test_a_fault_that_does_not_exist_is_refused(deep: Model, tmp_path: Path):
-    with pytest.raises(UserError, match="fault"):
-        run_tiny(deep, tmp_path, Config(kinds=("code",), families=("zeroes:30", "false")))
+def test_a_fault_that_does_not_exist_is_refused(tmp_path: Path):
+    refused(lambda: study.run(Config(kinds=("code",), families=("zeroes:30", "false")), tmp_path), "fault")

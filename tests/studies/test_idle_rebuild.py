@@ -3,6 +3,7 @@ one."""
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.idle_rebuild.study as study
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.stats import Estimate
 from kvprobe.studies.idle_rebuild import collect as collecting
 from kvprobe.studies.idle_rebuild.analyse import SHOWN, Collected, _said_alike, _slope
 from kvprobe.studies.idle_rebuild.collect import (
@@ -41,6 +39,8 @@ from kvprobe.studies.idle_rebuild.narrative import (
     answer_worse,
 )
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
+from tests.refusals import refused
+from tests.studies.runs import about, assert_figures, give, interrupted
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
@@ -73,7 +73,7 @@ def read(smol: Model) -> tuple[dict[str, torch.Tensor], ...]:
 @pytest.fixture(scope="module")
 def finished(smol: Model, read: tuple[dict[str, torch.Tensor], ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: smol)
+        give(patch, smol)
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[SHORT.index(session)])
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
@@ -208,8 +208,12 @@ def test_the_light_cone_of_a_rebuild_in_place(smol: Model, read: tuple[dict, ...
     # Keys are compared at equal rotation or not at all.
     tokens = conversation(SHORT[0]).tokens(smol.tokenizer)
     kept = smol.prefill(tokens)
-    with pytest.raises(UserError, match="same positions"):
-        relative_distance(smol.apply(RestartRebuilt(SUMMARISED), kept), smol.apply(MaskSpans(SUMMARISED), kept))
+    refused(
+        lambda: relative_distance(
+            smol.apply(RestartRebuilt(SUMMARISED), kept), smol.apply(MaskSpans(SUMMARISED), kept)
+        ),
+        "same positions",
+    )
 
 
 def test_a_run_holds_every_table_number_and_figure(finished: Run):
@@ -234,9 +238,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     # Means in the metrics are those of the table.
     mine = samples.query("measure == 'scripted reply' and condition == 'rebuilt' and reference == 'compacted'")
     assert mine["kl"].mean() == pytest.approx(metrics["drift"]["all"]["kl_from_compacted"]["rebuilt"]["mean"])
-    for name in ("drift_by_turn", "rebuild_matrix", "drift_by_distance", "drift_by_layer", "drift_in_reply"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "drift_by_turn", "rebuild_matrix", "drift_by_distance", "drift_by_layer", "drift_in_reply")
 
 
 def test_the_reports_maps_are_the_distances_by_layer_and_segment(finished: Run):
@@ -251,30 +253,14 @@ def test_the_reports_maps_are_the_distances_by_layer_and_segment(finished: Run):
             assert [row[place] for row in found["values"]] == own["distance"].tolist()
 
 
-def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
-    monkeypatch.setattr(study, "collect", None)
-    assert study.run(SMALL, finished.path.parent).path == finished.path
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: tiny_llama)
+    give(monkeypatch, tiny_llama)
     monkeypatch.setattr(collecting, "sessions", lambda: SHORT)
     whole = study.run(SMALL, tmp_path / "whole")
-    calls = []
-
-    def read_and_stop(*arguments: object) -> dict[str, torch.Tensor]:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return read_session(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(collecting, "read_session", read_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(SMALL, tmp_path / "stopped")
-    resumed = study.run(SMALL, tmp_path / "stopped")
+    run = partial(study.run, SMALL, tmp_path / "stopped")
+    resumed, calls = interrupted(run, monkeypatch, collecting, "read_session", at=2)
     assert len(calls) == 2 + 1
     assert json.dumps(resumed.metrics) == json.dumps(whole.metrics)
 
@@ -306,22 +292,7 @@ def test_every_session_is_eight_turns_with_its_summary_after_the_third():
     for session in sessions():
         segments = conversation(session).segments
         assert segments == ("system", *SUMMARISED, "summary", *(f"T{turn}" for turn in range(4, TURNS + 1)))
-    with pytest.raises(UserError, match="has 7 turns; give 8"):
-        dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7])
-
-
-@pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ({"sessions": 1}, "'sessions' is 1; expected 2 to 16"),
-        ({"sessions": 17}, "'sessions' is 17; expected 2 to 16"),
-        ({"continuation": 0}, "'continuation' is 0; expected 1 to 512"),
-        ({"seed": -1}, "'seed' is -1; expected at least 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(setting: dict[str, int], sentence: str):
-    with pytest.raises(UserError, match=sentence):
-        Config(**setting)
+    refused(lambda: dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7]), "has 7 turns; give 8")
 
 
 def metrics_with(
@@ -329,23 +300,20 @@ def metrics_with(
 ) -> dict:
     """Metrics whose differences are these, each give or take 0.1."""
 
-    def of(mean: float) -> dict[str, float]:
-        return dataclasses.asdict(Estimate(mean, mean - 0.1, mean + 0.1))
-
-    runs = dict.fromkeys(SHOWN, of(0.5))
+    runs = dict.fromkeys(SHOWN, about(0.5))
     return {
         "precision": 1e-7,
         "drift": {
             "all": {
                 "kl_from_compacted": runs,
                 "agreement": runs,
-                "over_control": of(drift),
-                "position": of(0.1),
-                "provenance_over_position": of(over),
-                "nll_difference": {"rebuilt - compacted": of(loss), "compacted - kept": of(0.2)},
+                "over_control": about(drift),
+                "position": about(0.1),
+                "provenance_over_position": about(over),
+                "nll_difference": {"rebuilt - compacted": about(loss), "compacted - kept": about(0.2)},
             }
         },
-        "healing": {"slope": of(slope), "right_after": of(0.3), "at_its_place": of(0.1)},
+        "healing": {"slope": about(slope), "right_after": about(0.3), "at_its_place": about(0.1)},
         "controls": {"whenever": whenever},
     }
 

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.leakage.analyse as analysing
 import kvprobe.studies.leakage.figures as drawing
 import kvprobe.studies.leakage.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
@@ -25,6 +24,8 @@ from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import FAMILY_NAMES
 from kvprobe.tasks.passcode import contexts, conversation
+from tests.refusals import refused
+from tests.studies.runs import assert_figures, give, interrupted
 
 SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
@@ -33,7 +34,7 @@ KEYS_AND_VALUES: tuple[Family, ...] = ("k", "v")
 
 def without_residual(patch: pytest.MonkeyPatch, smol: Model) -> None:
     """Runs of K and V alone: probes of the residual stream take most of the time, and nothing else."""
-    patch.setattr(beginning, "load", lambda *_, **__: smol)
+    give(patch, smol)
     for module in (collecting, analysing, drawing):
         patch.setattr(module, "FAMILIES", KEYS_AND_VALUES)
 
@@ -100,9 +101,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     samples = finished.df()
     assert len(samples) == 48 * (len(USE_ARMS) + len(ARMS))
     assert samples.groupby(["measure", "condition"]).size().eq(48).all()
-    for name in ("accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use")
     assert len(list((finished.path / "probes").glob("*/card.yaml"))) == 5
     assert finished.metrics["light_cone"]["layers_0_1"] < 1e-5
     assert finished.metrics["light_cone"]["last_layer"] > 1e-4
@@ -173,30 +172,14 @@ def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
     assert use["restart"]["token_accuracy"]["mean"] < 0.3
 
 
-def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
-    monkeypatch.setattr(study, "collect", None)
-    assert study.run(SMALL, finished.path.parent).path == finished.path
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     without_residual(monkeypatch, smol)
     small = dataclasses.replace(SMALL, contexts=4, samples=32)
     whole = study.run(small, tmp_path / "whole")
-    calls = []
-
-    def read_and_stop(*arguments: object) -> dict[str, torch.Tensor]:
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return read_context(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(collecting, "read_context", read_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(small, tmp_path / "stopped")
-    resumed = study.run(small, tmp_path / "stopped")
+    run = partial(study.run, small, tmp_path / "stopped")
+    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", at=3)
     assert len(calls) == 3 + 2
     assert json.dumps(resumed.metrics) == json.dumps(whole.metrics)
 
@@ -314,5 +297,4 @@ def test_a_preference_for_some_digits_is_no_knowledge_of_the_code():
 
 
 def test_codes_that_shift_the_tokens_around_them_are_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UserError, match="digits"):
-        read_context(smol, contexts()[0], ["48213", "482135"], batch=2)
+    refused(lambda: read_context(smol, contexts()[0], ["48213", "482135"], batch=2), "digits")

@@ -1,23 +1,21 @@
 """The memory study on real weights, at short contexts, and its sentences on numbers that were made up."""
 
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.memory.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
-from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
 from kvprobe.studies.memory import collect as collecting
 from kvprobe.studies.memory.analyse import analyse, slope
 from kvprobe.studies.memory.config import Config
 from kvprobe.studies.memory.narrative import answer_growth, answer_peak, answer_time
+from tests.studies.runs import assert_figures, give, interrupted, run_on
 
 SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=2)
 
@@ -25,7 +23,7 @@ SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=
 @pytest.fixture(scope="module")
 def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: smol)
+        give(patch, smol)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
@@ -66,30 +64,16 @@ def test_with_and_without_the_cache_the_token_is_the_same(finished: Run):
 
 
 def test_the_figures_are_drawn_and_the_tables_kept(finished: Run):
-    for name in ("stack", "generating", "growth", "times"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 8_000
+    assert_figures(finished, "stack", "generating", "growth", "times")
     assert len(finished.df("growth")) == SMALL.new + 1
     assert set(finished.df("times")["length"]) == {8, 32, 96}
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: smol)
-    measured: list[int] = []
-
-    def once_then_stop(model: Model, predicted: object) -> object:
-        if measured:
-            raise KeyboardInterrupt
-        measured.append(1)
-        return measure(model, predicted)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(collecting, "measure", once_then_stop)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(SMALL, tmp_path)
-    counted: list[int] = []
-    monkeypatch.setattr(collecting, "measure", lambda *given: counted.append(1) or measure(*given))
-    assert study.run(SMALL, tmp_path).finished
-    assert len(counted) == len(SMALL.contexts) - 1
-    shutil.rmtree(tmp_path)
+    run = partial(run_on, smol, study, SMALL, tmp_path)
+    resumed, calls = interrupted(run, monkeypatch, collecting, "measure", at=2)
+    assert resumed.finished
+    assert len(calls) == len(SMALL.contexts) + 1
 
 
 def test_the_slope_is_the_power_of_the_length():
@@ -116,18 +100,3 @@ def test_the_worst_error_keeps_its_sign_and_context():
     worst = analyse(found, GROWTH, times(float, float))["off"]["peak"]
     assert worst == {"error": pytest.approx(-0.03), "context": 128}
     assert np.sign(worst["error"]) == -1
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"contexts": (64, 3)}, "'contexts' is 3; expected 4 to 131072"),
-        ({"timed": (64, 128)}, "at least 3"),
-        ({"memory": "24G"}, "24GiB"),
-        ({"repeats": 1}, "'repeats'"),
-        ({"new": 1}, "'new'"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, str | int], said: str):
-    with pytest.raises(UserError, match=said):
-        Config(**settings)  # type: ignore[arg-type]

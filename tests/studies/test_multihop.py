@@ -4,6 +4,7 @@ it."""
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.narrative as telling
 import kvprobe.studies.multihop.study as study
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
 from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
@@ -36,6 +33,7 @@ from kvprobe.studies.multihop.narrative import answer_new, answer_paired, answer
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
 from tests.models import llama, tiny_tokenizer
+from tests.studies.runs import assert_figures, give, interrupted
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
 CODES = ("48213", "90577", "33662")
@@ -201,7 +199,7 @@ def shallow() -> Model:
 @pytest.fixture(scope="module")
 def finished(shallow: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: shallow)
+        give(patch, shallow)
         for module in (collecting, telling):
             patch.setattr(module, "sessions", lambda: tuple(made_up(number) for number in range(30)))
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
@@ -217,36 +215,18 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
         "use": 32 * len(USE_ARMS),
         "probe": 32 * len(PLACES) * 2 * len(SPLITS),
     }
-    for name in ("by_distance", "by_layer_v", "transfer", "use"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "use")
     assert "The control holds" in json.dumps(finished.report)
     assert finished.metrics["light_cone"]["hop-forced"][SHALLOW]["there"] is None
     assert "hop-forced: only the last summary in view" in write_report(finished.path, finished.report).read_text()
 
 
-def test_a_finished_run_is_found_again_and_not_run(finished: Run, shallow: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: shallow)
-    monkeypatch.setattr(study, "collect", None)
-    assert study.run(SMALL, finished.path.parent).path == finished.path
-
-
 def test_an_interrupted_reading_goes_on_where_it_stopped(
     shallow: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = []
-
-    def read_and_stop(*arguments: Any) -> dict[str, torch.Tensor]:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return read_session(*arguments)
-
-    monkeypatch.setattr(collecting, "read_session", read_and_stop)
-    run = Run(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        collecting.collect(shallow, SMALL, run)
-    found = Collected.load(collecting.collect(shallow, SMALL, run), SMALL)
+    collect = partial(collecting.collect, shallow, SMALL, Run(tmp_path))
+    paths, calls = interrupted(collect, monkeypatch, collecting, "read_session", at=2)
+    found = Collected.load(paths, SMALL)
     assert len(calls) == 2 + 7
     assert [len(codes) for _, _, codes, *_ in calls] == [4] * 9
     assert found.contexts.tolist() == [session for session in range(8) for _ in range(4)]
@@ -321,25 +301,3 @@ def test_runs_of_distances_are_joined():
     assert in_words([]) == "none"
     assert in_words([2]) == "2"
     assert in_words([0, 1, 2, 5, 7]) == "0 to 2, 5 and 7"
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"sessions": 31}, "Setting 'sessions' is 31; expected 5 to 30"),
-        ({"sessions": 4}, "Setting 'sessions' is 4; expected 5 to 30"),
-        ({"samples": 361}, "not a multiple of the 30 sessions; expected 360 or 390"),
-        ({"families": ("resid_post",)}, "expected k_pre, k or v as well"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], match: str):
-    with pytest.raises(UserError, match=match):
-        Config(**settings)
-
-
-def test_the_presets_are_settings_of_the_study():
-    own = {name: preset for name, preset in presets().items() if preset.study == "multihop"}
-    assert set(own) >= {"multihop", "multihop-quick"}
-    for preset in own.values():
-        assert preset.minutes
-        assert isinstance(from_mapping(Config, preset.settings), Config)

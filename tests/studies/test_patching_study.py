@@ -3,6 +3,7 @@ them."""
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.patching.collect as collecting
 import kvprobe.studies.patching.study as study
-from kvprobe.errors import UserError
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
 from kvprobe.report.page import write_report
 from kvprobe.studies.patching.analyse import analyse, band_of, bands_by_half
@@ -39,33 +36,10 @@ from kvprobe.studies.patching.collect import (
 from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.narrative import answer, controls, findings, warnings
 from kvprobe.tasks.facts import Fact, pair
-from tests.models import llama, tiny_tokenizer
+from tests.studies.runs import assert_figures, interrupted, made_up_fact, run_on
 
 N_LAYERS = 4
 SMALL = Config(kinds=("code", "name"), facts=3, step=2, check=8)
-
-
-@pytest.fixture(scope="module")
-def deep() -> Model:
-    """Four layers, and weights so large that a value moves the answer."""
-    return llama(seed=3, num_hidden_layers=N_LAYERS, tokenizer=tiny_tokenizer(), initializer_range=0.4)
-
-
-def made_up(kind: str, number: int, values: tuple[str, str]) -> Fact:
-    return Fact(
-        id=f"{kind}-{number}",
-        kind=kind,
-        system="be kind",
-        chat_user="a day",
-        chat_assistant="it is",
-        fact_user=f"the {kind} is {{fact}} so",
-        fact_assistant="well",
-        later_user="and the sea?",
-        later_assistant="it is cold",
-        question=f"what is the {kind}?",
-        lead="it is",
-        values=values,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +48,8 @@ def tiny_facts(deep: Model) -> tuple[Fact, ...]:
     letters = "bcdefghijkmnopqrsu"
     found: list[Fact] = []
     for kind, wanted in (("code", (True, True, True)), ("name", (True, True, False))):
-        said = {letter: _likes(deep, made_up(kind, 0, (letter, "v"))) for letter in letters}
-        id_of = {letter: pair(made_up(kind, 0, (letter, "v")), deep.tokenizer).answers[0] for letter in letters}
+        said = {letter: _likes(deep, made_up_fact(0, kind, (letter, "v"))) for letter in letters}
+        id_of = {letter: pair(made_up_fact(0, kind, (letter, "v")), deep.tokenizer).answers[0] for letter in letters}
 
         def margin(one: str, other: str, said: Any = said, id_of: Any = id_of) -> float:
             """How surely both values are said, each in its own run."""
@@ -84,7 +58,7 @@ def tiny_facts(deep: Model) -> tuple[Fact, ...]:
 
         both = sorted(combinations(letters, 2), key=lambda values: -margin(*values))
         right, wrong = iter(both), iter(reversed(both))
-        found += [made_up(kind, number, next(right if able else wrong)) for number, able in enumerate(wanted)]
+        found += [made_up_fact(number, kind, next(right if able else wrong)) for number, able in enumerate(wanted)]
     return tuple(found)
 
 
@@ -97,9 +71,8 @@ def _likes(model: Model, fact: Fact) -> Any:
 
 def run_tiny(model: Model, chosen: tuple[Fact, ...], root: Path, config: Config = SMALL) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: model)
         patch.setattr(collecting, "facts", lambda _: chosen)
-        return study.run(config, root)
+        return run_on(model, study, config, root)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +126,9 @@ def test_the_report_has_every_map_view_and_figure(finished: Run):
         assert heading in page
     assert page.count('data-component="HeatMap"') == 3 + 2 + 2
     assert page.count('data-component="ColoredTokensMulti"') == 1
-    for name in ("whole_by_segment", "layer_by_segment", "layer_by_head", "reader_and_total", "layer_by_slot"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
+    assert_figures(
+        finished, "whole_by_segment", "layer_by_segment", "layer_by_head", "reader_and_total", "layer_by_slot"
+    )
     assert "DOES NOT HOLD" not in page
     assert "too few for an interval" in page
 
@@ -162,18 +136,8 @@ def test_the_report_has_every_map_view_and_figure(finished: Run):
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, deep: Model, tiny_facts: tuple[Fact, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    measure, calls = collecting.measure, []
-
-    def stopping(*arguments: Any) -> pd.DataFrame:
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    monkeypatch.setattr(collecting, "measure", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        run_tiny(deep, tiny_facts, tmp_path)
-    resumed = run_tiny(deep, tiny_facts, tmp_path)
+    run = partial(run_tiny, deep, tiny_facts, tmp_path)
+    resumed, calls = interrupted(run, monkeypatch, collecting, "measure", at=4)
     assert len(calls) == 4 + 3
     assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
 
@@ -329,15 +293,3 @@ def test_few_facts_and_a_broken_control_are_warned_of():
     broken = table_with({"K": 0.1, "V": 0.8}, {"K": 3, "V": 2})
     broken.loc[(broken["grid"] == WHOLE) & (broken["segment"] == "system"), "effect"] = 0.5
     assert "Light cone" in warnings(numbers_of(broken))[0]
-
-
-def test_presets_are_configs_and_the_plain_one_is_the_default():
-    assert from_mapping(Config, presets()["patching"].settings) == Config()
-    for name in ("patching-quick", "patching-gemma3"):
-        from_mapping(Config, presets()[name].settings)
-
-
-@pytest.mark.parametrize("wrong", [{"facts": 13}, {"ways": 3}, {"step": -1}, {"check": 0}])
-def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        Config(**wrong)

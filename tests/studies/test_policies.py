@@ -12,11 +12,9 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.policies.study as study
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
-from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Scene
@@ -43,6 +41,8 @@ from kvprobe.studies.policies.figures import MAPS, budget_maps
 from kvprobe.studies.policies.narrative import answer_memory, answer_random, warnings
 from kvprobe.tasks.instructions import DEPTHS, PLACES, VALUES, instructions, needles
 from kvprobe.text.tokens import Tokens
+from tests.refusals import refused
+from tests.studies.runs import assert_figures, give, interrupted
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
 MEASURED = (RANDOM, RANDOM_SINKS, "quantise")
@@ -72,7 +72,7 @@ def short() -> Iterator[None]:
 def run_few(smol: Model, root: Path) -> Run:
     """The study with few kinds of policies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: smol)
+        give(patch, smol)
         for name in KINDS.keys() - set(MEASURED):
             patch.delitem(KINDS, name)
         patch.setitem(KINDS, "quantise", replace(KINDS["quantise"], bits=(4,)))
@@ -110,8 +110,7 @@ def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(smol: Model):
 
 def test_a_conversation_longer_than_its_small_talk_is_refused(smol: Model):
     given, _ = sample_conversation(smol, SMALL, 0)
-    with pytest.raises(UserError, match="small talk"):
-        collecting.conversation(given, 50_000, smol.tokenizer)
+    refused(lambda: collecting.conversation(given, 50_000, smol.tokenizer), "small talk")
 
 
 def test_every_instruction_and_needle_has_its_place_to_fill():
@@ -217,9 +216,7 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
     assert len(samples) == SMALL.samples * (2 * 2 + 1 + 1)
     assert samples.groupby("condition").size().eq(SMALL.samples).all()
     assert (samples["bytes"] <= samples[samples["kind"] == FULL]["bytes"].max()).all()
-    for name in ("quality_by_memory", "instructions_by_place"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "quality_by_memory", "instructions_by_place")
     assert finished.metrics["unchanged"]["kl"] < 1e-6
     assert "The control holds." in json.dumps(finished.report)
     (quality,) = [each for each in finished.report["sections"] if each["title"] == "Quality for memory"]
@@ -241,27 +238,14 @@ def test_a_sample_does_not_depend_on_the_others(finished: Run, smol: Model, monk
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     finished: Run, smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls: list[int] = []
-
-    def read_and_stop(model: Model, config: Config, sample: int) -> pd.DataFrame:
+    def of_the_run(model: Model, config: Config, sample: int) -> pd.DataFrame:
         """What the run itself read, which `test_a_sample_does_not_depend_on_the_others` lets us take from it."""
-        calls.append(sample)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
         return finished.df().query("sample == @sample")
 
-    monkeypatch.setattr(collecting, "read_sample", read_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        run_few(smol, tmp_path)
-    resumed = run_few(smol, tmp_path)
-    assert calls == [0, 1, 1]
+    resumed, calls = interrupted(lambda: run_few(smol, tmp_path), monkeypatch, collecting, "read_sample", 2, of_the_run)
+    assert [sample for *_, sample in calls] == [0, 1, 1]
     assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
     assert resumed.report["answer"] == finished.report["answer"]
-
-
-def test_a_finished_run_is_found_again_and_not_run(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(study, "collect", None)
-    assert run_few(smol, finished.path.parent).path == finished.path
 
 
 MADE_UP = Config(samples=16, budgets=(20, 50, 100))
@@ -368,18 +352,3 @@ def test_the_least_memory_is_where_the_line_crosses_the_tolerance():
 def test_policies_are_judged_at_the_measured_budgets_nearest_to_those_wanted():
     assert judged_budgets(Config(budgets=(5, 25, 40, 100))) == [25, 40]
     assert judged_budgets(Config(budgets=(30, 100))) == [30]
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"budgets": (0, 20)}, "'budgets' is 0; expected 1 to 100"),
-        ({"budgets": (20, 101)}, "'budgets' is 101; expected 1 to 100"),
-        ({"budgets": (1, 20)}, "expected at least 8 slots, 2 percent"),
-        ({"length": 100}, "160 to 2000"),
-        ({"samples": 1}, "2 to 10000"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
-    with pytest.raises(UserError, match=sentence):
-        Config(**settings)

@@ -1,7 +1,7 @@
 """The robustness study on tiny random models: which cases there are, what is counted, and what the numbers decide."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.robustness.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments import trials
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
@@ -38,20 +33,16 @@ from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from kvprobe.wording import estimate_of
-from tests.models import CHATML, N_LAYERS
+from tests.models import N_LAYERS
+from tests.refusals import refused
+from tests.studies.runs import assert_figures, gsm8k_questions, interrupted, run_on
 
 SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
 
 
-def run_on(model: Model, config: Config, root: Path) -> Run:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "load", lambda *_, **__: model)
-        return study.run(config, root)
-
-
 @pytest.fixture(scope="module")
 def finished(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_on(tiny_llama, SMALL, tmp_path_factory.mktemp("runs"))
+    return run_on(tiny_llama, study, SMALL, tmp_path_factory.mktemp("runs"))
 
 
 def test_there_is_a_case_for_each_fault_rate_and_repeat_and_for_each_control():
@@ -116,9 +107,7 @@ def test_a_run_holds_every_condition_number_and_figure(finished: Run):
     task = finished.metrics["tasks"]["retrieve"]
     assert len(task["levels"]) == len(CATALOGUE) * 2
     assert len(task["procedure"]) == 27
-    for name in ("accuracy_by_rate", "kl_by_rate"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "accuracy_by_rate", "kl_by_rate")
     page = write_report(finished.path, finished.report).read_text()
     assert all(kind.label.replace("&", "&amp;") in page for kind in CATALOGUE.values())
 
@@ -161,19 +150,8 @@ def test_the_nan_is_named_and_not_counted_among_rows_that_broke(finished: Run):
 def test_an_interrupted_run_goes_on_with_the_same_numbers(
     finished: Run, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    real, read = trials.answer, []
-
-    def stops(model: Model, sample: trials.Sample, *rest: Any, **settings: Any) -> pd.DataFrame:
-        read.append(sample.number)
-        if len(read) == 2:
-            raise KeyboardInterrupt
-        return real(model, sample, *rest, **settings)
-
-    monkeypatch.setattr(trials, "answer", stops)
-    with pytest.raises(KeyboardInterrupt):
-        run_on(tiny_llama, SMALL, tmp_path)
-    again = run_on(tiny_llama, SMALL, tmp_path)
-    assert read == [0, 1, 1]
+    again, calls = interrupted(lambda: run_on(tiny_llama, study, SMALL, tmp_path), monkeypatch, trials, "answer", at=2)
+    assert [sample.number for _, sample, *_ in calls] == [0, 1, 1]
     pd.testing.assert_frame_equal(again.df(), finished.df())
     assert again.metrics == finished.metrics
 
@@ -182,7 +160,7 @@ def test_without_kl_the_study_still_runs_and_says_so(tiny_llama: Model, tmp_path
     config = Config(
         tasks=("retrieve",), samples=2, faults=("zeros", "permuted"), rates=(50.0,), procedure=0.0, follow=False
     )
-    run = run_on(tiny_llama, config, tmp_path)
+    run = run_on(tiny_llama, study, config, tmp_path)
     assert all(each["kl"] is None for each in run.metrics["tasks"]["retrieve"]["levels"])
     assert not (run.path / "figures" / "kl_by_rate.png").exists()
     assert "KL was not measured" in " ".join(run.report["warnings"])
@@ -405,7 +383,7 @@ def test_few_items_are_warned_of():
 
 def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
     config = replace(
-        MADE_UP, tasks=(f"gsm8k:{_questions(tmp_path, 20)}",), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0)
+        MADE_UP, tasks=(f"gsm8k:{gsm8k_questions(tmp_path, 20)}",), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0)
     )
     task = find_task(config.tasks[0])
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
@@ -426,32 +404,9 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     assert "published" in (tmp_path / "accuracy_by_rate.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"faults": ("gaussian", "zero")}, "did you mean 'zeros'"),
-        ({"tasks": ("resite",)}, "did you mean 'recite'"),
-        ({"reported": "canarypwn-8b"}, "did you mean 'canarypwn-7b'"),
-        ({"reported": "canarypwn-7b"}, "which is about gsm8k"),
-        ({"rates": (0.0, 10.0)}, "'rates' has 0; expected percents above 0, up to 100"),
-        ({"rates": (10.0, 101.0)}, "'rates' has 101"),
-        ({"samples": 1}, "2 to 100000"),
-        ({"repeats": 0}, "1 to 1000"),
-        ({"procedure": 101.0}, "0 to 100"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
-    settings: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    with pytest.raises(UserError, match=sentence):
-        study.run(Config(**settings), tmp_path)
-
-
 def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
-    config = Config(tasks=(f"gsm8k:{_questions(tmp_path, 2)}",), reported="canarypwn-bands-7b")
-    with pytest.raises(UserError, match="name one of those"):
-        beside(config, [find_task(config.tasks[0])])
+    config = Config(tasks=(f"gsm8k:{gsm8k_questions(tmp_path, 2)}",), reported="canarypwn-bands-7b")
+    refused(lambda: beside(config, [find_task(config.tasks[0])]), "name one of those")
 
 
 GSM8K_PRESETS = [name for name in presets() if name.startswith("gsm8k")]
@@ -471,14 +426,10 @@ def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
         assert config.samples == (1319 if name.endswith("full") else table.samples)
 
 
-def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
+def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tiny_qwen2: Path, tmp_path: Path):
     """As the preset says, but for the model, the items and how many of them."""
     settings = dict(presets()["gsm8k-qwen2.5-1.5b"].settings)
-    settings |= {
-        "model": str(_qwen2(tmp_path / "qwen2")),
-        "tasks": [f"gsm8k:{_questions(tmp_path, 10)}"],
-        "samples": 10,
-    }
+    settings |= {"model": str(tiny_qwen2), "tasks": [f"gsm8k:{gsm8k_questions(tmp_path, 10)}"], "samples": 10}
     run = study.run(from_mapping(Config, settings), tmp_path / "runs")
     (task,) = run.metrics["tasks"].values()
     assert task["clean"]["strict"]["mean"] == 0
@@ -494,51 +445,3 @@ def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tmp_path: Path):
 
 def _section(report: dict[str, Any], title: str) -> dict[str, Any]:
     return next(section for section in report["sections"] if section["title"] == title)
-
-
-def _questions(folder: Path, count: int) -> Path:
-    """A file in the shape of GSM8K."""
-    path = folder / "questions.jsonl"
-    lines = [
-        {"question": f"Ann has {n} eggs and buys {n + 3} more. How many?", "answer": f"{n}+{n + 3}\n#### {2 * n + 3}"}
-        for n in range(count)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def _qwen2(folder: Path) -> Path:
-    """A tiny random Qwen2 with a tokenizer of single bytes, as a user's local folder holds one."""
-    letters: Sequence[str] = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|im_start|>", "<|im_end|>"]
-    core = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate([*special, *letters])}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, additional_special_tokens=special, eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = CHATML
-    config = transformers.Qwen2Config(
-        vocab_size=len(special) + len(letters),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.Qwen2ForCausalLM(config)
-        with torch.no_grad():
-            # A feature that all tokens share and that speaks for the end token, so that answers end: without it all
-            # rows babble for the 512 tokens that GSM8K allows.
-            model.model.embed_tokens.weight[:, 0] = 1.0
-            model.lm_head.weight[1] = 0.0
-            model.lm_head.weight[1, 0] = 1.5
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder

@@ -11,14 +11,11 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.experiments.begin as beginning
 import kvprobe.studies.use.study as study
-from kvprobe.errors import UserError
 from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
-from kvprobe.stats import Estimate
 from kvprobe.studies.use import collect as collecting
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import cases_of, chosen_places, collect_effects, fit_halves
@@ -28,57 +25,36 @@ from kvprobe.studies.use.figures import SITES
 from kvprobe.studies.use.fit import DIGITS, LEACE, RANDOM, features, labels
 from kvprobe.studies.use.read import PARTS, PLACES, Layout, read_turn
 from kvprobe.studies.use.sentences import answer_probes, answer_swap, answer_use, controls, dose_sentence
-from kvprobe.tasks.passcode import Context, conversation
-from tests.models import llama, tiny_tokenizer
+from kvprobe.tasks.passcode import conversation
+from tests.refusals import refused
+from tests.studies.runs import about, assert_figures, give, interrupted, short_contexts
 
 SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
-CONTEXTS = tuple(
-    Context(
-        id=f"short-{number}",
-        system="Be kind.",
-        chat_user=f"the ride {number}",
-        chat_assistant="Ah.",
-        ask_summary_1="Sum?",
-        summary_1=f"a ride {number}.",
-        secret_user=f"{'so ' * number}the code is {{code}}.",
-        secret_assistant="Ta.",
-        ask_summary_2="And then?",
-        summary_2="the code was told.",
-        question="the code?",
-        answer="It is",
-    )
-    for number in range(8)
-)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    """A tiny model with room for the conversations, and weights large enough for caches to matter."""
-    return llama(tokenizer=tiny_tokenizer(), max_position_embeddings=2048, initializer_range=0.4)
+CONTEXTS = short_contexts(8, longer="so ")
 
 
 def use_short_conversations(patch: pytest.MonkeyPatch, model: Model) -> None:
-    patch.setattr(beginning, "load", lambda *_, **__: model)
+    give(patch, model)
     patch.setattr(collecting, "contexts", lambda: CONTEXTS)
 
 
 @pytest.fixture(scope="module")
-def finished(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        use_short_conversations(patch, model)
+        use_short_conversations(patch, roomy)
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def cases(model: Model) -> list[collecting.Case]:
+def cases(roomy: Model) -> list[collecting.Case]:
     with pytest.MonkeyPatch.context() as patch:
-        use_short_conversations(patch, model)
-        return cases_of(SMALL, model.tokenizer)
+        use_short_conversations(patch, roomy)
+        return cases_of(SMALL, roomy.tokenizer)
 
 
 @pytest.fixture(scope="module")
-def reads(model: Model, cases: list[collecting.Case]) -> list[dict[str, torch.Tensor]]:
-    return [read_turn(model, case.context, case.codes, SMALL.batch) for case in cases]
+def reads(roomy: Model, cases: list[collecting.Case]) -> list[dict[str, torch.Tensor]]:
+    return [read_turn(roomy, case.context, case.codes, SMALL.batch) for case in cases]
 
 
 def test_no_code_serves_twice_and_a_pair_differs_in_its_first_digit(cases: list[collecting.Case]):
@@ -89,12 +65,12 @@ def test_no_code_serves_twice_and_a_pair_differs_in_its_first_digit(cases: list[
 
 
 def test_what_is_read_is_what_each_code_leaves_less_their_average(
-    model: Model, cases: list[collecting.Case], reads: list[dict[str, torch.Tensor]]
+    roomy: Model, cases: list[collecting.Case], reads: list[dict[str, torch.Tensor]]
 ):
     case, read = cases[1], reads[1]
-    rows = [conversation(case.context, code).tokens(model.tokenizer) for code in case.codes]
+    rows = [conversation(case.context, code).tokens(roomy.tokenizer) for code in case.codes]
     layout = Layout.of(rows[0])
-    values = torch.stack([model.prefill(row[: layout.stop]).values[2][0].transpose(0, 1).flatten(1) for row in rows])
+    values = torch.stack([roomy.prefill(row[: layout.stop]).values[2][0].transpose(0, 1).flatten(1) for row in rows])
     average = values.mean(0)
     torch.testing.assert_close(read["average.V"][2], average[layout.start : layout.stop], atol=1e-5, rtol=1e-4)
     slots = list(layout.places["summary"])
@@ -104,7 +80,7 @@ def test_what_is_read_is_what_each_code_leaves_less_their_average(
     torch.testing.assert_close(read["summary.gram.V"][2], gram, atol=1e-4, rtol=1e-3)
     digit = layout.places["code"][3]
     torch.testing.assert_close(read["code.V"][2, :, 3], (values - average)[:, digit], atol=1e-5, rtol=1e-3)
-    text = model.tokenizer.decode([rows[4].ids[slot] for slot in layout.places["code"]])
+    text = roomy.tokenizer.decode([rows[4].ids[slot] for slot in layout.places["code"]])
     assert text == case.codes[4] == "".join(map(str, read["digits"][:, 4].tolist()))
 
 
@@ -121,11 +97,11 @@ def test_an_eraser_fitted_on_slots_guards_their_mean(reads: list[dict[str, torch
 
 
 def test_an_edit_in_full_holds_the_source_in_its_place_and_nothing_of_it_elsewhere(
-    model: Model, cases: list[collecting.Case], reads: list[dict[str, torch.Tensor]]
+    roomy: Model, cases: list[collecting.Case], reads: list[dict[str, torch.Tensor]]
 ):
     erasers, case = fit_halves(reads, SMALL)[1], cases[0]
-    scene = stage(model, case.context, case.pair, reads[0], case.codes)
-    layers = range(model.geometry.n_layers)
+    scene = stage(roomy, case.context, case.pair, reads[0], case.codes)
+    layers = range(roomy.geometry.n_layers)
     for place in PLACES:
         slots = list(scene.layout.places[place])
         others = [slot for slot in range(scene.base.slots) if slot not in slots]
@@ -149,9 +125,7 @@ def test_a_run_holds_every_table_and_figure_and_its_controls(finished: Run):
     assert len(metrics["erased"]) == len(SITES) * bands * 3
     assert len(metrics["swapped"]) == len(SITES) * 3
     assert len(finished.df("doses")) == SMALL.contexts * len(STRENGTHS) * 2 * 3
-    for name in ("read_and_used", "by_band", "doses", "probes"):
-        assert (finished.path / "figures" / f"{name}.png").stat().st_size > 10_000
-        assert (finished.path / "figures" / f"{name}.svg").is_file()
+    assert_figures(finished, "read_and_used", "by_band", "doses", "probes")
     assert finished.df("replies")["erased"].nunique() == 1 + 2 * 3
     json.dumps(finished.report)
 
@@ -178,25 +152,14 @@ def test_a_probe_of_intact_features_reads_and_that_of_erased_ones_does_not(finis
 
 def test_interrupted_edits_go_on_where_they_stopped_with_the_same_numbers(
     finished: Run,
-    model: Model,
+    roomy: Model,
     cases: list[collecting.Case],
     reads: list[dict[str, torch.Tensor]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    calls, measured = [], collecting.measure
-
-    def measure_and_stop(*arguments: Any) -> pd.DataFrame:
-        calls.append(arguments)
-        if len(calls) == 8:
-            raise KeyboardInterrupt
-        return measured(*arguments)
-
-    monkeypatch.setattr(collecting, "measure", measure_and_stop)
-    collect = partial(collect_effects, model, cases, reads, fit_halves(reads, SMALL), SMALL, Run(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        collect()
-    table = collect()
+    collect = partial(collect_effects, roomy, cases, reads, fit_halves(reads, SMALL), SMALL, Run(tmp_path))
+    table, calls = interrupted(collect, monkeypatch, collecting, "measure", at=8)
     # Two conversations were whole; of the third one view was measured twice, and another begun.
     assert len(calls) == SMALL.contexts * len(VIEWS) + 2
     pd.testing.assert_frame_equal(table, finished.df())
@@ -213,29 +176,25 @@ def test_the_place_of_a_half_is_chosen_on_the_other():
     assert places == ((IN_VIEW, "code", "2–3", "V"), (IN_VIEW, "code", "0–1", "V"))
 
 
-def of(mean: float, give: float = 0.1) -> dict[str, float]:
-    return Estimate(mean, mean - give, mean + give).record()
-
-
 def metrics_with(
     code: float = 20.0, after: float = 0.0, masked: float = 0.0, way: bool = True, same: float = 0.1, anew: float = 0.1
 ) -> dict[str, Any]:
     lost = {"code": code, "after": after, "summary": masked}
     site = {"part": BOTH, "band": EVERY_LAYER}
     erased = [
-        {"view": view, "place": place, **site, "claim": of(lost[place]), "lost": {FULL: of(lost[place] + 1)}}
+        {"view": view, "place": place, **site, "claim": about(lost[place]), "lost": {FULL: about(lost[place] + 1)}}
         for view, place in SITES
     ]
-    share = {LEACE: of(0.9), RANDOM: of(0.1), FULL: of(1.0)}
+    share = {LEACE: about(0.9), RANDOM: about(0.1), FULL: about(1.0)}
     probes = [
-        {"place": place, "part": "V", "probe": probe, "state": state, "accuracy": of(value)}
+        {"place": place, "part": "V", "probe": probe, "state": state, "accuracy": about(value)}
         for place in PLACES
         for probe, after in ((SAME, same), (ANEW, anew))
         for state, value in ((INTACT, 0.8), (LEACE, after))
     ]
     return {
         "chance": 0.1,
-        "scale": {IN_VIEW: {"margin": of(24.0)}},
+        "scale": {IN_VIEW: {"margin": about(24.0)}},
         "erased": erased,
         "swapped": [{"view": IN_VIEW, "place": "code", **site, "share": share if way else None}],
         "probes": probes,
@@ -280,22 +239,13 @@ def test_the_sentence_on_probes_follows_their_accuracy(settings: dict[str, float
 def test_the_sentence_on_doses_follows_the_line(bend: float, said: str):
     line = {0.0: 0.0, 0.25: 2.5, 0.5: 5.0, 0.75: 5.0 + 2.5 * bend, 1.0: 10.0, 1.5: 12.0, 2.0: 13.0}
     doses = [
-        {"kind": ERASE, "name": LEACE, "strength": strength, "value": of(line[strength])} for strength in STRENGTHS
+        {"kind": ERASE, "name": LEACE, "strength": strength, "value": about(line[strength])} for strength in STRENGTHS
     ]
     assert said in dose_sentence({"doses": doses})
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"), [({"contexts": 5}, "'contexts' is 5; expected 6 to 48"), ({"codes": 3}, "'codes' is 3")]
-)
-def test_settings_out_of_range_are_refused_in_one_sentence(settings: dict[str, int], named: str):
-    with pytest.raises(UserError, match=named):
-        Config(**settings)
-
-
-def test_digits_that_share_a_token_are_refused(model: Model):
-    with pytest.raises(UserError, match="tokenises digits apart"):
-        read_turn(model, CONTEXTS[0], ["48213", "482135"], batch=2)
+def test_digits_that_share_a_token_are_refused(roomy: Model):
+    refused(lambda: read_turn(roomy, CONTEXTS[0], ["48213", "482135"], batch=2), "tokenises digits apart")
 
 
 def test_the_seed_decides_the_random_subspaces(reads: list[dict[str, torch.Tensor]]):

@@ -5,13 +5,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.studies.leakage.config import SecretKind
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import KINDS, secret
 from kvprobe.text.transcript import Transcript
+from tests.refusals import refused
 
 CHAT = Transcript.from_messages([{"role": "user", "content": "hello"}], ["T1"])
 
@@ -34,8 +34,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     design = Design.labelled([CHAT] * 3, ["b", "a", "b"], ["x", "y", "z"], "mood")
     assert design.target == Target("mood", ("a", "b"))
     assert [sample.labels for sample in design.samples] == [(1,), (0,), (1,)]
-    with pytest.raises(UserError, match="one label and one context"):
-        Design.labelled([CHAT], ["a", "b"], ["x"])
+    refused(lambda: Design.labelled([CHAT], ["a", "b"], ["x"]), "one label and one context")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     ],
 )
 def test_an_inconsistent_target_or_design_is_refused(make, words: str):
-    with pytest.raises(UserError, match=words):
-        make()
+    refused(make, words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,15 +84,13 @@ def test_each_label_has_many_texts(smol: Model, kind: str):
     drawn = hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
     assert drawn == hidden.draw(20, 12, np.random.default_rng(1), smol.tokenizer)
     assert all(len(set(texts)) == 12 for texts in drawn)
-    with pytest.raises(UserError, match="were asked for in each context"):
-        hidden.draw(1, 1000, np.random.default_rng(1), smol.tokenizer)
+    refused(lambda: hidden.draw(1, 1000, np.random.default_rng(1), smol.tokenizer), "were asked for in each context")
 
 
 def test_a_code_s_labels_are_its_digits_and_the_study_knows_all_kinds():
     assert secret("code").labels("40213") == (4, 0, 2, 1, 3)
     assert secret("topic").target.classes[secret("topic").labels("jazz")[0]] == "music"
     assert get_args(SecretKind) == KINDS
-    with pytest.raises(UserError, match="did you mean 'topic'"):
-        secret("topc")
+    refused(lambda: secret("topc"), "did you mean 'topic'")
     context = secret("name").contexts[3]
     assert "{code}" not in conversation(context, "Anna Bell").messages[5].text

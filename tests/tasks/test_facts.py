@@ -1,17 +1,16 @@
 """The shipped facts, whose values stand nowhere else; pairs, which agree slot by slot; and what is no pair."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from kvprobe.errors import UserError
 from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.inference.model import Model
-from kvprobe.models.loading import resolve_folder
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
 from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
+from tests.refusals import refused
 
 TEXTS = (
     "system", "chat_user", "chat_assistant", "fact_user", "fact_assistant", "later_user", "later_assistant", "question",
@@ -19,15 +18,6 @@ TEXTS = (
 PER_KIND = 12
 
 every_fact = pytest.mark.parametrize("fact", facts(), ids=lambda fact: fact.id)
-
-
-@pytest.fixture(scope="module", params=["its own template", "no template"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """SmolLM2's, with its chat template and, as base models have it, without one."""
-    loaded = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
-    if request.param == "no template":
-        loaded.chat_template = None
-    return loaded
 
 
 def test_there_are_as_many_facts_of_each_kind_and_no_text_stands_twice():
@@ -40,8 +30,7 @@ def test_there_are_as_many_facts_of_each_kind_and_no_text_stands_twice():
 
 def test_kinds_are_given_in_the_order_asked_for_and_unknown_ones_refused():
     assert [fact.kind for fact in facts(("name", "code"))] == ["name"] * PER_KIND + ["code"] * PER_KIND
-    with pytest.raises(UserError, match="no kind of fact called 'codes'; did you mean 'code'"):
-        facts(("name", "codes"))
+    refused(lambda: facts(("name", "codes")), "no kind of fact called 'codes'; did you mean 'code'")
 
 
 @every_fact
@@ -111,16 +100,16 @@ def test_a_model_answers_with_the_value_in_its_prompt(kind: str, smol: Model):
 
 def test_values_of_different_length_are_refused(smol: Model):
     fact = replace(facts(("code",))[0], values=("4817", "73065"))
-    with pytest.raises(UserError, match=r"'cellar-door' have \d+ and \d+ tokens .* equally many"):
-        pair(fact, smol.tokenizer)
+    refused(lambda: pair(fact, smol.tokenizer), re.compile(r"'cellar-door' have \d+ and \d+ tokens .* equally many"))
 
 
 def test_indistinguishable_replies_are_refused(smol: Model):
     fact = replace(facts(("code",))[0], values=("4817", "4817"))
-    with pytest.raises(
-        ValueError, match=r"reply of fact 'cellar-door' begins with all of the other.*differ in a token"
-    ):
-        pair(fact, smol.tokenizer)
+    refused(
+        lambda: pair(fact, smol.tokenizer),
+        "reply of fact 'cellar-door' begins with all of the other",
+        "differ in a token",
+    )
 
 
 def test_what_the_answers_share_belongs_to_the_suffix(smol: Model):

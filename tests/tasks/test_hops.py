@@ -6,24 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from kvprobe.errors import UserError
-from kvprobe.models.loading import resolve_folder
 from kvprobe.studies.multihop.config import AVAILABLE_SESSIONS
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, agreeing, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
+from tests.refusals import refused
 
 every_session = pytest.mark.parametrize("session", sessions(), ids=lambda session: session.id)
-
-
-@pytest.fixture(scope="module", params=["its own template", "no template"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """SmolLM2's, with its chat template and, as base models have it, without one."""
-    loaded = AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
-    if request.param == "no template":
-        loaded.chat_template = None
-    return loaded
 
 
 def texts(session: Session) -> list[str]:
@@ -76,11 +65,9 @@ def test_codes_shift_no_token(tokenizer: Any):
 
 
 def test_codes_that_shift_the_tokens_after_them_are_refused(tokenizer: Any):
-    with pytest.raises(UserError, match="use a model that tokenises digits apart"):
-        agreeing(sessions()[0], ["48213", "482135"], tokenizer)
+    refused(lambda: agreeing(sessions()[0], ["48213", "482135"], tokenizer), "use a model that tokenises digits apart")
 
 
 def test_a_session_of_seven_turns_is_refused():
     session = sessions()[0]
-    with pytest.raises(UserError, match="has 7 turns; give 8"):
-        replace(session, turns=session.turns[:7])
+    refused(lambda: replace(session, turns=session.turns[:7]), "has 7 turns; give 8")

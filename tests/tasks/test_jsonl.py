@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
 from kvprobe.tasks import json_lines
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.json_lines import read_json_lines
 from kvprobe.tasks.jsonl import JSONLines
+from tests.refusals import refused
 
 GOOD = {"prompt": "Which colour is the sky?", "answer": "light blue"}
 
@@ -89,7 +89,7 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
         (b'{"prompt": "\\ud800", "answer": "y"}', "not UTF-8"),
         (b"[" * 200_000, "not JSON"),
         (b'{"chance": ' + b"1" * 5000 + b"}", "not JSON"),
-        (b"[1, 2]", r"is \[1, 2\]; write one JSON object"),
+        (b"[1, 2]", "is [1, 2]; write one JSON object"),
         (b'"' + b"x" * json_lines.MAX_LINE_BYTES + b'"', "longer than"),
         ({"answer": "y"}, "'prompt' is missing"),
         ({"prompt": "x"}, "'answer' is missing"),
@@ -104,20 +104,16 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
         ({"prompt": "x", "answer": "y", "id": 7}, "'id' is 7"),
         ({"prompt": "x", "answer": "y", "id": "line-1"}, "also that of line 1"),
         ({"prompt": [], "answer": "y"}, "at least one message"),
-        ({"prompt": {"role": "user"}, "answer": "y"}, "'prompt' is .*; it must be a text"),
+        ({"prompt": {"role": "user"}, "answer": "y"}, '\'prompt\' is {"role": "user"}; it must be a text'),
         ({"prompt": ["x"], "answer": "y"}, "must be objects with 'role' and 'content'"),
         ({"prompt": [{"role": "user"}], "answer": "y"}, "must be objects with 'role' and 'content'"),
-        ({"prompt": [{"role": "user", "content": [1]}], "answer": "y"}, "'content' is .*; it must be a text"),
+        ({"prompt": [{"role": "user", "content": [1]}], "answer": "y"}, "'content' is [1]; it must be a text"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "must end in a message of the user"),
     ],
 )
 def test_a_bad_line_is_refused_in_one_sentence_with_its_number(tmp_path: Path, line: Any, sentence: str):
     path = write(tmp_path, GOOD, b"", line, GOOD)
-    with pytest.raises(UserError, match=sentence) as refused:
-        JSONLines(path).items(1, 0)
-    assert str(refused.value).startswith(f"{path}, line 3: ")
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 400
+    assert refused(lambda: JSONLines(path).items(1, 0), sentence).startswith(f"{path}, line 3: ")
 
 
 def test_files_beyond_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -125,24 +121,18 @@ def test_files_beyond_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(json_lines, "MAX_LINES", 3)
     assert JSONLines(path).available == 3
     monkeypatch.setattr(json_lines, "MAX_LINES", 2)
-    with pytest.raises(UserError, match="more than 2 lines"):
-        JSONLines(path).items(1, 0)
+    refused(lambda: JSONLines(path).items(1, 0), "more than 2 lines")
     monkeypatch.setattr(json_lines, "MAX_FILE_BYTES", path.stat().st_size - 1)
-    with pytest.raises(UserError, match="is larger than"):
-        JSONLines(path).items(1, 0)
+    refused(lambda: JSONLines(path).items(1, 0), "is larger than")
 
 
 def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path):
     for path in (tmp_path / "none.jsonl", tmp_path, Path("/dev/zero")):
-        with pytest.raises(UserError, match="There is no file"):
-            read_json_lines(path, lambda number, entry: number)
-    with pytest.raises(UserError, match="is empty"):
-        JSONLines(write(tmp_path, b"", b"  ")).items(1, 0)
+        refused(lambda path=path: read_json_lines(path, lambda number, entry: number), "There is no file")
+    refused(lambda: JSONLines(write(tmp_path, b"", b"  ")).items(1, 0), "is empty")
 
 
 def test_more_items_than_lines_and_no_new_tokens_are_refused(tmp_path: Path):
     path = write(tmp_path, GOOD)
-    with pytest.raises(UserError, match=r"2 items of .* were asked for; there are 1"):
-        JSONLines(path).items(2, 0)
-    with pytest.raises(UserError, match="max_new_tokens=0"):
-        JSONLines(path, max_new_tokens=0)
+    refused(lambda: JSONLines(path).items(2, 0), "2 items of", "were asked for; there are 1")
+    refused(lambda: JSONLines(path, max_new_tokens=0), "max_new_tokens=0")

@@ -5,19 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.errors import UserError
-from kvprobe.tasks.ordinal import (
-    ASKED,
-    COLOURS,
-    ITEMS,
-    PLACES,
-    SEGMENTS,
-    VERBS,
-    Memo,
-    draw,
-    is_held_out,
-    vocabulary,
-)
+from kvprobe.tasks.ordinal import ASKED, COLOURS, ITEMS, PLACES, SEGMENTS, VERBS, Memo, draw, is_held_out, vocabulary
+from tests.refusals import refused
 
 SPLITS = ("train", "held_out")
 splits = st.sampled_from(SPLITS)
@@ -104,17 +93,12 @@ def test_no_word_has_two_numbers():
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_inconsistent_memo_is_refused():
-    with pytest.raises(UserError, match="reference called 'value'"):
-        Memo(THINGS, 0, "value")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="question called 'price'"):
-        Memo(THINGS, 0, asked="price")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="names place 6"):
-        Memo(THINGS, 6)
-    with pytest.raises(UserError, match="lists 2"):
-        Memo(THINGS[:2], 0)
+    refused(lambda: Memo(THINGS, 0, "value"), "reference called 'value'")
+    refused(lambda: Memo(THINGS, 0, asked="price"), "question called 'price'")
+    refused(lambda: Memo(THINGS, 6), "names place 6")
+    refused(lambda: Memo(THINGS[:2], 0), "lists 2")
 
 
 @pytest.mark.parametrize("other", [1, -1, 6])
 def test_a_swap_with_itself_or_beyond_the_list_is_refused(other: int):
-    with pytest.raises(UserError, match=f"Place {other} cannot"):
-        Memo(THINGS, 1).swapped(other)
+    refused(lambda: Memo(THINGS, 1).swapped(other), f"Place {other} cannot")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.errors import UserError
 from kvprobe.text.chat_file import MAX_BYTES, read_chat
+from tests.refusals import refused
 
 
 def test_messages_become_numbered_segments(tmp_path: Path):
@@ -36,10 +36,8 @@ def test_messages_become_numbered_segments(tmp_path: Path):
 def test_a_file_that_is_not_a_chat_is_refused(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "chat.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_chat(path)
+    refused(lambda: read_chat(path), message)
 
 
 def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no file"):
-        read_chat(tmp_path)
+    refused(lambda: read_chat(tmp_path), "no file")

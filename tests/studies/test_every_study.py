@@ -1,0 +1,178 @@
+"""What holds for every study: settings are refused before a model is loaded, presets fit, finished runs are found."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvprobe.experiments.begin as beginning
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.inference.model import Model
+from kvprobe.studies import STUDIES, find
+from tests.refusals import refused
+from tests.studies.runs import give
+
+FAMILY = "expected false, or a fault and a percentage above 0, up to 100"
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "leakage": [
+        ({"contexts": 0}, "'contexts' is 0; expected 1 to 48"),
+        ({"contexts": 49}, "'contexts' is 49; expected 1 to 48"),
+        ({"contexts": 4}, "'contexts' is 4; expected 1, or at least as many as folds (5)"),
+        ({"folds": 2}, "'folds' is 2; expected 3 to 20"),
+        ({"samples": 10}, "'samples' is 10; expected 96 to 40000"),
+        ({"samples": 769}, "not a multiple of the 48 contexts; expected 768 or 816"),
+        ({"batch": 0}, "'batch' is 0; expected at least 1"),
+    ],
+    "compaction": [
+        ({"contexts": 4}, "'contexts' is 4; expected 5 to 48"),
+        ({"samples": 100}, "not a multiple of the 48 contexts; expected 96 or 144"),
+        ({"continuation": 0}, "'continuation' is 0; expected 1 to 512"),
+        ({"answer": 0}, "'answer' is 0; expected 1 to 256"),
+    ],
+    "policies": [
+        ({"budgets": (0, 20)}, "'budgets' is 0; expected 1 to 100"),
+        ({"budgets": (20, 101)}, "'budgets' is 101; expected 1 to 100"),
+        ({"budgets": (1, 20)}, "expected at least 8 slots, 2 percent"),
+        ({"length": 100}, "160 to 2000"),
+        ({"samples": 1}, "2 to 10000"),
+    ],
+    "idle_rebuild": [
+        ({"sessions": 1}, "'sessions' is 1; expected 2 to 16"),
+        ({"sessions": 17}, "'sessions' is 17; expected 2 to 16"),
+        ({"continuation": 0}, "'continuation' is 0; expected 1 to 512"),
+        ({"seed": -1}, "'seed' is -1; expected at least 0"),
+    ],
+    "robustness": [
+        ({"faults": ("gaussian", "zero")}, "did you mean 'zeros'"),
+        ({"tasks": ("resite",)}, "did you mean 'recite'"),
+        ({"reported": "canarypwn-8b"}, "did you mean 'canarypwn-7b'"),
+        ({"reported": "canarypwn-7b"}, "which is about gsm8k"),
+        ({"rates": (0.0, 10.0)}, "'rates' has 0; expected percents above 0, up to 100"),
+        ({"rates": (10.0, 101.0)}, "'rates' has 101"),
+        ({"samples": 1}, "2 to 100000"),
+        ({"repeats": 0}, "1 to 1000"),
+        ({"procedure": 101.0}, "0 to 100"),
+    ],
+    "bands": [
+        ({"rates": (0.0, 5.0)}, "'rates' has 0; expected percents"),
+        ({"rates": (101.0,)}, "'rates' has 101; expected percents"),
+        ({"single": -1.0}, "'single' is -1.0; expected 0 to 100"),
+        ({"single": 101.0}, "expected 0 to 100"),
+        ({"samples": 1}, "expected 2 to"),
+        ({"reported": "canarypwn"}, "'canarypwn-7b'"),
+        ({"reported": "canarypwn-bands-7b"}, "expected a table of bands on one of this run's tasks"),
+        ({"reported": "canarypwn-7b", "tasks": ("gsm8k",)}, "a table of gaussian, zeros, distractor"),
+    ],
+    "bitflips": [
+        ({"flips": 0}, "'flips' is 0; expected 1 to 1000"),
+        ({"samples": 1}, "'samples' is 1"),
+        ({"error_rates": (0.0,)}, "'error_rates' has 0; expected shares"),
+        ({"error_rates": (2.0,)}, "'error_rates' has 2; expected shares"),
+        ({"tasks": ("retreive",)}, "did you mean 'retrieve'"),
+    ],
+    "patching": [
+        ({"facts": 13}, "'facts' is 13; expected 1 to 12"),
+        ({"ways": 3}, "'ways' is 3; expected 1 to 2"),
+        ({"step": -1}, "'step' is -1; expected at least 0"),
+        ({"check": 0}, "'check' is 0; expected at least 8"),
+    ],
+    "carriers": [
+        ({"contexts": 1}, "'contexts' is 1; expected 2 to 48"),
+        ({"bands": 0}, "'bands' is 0; expected 1 to 64"),
+    ],
+    "dangling": [
+        ({"rescued": (0,)}, "'rescued' is 0; expected at least 1"),
+        ({"prompts": 13}, "'prompts' is 13; expected 1 to 12"),
+        ({"random": 1}, "'random' is 1; expected at least 2"),
+        ({"memos": -1}, "'memos' is -1; expected at least 0"),
+    ],
+    "memory": [
+        ({"contexts": (64, 3)}, "'contexts' is 3; expected 4 to 131072"),
+        ({"timed": (64, 128)}, "'timed' is 64, 128; expected at least 3"),
+        ({"memory": "24G"}, "24GiB"),
+        ({"repeats": 1}, "'repeats' is 1; expected 2 to 1000"),
+        ({"new": 1}, "'new' is 1; expected 2 to 4096"),
+    ],
+    "use": [
+        ({"contexts": 5}, "'contexts' is 5; expected 6 to 48"),
+        ({"codes": 3}, "'codes' is 3; expected 12 to 10000"),
+    ],
+    "filter_poison": [
+        ({"families": ("zeros:30",)}, "'families' is 'zeros:30'; expected two or more"),
+        ({"families": ("zeros:0", "false")}, f"'families' has 'zeros:0'; {FAMILY}"),
+        ({"families": ("zeros", "false")}, f"'families' has 'zeros'; {FAMILY}"),
+        ({"families": ("false:3", "zeros:30")}, f"'families' has 'false:3'; {FAMILY}"),
+        ({"families": ("zeros:30", "zeros:50")}, "which names a fault twice"),
+        ({"prompts": 13}, "'prompts' is 13; expected 1 to 12"),
+        ({"suffix": 0}, "'suffix' is 0; expected 1 to 16"),
+        ({"random": 1}, "'random' is 1; expected at least 2"),
+        ({"top": 0}, "'top' is 0; expected at least 1"),
+    ],
+    "multihop": [
+        ({"sessions": 31}, "'sessions' is 31; expected 5 to 30"),
+        ({"sessions": 4}, "'sessions' is 4; expected 5 to 30"),
+        ({"samples": 361}, "not a multiple of the 30 sessions; expected 360 or 390"),
+        ({"families": ("resid_post",)}, "expected k_pre, k or v as well"),
+    ],
+    "features": [
+        ({"contexts": 5}, "'contexts' is 5; expected 6 to 48"),
+        ({"active": 2000}, "'active' is 2000; expected 1 to 1024"),
+        ({"codes": 1}, "'codes' is 1; expected 2 to 1000"),
+    ],
+}
+DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {name: name for name in ("dangling", "filter_poison", "patching")}
+"""The preset that has the settings that a study has by itself."""
+SHORTER_AND_LARGER = [
+    *(f"{study}-{kind}" for study in ("dangling", "filter_poison", "patching") for kind in ("quick", "gemma3")),
+    *("multihop", "multihop-quick"),
+]
+
+
+def test_every_study_has_settings_that_it_refuses():
+    assert set(REFUSED) == set(STUDIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [(name, settings, words) for name, rows in REFUSED.items() for settings, words in rows],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
+    name: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(beginning, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    refused(lambda: find(name).run(find(name).config(**settings), tmp_path), words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "preset"), DEFAULT_PRESETS.items())
+def test_the_plain_preset_has_the_default_settings(name: str, preset: str):
+    config = find(name).config
+    assert from_mapping(config, presets()[preset].settings) == config()
+
+
+def test_there_are_shorter_and_larger_presets():
+    # That each is valid: tests/experiments/test_settings.py.
+    assert set(SHORTER_AND_LARGER) <= set(presets())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_finished_run_is_found_again_and_not_run(
+    name: str, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    give(monkeypatch, tiny_llama)
+    study, module = find(name), import_module(f"kvprobe.studies.{name}.study")
+
+    def finished_at_once(*given: Any) -> tuple[Model, Run]:
+        model, run = beginning.begin(*given)
+        run.finish({"chance": 0.5}, {})
+        return model, run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "begin", finished_at_once)
+        first = study.run(study.config(), tmp_path)
+    assert study.run(study.config(), tmp_path).path == first.path
+    assert Run.load(first.path).metrics == {"chance": 0.5}
