@@ -1,7 +1,8 @@
-"""Checks of numbers that a user gives."""
+"""Checks of what a user gives."""
 
 import operator
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard, cast
 
 from kvprobe.errors import UserError
 
@@ -13,6 +14,21 @@ def is_whole(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether this is a list of anything."""
+    return isinstance(value, list)
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Whether this is a mapping of anything to anything."""
+    return isinstance(value, Mapping)
+
+
+def are_whole(values: object) -> TypeGuard[Iterable[int]]:
+    """Whether this is a list, or another iterable, of whole numbers."""
+    return isinstance(values, Iterable) and all(map(is_whole, cast(Iterable[object], values)))
 
 
 def require_whole(owner: str, name: str, value: Any, low: int, high: int | None = None) -> None:
