@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults.context import FaultContext
@@ -16,7 +15,7 @@ from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.strike import Damage, strike
 from kvprobe.inference.forward import new_slots
-from kvprobe.models.hf_cache import past_key_values
+from kvprobe.models.hf_cache import Layer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
@@ -87,7 +86,7 @@ class Batch:
         return order[:count]
 
 
-class Buffer(DynamicLayer):
+class Buffer(Layer):
     """One layer's K and V with room for later tokens; `keys` and `values` are views of the slots that hold a token.
 
     Attributes:

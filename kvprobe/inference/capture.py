@@ -5,14 +5,16 @@ on the plain lane where the plain model has such a module, and from TransformerL
 slots asked for are copied, so the request bounds the memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole
@@ -79,7 +81,8 @@ def capture(
     Raises:
         UserError: an unknown family, layer, segment or slot; or a family that the model does not have.
     """
-    for name, values in (("families", families), ("layers", layers), ("segments", segments), ("slots", slots)):
+    lists: dict[str, object] = {"families": families, "layers": layers, "segments": segments, "slots": slots}
+    for name, values in lists.items():
         if values is not None and not isinstance(values, Iterable):
             raise UserError(f"{name} is {str(values)[:40]!r}; give a list.")
     for family in families:
@@ -130,7 +133,7 @@ def plain_ports(
         if not lanes.hooked.fires(family):
             raise UserError(f"This model does not compute {family!r}, as its blocks are built otherwise; leave it out.")
         for layer in layers:
-            port = lanes.hooked.plain_site(family, layer)
+            port = lanes.hooked.plain_port(family, layer)
             if port is not None:
                 try:
                     lanes.plain.get_submodule(port[0])
@@ -143,7 +146,7 @@ def plain_ports(
 @contextmanager
 def _observing(
     lanes: Lanes, ports: dict[tuple[Family, int], Port | None], observe: Callable[[Family, int, Tensor], None]
-) -> Iterator[None]:
+) -> Generator[None]:
     """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
     called: set[tuple[Family, int]] = set()
 
@@ -151,22 +154,22 @@ def _observing(
         called.add(key)
         observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
 
-    def before(key: tuple[Family, int]) -> Callable[..., None]:
-        return lambda _, args, kwargs: note(key, args[0] if args else kwargs["hidden_states"])
+    def before(key: tuple[Family, int], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note(key, args[0] if args else kwargs["hidden_states"])
 
-    def after(key: tuple[Family, int]) -> Callable[..., None]:
-        return lambda _, args, output: note(key, output)
+    def after(key: tuple[Family, int], module: Any, args: Any, output: Any) -> None:
+        note(key, output)
 
-    handles = []
+    handles: list[RemovableHandle] = []
     try:
         for key, port in ports.items():
             if port is None:
                 raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
             module = lanes.plain.get_submodule(port[0])
             if port[1] == "input":
-                handles.append(module.register_forward_pre_hook(before(key), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(partial(before, key), with_kwargs=True))
             else:
-                handles.append(module.register_forward_hook(after(key)))
+                handles.append(module.register_forward_hook(partial(after, key)))
         yield
     finally:
         for handle in handles:
@@ -179,7 +182,7 @@ def _observing(
 
 
 @contextmanager
-def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Generator[None]:
     """While this lasts, `edit` replaces what the plain model computes at a port (see `plain_ports`)."""
     path, end = port
 
@@ -188,7 +191,9 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Itera
             return (edit(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": edit(kwargs["hidden_states"])}
 
-    def after(module: Any, args: Any, output: Any) -> Any:
+    def after(
+        module: Any, args: Any, output: Tensor | tuple[Tensor, *tuple[Any, ...]]
+    ) -> Tensor | tuple[Tensor, *tuple[Any, ...]]:
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
     lanes.prove()

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvprobe.errors import UserError
+from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate, stop_tokens
 from kvprobe.inference.model import Model
@@ -151,9 +152,10 @@ def _sample(model: Model) -> Tokens:
     if model.tokenizer is not None:
         ids = model.tokenizer(_TEXT)["input_ids"]
         return Tokens.of((ids * (_LENGTH // len(ids) + 1))[:_LENGTH])
-    vocabulary = model.lanes.plain.config.get_text_config().vocab_size
+    config: Any = model.lanes.plain.config  # transformers' annotation is incomplete
+    vocabulary = config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    return Tokens.of(torch.randint(0, vocabulary, (_LENGTH,), generator=generator).tolist())
+    return Tokens.of(entries(torch.randint(0, vocabulary, (_LENGTH,), generator=generator), int))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

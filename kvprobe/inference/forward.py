@@ -3,11 +3,11 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING, Ledger
@@ -16,7 +16,7 @@ from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable, require_type
-from kvprobe.models.hf_cache import past_key_values
+from kvprobe.models.hf_cache import Layer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.text.tokens import Tokens
@@ -45,7 +45,7 @@ def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVC
     return extend(lanes, None, tokens, lane)[0]
 
 
-class TapLayer(DynamicLayer):
+class TapLayer(Layer):
     """One layer of a Hugging Face cache that starts from a kvprobe cache, without changing it.
 
     Attributes:
@@ -149,7 +149,7 @@ def forward_pass(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
-    layers: Sequence[DynamicLayer],
+    layers: Sequence[Layer],
     lane: Lane,
     logits: int,
 ) -> tuple[Ledger, Float[Tensor, "batch last vocab"]]:
@@ -166,7 +166,7 @@ def forward_pass(
         raise UserError(f"logits is {str(logits)[:40]}; the shortest row allows a whole number from 1 to {shortest}.")
     # Rows may end at different queries: compute the logits that any row needs, then pick those of each row.
     lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
-    wanted = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)
+    wanted: Any = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)  # torch gives `unique` no type
     queries, where = wanted.unique(return_inverse=True)
     with torch.no_grad():
         scores = lanes.forward(new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=queries)

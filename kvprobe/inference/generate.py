@@ -1,6 +1,6 @@
 """The decode loop: greedy or sampled, batched, at explicit positions, with access to the cache at each step."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
-from kvprobe.checks import is_whole, require_whole
+from kvprobe.checks import are_whole, require_whole
 from kvprobe.errors import UserError
+from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.under_policy import Snapshot, apply, lane_for, read_for, sample_numbers
@@ -112,16 +113,17 @@ def generate(
             cache, scene = edited, scene and scene.with_cache(edited)
         chosen = _choose(logits[:, -1], temperature, top_p, generators)
         scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        for row, (token, score) in enumerate(zip(chosen.tolist(), scores.tolist(), strict=True)):
+        chosen_tokens = entries(chosen, int)
+        for row, (token, score) in enumerate(zip(chosen_tokens, entries(scores, float), strict=True)):
             if not stopped[row]:
                 tokens[row].append(token)
                 logprobs[row].append(score)
                 stopped[row] = token in ends
         if all(stopped):
             break
-        positions = cache.ledger.following.tolist()
+        positions = entries(cache.ledger.following, int)
         following = [
-            Tokens.of([token], GENERATED, position) for token, position in zip(chosen.tolist(), positions, strict=True)
+            Tokens.of([token], GENERATED, position) for token, position in zip(chosen_tokens, positions, strict=True)
         ]
 
     assert cache is not None  # at least one pass was made
@@ -147,15 +149,15 @@ def end_tokens(lanes: Lanes, stop: Sequence[int] | None) -> frozenset[int]:
     """
     if stop is None:
         return frozenset(stop_tokens(lanes))
-    if not isinstance(stop, Iterable) or not all(is_whole(token) for token in stop):
+    if not are_whole(stop):
         raise UserError(f"stop is {str(stop)[:40]!r}; give a list of token ids, whole numbers.")
     return frozenset(stop)
 
 
 def stop_tokens(lanes: Lanes) -> list[int]:
     """The ids that end the model's own messages."""
-    settings = lanes.plain.generation_config
-    configured = None if settings is None else settings.eos_token_id
+    settings: Any = lanes.plain.generation_config  # transformers' annotation is incomplete
+    configured: int | list[int] | None = None if settings is None else settings.eos_token_id
     if configured is None:
         return []
     return [configured] if isinstance(configured, int) else list(configured)
@@ -196,8 +198,8 @@ def _with_ended_rows_padded(cache: KVCache, rows: Sequence[bool]) -> KVCache:
 
 def _check(
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    temperature: object,
+    top_p: object,
     generators: Sequence[torch.Generator] | None,
     rows: int,
 ) -> None:

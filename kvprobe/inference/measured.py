@@ -6,7 +6,7 @@ the allocator reports its peak, in rounded blocks. Neither sees memory that libr
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both
+from kvprobe.models.attending import attention_named
 from kvprobe.models.loading import free_bytes
 
 
@@ -112,7 +113,7 @@ def measure(model: Model, budget: Budget) -> Measured:
         plain(ids[:, first:last], past_key_values=past, use_cache=True, logits_to_keep=keep)
 
     passes = [(0, request.prompt), *((step, step + 1) for step in range(request.prompt, request.context))]
-    with torch.inference_mode(), _kernel(plain, budget.kernel):
+    with torch.inference_mode(), attention_named(plain, budget.kernel):
         reading = _measured_phase([lambda: run_model(*passes[0])], lambda: past, device)
         generating = None
         if request.new:
@@ -137,7 +138,7 @@ def storage_bytes(past: Cache) -> list[int]:
 _HELD = ("keys", "values", "indexer_keys", "conv_states", "recurrent_states", "_quantized_keys", "_quantized_values")
 
 
-def _storages(value: Any) -> dict[int, int]:
+def _storages(value: object) -> dict[int, int]:
     if isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if type(value) is not torch.Tensor and flatten is not None:
@@ -145,13 +146,16 @@ def _storages(value: Any) -> dict[int, int]:
             return _storages([getattr(value, name) for name in flatten()[0]])
         storage = value.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
+    parts: list[object]
     if isinstance(value, dict):
-        value = list(value.values())
-    elif not isinstance(value, list | tuple):
-        value = [getattr(value, name, None) for name in _HELD if value is not None]
+        parts = [*value.values()]
+    elif isinstance(value, list | tuple):
+        parts = [*value]
+    else:
+        parts = [getattr(value, name, None) for name in _HELD]
     storages: dict[int, int] = {}
-    for item in value:
-        storages |= _storages(item) if item is not None else {}
+    for part in parts:
+        storages |= _storages(part) if part is not None else {}
     return storages
 
 
@@ -194,7 +198,7 @@ def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Cache]) -> Phase:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def _silenced() -> Generator[None]:
     """While this lasts, nothing is written to standard error: the profiler logs its start and stop there."""
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -218,17 +222,6 @@ def _empty_cache(model: PreTrainedModel, budget: Budget) -> Cache:
     if name == "fp8":
         return QuantizedCache("fp8", model.config)
     return QuantizedCache("quanto", model.config, nbits=budget.request.numbers.bits)
-
-
-@contextmanager
-def _kernel(model: PreTrainedModel, kernel: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    assert before is not None  # the lanes refuse such a model
-    model.set_attn_implementation(kernel)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _refuse(model: Model, budget: Budget) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
+from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, generate
 from kvprobe.inference.readable import require_type
@@ -243,7 +245,7 @@ class Model:
         if not isinstance(text, str):
             return self.tokens(text)
         ids = self._tokenizer()(text, add_special_tokens=False)["input_ids"]
-        return [Tokens.of(ids, "text", position) for position in cache.ledger.following.tolist()]
+        return [Tokens.of(ids, "text", position) for position in entries(cache.ledger.following, int)]
 
     def prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
         """What is read before the model answers: a next turn, a conversation with the answer's header, a text."""
@@ -256,7 +258,7 @@ class Model:
             return [
                 (closing + turn if unfinished else turn).shifted(position)
                 for unfinished, position in zip(
-                    start.ledger.unfinished.tolist(), start.ledger.following.tolist(), strict=True
+                    entries(start.ledger.unfinished, bool), entries(start.ledger.following, int), strict=True
                 )
             ]
         if ask is None:
@@ -264,24 +266,24 @@ class Model:
         _, turn = self._user_turn(ask)
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
 
-    def _rows(self, text: Readable, answered: bool) -> list[Tokens]:
+    def _rows(self, text: object, answered: bool) -> list[Tokens]:
         """One run of tokens per row; with `answered`, conversations end with the header of the answer."""
-        if isinstance(text, Mapping):
-            text = [text]
-        if isinstance(text, Sequence) and text and all(isinstance(message, Mapping) for message in text):
-            text = Transcript.from_messages(cast(Sequence[Mapping[str, Any]], text))
         if isinstance(text, str):
             return [Tokens.of(self._tokenizer()(text)["input_ids"])]
         if isinstance(text, Tokens):
             return [text]
         if isinstance(text, Transcript):
             return [text.tokens(self._tokenizer(), generation_prompt=answered)]
-        if not isinstance(text, Sequence) or any(isinstance(piece, Mapping | int | float | bytes) for piece in text):
+        kind = type(text).__name__
+        pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
+        if pieces and all(isinstance(piece, Mapping) for piece in pieces):
+            return self._rows(Transcript.from_messages(cast(list[Mapping[str, Any]], pieces)), answered)
+        if pieces is None or any(isinstance(piece, Mapping | int | float | bytes) for piece in pieces):
             raise UserError(
-                f"A {type(text).__name__} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
+                f"A {kind} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
                 "(Tokens.of(ids)), or a list of such rows."
             )
-        return [row for piece in text for row in self._rows(cast(Readable, piece), answered)]
+        return [row for piece in pieces for row in self._rows(piece, answered)]
 
     def _user_turn(self, text: str) -> tuple[Tokens, Tokens]:
         """The tokens that close an assistant's message, and a user's message with the header of the answer to it."""

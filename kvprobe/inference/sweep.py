@@ -19,6 +19,7 @@ from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.batch import Batch, fitting_rows
+from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, taps
 from kvprobe.inference.generate import decode_text, end_tokens
 from kvprobe.inference.outcomes import divergence
@@ -189,7 +190,7 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
     scales: list[float] = []
 
     def observe(inputs: Attending) -> None:
-        rows.append(inputs.query[0].unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(1, 2))
+        rows.append(torch.unflatten(inputs.query[0], 0, (kv_heads, group)).transpose(1, 2).flatten(1, 2))
         scales.append(inputs.scale)
 
     before = cache.mask(slots=again)
@@ -203,12 +204,12 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
 class _Row:
     """What a row has generated so far."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
     stopped: bool = False
     struck: int = 0
     broken: str | None = None
-    kl: list[float] = field(default_factory=list)
-    agreed: list[bool] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list[float])
+    agreed: list[bool] = field(default_factory=list[bool])
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -246,8 +247,8 @@ class _Decoding:
             self._strike(batch, rows, numbers, step)
             logits = batch.decode(tokens, self.lane)
             batch.undo()
-            finite = logits.amax(-1).isfinite().tolist()
-            chosen = logits.argmax(-1).tolist()
+            finite = entries(logits.amax(-1).isfinite(), bool)
+            chosen = entries(logits.argmax(-1), int)
             kl = agreed = None
             if fixed_answer is not None:
                 kl, agreed = divergence(logits[:1].expand_as(logits), logits)
@@ -271,7 +272,7 @@ class _Decoding:
                     row.stopped = chosen[place] in ends
                     if row.stopped:
                         leaving.append(place)
-            following = chosen if fixed_answer is None else [fixed_answer[step]] * len(numbers)
+            following: Sequence[int] = chosen if fixed_answer is None else [fixed_answer[step]] * len(numbers)
             if leaving:
                 staying = batch.drop(leaving)
                 numbers, following = [numbers[place] for place in staying], [following[place] for place in staying]

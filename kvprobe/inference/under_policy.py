@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import is_whole, require_whole
+from kvprobe.checks import are_whole, require_whole
 from kvprobe.errors import UserError
+from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend, new_slots
 from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable, require_type
 from kvprobe.models.lanes import Lanes
@@ -51,7 +52,7 @@ def sample_numbers(samples: Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if samples is None:
         return None
-    if not isinstance(samples, Iterable) or not all(is_whole(number) for number in samples):
+    if not are_whole(samples):
         raise UserError(f"samples is {str(samples)[:40]!r}; give a list of whole numbers, one per row.")
     return tuple(samples)
 
@@ -182,7 +183,7 @@ def read_in_chunks(
         pieces = [row[start : start + chunk] for row in tokens]
         if scene is not None:
             # After a policy closed gaps, the next tokens stand earlier.
-            following = scene.cache.ledger.following.tolist()
+            following = entries(scene.cache.ledger.following, int)
             pieces = [
                 piece.shifted(position + row.positions[start] - row[:start].following)
                 for piece, row, position in zip(pieces, tokens, following, strict=True)
@@ -203,7 +204,7 @@ def _recomputed(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene
             "Layers or heads keep different slots, and a recomputed cache has all slots in all of them; "
             "use provenance='retained', or a policy that keeps the same slots everywhere."
         )
-    rows = []
+    rows: list[Tokens] = []
     for row in range(ledger.batch):
         tokens = tokens_at(ledger, row, ledger.live_somewhere[row].nonzero()[:, 0])
         change = _first_change(before, ledger, row)
@@ -229,12 +230,12 @@ def _first_change(before: Ledger, after: Ledger, row: int) -> int:
 def tokens_at(ledger: Ledger, row: int, index: Int[Tensor, "slots"]) -> Tokens:
     """These slots of a row as tokens to be read again at their positions."""
     return Tokens(
-        ids=tuple(ledger.tokens[row, index].tolist()),
-        positions=tuple(ledger.positions[row, index].tolist()),
-        segments=tuple(ledger.names[segment] for segment in ledger.segments[row, index].tolist()),
+        ids=entries(ledger.tokens[row, index], int),
+        positions=entries(ledger.positions[row, index], int),
+        segments=tuple(ledger.names[segment] for segment in entries(ledger.segments[row, index], int)),
         parts=(None,) * len(index),
-        recomputed=tuple(ledger.recomputed[row, index].tolist()),
-        delimiters=tuple(ledger.delimiters[row, index].tolist()),
+        recomputed=entries(ledger.recomputed[row, index], bool),
+        delimiters=entries(ledger.delimiters[row, index], bool),
         end=int(ledger.following[row]),
     )
 
@@ -275,7 +276,7 @@ def _replaced(lanes: Lanes, scene: Scene, text: Bool[Tensor, "batch slots"], ids
     cache = scene.cache
     first = text.int().argmax(1)
     index = torch.arange(cache.slots, device=text.device)
-    starts = cache.ledger.positions.gather(1, first[:, None])[:, 0].tolist()
+    starts = entries(cache.ledger.positions.gather(1, first[:, None])[:, 0], int)
     before = cache.mask(slots=index >= first[:, None])
     longer, _ = extend(lanes, before, [Tokens.of(ids, name, start) for start in starts])
     # All slots that were live, except the text, are live again; then the new slots move to where the text began.

@@ -1,7 +1,7 @@
 """What a layer of the plain lane attends with, and how another function replaces its attention."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,30 @@ class Attending:
 Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
 
 
+def attention_name(plain: PreTrainedModel) -> str | None:
+    """The name of a model's attention in transformers' registry."""
+    config: Any = plain.config  # transformers has no public name for it
+    return config._attn_implementation
+
+
+def set_attention(plain: PreTrainedModel, name: str) -> None:
+    """Let a model take its attention from transformers' registry by this name."""
+    model: Any = plain  # transformers' annotation is incomplete
+    model.set_attn_implementation(name)
+
+
+@contextmanager
+def attention_named(plain: PreTrainedModel, name: str) -> Generator[None]:
+    """While this lasts, a model takes its attention from transformers' registry by this name."""
+    before = attention_name(plain)
+    assert before is not None  # the lanes refuse such a model
+    set_attention(plain, name)
+    try:
+        yield
+    finally:
+        set_attention(plain, before)
+
+
 @contextmanager
 def attention_replaced(
     plain: PreTrainedModel,
@@ -46,7 +70,7 @@ def attention_replaced(
     d_head: int,
     name: str,
     attention: Callable[[Attending, Callable[[], Tensor]], Tensor],
-) -> Iterator[None]:
+) -> Generator[None]:
     """While this lasts, `attention` is the attention of these modules of a Hugging Face model.
 
     Args:
@@ -57,8 +81,8 @@ def attention_replaced(
         UserError: the model does not take its attention from transformers' registry.
     """
     layers = {id(module): layer for layer, module in enumerate(modules)}
-    before = plain.config._attn_implementation
-    assert before is not None  # the lanes refuse such a model
+    before = attention_name(plain)
+    registry: Any = AttentionInterface()  # its annotations are incomplete
 
     def attend(
         module: nn.Module,
@@ -75,20 +99,17 @@ def attention_replaced(
 
         def usual() -> Tensor:
             eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            function = AttentionInterface().get_interface(before, eager)
+            function = registry.get_interface(before, eager)
             return function(module, query, key, value, attention_mask, scaling=scaling, **settings)[0]
 
         return attention(inputs, usual), None
 
-    AttentionInterface.register(name, attend)
-    plain.set_attn_implementation(name)
-    try:
-        if plain.config._attn_implementation != name:
+    registry.register(name, attend)
+    with attention_named(plain, name):
+        if attention_name(plain) != name:
             raise UserError(
                 f"{type(plain).__name__} does not take its attention from transformers' registry, so it can be "
                 "neither replaced nor observed; patch with KVCache.patch, one cell at a time, and see patterns on "
                 "lane='hooked'."
             )
         yield
-    finally:
-        plain.set_attn_implementation(before)

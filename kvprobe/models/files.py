@@ -1,6 +1,6 @@
 """Model folders are untrusted input: checked before transformers reads them, and while it builds the model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from kvprobe.checks import is_list, is_mapping
 from kvprobe.errors import UserError
 from kvprobe.files import read_json
 
@@ -53,15 +54,17 @@ def check_folder(folder: Path) -> None:
     for name in _CHOOSES_CODE:
         if name in config:
             raise UserError(f"{folder / 'config.json'} has {name!r}, which chooses what is loaded; remove it.")
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+    parts: list[dict[str, object]] = [config, *(value for value in config.values() if isinstance(value, dict))]
+    for part in parts:
         if part.get("quantization_config") is not None:
             raise UserError(
                 f"The weights in {folder} are quantised; kvprobe reads plain floats, so give the model's unquantised "
                 f"weights."
             )
-    ends = files.get("generation_config.json", {}).get("eos_token_id")
-    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise UserError(f"{folder / 'generation_config.json'} has eos_token_id={str(ends)[:40]}; give whole numbers.")
+    given = files.get("generation_config.json", {}).get("eos_token_id")
+    ends = given if is_list(given) else [] if given is None else [given]
+    if not all(type(end) is int for end in ends):
+        raise UserError(f"{folder / 'generation_config.json'} has eos_token_id={str(given)[:40]}; give whole numbers.")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -78,17 +81,19 @@ def weight_files(folder: Path) -> list[Path]:
             f"The folder {folder} has no model.safetensors (nor a model.safetensors.index.json); pickled weights are "
             "not read, convert them first."
         )
-    names = read_json(index, MAX_JSON_BYTES, "fetch it again").get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    weight_map = read_json(index, MAX_JSON_BYTES, "fetch it again").get("weight_map")
+    named = list(weight_map.values()) if is_mapping(weight_map) else []
+    if not named or not all(isinstance(name, str) for name in named):
         raise UserError(f"{index} has no weight_map from tensors to files; fetch it again.")
-    for name in sorted(set(names.values())):
+    names = sorted(set(map(str, named)))
+    for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
                 f"{index} names {name[:80]!r}, which is not a safetensors file of its folder; fetch it again."
             )
         if not (folder / name).is_file():
             raise UserError(f"{index} names {name!r}, which is not in the folder; fetch it.")
-    return [folder / name for name in sorted(set(names.values()))]
+    return [folder / name for name in names]
 
 
 def weight_sizes(folder: Path) -> list[int]:
@@ -97,7 +102,7 @@ def weight_sizes(folder: Path) -> list[int]:
     Raises:
         UserError: see `weight_files`; or a file is truncated, or its header does not fit it.
     """
-    sizes = []
+    sizes: list[int] = []
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
@@ -108,7 +113,7 @@ def weight_sizes(folder: Path) -> list[int]:
 
 
 @contextmanager
-def bounded(sizes: list[int]) -> Iterator[None]:
+def bounded(sizes: list[int]) -> Generator[None]:
     """While this lasts, a model that is built on the meta device may not become much larger than its weights.
 
     Otherwise a config could ask for any amount of memory.

@@ -12,13 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.ledger import PADDING, Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.geometry import embedded_tokens
-from kvprobe.models.hf_cache import past_key_values
+from kvprobe.models.hf_cache import Layer, past_key_values
 from kvprobe.models.unproved import Lane, UnprovedLanes
 from kvprobe.names import one_line
 
@@ -318,7 +317,7 @@ def _after(
 def _grown(
     lanes: UnprovedLanes, held: _Held | None, ids: Int[Tensor, "batch queries"], ledger: Ledger, lane: Lane = "plain"
 ) -> tuple[Reading, _Held]:
-    layers = [DynamicLayer() for _ in range(lanes.geometry.n_layers)]
+    layers = [Layer() for _ in range(lanes.geometry.n_layers)]
     if held is not None:
         for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
             layer.update(keys, values)
@@ -338,7 +337,7 @@ def _first(held: _Held, slots: int) -> _Held:
 
 
 def _empty(lanes: UnprovedLanes) -> DynamicCache:
-    return past_key_values([DynamicLayer() for _ in range(lanes.geometry.n_layers)])
+    return past_key_values([Layer() for _ in range(lanes.geometry.n_layers)])
 
 
 def _ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
@@ -384,6 +383,6 @@ def _apart(actual: Tensor, expected: Tensor) -> float:
     if torch.equal(actual, expected):
         return 0.0
     expected = expected.double()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    apart = float((actual.double() - expected).norm() / spread) if bool(spread > 0) else torch.inf
+    spread = torch.dist(expected, expected.mean(-1, keepdim=True))
+    apart = float(torch.dist(actual.double(), expected) / spread) if bool(spread > 0) else torch.inf
     return torch.inf if apart != apart else apart

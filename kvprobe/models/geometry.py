@@ -52,7 +52,7 @@ class Geometry:
             )
         if getattr(config, "num_kv_shared_layers", 0):
             raise UserError(f"{config.model_type} has layers that share a cache; kvprobe reads models without.")
-        if any(name.startswith("index_topk") for name in vars(config)):
+        if any(name.startswith("index_topk") for name in config.__dict__):
             raise UserError(
                 f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
                 f"sliding-window attention."
@@ -158,10 +158,10 @@ def changing_frequencies(config: Any) -> int | None:
     A key cached before that position does not fit a query after it, in transformers either.
     """
     config = config.get_text_config()
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # One set of parameters, or one for each kind of layer.
-    kinds = [kind for kind in (rotary, *rotary.values()) if isinstance(kind, dict)]
-    limits = []
+    kinds: list[dict[str, Any]] = [kind for kind in (rotary, *rotary.values()) if isinstance(kind, dict)]
+    limits: list[int] = []
     for kind in kinds:
         name = kind.get("rope_type", kind.get("type"))
         original = kind.get("original_max_position_embeddings") or getattr(

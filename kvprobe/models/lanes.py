@@ -4,7 +4,7 @@ Both lanes take explicit positions and, when the cache was edited, attention mas
 proves that the model respects them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -77,7 +77,7 @@ class Lanes(UnprovedLanes):
         return self.unproved(ids, ledger, past, lane, logits_to_keep)
 
     @contextmanager
-    def attention_replaced_by(self, attend: Attend) -> Iterator[None]:
+    def attention_replaced_by(self, attend: Attend) -> Generator[None]:
         """While this lasts, `attend` is the attention of every layer of the plain lane; it must apply masks itself.
 
         Raises:
@@ -97,7 +97,7 @@ class Lanes(UnprovedLanes):
             yield
 
     @contextmanager
-    def observing_attention(self, observe: Callable[[Attending], None]) -> Iterator[None]:
+    def observing_attention(self, observe: Callable[[Attending], None]) -> Generator[None]:
         """While this lasts, `observe` is called with what each layer of the plain lane attends with. No number changes.
 
         Raises:

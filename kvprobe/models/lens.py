@@ -5,16 +5,20 @@ all parameter tensors with the plain model.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
+from kvprobe.models.attending import set_attention
 from kvprobe.names import one_line
+
+if TYPE_CHECKING:
+    from transformer_lens.hook_points import HookPoint
 
 Family = Literal["k_pre", "k", "v", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored, the residual stream
@@ -46,7 +50,7 @@ class Hooked:
         shared = {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]}
         twin = copy.deepcopy(plain, shared)
         # Eager attention takes kvprobe's masks unchanged in every architecture.
-        twin.set_attn_implementation("eager")
+        set_attention(twin, "eager")
         architecture = type(plain).__name__
         try:
             self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
@@ -77,7 +81,7 @@ class Hooked:
             return False
         return f"blocks.0.{HOOKS[family]}" in self.bridge.hook_dict
 
-    def plain_site(self, family: Family, layer: int) -> tuple[str, Literal["input", "output"]] | None:
+    def plain_port(self, family: Family, layer: int) -> tuple[str, Literal["input", "output"]] | None:
         """Where the plain model computes what this hook shows: the path of a submodule, and its input or output.
 
         It comes from the bridge's own architecture adapter, so it is right wherever TransformerLens is. None where the
@@ -101,7 +105,7 @@ class Hooked:
     @contextmanager
     def observing(
         self, families: Sequence[Family], layers: Sequence[int], observe: Callable[[Family, int, Tensor], None]
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Call `observe(family, layer, tensor)` for each of these hooks when it fires.
 
         Raises:
@@ -117,7 +121,7 @@ class Hooked:
             yield
 
     @contextmanager
-    def observing_patterns(self, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+    def observing_patterns(self, observe: Callable[[int, Tensor], None]) -> Generator[None]:
         """Call `observe(layer, pattern)` with each layer's attention weights, `[batch, heads, queries, slots]`.
 
         Raises:
@@ -129,7 +133,7 @@ class Hooked:
             yield
 
     @contextmanager
-    def _hooked(self, observers: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    def _hooked(self, observers: Mapping[str, Callable[[Tensor], None]]) -> Generator[None]:
         """While this lasts, these hook points call their observers; a hook that never fires is an error."""
         fired: set[str] = set()
 
@@ -140,7 +144,7 @@ class Hooked:
 
             return hook_function
 
-        points = []
+        points: list[HookPoint] = []
         try:
             for name in observers:
                 if name not in self.bridge.hook_dict:

@@ -4,13 +4,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import psutil
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
@@ -19,6 +21,10 @@ from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratc
 from kvprobe.models.files import bounded, check_folder, weight_sizes
 from kvprobe.names import one_line, unknown
 from kvprobe.shipped import shipped
+
+# Any, because the annotations of these libraries are incomplete.
+_HUB: Any = huggingface_hub
+_TRANSFORMERS: Any = transformers
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -54,8 +60,6 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     Raises:
         UserError: a file is damaged, config and weights do not agree, or the weights do not fit into free memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
     sizes = weight_sizes(folder)
     _check_bytes(folder.name, sum(sizes) * dtype.itemsize, device, dtype)
     # No code from the folder runs, not even after a question on the terminal.
@@ -63,14 +67,13 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     try:
         with _quiet(), bounded(sizes):
-            config = AutoConfig.from_pretrained(folder, **settings)
+            config = _TRANSFORMERS.AutoConfig.from_pretrained(folder, **settings)
             # A config could name any kernel on the hub; without a name the library chooses sdpa.
             config._attn_implementation = config._experts_implementation = None
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model, problems = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **settings
             )
-            model, problems = loaded
-            tokenizer = AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
+            tokenizer = _TRANSFORMERS.AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
             if tokenizer is not None:
                 tokenizer("a")  # some settings of a tokenizer are only checked when it is used
     except (MemoryError, KeyboardInterrupt, SystemExit):
@@ -160,7 +163,6 @@ def _stored(name: str, gguf: Callable[[Path], Path]) -> Path:
 def _dequantise(gguf: Path, folder: Path) -> Path:
     """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
@@ -169,16 +171,18 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
     _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
     try:
         with _quiet(bars=True):
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+            tokenizer = _TRANSFORMERS.AutoTokenizer.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, local_files_only=True
+            )
     except Exception as error:
         raise UserError(
             f"{gguf.name} is not a GGUF file that transformers can read ({one_line(error)}); give a folder instead."
         ) from error
     # The weights are plain floats now, but the model would still be saved as a quantised one.
-    model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
+    model.hf_quantizer = None
     delattr(model.config, "quantization_config")
     # One file, whose presence means that the weights are complete.
     model.save_pretrained(folder, max_shard_size="1TB")
@@ -187,10 +191,8 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
 
 
 def _from_hub(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
     try:
-        folder = snapshot_download(repository, allow_patterns=_WANTED)
+        folder: str = _HUB.snapshot_download(repository, allow_patterns=_WANTED)
     except Exception as error:  # the hub client raises a dozen kinds of errors, all for a folder that it could not get
         raise UserError(
             f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
@@ -219,7 +221,7 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
 
 
 @contextmanager
-def _quiet(bars: bool = False) -> Iterator[None]:
+def _quiet(bars: bool = False) -> Generator[None]:
     """While this lasts, transformers logs errors only, and shows no progress bars unless `bars`."""
     from transformers.utils import logging
 

@@ -4,7 +4,7 @@ Transformers builds one mask for all layers, and places sliding windows by slot 
 module gets its own mask from kvprobe.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtyp
     """One additive mask per layer; layers that see the same slots share one tensor."""
     groups = geometry.n_heads // geometry.n_kv_heads
     shared: dict[tuple[int, int | None], Tensor] = {}
-    masks = []
+    masks: list[Tensor] = []
     seen_by_window = {window: visible(ledger, queries, window) for window in dict.fromkeys(geometry.windows)}
     for layer, window in enumerate(geometry.windows):
         seen = seen_by_window[window]
@@ -33,7 +33,7 @@ def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtyp
 
 
 @contextmanager
-def masks_given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Iterator[None]:
+def masks_given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Generator[None]:
     """While this lasts, each attention module gets its own mask instead of the one that the model passes to it."""
     if masks is None:
         yield

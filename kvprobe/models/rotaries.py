@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry, embedded_tokens
-from kvprobe.models.hf_cache import past_key_values
+from kvprobe.models.hf_cache import Layer, past_key_values
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
 
@@ -28,15 +27,15 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]
     ids = tokens * embedded_tokens(plain) // (2 * _PROBED_TOKENS)
     at = torch.tensor([[0], [far]], device=device).repeat_interleave(len(ids), 0)
-    layers = [DynamicLayer() for _ in range(geometry.n_layers)]
+    layers = [Layer() for _ in range(geometry.n_layers)]
     past = past_key_values(layers)
     with torch.no_grad():
         plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)
     candidates = _candidates(plain)
-    rotaries = []
+    rotaries: list[Rotary | None] = []
     for layer, stored in enumerate(layers):
         assert stored.keys is not None
-        first, last = stored.keys.split(len(ids))
+        first, last = stored.keys.chunk(2)
         errors = {None: _relative(first, last)} | {
             number: _relative(Rotation.between(rotary, at[: len(ids)], at[len(ids) :]).of(first), last)
             for number, rotary in enumerate(candidates)
@@ -67,7 +66,8 @@ def _candidates(plain: PreTrainedModel) -> list[Rotary]:
         kinds = getattr(module, "rope_type", None)
         if kinds is None:
             continue
-        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+        names: list[object] = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
+        if "dynamic" in names or "longrope" in names:
             raise UserError(
                 f"{type(plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
                 f"cannot be rotated to another position; use mode='gapped', or recompute the slots."

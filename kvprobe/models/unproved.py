@@ -1,7 +1,7 @@
 """Two lanes over one set of weights before the gate has proved them: for the gate alone."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.rotary import Rotary
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, fingerprint
-from kvprobe.models.attending import Attending, attention_replaced
+from kvprobe.models.attending import Attending, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
@@ -39,9 +39,9 @@ class UnprovedLanes:
     """
 
     def __init__(self, plain: PreTrainedModel, tokenizer: Any = None) -> None:
-        if plain.config._attn_implementation not in ("sdpa", "eager"):
+        if attention_name(plain) not in ("sdpa", "eager"):
             raise UserError(
-                f"The model runs {plain.config._attn_implementation} attention, which takes no masks from kvprobe; "
+                f"The model runs {attention_name(plain)} attention, which takes no masks from kvprobe; "
                 f"load it with attn_implementation='sdpa'."
             )
         self.plain = plain
@@ -131,7 +131,7 @@ class UnprovedLanes:
             return self.plain(input_ids=ids, **arguments).logits
 
     @contextmanager
-    def observing_attention_unproved(self, observe: Callable[[Attending, Tensor], None]) -> Iterator[None]:
+    def observing_attention_unproved(self, observe: Callable[[Attending, Tensor], None]) -> Generator[None]:
         """`observing_attention` without the gate, for the gate itself.
 
         `observe` also gets the output of the layer's attention, `[rows, queries, heads, d_value]`.
@@ -143,7 +143,8 @@ class UnprovedLanes:
             return computed
 
         # Without a mask function of the same name the model would make no masks.
-        AttentionMaskInterface.register(_OBSERVED, AttentionMaskInterface()[self.plain.config._attn_implementation])
+        registry: Any = AttentionMaskInterface()  # its annotations are incomplete
+        registry.register(_OBSERVED, registry[attention_name(self.plain)])
         with self._attention(_OBSERVED, attention):
             yield
 
@@ -202,7 +203,7 @@ class UnprovedLanes:
             if projection is not None:
                 # GPT-2's Conv1D stores its weight transposed.
                 weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
-                return weight.detach().unflatten(0, (self.geometry.n_heads, -1))
+                return torch.unflatten(weight.detach(), 0, (self.geometry.n_heads, -1))
         raise UserError(
             f"{type(module).__name__} has no output projection called {', '.join(names)}, so its W_O is not known."
         )
