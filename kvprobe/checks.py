@@ -31,6 +31,11 @@ def are_whole(values: object) -> TypeGuard[Iterable[int]]:
     return isinstance(values, Iterable) and all(map(is_whole, cast(Iterable[object], values)))
 
 
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether this is a text."""
+    return isinstance(value, str)
+
+
 def require_whole(owner: str, name: str, value: Any, low: int, high: int | None = None) -> None:
     """Refuse anything but a whole number in this range."""
     if not is_whole(value) or value < low or (high is not None and value > high):

@@ -10,8 +10,8 @@ from kvprobe.errors import UserError
 LONGEST = 1200
 """Characters of a message, with a path in it, or the list of all known names."""
 
-ASIDE = re.compile(r"\(.*\)|There is no .* called .*[.?] (?=[A-Z])")
-"""What may hold a full stop: words of another library, and an unknown name before what else is accepted."""
+ASIDE = re.compile(r"\(.*\)")
+"""What may hold a full stop: words of another library."""
 
 
 def refused(call: Callable[[], object], *words: str | re.Pattern[str]) -> str:

@@ -38,4 +38,3 @@ def test_another_exception_none_and_no_words_fail():
         with pytest.raises(AssertionError):
             refused(lambda: raising(UserError("It is so (a. B.).")), *words)
     assert refused(lambda: raising(UserError("It is so (a. B.).")), "is", re.compile("^It")) == "It is so (a. B.)."
-    refused(lambda: raising(UserError("There is no key called 'x'; known are 'a'. A file will do.")), "file")

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
@@ -42,7 +43,7 @@ class Fault(ABC):
     transient: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.at != "every" and (not isinstance(self.at, int) or self.at < 0):
+        if self.at != "every" and (not is_whole(self.at) or self.at < 0):
             raise UserError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step, 0 or more.")
 
     @property

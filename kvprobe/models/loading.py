@@ -48,10 +48,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         return _stored(f"gguf-{digest[:16]}", lambda _: path)
     if isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~")):
         return _from_hub(source)
-    raise UserError(
-        unknown("model", str(source), NAMED_MODELS)
-        + " A local folder, a .gguf file or a hub id (owner/name) will do as well."
-    )
+    raise UserError(unknown("model, local folder, .gguf file or hub id (owner/name)", str(source), NAMED_MODELS))
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

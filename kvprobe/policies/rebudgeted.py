@@ -26,7 +26,8 @@ class Rebudgeted(Scored):
             raise UserError(
                 f"{type(self).__name__} would ignore the shares of {self.policy}; give it the policy inside that one."
             )
-        if not isinstance(self.policy, Scored):
+        # Python callers can give any policy.
+        if not isinstance(self.policy, Scored):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(
                 f"{type(self).__name__} shares out the budget of a policy that scores slots, and {self.policy} does "
                 "not; give it one such as TOVA(64)."

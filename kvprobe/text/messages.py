@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvprobe.checks import is_mapping
+from kvprobe.checks import is_mapping, is_text
 from kvprobe.errors import UserError
 
 
@@ -33,7 +33,7 @@ class Message:
 
     def __post_init__(self) -> None:
         # More than a word could forge the header of another message in a template of plain words.
-        if not isinstance(self.role, str) or not re.fullmatch(r"[\w-]+", self.role):
+        if not is_text(self.role) or not re.fullmatch(r"[\w-]+", self.role):
             raise UserError(f"A message has the role {str(self.role)[:40]!r}; a role is one word, such as 'user'.")
 
     @property

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
+from kvprobe.checks import is_text
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Piece, Tokenizer, lay_out
@@ -48,7 +49,7 @@ class Transcript:
             raise UserError(
                 f"There are {len(messages)} messages but {len(names)} segment names; give one name for each message."
             )
-        if wrong := [name for name in names if not isinstance(name, str)]:
+        if wrong := [name for name in names if not is_text(name)]:
             raise UserError(f"A segment is called {str(wrong[0])[:40]!r}; a name must be a text.")
         if GENERATED in names:
             raise UserError(f"A segment is called {GENERATED!r}, as tokens of the model are; give it another name.")

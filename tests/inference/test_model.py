@@ -206,7 +206,9 @@ def test_no_code_from_a_model_folder_is_run(folder: Path, tmp_path: Path, monkey
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_name():
-    refused(lambda: load("smollm2-135"), "no model called 'smollm2-135'; did you mean 'smollm2-135m'")
+    refused(
+        lambda: load("smollm2-135"), "no model, local folder, ", " called 'smollm2-135'; did you mean 'smollm2-135m'"
+    )
     refused(lambda: load("xyz"), "'xyz'; known are 'smollm2-135m',", "hub id (owner/name) will do")
 
 
