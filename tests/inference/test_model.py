@@ -209,7 +209,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_name():
     refused(
         lambda: load("smollm2-135"), "no model, local folder, ", " called 'smollm2-135'; did you mean 'smollm2-135m'"
     )
-    refused(lambda: load("xyz"), "'xyz'; known are 'smollm2-135m',", "hub id (owner/name) will do")
+    refused(lambda: load("xyz"), "hub id (owner/name) called 'xyz'; known are 'smollm2-135m',")
 
 
 def test_a_hub_id_without_network_is_refused_with_what_to_do():

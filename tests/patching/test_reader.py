@@ -561,7 +561,7 @@ def test_keys_with_learned_positions_cannot_be_rotated(tiny_models: dict[str, Mo
 @pytest.mark.usefixtures("unchecked")
 def test_impossible_patches_of_a_cache_are_refused(tiny_llama: Model):
     base, donor = (side.cache for side in two(tiny_llama))
-    refused: list[tuple[str, Callable[[], KVCache]]] = [
+    calls: list[tuple[str, Callable[[], KVCache]]] = [
         ("no layer 3", lambda: base.patch(donor, "T1", layers=[3])),
         ("no KV head 2", lambda: base.patch(donor, "T1", heads=[2])),
         ("no part called 'Q'", lambda: base.patch(donor, "T1", part="Q")),  # pyright: ignore[reportArgumentType]
@@ -571,5 +571,5 @@ def test_impossible_patches_of_a_cache_are_refused(tiny_llama: Model):
         ("slots", lambda: base.patch(donor.evict("T1"), "T1")),
         ("donor", lambda: base.patch(donor.fork(2), "T1")),
     ]
-    for part, call in refused:
+    for part, call in calls:
         refused(call, part)
