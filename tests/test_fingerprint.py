@@ -73,9 +73,11 @@ def test_every_setting_that_changes_results_changes_the_fingerprint(part: int, c
 
 def test_a_write_to_the_weights_changes_the_fingerprint():
     model = llama()
-    before = model.fingerprint
+    before, rounded = model.fingerprint, model.lanes.rounded_fingerprint
+    assert differing(before, rounded) == "weights"
     _weight(model.lanes.plain, None)
     assert differing(before, model.fingerprint) == "weights"
+    assert differing(rounded, model.lanes.rounded_fingerprint) == "weights"
 
 
 def test_a_fingerprint_of_an_older_format_differs_in_its_format():

@@ -57,7 +57,7 @@ class UnprovedLanes:
             )
         self.maker = Maker(self)
         self._hooked: tuple[tuple[int, ...], Hooked] | None = None
-        self._fingerprint: tuple[tuple[int, ...], str] | None = None
+        self._fingerprints: dict[torch.dtype | None, tuple[tuple[int, ...], str]] = {}
 
     @property
     def hooked(self) -> Hooked:
@@ -76,10 +76,18 @@ class UnprovedLanes:
     @property
     def fingerprint(self) -> str:
         """See `kvprobe.fingerprint.fingerprint`; computed again after weights were written."""
+        return self._fingerprint(None)
+
+    @property
+    def rounded_fingerprint(self) -> str:
+        """The same with weights rounded to bfloat16: equal for a model loaded in float32 and in bfloat16."""
+        return self._fingerprint(torch.bfloat16)
+
+    def _fingerprint(self, rounded: torch.dtype | None) -> str:
         written = self._written()
-        if self._fingerprint is None or self._fingerprint[0] != written:
-            self._fingerprint = (written, fingerprint(self.plain, self.tokenizer))
-        return self._fingerprint[1]
+        if rounded not in self._fingerprints or self._fingerprints[rounded][0] != written:
+            self._fingerprints[rounded] = (written, fingerprint(self.plain, self.tokenizer, rounded))
+        return self._fingerprints[rounded][1]
 
     def _written(self) -> tuple[int, ...]:
         """How often each weight was written."""

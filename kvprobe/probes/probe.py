@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
-from kvprobe.fingerprint import differing, fingerprint
+from kvprobe.fingerprint import differing
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
@@ -128,7 +128,7 @@ class Probe:
             target=target,
             model=Path(model.name).name,
             weights=model.fingerprint,
-            rounded=rounded_fingerprint(model),
+            rounded=model.lanes.rounded_fingerprint,
             dtype=_dtype(model),
             site=site,
             training=trained,
@@ -259,7 +259,7 @@ class Probe:
         if not self.fits(model):
             fingerprints = (model.fingerprint, self.card.weights)
             if _dtype(model) != self.card.dtype:
-                fingerprints = (rounded_fingerprint(model), self.card.rounded)
+                fingerprints = (model.lanes.rounded_fingerprint, self.card.rounded)
             raise UserError(
                 f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*fingerprints)}, "
                 "so its directions mean nothing there; train a probe of that model instead."
@@ -280,7 +280,7 @@ class Probe:
         weights."""
         if model.fingerprint == self.card.weights:
             return True
-        return _dtype(model) != self.card.dtype and rounded_fingerprint(model) == self.card.rounded
+        return _dtype(model) != self.card.dtype and model.lanes.rounded_fingerprint == self.card.rounded
 
     def _checked(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         if features.shape[-1] != len(self.deviation):
@@ -311,11 +311,6 @@ def _gain(fitted: FittedProbe) -> tuple[float | None, float | None]:
 
 def _dtype(model: Model) -> str:
     return str(model.lanes.dtype).removeprefix("torch.")
-
-
-def rounded_fingerprint(model: Model) -> str:
-    """The fingerprint with weights rounded to bfloat16: the same for a model loaded in float32 and in bfloat16."""
-    return fingerprint(model.lanes.plain, model.tokenizer, torch.bfloat16)
 
 
 def _slug(text: str) -> str:

@@ -4,7 +4,7 @@ import torch
 
 from kvprobe.inference.model import Model
 from kvprobe.probes.card import CARD_SPLITS, Arm, Card, Measure, ProbeInput, Training
-from kvprobe.probes.probe import Probe, rounded_fingerprint
+from kvprobe.probes.probe import Probe
 from kvprobe.probing.linear import LinearProbes
 from kvprobe.tasks.designs import Target
 
@@ -46,7 +46,7 @@ def made_probe(
         TARGET,
         model.name,
         model.fingerprint,
-        rounded_fingerprint(model),
+        model.lanes.rounded_fingerprint,
         "float32",
         where,
         training,
