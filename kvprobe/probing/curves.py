@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.sparse import sparse_curves
+from kvprobe.probing.sparse import sparse_hits
 from kvprobe.probing.splits import Split
 
 
@@ -24,17 +24,14 @@ def chosen_curves(
         picks: the site of each test fold.
     """
     classes = len(features.target.classes)
-    hits_at = {}
-    for family, site in dict.fromkeys(picks):
-        seen = features.at(family, site, split)
-        hits_at[family, site] = sparse_curves(seen, features.labels, features.contexts, folds, classes, rng=rng).hits
-    ks = sorted(set.intersection(*(set(hits) for hits in hits_at.values())))
-    samples = np.arange(len(folds))
-    by_fold = [hits_at[pick] for pick in picks]
+    by_site = []
+    for pick in dict.fromkeys(picks):
+        own = [fold for fold, other in enumerate(picks) if other == pick]
+        seen = features.at(*pick, split)
+        by_site.append(sparse_hits(seen, features.labels, folds, classes, rng=rng, only=own)[1])
+    ks = sorted(set.intersection(*map(set, by_site)))
+    # Hits are zero in folds that picked another site.
     return {
-        k: (
-            np.stack([hits[k][0][0] for hits in by_fold])[folds, samples],
-            np.stack([hits[k][1][0] for hits in by_fold])[folds, samples],
-        )
+        k: (np.sum([hits[k][0][0] for hits in by_site], axis=0), np.sum([hits[k][1][0] for hits in by_site], axis=0))
         for k in ks
     }

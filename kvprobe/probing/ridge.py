@@ -179,8 +179,9 @@ def fitted_by_fold(
     classes: int,
     penalties: Sequence[float],
     size: Float[Tensor, "probes"] | None,
+    only: Sequence[int] | None = None,
 ) -> Iterator[FittedFold]:
-    """The probes of each outer fold in turn."""
+    """The probes of each outer fold in turn, or of these only."""
     count = _checked(labels, folds, classes)
     check_features(features)
     if size is None:
@@ -199,7 +200,7 @@ def fitted_by_fold(
         return _Ridge(Moments.merged([parts[other] for other in training_folds]), floor)
 
     grid = _grid(penalties, features.shape[2], features.dtype).to(features.device)
-    for fold in range(count):
+    for fold in range(count) if only is None else only:
         inner = (fold + 1) % count
         trained = trained_on([other for other in range(count) if other not in (fold, inner)])
         path = [trained.at(penalty.expand(len(features)), classes) for penalty in grid]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -12,11 +13,12 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
-from kvprobe.probing.ridge import VARIANCE_FLOOR, ridge_probes
+from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR, fitted_by_fold
 from kvprobe.probing.splits import centred_within
 from kvprobe.stats import SHARE
 
 KS = (1, 2, 4, 8, 16, 32, 64)
+Hits = Mapping[int, tuple[Float[np.ndarray, "probes samples"], Float[np.ndarray, "probes samples"]]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class SparseCurves:
 
     table: pd.DataFrame
     chosen: Int[Tensor, "probes folds targets k"]
-    hits: Mapping[int, tuple[Float[np.ndarray, "probes samples"], Float[np.ndarray, "probes samples"]]]
+    hits: Hits
     chance: float
 
     def df(self) -> pd.DataFrame:
@@ -89,6 +91,31 @@ def sparse_curves(
     Raises:
         UserError: a k below 1 or above the number of dimensions, or what `check_problem` refuses.
     """
+    chosen, hits = sparse_hits(features, labels, folds, classes, ks=ks, rng=rng)
+    tables = []
+    for k, (best, random) in hits.items():
+        accuracy, low, high = held_out_means(best, contexts, SHARE)
+        columns = {"accuracy": accuracy, "low": low, "high": high, "random": random.mean(-1)}
+        tables.append(pd.DataFrame({"probe": np.arange(len(best)), "k": np.full(len(best), k)} | columns))
+    table = pd.concat(tables).sort_values(["probe", "k"], ignore_index=True)
+    return SparseCurves(table, chosen, hits, 1 / classes)
+
+
+def sparse_hits(
+    features: Float[Tensor, "probes samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[np.ndarray, "samples"],
+    classes: int,
+    *,
+    ks: Sequence[int] | None = None,
+    rng: np.random.Generator | None = None,
+    only: Sequence[int] | None = None,
+) -> tuple[Int[Tensor, "probes folds targets k"], Hits]:
+    """What `SparseCurves` calls `chosen` and `hits`; arguments and errors are those of `sparse_curves`.
+
+    Args:
+        only: the test folds to read; the hits of samples in others are zero.
+    """
     rng = np.random.default_rng(0) if rng is None else rng
     probes, _, dim = features.shape
     ks = sorted(set([k for k in KS if k <= dim] if ks is None else ks))
@@ -101,19 +128,10 @@ def sparse_curves(
     ranked = torch.stack([eta_squared(features[:, rows], labels[:, rows], classes) for rows in training], 1)
     chosen = ranked.argsort(dim=-1, descending=True, stable=True)[..., : ks[-1]]
     drawn = np.argsort(rng.random((probes, count, len(labels), dim)), -1)[..., : ks[-1]]
-    random_dimensions = torch.from_numpy(drawn.copy()).to(features.device)
-
-    tables, hits = [], {}
-    for k in ks:
-        best, random = (
-            _hits(features, labels, numbers, classes, dimensions[..., :k]) for dimensions in (chosen, random_dimensions)
-        )
-        accuracy, low, high = held_out_means(best, contexts, SHARE)
-        columns = {"accuracy": accuracy, "low": low, "high": high, "random": random.mean(-1)}
-        tables.append(pd.DataFrame({"probe": np.arange(probes), "k": np.full(probes, k)} | columns))
-        hits[k] = (best, random)
-    table = pd.concat(tables).sort_values(["probe", "k"], ignore_index=True)
-    return SparseCurves(table, chosen, hits, 1 / classes)
+    both = torch.stack([chosen, torch.from_numpy(drawn.copy()).to(features.device)])
+    asked = range(count) if only is None else only
+    hits = {k: _hits(features, labels, numbers, classes, both[..., :k], asked) for k in ks}
+    return chosen, {k: (best, random) for k, (best, random) in hits.items()}
 
 
 def _hits(
@@ -121,16 +139,17 @@ def _hits(
     labels: Int[Tensor, "targets samples"],
     folds: Int[Tensor, "samples"],
     classes: int,
-    dimensions: Int[Tensor, "probes folds targets k"],
-) -> Float[np.ndarray, "probes samples"]:
+    dimensions: Int[Tensor, "kinds probes folds targets k"],
+    only: Sequence[int],
+) -> Float[np.ndarray, "kinds probes samples"]:
     """Share of targets that probes on these dimensions get right, each fold with the dimensions that it chose."""
-    probes, count, targets, _ = dimensions.shape
-    hits = torch.zeros(probes, features.shape[1], dtype=torch.double, device=features.device)
-    for target in range(targets):
-        index = dimensions[:, :, target, None].expand(-1, -1, features.shape[1], -1)
-        seen = features[:, None].expand(-1, count, -1, -1).gather(3, index).flatten(0, 1)
-        predicted = ridge_probes(seen, labels[target : target + 1], folds, classes).predicted
-        # The probes with the dimensions of one fold are fitted on all folds; only their own fold's guesses are fair.
-        fair = predicted[:, 0].unflatten(0, (probes, count)).gather(1, folds.expand(probes, 1, -1))[:, 0]
-        hits += fair.eq(labels[target])
-    return (hits / targets).cpu().numpy()
+    probes, samples, _ = features.shape
+    hits = torch.zeros(len(dimensions) * probes, samples, dtype=torch.double, device=features.device)
+    for target, fold in product(range(len(labels)), only):
+        parts = dimensions[:, :, fold, target, None].expand(-1, -1, samples, -1)
+        seen = torch.cat([features.gather(2, part) for part in parts])
+        answers = labels[target : target + 1]
+        (fitted,) = fitted_by_fold(seen, answers, folds, classes, PENALTIES, None, [fold])
+        guesses = fitted.probes.scores(seen[:, fitted.test]).argmax(-1)
+        hits[:, fitted.test] += guesses.eq(answers[:, fitted.test])[:, 0]
+    return (hits / len(labels)).unflatten(0, dimensions.shape[:2]).cpu().numpy()

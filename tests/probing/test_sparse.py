@@ -6,7 +6,7 @@ import torch
 from sklearn.feature_selection import f_classif
 
 from kvprobe.probing.ridge import ridge_probes
-from kvprobe.probing.sparse import eta_squared, sparse_curves
+from kvprobe.probing.sparse import eta_squared, sparse_curves, sparse_hits
 from kvprobe.probing.splits import fold_numbers
 from tests.refusals import refused
 
@@ -111,6 +111,17 @@ def test_each_fold_is_answered_by_probes_on_the_dimensions_that_it_chose():
             hits += int(predicted.eq(asked)[:, test].sum())
     assert curves.chosen.unique(dim=1).shape[1] > 1
     assert curves.df().accuracy[0] == pytest.approx(hits / labels.numel())
+
+
+def test_some_folds_alone_are_read_as_among_all():
+    features, labels, _, folds = planted(0.3)
+    _, whole = sparse_hits(features, labels, folds, CLASSES, ks=[2, 8])
+    _, some = sparse_hits(features, labels, folds, CLASSES, ks=[2, 8], only=[1, 3])
+    inside = np.isin(folds, [1, 3])
+    for k in (2, 8):
+        for hits, among_all in zip(some[k], whole[k], strict=True):
+            assert (hits[:, inside] == among_all[:, inside]).all()
+            assert not hits[:, ~inside].any()
 
 
 def test_a_fold_chooses_dimensions_without_its_own_labels():
