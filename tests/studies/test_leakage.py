@@ -32,13 +32,11 @@ CODES = ("48213", "90577", "13662")
 KEYS_AND_VALUES: tuple[Family, ...] = ("k", "v")
 
 
-def without_residual(
-    patch: pytest.MonkeyPatch, smol: Model, *, only: tuple[Family, ...] = KEYS_AND_VALUES, drawn: bool = True
-) -> None:
+def without_residual(patch: pytest.MonkeyPatch, smol: Model, *, drawn: bool = True) -> None:
     """Runs of K and V alone, or with no figure drawn: probes of the residual stream take most of the time."""
     give(patch, smol)
     for module in (collecting, analysing, drawing):
-        patch.setattr(module, "FAMILIES", only)
+        patch.setattr(module, "FAMILIES", KEYS_AND_VALUES)
     if not drawn:
         patch.setattr(study, "draw_all", lambda *_: None)
 
@@ -179,7 +177,7 @@ def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
     smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    without_residual(monkeypatch, smol, only=("v",), drawn=False)
+    without_residual(monkeypatch, smol, drawn=False)
     small = dataclasses.replace(SMALL, contexts=4, samples=32)
     whole = study.run(small, tmp_path / "whole")
     run = partial(study.run, small, tmp_path / "stopped")
@@ -189,7 +187,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
 
 
 def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    without_residual(monkeypatch, smol, only=("v",), drawn=False)
+    without_residual(monkeypatch, smol, drawn=False)
     run = study.run(dataclasses.replace(SMALL, contexts=1, samples=40), tmp_path)
     assert list(run.metrics["accuracy"]) == ["random"]
     assert "does not say" in run.report["warnings"][0]
