@@ -118,7 +118,7 @@ def list_everything() -> None:
         print(f"  {name:24}{model.title}; {model.licence}; {model.size} MB")
     print("\npublished probes (kvprobe scan, kv.Probe.load)")
     for card in sorted(shipped("probes").glob("*/card.yaml")):
-        print(f"  {card.parent.name:40}{read_yaml(card)['training']['what']}")
+        print(f"  {card.parent.name:42}{read_yaml(card)['training']['what']}")
 
 
 @app.command
