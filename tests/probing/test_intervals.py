@@ -9,7 +9,7 @@ import torch
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import fit_sites
-from kvprobe.probing.intervals import held_out, held_out_means
+from kvprobe.probing.intervals import INFORMATION, held_out, held_out_means
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import Split, fold_numbers
 from kvprobe.stats import SHARE, means
@@ -54,6 +54,14 @@ def test_a_mean_is_that_of_the_samples_and_its_interval_stays_a_share():
     assert estimate.mean == pytest.approx(0.875)
     assert 0 <= estimate.low < estimate.mean < estimate.high <= 1
     assert (estimate.smallest, estimate.largest) == (0, 1)
+
+
+def test_information_below_zero_counts_as_zero_with_an_interval_of_the_same_width_above():
+    bits = np.repeat([-0.3, -0.1, -0.2, -0.1, -0.3, -0.2, -0.1, -0.3], EACH)
+    estimate, raw = held_out(bits, HOMES, INFORMATION), held_out(bits, HOMES)
+    assert raw.high < 0
+    assert (estimate.mean, estimate.low) == (0, 0)
+    assert estimate.high == pytest.approx(raw.high - raw.mean)
 
 
 @pytest.fixture(scope="module")

@@ -347,6 +347,8 @@ def test_the_least_memory_is_where_the_line_crosses_the_tolerance():
     losses = np.array([[0.0, 0.0, 0.1], [0.0, 0.2, 0.0], [0.0, 0.0, 0.0], [0.1, 0.0, 0.0]])
     np.testing.assert_allclose(least_memory(memory, losses, 0.05, True), [0.35, 0.875, 0.2, np.inf])
     np.testing.assert_allclose(least_memory(memory, losses, 0.05, False), [0.5, 1.0, 0.2, np.inf])
+    losses[1, 2] = np.nan
+    np.testing.assert_allclose(least_memory(memory, losses, 0.05, True), [0.35, np.nan, 0.2, np.inf])
 
 
 def test_policies_are_judged_at_the_measured_budgets_nearest_to_those_wanted():

@@ -129,7 +129,7 @@ def damage_by_rate(task: Mapping[str, Any], title: str) -> Any:
         figure, axis = plt.subplots(figsize=(7.2, 4.6))
         if ranked:
             axis.axhspan(*(100 * end for end in ends(task["clean"])), color="0.5", alpha=0.15, lw=0)
-            axis.axhline(100 * task["clean"]["mean"], color="0.35", lw=0.9, label="clean, with 95 % interval")
+            axis.axhline(100 * task["clean"]["mean"], color="0.35", lw=0.9, label="clean")
             axis.axhline(100 * task["chance"], color="black", ls=":", lw=0.9, label="chance")
         for place, field in enumerate(FIELDS):
             label, colour, marker, dashes = LINES[field]

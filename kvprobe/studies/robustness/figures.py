@@ -42,7 +42,7 @@ def accuracy_by_rate(metrics: Mapping[str, Any], table: Reported | None, title: 
                 headline = task["scorers"][0]
                 clean = task["clean"][headline]
                 axis.axhspan(*ends(clean), color="0.92", lw=0, zorder=0)
-                axis.axhline(clean["mean"], color="black", ls="--", lw=0.9, label="sound cache (95 %)")
+                axis.axhline(clean["mean"], color="black", ls="--", lw=0.9, label="sound cache")
                 if task["chance"] > 0:
                     axis.axhline(task["chance"], color="black", ls=":", lw=0.9, label="chance")
                 _lines(axis, metrics, name, faults, lambda level, scorer=headline: level["accuracy"][scorer])
