@@ -15,9 +15,9 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
-from kvprobe.names import one_line
+from kvprobe.names import one_line, shown
 from kvprobe.shipped import shipped
-from kvprobe.studies import STUDIES, find
+from kvprobe.studies import STUDIES, Entry, find
 
 
 def _whole(_: Any, tokens: Sequence[Token]) -> int:
@@ -37,6 +37,7 @@ def _whole_numbers(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
 EVERY_STUDY = Group("Every study", sort_key=2)
 
 app = App(
@@ -44,7 +45,10 @@ app = App(
     help="A microscope for the KV cache: what survives when context is masked, evicted, compacted or damaged.",
     version_flags=["--version"],
 )
-runs_app = App(name="run", help="Run a study, a preset, or a YAML file of settings; flags change its settings.")
+runs_app = App(
+    name="run",
+    help="Run a study, a preset, a YAML file of settings, or a .py file of a study; flags change its settings.",
+)
 app.command(runs_app)
 
 
@@ -122,23 +126,43 @@ def list_everything() -> None:
 
 
 @app.command
-def report(run: Path) -> None:
+def report(run: Path, *, study: StudyFile = None) -> None:
     """Write a run's report.html again from its files, and say where it is."""
+    from kvprobe.experiments.page import write_page
     from kvprobe.experiments.runs import Run
     from kvprobe.report.page import write_report
 
     finished = Run.load(run)
-    print(write_report(finished.path, finished.report))
+    declared = _declaration(finished, study)
+    print(write_report(finished.path, finished.report) if declared is None else write_page(declared, finished))
 
 
 @app.command
-def view(run: Path) -> None:
+def view(run: Path, *, study: StudyFile = None) -> None:
     """Write the interactive views of a run's report as a page of their own, and say where it is."""
+    from kvprobe.experiments import page
     from kvprobe.experiments.runs import Run
     from kvprobe.report.page import write_views
 
     finished = Run.load(run)
-    print(write_views(finished.path, finished.report))
+    declared = _declaration(finished, study)
+    print(write_views(finished.path, finished.report) if declared is None else page.write_views(declared, finished))
+
+
+def _declaration(run: Any, file: Path | None) -> Any:
+    """The study of a run, or the one that a file declares; None for one that is not a declaration."""
+    name = str(run.config.get("study"))
+    if file is None and name not in STUDIES:
+        raise UserError(f"{run.path} is a run of {shown(name)}; name its file with --study.")
+    return find(name if file is None else str(file)).declaration
+
+
+@app.command
+def new(what: Literal["study"], name: str) -> None:
+    """Write a commented study of your own to NAME.py, to begin with."""
+    from kvprobe.experiments.skeleton import write_skeleton
+
+    print(write_skeleton(name))
 
 
 @app.command
@@ -333,8 +357,11 @@ def _add_run_commands(arguments: list[str]) -> None:
     """One `run` command per study, per preset (which may have the name of its study), and for a YAML file if named."""
     runnable = {name: Preset(name, name, {}, study.question) for name, study in STUDIES.items()}
     runnable |= presets()
-    if len(arguments) > 1 and arguments[0] == "run" and arguments[1].endswith((".yaml", ".yml")):
-        runnable[arguments[1]] = read_preset(Path(arguments[1]))
+    named = arguments[1] if len(arguments) > 1 else ""
+    if named.endswith((".yaml", ".yml")):
+        runnable[named] = read_preset(Path(named))
+    if named.endswith(".py"):
+        runnable[named] = Preset(named, named, {}, find(named).question)
     for name, preset in runnable.items():
         _add_run_command(name, preset)
 
@@ -349,16 +376,25 @@ def _add_run_command(command: str, preset: Preset) -> None:
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
     ) -> None:
-        from kvprobe.report.page import write_report
-
         chosen = study.config(**as_mapping(config or flags()))
         directory = study.run(chosen, out, name)
-        page = write_report(directory.path, directory.report)
-        print(f"\n{directory.report['answer']}\n\nReport: {page}")
+        print(f"\n{_answer(study, directory)}\n\nReport: {directory.path / 'report.html'}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
     run.__doc__ = preset.question or study.question
     runs_app.command(run, name=command)
+
+
+def _answer(study: Entry, directory: Any) -> str:
+    """What a finished run found, in short; its report is written."""
+    from kvprobe.experiments.page import answer
+    from kvprobe.report.page import write_report
+
+    declared = study.declaration
+    if declared is not None:
+        return answer(declared, directory)
+    write_report(directory.path, directory.report)
+    return directory.report["answer"]
 
 
 def _with_defaults(config: Settings) -> type[Settings]:

@@ -50,6 +50,14 @@ def filled(kind: Any, content: Any, where: str, limits: Limits) -> Any:
             raise UserError(f"{where} must be a list of at most {limits.entries:,} entries.")
         entries = [filled(arguments[0], entry, f"an entry of {where}", limits) for entry in content]
         return tuple(entries) if origin is tuple else entries
+    if origin is Mapping:
+        if not isinstance(content, Mapping) or len(content) > limits.entries:
+            raise UserError(f"{where} must be a mapping of at most {limits.entries:,} entries.")
+        keys = [filled(arguments[0], key, f"a key of {where}", limits) for key in content]
+        return {
+            key: filled(arguments[1], value, repr(key), limits)
+            for key, value in zip(keys, content.values(), strict=True)
+        }
     if origin is Literal:
         if content not in arguments:
             raise UserError(f"{where} is {shown(content)}; expected one of {', '.join(map(repr, arguments))}.")

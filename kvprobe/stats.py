@@ -42,6 +42,11 @@ class Estimate:
     largest: float = nan
 
     @property
+    def unknown(self) -> bool:
+        """Whether there is no number, such as a rate at which nothing happened."""
+        return isnan(self.mean)
+
+    @property
     def has_interval(self) -> bool:
         return not (isnan(self.low) or isnan(self.high))
 

@@ -8,21 +8,23 @@ from typing import Any
 from kvprobe.experiments.settings import Settings, types_of
 from kvprobe.report.document import Section
 
+SAME = "On a CPU, the same command with the same seed on the same machine gives the same numbers."
+
 
 def reproduce_section(study: str, config: Settings, environment: Mapping[str, Any], also: Sequence[str]) -> Section:
     """The command, versions and machine of a run, and what else there is to know."""
+    return Section(title="Reproduce", paragraphs=[SAME], points=[*reproduced(study, config, environment), *also])
+
+
+def reproduced(study: str, config: Settings, environment: Mapping[str, Any]) -> list[str]:
+    """The command of a run; its seed, model and versions; its machine."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return Section(
-        title="Reproduce",
-        paragraphs=["On a CPU, the same command with the same seed on the same machine gives the same numbers."],
-        points=[
-            " ".join(["kvprobe run", study, *flags(config)]),
-            f"Seed {config.seed}; model {environment['model']}; {versions}; Python {environment['python']}.",
-            f"{environment['machine']}; {environment['device']}"
-            + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
-            *also,
-        ],
-    )
+    return [
+        " ".join(["kvprobe run", study, *flags(config)]),
+        f"Seed {config.seed}; model {environment['model']}; {versions}; Python {environment['python']}.",
+        f"{environment['machine']}; {environment['device']}"
+        + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
+    ]
 
 
 def flags(config: Settings) -> list[str]:

@@ -21,6 +21,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import differing
+from kvprobe.report.findings import Findings
 
 FORMAT = 2
 """Of run directories. The first recorded neither what the settings' files held nor the model's config and tokenizer."""
@@ -36,7 +37,7 @@ class Run:
     """A run directory.
 
     Attributes:
-        path: holds `config.yaml`, `env.json`, `samples.parquet`, `metrics.json`, `report.json`, `figures/` and
+        path: holds `config.yaml`, `env.json`, `samples.parquet`, `figures/`, `report.json`, `metrics.json` and
             `report.html`; and `parts/` while the run is unfinished.
         begun: the environment that it was opened with; None for a run that is only read.
     """
@@ -113,7 +114,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "report.json").is_file()
+        return (self.path / "metrics.json").is_file()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -137,6 +138,18 @@ class Run:
     def metrics(self) -> dict[str, Any]:
         """The run's numbers, each with its interval."""
         return self._json("metrics.json")
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """The run's numbers as a tidy table: one row each, with its name, keys, interval and unit.
+
+        Raises:
+            UserError: the run's study keeps its numbers otherwise; see `metrics`.
+        """
+        metrics = self.metrics
+        if "findings" not in metrics:
+            raise UserError(f"{self.path} has no table of findings; its numbers are in its metrics.")
+        return Findings.from_records(metrics["findings"]).frame()
 
     @property
     def report(self) -> dict[str, Any]:
@@ -178,10 +191,11 @@ class Run:
         with replacing(self.path / f"{table}.parquet") as partial:
             rows.to_parquet(partial, index=False)
 
-    def finish(self, metrics: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """Write the results and drop the intermediate ones."""
+    def finish(self, metrics: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> None:
+        """Write the results, of which the metrics come last and make the run finished; drop the intermediate ones."""
+        if report is not None:
+            write_whole(self.path / "report.json", json.dumps(report, indent=2))
         write_whole(self.path / "metrics.json", json.dumps(metrics, indent=2))
-        write_whole(self.path / "report.json", json.dumps(report, indent=2))
         folder = self.path / "parts"
         if folder.is_dir():
             for file in folder.iterdir():

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,13 @@ def write_report(folder: Path, content: Mapping[str, Any]) -> Path:
     """
     report = Report.from_dict(content)
 
-    def picture(figure: Figure) -> str:
-        return "data:image/png;base64," + base64.b64encode(_drawn(folder / "figures", figure)).decode()
-
     page = render(
         "report.html.j2",
         _parts(report),
         title=report.title,
         report=report,
-        pieces=_pieces,
-        picture=picture,
-        version=version("kvprobe"),
+        pieces=pieces,
+        picture=partial(picture, folder / "figures"),
     )
     return write_whole(folder / "report.html", page)
 
@@ -56,8 +52,12 @@ def write_views(folder: Path, content: Mapping[str, Any]) -> Path:
     return write_whole(folder / "views.html", render("page.html.j2", parts, title=report.title))
 
 
-def _drawn(figures: Path, figure: Figure) -> bytes:
-    """The file of a figure, which must be in this folder."""
+def picture(figures: Path, figure: Figure) -> str:
+    """A figure as the source of an image.
+
+    Raises:
+        UserError: its file is not in this folder, or too large.
+    """
     path = figures / f"{figure.file}.png"
     if path.resolve().parent != figures.resolve() or not path.is_file():
         raise UserError(
@@ -65,7 +65,7 @@ def _drawn(figures: Path, figure: Figure) -> bytes:
         )
     if path.stat().st_size > LARGEST_FIGURE:
         raise UserError(f"{path} is larger than {LARGEST_FIGURE // 2**20} MiB; run the study again.")
-    return path.read_bytes()
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def _parts(report: Report) -> list[Part]:
@@ -78,7 +78,7 @@ class _Piece:
     marked: bool
 
 
-def _pieces(passage: Passage) -> list[_Piece]:
+def pieces(passage: Passage) -> list[_Piece]:
     """The text of a passage, cut wherever the marked text begins or ends."""
     if not passage.marked:
         return [_Piece(passage.text, False)]

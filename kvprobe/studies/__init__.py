@@ -1,68 +1,88 @@
 """Studies: one folder, one question. Listing them imports nothing heavy."""
 
+import sys
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import UserError
-from kvprobe.names import unknown
+from kvprobe.names import one_line, unknown
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvprobe.experiments.runs import Run
+    from kvprobe.experiments.study import Study
 
 
 @dataclass(frozen=True)
-class Study:
-    """A study by name; its code is imported when it is run."""
+class Entry:
+    """A study in the list of all; its code is imported when it is run.
+
+    Attributes:
+        file: of a study that a user wrote.
+    """
 
     name: str
     question: str
+    file: Path | None = None
 
     @property
     def config(self) -> type[Any]:
         """The dataclass of its settings."""
+        if self.file is not None:
+            return read_study(self.file).config
         return import_module(f"kvprobe.studies.{self.name}.config").Config
 
-    def run(self, config: Any, root: "Path", name: str | None = None) -> "Run":
+    @property
+    def declaration(self) -> "Study[Any] | None":
+        """The study itself; None for one that is not yet a declaration."""
+        if self.file is not None:
+            return read_study(self.file)
+        return getattr(import_module(f"kvprobe.studies.{self.name}.study"), "STUDY", None)
+
+    def run(self, config: Any, root: Path = Path("runs"), name: str | None = None) -> "Run":
         """Run it with these settings (or resume) in a directory below `root`."""
-        return import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
+        study = self.declaration
+        if study is None:
+            return import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
+        from kvprobe.experiments.running import run_study
+
+        return run_study(study, config, root, name)
 
 
 STUDIES = {
-    study.name: study
-    for study in (
-        Study(
+    entry.name: entry
+    for entry in (
+        Entry(
             "leakage",
             "How much of a hidden number survives in the KV cache after the turn that held it was masked?",
         ),
-        Study(
+        Entry(
             "compaction",
             "Mask or restart? How much of the difference is provenance, how much position, how much delimiters?",
         ),
-        Study("policies", "What does each cache policy cost in quality for the memory that it saves?"),
-        Study(
+        Entry("policies", "What does each cache policy cost in quality for the memory that it saves?"),
+        Entry(
             "idle_rebuild",
             "A compacted session goes idle and its cache is rebuilt from the visible text. Where does it drift?",
         ),
-        Study("robustness", "How much of the cache can be damaged, and how, before answers go wrong?"),
-        Study("bands", "Which layers' caches can bear noise, and how much of that is the noise's own scale?"),
-        Study("bitflips", "What does a single flipped bit of K or V do, by its place in the number?"),
-        Study("patching", "From which layers, slots and heads is a fact read, and from K or from V?"),
-        Study("carriers", "After a turn was masked, which of the slots that stay carry its effect?"),
-        Study(
+        Entry("robustness", "How much of the cache can be damaged, and how, before answers go wrong?"),
+        Entry("bands", "Which layers' caches can bear noise, and how much of that is the noise's own scale?"),
+        Entry("bitflips", "What does a single flipped bit of K or V do, by its place in the number?"),
+        Entry("patching", "From which layers, slots and heads is a fact read, and from K or from V?"),
+        Entry("carriers", "After a turn was masked, which of the slots that stay carry its effect?"),
+        Entry(
             "dangling",
             "A turn is hidden: where does the attention go that looked at it, and does anything point there?",
         ),
-        Study("memory", "Is the memory budget right, and what does the cache cost and save?"),
-        Study("use", "Does the model use what a probe reads in its cache, and where?"),
-        Study("filter_poison", "Which attention blocks, MLPs and heads pass damage on, and which keep it away?"),
-        Study(
+        Entry("memory", "Is the memory budget right, and what does the cache cost and save?"),
+        Entry("use", "Does the model use what a probe reads in its cache, and where?"),
+        Entry("filter_poison", "Which attention blocks, MLPs and heads pass damage on, and which keep it away?"),
+        Entry(
             "multihop",
             "Every turn is summarised and masked: how many turns later can the first still be read, and by which way?",
         ),
-        Study(
+        Entry(
             "features",
             "Which sparse features differ after a turn was masked, which tell what it said, and do they matter?",
         ),
@@ -70,8 +90,42 @@ STUDIES = {
 }
 
 
-def find(name: str) -> Study:
-    """The study of this name; an unknown one is refused with the near match."""
+def find(name: str) -> Entry:
+    """The study of this name, or of this Python file.
+
+    Raises:
+        UserError: there is none; the near match is named.
+    """
+    if name.endswith(".py"):
+        path = Path(name)
+        study = read_study(path)
+        return Entry(study.name, study.question, path)
     if name not in STUDIES:
         raise UserError(unknown("study", name, STUDIES))
     return STUDIES[name]
+
+
+def read_study(path: Path) -> "Study[Any]":
+    """The study that a Python file declares as `STUDY`. The file's code is run.
+
+    Raises:
+        UserError: there is no such file, it raises an error when it is imported, or it declares no study.
+    """
+    from kvprobe.experiments.study import Study
+
+    module_name = f"kvprobe_study_{path.stem}"
+    module = sys.modules.get(module_name)
+    if module is None or module.__file__ != str(path.resolve()):
+        spec = util.spec_from_file_location(module_name, path.resolve())
+        if spec is None or spec.loader is None or not path.is_file():
+            raise UserError(f"There is no Python file {path}; `kvprobe new study NAME` writes one to begin with.")
+        module = sys.modules[module_name] = util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise UserError(f"{path} cannot be imported: {type(error).__name__}: {one_line(error)}.") from error
+    study = getattr(module, "STUDY", None)
+    if not isinstance(study, Study):
+        raise UserError(f"{path} declares no study; it must set STUDY to a kvprobe.experiments.study.Study.")
+    return study

@@ -9,8 +9,11 @@ from typing import Any, TypeVar
 import pytest
 
 import kvprobe.experiments.begin as beginning
+from kvprobe.experiments.page import write_page
+from kvprobe.experiments.running import draw
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate
 from kvprobe.tasks.facts import Fact
@@ -78,6 +81,22 @@ def resumed_after(study: ModuleType, config: Settings, root: Path, step: str, me
         patch.setattr(*measured, stop)
         patch.setattr(study, "draw_all", lambda *_: None)
         return study.run(config, root)
+
+
+class Shown(Run):
+    """A finished run that was made of a conclusion in hand."""
+
+    def read(self, file: str) -> str:
+        return (self.path / file).read_text()
+
+
+def page_of(study: Study[Any], config: Settings, conclusion: Conclusion, folder: Path) -> Shown:
+    """A run with this conclusion, its figures and its page, for which nothing was measured."""
+    run = Run.open(study.name, config, "made up", "cpu", folder / "shown")
+    draw(study, conclusion.findings, "made up", run.path / "figures")
+    run.finish(conclusion.record())
+    write_page(study, run)
+    return Shown(run.path)
 
 
 def assert_figures(run: Run, *names: str) -> None:

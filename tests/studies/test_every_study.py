@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import kvprobe.experiments.begin as beginning
+from kvprobe.experiments import running
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -164,15 +165,16 @@ def test_a_finished_run_is_found_again_and_not_run(
     name: str, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     give(monkeypatch, tiny_llama)
-    study, module = find(name), import_module(f"kvprobe.studies.{name}.study")
+    study, starting = find(name), running if find(name).declaration else import_module(f"kvprobe.studies.{name}.study")
+    monkeypatch.setattr(running, "write_page", lambda *_: None)
 
     def finished_at_once(*given: Any) -> tuple[Model, Run]:
         model, run = beginning.begin(*given)
-        run.finish({"chance": 0.5}, {})
+        run.finish({"chance": 0.5})
         return model, run
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "begin", finished_at_once)
+        patch.setattr(starting, "begin", finished_at_once)
         first = study.run(study.config(), tmp_path)
     assert study.run(study.config(), tmp_path).path == first.path
     assert Run.load(first.path).metrics == {"chance": 0.5}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -95,14 +96,16 @@ def render(template: str, parts: Sequence[Part], **values: Any) -> str:
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     return environment.get_template(template).render(
         parts=parts,
-        view=_view,
+        view=drawn,
+        version=version("kvprobe"),
         scripts=[Markup(script) for script in scripts],
         policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}",
         **values,
     )
 
 
-def _view(part: Part) -> Markup:
+def drawn(part: Part) -> Markup:
+    """A view as markup."""
     if isinstance(part, AttentionView):
         return Markup(attention_view(part))
     return Markup(heat_map(part) if isinstance(part, HeatMap) else token_view(part))

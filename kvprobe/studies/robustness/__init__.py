@@ -1,1 +1,18 @@
-"""Robustness: what each fault of the cache costs, by how much of it is struck."""
+"""Robustness: how much of the cache can be damaged, and how, before answers go wrong?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvprobe.studies.robustness.config import Config
+
+if TYPE_CHECKING:
+    from kvprobe.experiments.runs import Run
+    from kvprobe.inference.model import Model
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None) -> "Run":
+    """Run the study; see `kvprobe.experiments.running.run_study`."""
+    from kvprobe.experiments.running import run_study
+    from kvprobe.studies.robustness.study import STUDY
+
+    return run_study(STUDY, config, root, name, model)

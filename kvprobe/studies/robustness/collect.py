@@ -21,7 +21,8 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.names import unknown
 from kvprobe.studies.robustness.config import Config
-from kvprobe.tasks.task import Task
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import Task, items_digest
 
 WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
 """When each timing strikes, and whether its damage is undone after the read."""
@@ -29,16 +30,29 @@ PROCEDURE_UNITS: tuple[Unit, ...] = ("slot", "layer", "number")
 """What canarypwn may have meant by an entry of the cache."""
 MAIN, PROCEDURE, CONTROL = "main", "procedure", "control"
 NOT_A_NUMBER = "nan"
+UNITS = {
+    "slot": "slots, the same ones in all layers and heads",
+    "layer": "slots, in each layer its own",
+    "head": "slots, in each layer and KV head its own",
+    "number": "single numbers of K and of V, in each layer its own",
+}
 
 
-def require_known_faults(config: Config) -> None:
-    """Refuse a fault that there is not."""
+def inputs(config: Config) -> dict[str, str]:
+    """A digest of the items.
+
+    Raises:
+        UserError: an unknown fault, task or reported table.
+    """
+    tasks = [find_task(name) for name in config.tasks]
     for name in config.faults:
         if name not in CATALOGUE:
             raise UserError(f"Setting 'faults': {unknown('fault', name, CATALOGUE)}")
+    reported_beside(config, tasks)
+    return {"tasks": items_digest(tasks, config.samples, config.seed)}
 
 
-def beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
+def reported_beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
     """The reported table that a config names.
 
     Raises:
@@ -91,9 +105,9 @@ def cases(config: Config) -> list[Case]:
     return found
 
 
-def collect(model: Model, config: Config, run: Run, tasks: Sequence[Task]) -> pd.DataFrame:
+def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """All prompts of all tasks under all cases; see `trials.answer` for the columns."""
-    every = cases(config)
+    every, tasks = cases(config), [find_task(name) for name in config.tasks]
     return trials.collect(model, run, tasks, config.samples, config.seed, lambda _: every, follow=config.follow)
 
 

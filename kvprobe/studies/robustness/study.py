@@ -1,39 +1,117 @@
-"""The robustness study from start to report data."""
+"""The robustness study: its declaration."""
 
 from pathlib import Path
+from typing import Any
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.robustness.analyse import analyse
-from kvprobe.studies.robustness.collect import beside, collect, require_known_faults
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.faults.catalogue import CATALOGUE
+from kvprobe.report.plots.lines import Lines
+from kvprobe.stats import Estimate
+from kvprobe.studies.robustness.collect import UNITS, collect, inputs
+from kvprobe.studies.robustness.conclude import conclude
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.robustness.figures import draw_all
-from kvprobe.studies.robustness.narrative import narrate
-from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import items_digest
+from kvprobe.studies.robustness.styles import STYLES
+from kvprobe.wording import percent, points, span
 
-NAME = "robustness"
+FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+def shown_task(name: str) -> str:
+    """A task's name without the folders of a file."""
+    kind, colon, file = name.rpartition(":")
+    return f"{kind}{colon}{Path(file).name}"
 
-    Raises:
-        UserError: an unknown fault, task or reported table, a setting that does not fit the model, or a directory that
-            holds another run.
-    """
-    tasks = [find_task(name) for name in config.tasks]
-    require_known_faults(config)
-    table = beside(config, tasks)
-    inputs = {"tasks": items_digest(tasks, config.samples, config.seed)}
-    model, directory = begin(NAME, config, root, name, inputs)
-    if directory.finished:
-        return directory
-    rows = collect(model, config, directory, tasks)
-    windows = [window for window in model.geometry.windows if window is not None]
-    dtype = str(model.lanes.dtype).removeprefix("torch.")
-    metrics = analyse(rows, config, tasks, window=min(windows, default=None), dtype=dtype)
-    directory.save_table("samples", rows)
-    draw_all(metrics, config, table, model.name, directory.path / "figures")
-    directory.finish(metrics, narrate(metrics, config, tasks, table, model, directory.environment).to_dict())
-    return directory
+
+def shown_kl(value: Estimate) -> str:
+    """KL spans many orders of magnitude: two digits of it, whatever its size."""
+    return f"{value.mean:.2g} ({span(value, lambda number: f'{number:.2g}')})"
+
+
+def cost(value: Estimate) -> str:
+    """Accuracy lost."""
+    return f"{100 * value.mean:.1f} points ({span(value, lambda share: f'{100 * share:.1f}')})"
+
+
+def by_rate(file: str, finding: str, caption: str, y_label: str, **more: Any) -> Lines:
+    """A finding against the rate: a panel per task and family of faults, a line per fault that is no control."""
+    return Lines(
+        file=file,
+        finding=finding,
+        caption=caption,
+        x="rate",
+        line="fault",
+        panel="task",
+        x_label="struck (% of the slots)",
+        y_label=y_label,
+        styles=STYLES,
+        row=lambda fault: CATALOGUE[str(fault)].family,
+        drawn=lambda fault: not CATALOGUE[str(fault)].control,
+        **more,
+    )
+
+
+STUDY = Study(
+    name="robustness",
+    title="Damage to the cache",
+    question=(
+        "A share of the slots of a model's KV cache holds something else than what the model wrote there: noise, "
+        "zeros, another conversation, a neighbouring block. How much of the cache can be damaged, and how, before "
+        "answers go wrong?"
+    ),
+    config=Config,
+    inputs=inputs,
+    collect=collect,
+    conclude=conclude,
+    page="page.html.j2",
+    folder=Path(__file__).parent,
+    figures=(
+        by_rate(
+            "accuracy_by_rate",
+            "accuracy",
+            "Right answers with Wilson intervals. Grey band and dashed line: sound cache; dotted: chance. Hollow: "
+            "published, where there is such a table. Points of one rate are drawn side by side. Controls, which change "
+            "nothing, are not drawn.",
+            "right answers (share)",
+            band=("sound", "sound cache"),
+            level=("chance", "chance"),
+            beside=("published", ", published"),
+            limits=(-0.03, 1.03),
+        ),
+        by_rate(
+            "kl_by_rate",
+            "kl",
+            "KL with intervals over items, on log scales. Controls are not drawn.",
+            "KL from the sound cache (nats per token)",
+            log=True,
+        ),
+    ),
+    claims=(
+        Claim(
+            "harm",
+            above="{fault}, which costs {value}",
+            below="{fault}, which gains accuracy (its loss is {value})",
+            unclear="{fault}, for which a loss was not detected ({value})",
+        ),
+        Claim("harm_over_next", above="yes", below="no", unclear="not detected"),
+        Claim("harm_kl_over_next", above="yes", below="no", unclear="not detected"),
+        Claim("contrast", above="{first} costs more", below="{second} costs more", unclear="not detected"),
+        Claim("contrast_kl", above="{first} moves more", below="{second} moves more", unclear="not detected"),
+        Claim("reading_lost", above="loses more", below="loses less", unclear="not detected"),
+    ),
+    labels={
+        "task": shown_task,
+        "rate": "{:g} %".format,
+        **dict.fromkeys(("fault", "first", "second"), FAULTS),
+        "drawn": UNITS,
+        "timing": TIMINGS,
+    },
+    written={
+        **dict.fromkeys(("sound", "sound_also", "accuracy", "accuracy_also", "same", "reading"), percent),
+        **dict.fromkeys(("published", "published_sound"), percent),
+        **dict.fromkeys(("lost", "harm_over_next", "contrast", "reading_lost"), points),
+        "harm": cost,
+        **dict.fromkeys(("kl", "harm_kl", "harm_kl_over_next", "contrast_kl", "reading_kl"), shown_kl),
+        "chance": lambda chance: f"{100 * chance.mean:.3g} %",
+    },
+)

@@ -1,6 +1,6 @@
 """How the line of each named fault looks in figures."""
 
-from dataclasses import dataclass
+from kvprobe.report.plots.lines import Style
 
 _RED, _BLUE, _GREEN, _PINK, _ORANGE, _SKY, _GREY = (
     "#d55e00",
@@ -11,15 +11,6 @@ _RED, _BLUE, _GREEN, _PINK, _ORANGE, _SKY, _GREY = (
     "#56b4e9",
     "#7f7f7f",
 )
-
-
-@dataclass(frozen=True)
-class Style:
-    """Colour, marker and dashes of a line."""
-
-    colour: str
-    marker: str = "o"
-    dashes: str = "-"
 
 
 STYLES = {

@@ -1,0 +1,208 @@
+"""Estimands: from rows, one per sample and condition, to findings with intervals over clusters.
+
+A cluster (an item, a conversation) counts once: its rows are averaged first. Conditions of the same clusters are
+compared by pairing, either as a column that `beside` adds, or as a `Difference`. docs/intervals.md reports how well the
+intervals cover.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.stats import UNBOUNDED, Estimate, estimate, ratio, wilson
+
+Rows = Any
+"""A table; pandas says too little of what selecting from one gives."""
+Where = Mapping[str, Key | tuple[Key, ...]]
+"""Values of columns that rows must have; one of several, where a tuple is given."""
+Values = Float[np.ndarray, "clusters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimand:
+    """What is estimated from rows, once for each combination of the values of some columns.
+
+    Attributes:
+        name: of the findings.
+        of: the column; where it is missing, a row does not count.
+        by: columns whose values become keys.
+        where: which rows count.
+        keys: more keys, the same for all findings.
+        cluster: the column that tells independent clusters apart.
+        within: the natural range; see `kvprobe.stats`.
+        unit: such as `nats`.
+        together: keys among whose equal values the intervals of findings of this name hold together (Bonferroni), `()`
+            for all findings of this name; None for each by itself, about which nothing may be claimed.
+    """
+
+    name: str
+    of: str
+    by: tuple[str, ...] = ()
+    where: Where = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    cluster: str = "sample"
+    within: tuple[float, float] = UNBOUNDED
+    unit: str = ""
+    together: tuple[str, ...] | None = None
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        """What is to be estimated, from all rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Estimand):
+    """The mean over clusters; of fewer than two there is no finding."""
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        return several(self.cell(keys, values) for keys, values in by_cluster(rows, self, self.where))
+
+    def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
+        known = values[np.isfinite(values)]
+        return Cell(self, keys, len(known), lambda count: estimate(known, None, self.within, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share(Estimand):
+    """The share of clusters, each of which is one trial however often it was measured (Wilson's interval)."""
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        return [self.cell(keys, values[np.isfinite(values)]) for keys, values in by_cluster(rows, self, self.where)]
+
+    def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
+        trials = len(values)
+        return Cell(self, keys, trials, lambda _: wilson(min(float(values.sum()), trials), trials))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Mean):
+    """The mean of some rows less that of others, paired by cluster; clusters that lack either do not count.
+
+    Attributes:
+        less: which rows are taken away; `where` says from which.
+    """
+
+    less: Where
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        others = {tuple(keys.values()): values for keys, values in by_cluster(rows, self, self.less)}
+        paired = [
+            (keys, values, others.get(tuple(keys.values()))) for keys, values in by_cluster(rows, self, self.where)
+        ]
+        return several(self.cell(keys, values - other) for keys, values, other in paired if other is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio(Estimand):
+    """The sum over clusters of one column divided by that of another.
+
+    Attributes:
+        over: the other column.
+    """
+
+    over: str
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        tops, bottoms = (by_cluster(rows, replace(self, of=column), self.where) for column in (self.of, self.over))
+        return several(self.cell(keys, top, bottom) for (keys, top), (_, bottom) in zip(tops, bottoms, strict=True))
+
+    def cell(self, keys: Mapping[str, Key], top: Values, bottom: Values) -> "Cell":
+        known = np.isfinite(top) & np.isfinite(bottom)
+        return Cell(self, keys, int(known.sum()), lambda count: ratio(top[known], bottom[known], self.within, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total(Estimand):
+    """The sum over rows, which has no interval."""
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        return [self.cell(keys, float(own[self.of].sum())) for keys, own in groups(rows, self.by, self.where)]
+
+    def cell(self, keys: Mapping[str, Key], total: float) -> "Cell":
+        return Cell(self, keys, 0, lambda _: Estimate(total))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One finding to be: `estimated` takes the number of comparisons over which its interval shall hold."""
+
+    estimand: Estimand
+    by: Mapping[str, Key]
+    clusters: int
+    estimated: Callable[[int], Estimate]
+
+    @property
+    def keys(self) -> dict[str, Key]:
+        return {**self.estimand.keys, **self.by}
+
+    @property
+    def family(self) -> tuple[str, tuple[Key, ...]] | None:
+        """What it shares with the findings with which its interval holds together; None if it stands alone."""
+        together = self.estimand.together
+        return None if together is None else (self.estimand.name, tuple(self.keys[key] for key in together))
+
+
+def several(cells: "Iterable[Cell]") -> "list[Cell]":
+    """Those of at least two clusters."""
+    return [cell for cell in cells if cell.clusters > 1]
+
+
+def measure(rows: Rows, estimands: Iterable[Estimand]) -> Findings:
+    """The findings of all estimands, from all rows."""
+    cells = [cell for estimand in estimands for cell in estimand.cells(rows)]
+    sizes = Counter(cell.family for cell in cells)
+    findings = Findings()
+    for cell in cells:
+        count = 0 if cell.family is None else sizes[cell.family]
+        value, estimand = cell.estimated(max(1, count)), cell.estimand
+        findings.add(Finding(estimand.name, cell.keys, value, estimand.unit, count))
+    return findings
+
+
+def beside(rows: Rows, of: str, where: Where, on: tuple[str, ...]) -> Any:
+    """A column for all rows: the mean of `of` in the rows of one condition that agree with a row on the columns `on`.
+
+    Taking a column away from it pairs every row with that condition: a `Mean` is then a paired difference.
+    """
+    means = chosen(rows, where).groupby(list(on))[of].mean().rename("beside")
+    return rows[list(on)].join(means, on=list(on))["beside"]
+
+
+def chosen(rows: Rows, where: Where) -> Rows:
+    """The rows that have these values."""
+    for column, value in where.items():
+        rows = rows[rows[column].isin(value) if isinstance(value, tuple) else rows[column] == value]
+    return rows
+
+
+def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str, Key], Rows]]:
+    """The chosen rows for each combination of values of some columns, in the order in which they come."""
+    rows = chosen(rows, where)
+    if not by:
+        return [({}, rows)] if len(rows) else []
+    return [(_plain(by, values), own) for values, own in rows.groupby(list(by), sort=False)]
+
+
+def by_cluster(rows: Rows, estimand: Estimand, where: Where) -> list[tuple[dict[str, Key], Values]]:
+    """For each combination of `by`, the mean of each cluster of all rows in order; NaN for one that has no value."""
+    clusters = np.unique(rows[estimand.cluster])
+    found = []
+    for keys, own in groups(rows, estimand.by, where):
+        values = own[estimand.of].to_numpy(float)
+        known = np.isfinite(values)
+        places = np.searchsorted(clusters, own[estimand.cluster].to_numpy()[known])
+        sums, sizes = np.bincount(places, values[known], len(clusters)), np.bincount(places, minlength=len(clusters))
+        found.append((keys, np.divide(sums, sizes, out=np.full(len(clusters), np.nan), where=sizes > 0)))
+    return found
+
+
+def _plain(by: tuple[str, ...], values: Iterable[Any]) -> dict[str, Key]:
+    """Keys without numpy's types."""
+    return {
+        key: value.item() if isinstance(value, np.generic) else value for key, value in zip(by, values, strict=True)
+    }

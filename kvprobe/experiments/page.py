@@ -1,0 +1,159 @@
+"""The page of a declared study's run: one HTML file, made again at any time from the run's files alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
+from markupsafe import Markup
+
+from kvprobe import wording
+from kvprobe.errors import UserError
+from kvprobe.experiments.reproduce import reproduced
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.study import Conclusion, Study
+from kvprobe.files import write_whole
+from kvprobe.names import one_line
+from kvprobe.plain_data import filled
+from kvprobe.report.document import LIMITS, Figure, HeatMap, Passage
+from kvprobe.report.findings import Findings, Key
+from kvprobe.report.page import picture, pieces
+from kvprobe.report.views.page import Part, drawn, page, render
+
+FORMATS = ("percent", "points", "plain", "signed")
+"""Filters of templates that write a number with its interval; see `kvprobe.wording`."""
+
+
+def write_page(study: Study[Any], run: Run) -> Path:
+    """Write a finished run's `report.html` from its files; nothing is measured or estimated again.
+
+    Raises:
+        UserError: the run's files are not those of this study, or were altered.
+    """
+    made = _Page(study, run)
+    text = made.rendered()
+    return write_whole(
+        run.path / "report.html", render("study_frame.html.j2", made.parts, title=made.title, body=Markup(text))
+    )
+
+
+def write_views(study: Study[Any], run: Run) -> Path:
+    """Write the maps and other views of a run's page as `views.html`, a page of their own.
+
+    Raises:
+        UserError: the run's files are not those of this study, or were altered; or its page has no views.
+    """
+    made = _Page(study, run)
+    made.rendered()
+    if not made.parts:
+        raise UserError(f"The report of {run.path} has no views; see its figures with `kvprobe report {run.path}`.")
+    return write_whole(run.path / "views.html", page(made.parts, made.title))
+
+
+def answer(study: Study[Any], run: Run) -> str:
+    """The answer of a run's page, as plain text."""
+    return str(Markup(_Page(study, run).rendered("answer")).striptags())
+
+
+@dataclass
+class _Page:
+    """What templates may use: its public methods, beside what `rendered` names.
+
+    Attributes:
+        parts: the views that the page showed, which decide what scripts it needs.
+    """
+
+    study: Study[Any]
+    run: Run
+    parts: list[Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = from_mapping(self.study.config, self.run.config["settings"])
+        self.conclusion = Conclusion.of(self.run.metrics)
+        self.title = f"{self.study.title}: {self.config.model}"
+
+    @property
+    def findings(self) -> Findings:
+        return self.conclusion.findings
+
+    def rendered(self, block: str | None = None) -> str:
+        """The page's body, or one block of it."""
+        own = [FileSystemLoader(self.study.folder)] if self.study.folder else []
+        loader = ChoiceLoader([*own, PackageLoader("kvprobe.report")])
+        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+        environment.filters |= {name: getattr(wording, name) for name in FORMATS}
+        environment.filters["label"] = lambda value, key: self.study.label(key, value)
+        values: dict[str, Any] = {
+            **{name: getattr(self, name) for name in ("study", "config", "findings", "title", "figures")},
+            **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "view")},
+            "facts": self.conclusion.facts,
+            "controls": self.conclusion.controls,
+            "warnings": self.conclusion.warnings,
+            "pieces": lambda passage: pieces(filled(Passage, passage, "a passage", LIMITS)),
+            "reproduced": reproduced(self.study.command, self.config, self.run.environment),
+        }
+        template = environment.get_template(self.study.page)
+        try:
+            if block is None:
+                return template.render(values)
+            return "".join(template.blocks[block](template.new_context(values)))
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # Files of a run are untrusted: facts of another shape fail anywhere in a template.
+            raise UserError(
+                f"{self.run.path / 'metrics.json'} does not fit the page of {self.study.name} ({one_line(error)}); it "
+                f"was altered, so run the study again."
+            ) from error
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """Those that were drawn, by file."""
+        folder = self.run.path / "figures"
+        shown = [figure for figure in self.study.figures if (folder / f"{figure.file}.png").is_file()]
+        return {figure.file: Figure(figure.file, figure.caption) for figure in shown}
+
+    def show(self, name: str, **keys: Key) -> str:
+        """A number as the study writes it; a dash where there is none."""
+        return self.study.write(name, self.findings.get(name, **keys))
+
+    def claim(self, name: str, **keys: Key) -> str:
+        """What may be said of a finding; see `Study.claim`."""
+        return self.study.claim(self.findings, name, **keys)
+
+    def picture(self, figure: Figure) -> str:
+        """A figure as the source of an image."""
+        return picture(self.run.path / "figures", figure)
+
+    def heat(
+        self, name: str, rows: str, columns: str, caption: str, unit: str, where: Mapping[str, Key] | None = None
+    ) -> Markup:
+        """Findings as an interactive map.
+
+        Args:
+            rows, columns: keys.
+            where: the other keys.
+        """
+        keys = dict(where or {})
+        along, across = (self.findings.values(name, key, **keys) for key in (rows, columns))
+        cells = [
+            [self.findings.get(name, **keys, **{rows: row, columns: column}) for column in across] for row in along
+        ]
+        return self.view(
+            HeatMap(
+                caption=caption,
+                rows=[self.study.label(rows, row) for row in along],
+                columns=[self.study.label(columns, column) for column in across],
+                values=[
+                    [None if cell is None or cell.mean != cell.mean else cell.mean for cell in row] for row in cells
+                ],
+                unit=unit,
+                row_axis=rows,
+                column_axis=columns,
+            )
+        )
+
+    def view(self, part: Part) -> Markup:
+        """A view, drawn."""
+        self.parts.append(part)
+        return drawn(part)

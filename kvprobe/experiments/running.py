@@ -1,0 +1,58 @@
+"""How every declared study runs: measure what is missing, conclude, draw, write the report."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from kvprobe.experiments.begin import begin
+from kvprobe.experiments.page import write_page
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.study import Study
+from kvprobe.inference.model import Model
+from kvprobe.report.findings import Findings
+from kvprobe.report.plots import save
+
+Config = TypeVar("Config", bound=Settings)
+
+
+def run_study(
+    study: Study[Config],
+    config: Config,
+    root: Path = Path("runs"),
+    name: str | None = None,
+    model: Model | None = None,
+) -> Run:
+    """Run a study (or resume, or find it finished), write its report, and return the run.
+
+    Args:
+        root: folder that holds the runs.
+        name: of the run; made from the settings by default.
+        model: any loaded model, in place of the one that the config names.
+
+    Raises:
+        UserError: a setting that does not fit the model, or a directory that holds another run.
+    """
+    if model is not None:
+        config = replace(config, model=model.name)
+    inputs = study.inputs(config)
+    model, run = begin(study.name, config, root, name, inputs, model)
+    if not run.finished:
+        rows = study.collect(model, config, run)
+        run.save_table("samples", rows)
+        conclusion = study.conclude(rows, config, model)
+        draw(study, conclusion.findings, model.name, run.path / "figures")
+        run.finish(conclusion.record())
+    write_page(study, run)
+    return run
+
+
+def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> None:
+    """Draw all figures of a study into `folder` as PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    for figure in study.figures:
+        drawn = figure.draw(findings, study.label, title)
+        if drawn is not None:
+            save(drawn, folder / figure.file)

@@ -1,0 +1,188 @@
+"""A study as a declaration: what it asks, what it measures, what it concludes, and which figures and page show that.
+
+The rows that a study collects become findings (`kvprobe.experiments.estimands`). Figures, tables, claims and the page
+are made of findings alone, so a finished run can be shown again from its files.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import pandas as pd
+
+from kvprobe.errors import UserError
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
+from kvprobe.inference.model import Model
+from kvprobe.plain_data import Limits, filled
+from kvprobe.report.findings import Findings, Key
+from kvprobe.stats import Estimate
+from kvprobe.wording import plain, verdict
+
+Config = TypeVar("Config", bound=Settings)
+LIMITS = Limits(text=2**20, entries=10_000)
+"""Of the controls and warnings of a run."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a report may say of a finding, by the side of zero on which its whole interval lies.
+
+    In the three phrases `{value}` is the number with its interval, and `{task}` is the label of the key `task`.
+
+    Attributes:
+        finding: its name; its interval must hold together with those of all findings that it is chosen from.
+    """
+
+    finding: str
+    above: str
+    below: str
+    unclear: str
+
+
+@dataclass(frozen=True)
+class Control:
+    """A check of the run itself. One that fails is a warning at the top of the report.
+
+    Attributes:
+        seen: what was seen, in sentences.
+        holds: None where it is no control, as `seen` then says why.
+    """
+
+    seen: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What a study makes of its rows.
+
+    Attributes:
+        facts: what the page needs beside numbers, such as example answers; plain data.
+        warnings: what a reader must know before the numbers.
+    """
+
+    findings: Findings
+    controls: Sequence[Control] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+    def record(self) -> dict[str, Any]:
+        """For strict JSON; `of` reads it back."""
+        return {
+            "findings": self.findings.records(),
+            "controls": [{"seen": control.seen, "holds": control.holds} for control in self.controls],
+            "facts": dict(self.facts),
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any]) -> "Conclusion":
+        """The conclusion of a run from its metrics.
+
+        Raises:
+            UserError: they are not those of a declared study, or were altered.
+        """
+        controls = filled(tuple[Control, ...], metrics.get("controls"), "the controls", LIMITS)
+        warnings = filled(tuple[str, ...], metrics.get("warnings"), "the warnings", LIMITS)
+        return cls(Findings.from_records(metrics.get("findings")), controls, metrics.get("facts") or {}, warnings)
+
+
+Labels = Callable[[str, Key], str]
+"""How a key's value is written, from the key and the value."""
+
+
+@runtime_checkable
+class Figure(Protocol):
+    """A figure as a declaration over findings."""
+
+    @property
+    def file(self) -> str:
+        """Its name, without suffix."""
+        ...
+
+    @property
+    def caption(self) -> str: ...
+
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+        """A matplotlib figure; None where nothing of it was measured."""
+        ...
+
+
+Written = Callable[[Estimate], str]
+"""How a number is written."""
+
+
+def no_inputs(_: Any) -> dict[str, str]:
+    """For a study whose settings name no files."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(Generic[Config]):
+    """A study.
+
+    Attributes:
+        name: as `kvprobe run` calls it.
+        title: of its page, before the model's name.
+        question: what it asks, in words for someone who does not know kvprobe.
+        config: the dataclass of its settings.
+        collect: measures; gives the rows of `samples.parquet`, one per sample and condition. Parts that it writes with
+            `kvprobe.experiments.parts` let an interrupted run resume.
+        conclude: findings, controls and facts, from rows, config and model.
+        page, folder: a Jinja template that extends `study.html.j2`, and where it is; by default one that shows every
+            claim and finding.
+        done: what was done, in sentences, for the default page.
+        figures: the first is shown below the answer.
+        claims: all that the page may claim.
+        labels: how values of keys are written: a mapping or a function for each key.
+        written: how numbers are written, by finding; with two digits by default.
+        inputs: for settings that name files, a digest of what these hold. It also refuses settings that do not fit.
+    """
+
+    name: str
+    title: str
+    question: str
+    config: type[Config]
+    collect: Callable[[Model, Config, Run], pd.DataFrame]
+    conclude: Callable[[pd.DataFrame, Config, Model], Conclusion]
+    page: str = "study.html.j2"
+    folder: Path | None = None
+    done: str = ""
+    figures: Sequence[Figure] = ()
+    claims: Sequence[Claim] = ()
+    labels: Mapping[str, Mapping[Any, str] | Callable[[Any], str]] = field(default_factory=dict)
+    written: Mapping[str, Written] = field(default_factory=dict)
+    inputs: Callable[[Config], Mapping[str, str]] = no_inputs
+
+    @property
+    def command(self) -> str:
+        """What `kvprobe run` calls it: a study that is not kvprobe's own is a file of its name."""
+        return self.name if self.config.__module__.startswith("kvprobe.") else f"{self.name}.py"
+
+    def label(self, key: str, value: Key) -> str:
+        """How the value of a key is written."""
+        labels = self.labels.get(key, {})
+        if callable(labels):
+            return labels(value)
+        return labels.get(value, f"{value:g}" if isinstance(value, int | float) else str(value))
+
+    def write(self, finding: str, value: Estimate | None) -> str:
+        """How a number is written; a dash for one that is not there."""
+        return "–" if value is None else self.written.get(finding, plain)(value)
+
+    def claim(self, findings: Findings, name: str, **keys: Key) -> str:
+        """What may be said of a finding.
+
+        Raises:
+            KeyError: the study declares no claim on it.
+            UserError: there is no such finding, or its interval holds by itself alone.
+        """
+        value = findings.at(name, **keys)
+        if not any(finding.comparisons for finding in findings.where(name, **keys)):
+            raise UserError(f"Nothing may be claimed of {name!r}; give its estimand `together`, as () for all of them.")
+        claim = {claim.finding: claim for claim in self.claims}[name]
+        phrase = verdict(value, claim.above, claim.below, claim.unclear)
+        labels = {key: self.label(key, value) for key, value in keys.items()}
+        return phrase.format(value=self.write(name, value), **labels)

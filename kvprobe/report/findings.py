@@ -1,0 +1,173 @@
+"""Findings: the numbers of a run in one long table, from which its figures, tables, claims and text are made."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import nan
+from typing import Any
+
+import pandas as pd
+
+from kvprobe.errors import UserError
+from kvprobe.names import unknown
+from kvprobe.plain_data import Limits, filled
+from kvprobe.stats import Estimate
+
+Key = str | int | float
+COLUMNS = ("name", "unit", "mean", "low", "high", "clusters", "smallest", "largest", "comparisons")
+"""Of the table of findings, beside its keys."""
+LIMITS = Limits(text=4096, entries=1_000_000)
+"""Of findings that are read from a file."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number of a run.
+
+    Attributes:
+        name: what was measured, such as `accuracy`.
+        keys: under which conditions, such as `{"task": "recite", "rate": 10.0}`.
+        value: with its interval, if it has one.
+        unit: such as `nats`; empty for a share or a count.
+        comparisons: number of findings over which the interval holds together (Bonferroni), so that a claim may be
+            chosen from them; 0 for one that stands by itself, about which nothing is claimed.
+    """
+
+    name: str
+    keys: Mapping[str, Key]
+    value: Estimate
+    unit: str = ""
+    comparisons: int = 0
+
+
+class Findings:
+    """The findings of a run, in the order in which they were added."""
+
+    def __init__(self, findings: Iterable[Finding] = ()) -> None:
+        self._by_keys: dict[tuple[str, frozenset[tuple[str, Key]]], Finding] = {}
+        for finding in findings:
+            self.add(finding)
+
+    def __repr__(self) -> str:
+        counts = Counter((each.name, tuple(each.keys)) for each in self)
+        shown = [f"{count} {name}({', '.join(keys)})" for (name, keys), count in counts.items()]
+        return f"Findings({'; '.join(shown)})"[:1000]
+
+    def __len__(self) -> int:
+        return len(self._by_keys)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._by_keys.values())
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a finding of this name."""
+        return any(finding.name == name for finding in self)
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(finding.name for finding in self))
+
+    def add(self, finding: Finding) -> None:
+        """Add one.
+
+        Raises:
+            ValueError: there is one of this name and these keys, or a key is named like a column.
+        """
+        place = (finding.name, frozenset(finding.keys.items()))
+        if place in self._by_keys:
+            raise ValueError(f"The finding {_called(finding.name, finding.keys)} was added twice; add it once.")
+        if reserved := set(COLUMNS) & set(finding.keys):
+            raise ValueError(f"The keys {sorted(reserved)} of {finding.name!r} are names of columns; rename them.")
+        self._by_keys[place] = finding
+
+    def number(self, name: str, value: float | None, unit: str = "", **keys: Key) -> None:
+        """Add a number without an interval; None and NaN stand for one that is not known."""
+        self.add(Finding(name, keys, Estimate(nan if value is None else float(value)), unit))
+
+    def get(self, name: str, **keys: Key) -> Estimate | None:
+        """The number under exactly these keys; None if there is none."""
+        finding = self._by_keys.get((name, frozenset(keys.items())))
+        return None if finding is None else finding.value
+
+    def at(self, name: str, **keys: Key) -> Estimate:
+        """The number under exactly these keys.
+
+        Raises:
+            UserError: there is none.
+        """
+        value = self.get(name, **keys)
+        if value is not None:
+            return value
+        alike = self.where(name)
+        if not alike:
+            raise UserError(unknown("finding", name, self.names))
+        raise UserError(
+            f"There is no {_called(name, keys)}; an example of what there is: {_called(name, alike[0].keys)}."
+        )
+
+    def where(self, name: str, **keys: Key) -> list[Finding]:
+        """All findings of this name whose keys include these."""
+        wanted = keys.items()
+        return [finding for finding in self if finding.name == name and wanted <= finding.keys.items()]
+
+    def values(self, name: str, key: str, **keys: Key) -> list[Key]:
+        """The different values of a key among `where(name, **keys)`, in order."""
+        return list(dict.fromkeys(finding.keys[key] for finding in self.where(name, **keys)))
+
+    def frame(self, name: str | None = None) -> pd.DataFrame:
+        """All findings, or those of one name, as a tidy table: one row each, keys that do not apply missing."""
+        rows = [
+            {"name": each.name, **each.keys, "unit": each.unit, **asdict(each.value), "comparisons": each.comparisons}
+            for each in self
+            if name in (None, each.name)
+        ]
+        keys = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
+        return pd.DataFrame(rows, columns=["name", *keys, *COLUMNS[1:]])
+
+    def records(self) -> list[dict[str, Any]]:
+        """For strict JSON; `from_records` reads them back."""
+        return [
+            {"name": each.name, "keys": dict(each.keys), **each.value.record()}
+            | {"unit": each.unit, "comparisons": each.comparisons}
+            for each in self
+        ]
+
+    @classmethod
+    def from_records(cls, content: Any) -> "Findings":
+        """The findings that `records` gave.
+
+        Raises:
+            UserError: anything else.
+        """
+        records: Sequence[_Record] = filled(Sequence[_Record], content, "the findings", LIMITS)
+        try:
+            return cls(record.finding() for record in records)
+        except ValueError as error:
+            raise UserError(f"The findings are not those of a run: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A finding as JSON holds it."""
+
+    name: str
+    keys: Mapping[str, Key]
+    mean: float | None
+    low: float | None
+    high: float | None
+    clusters: int
+    smallest: float | None
+    largest: float | None
+    unit: str
+    comparisons: int
+
+    def finding(self) -> Finding:
+        known = (self.mean, self.low, self.high, self.clusters, self.smallest, self.largest)
+        mean, low, high, clusters, smallest, largest = (nan if value is None else value for value in known)
+        value = Estimate(mean, low, high, int(clusters), smallest, largest)
+        return Finding(self.name, self.keys, value, self.unit, self.comparisons)
+
+
+def _called(name: str, keys: Mapping[str, Key]) -> str:
+    """A finding as its reader asks for it."""
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in keys.items())})"

@@ -1,0 +1,331 @@
+"""From answers to findings: every fault at every rate against the same items on a sound cache."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Share, Total, Where, beside, chosen, measure
+from kvprobe.experiments.reported import Reported
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.faults.catalogue import CATALOGUE
+from kvprobe.inference.model import Model
+from kvprobe.report.document import Passage, passages_of
+from kvprobe.report.findings import Finding, Findings
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, wilson
+from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside, same_task
+from kvprobe.studies.robustness.config import Config
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import Task, rankable, too_hard
+from kvprobe.wording import few_clusters
+
+CONTRASTS = {
+    ("gaussian", "zeros"): "noise at the layer's own scale against zeros",
+    ("zeros", "distractor"): "zeros against slots of an unrelated conversation",
+    ("gaussian", "gaussian-channel"): "noise like the layer against noise like each head's channels",
+    ("zeros", "zero-values"): "zeros in K and V against zeros in V alone",
+    ("distractor", "distractor-matched"): "an unrelated conversation's slots as they are against moved and scaled ones",
+    ("foreign-block", "distractor"): "an unrelated conversation's slots in whole blocks against single slots",
+}
+"""Pairs of faults whose difference says why one of them hurts; the first two are claims of canarypwn's article."""
+UNCHANGED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.02}
+"""Nats of KL that slots in another order may cost by rounding, by the dtype of the model."""
+FEW = 20
+"""Items below which little can be distinguished."""
+
+LEVEL = ("task", "fault", "rate")
+READING = ("task", "fault", "timing", "drawn")
+SOUND: Where = {"case": -1, "headline": True}
+STRUCK: Where = {"group": MAIN, "headline": True}
+READ: Where = {"group": PROCEDURE, "headline": True}
+RANKED: Where = {**STRUCK, "able": True, "control": False}
+RANKED_BY_KL: Where = {**STRUCK, "whole": True, "control": False}
+NATS = "nats per token"
+
+ESTIMANDS: tuple[Estimand, ...] = (
+    Share(name="sound", of="correct", by=("task",), where=SOUND),
+    Share(name="sound_also", of="correct", by=("task", "scorer"), where={"case": -1, "headline": False}),
+    Share(name="accuracy", of="correct", by=LEVEL, where=STRUCK),
+    Share(name="accuracy_also", of="correct", by=(*LEVEL, "scorer"), where={"group": MAIN, "headline": False}),
+    Mean(name="lost", of="lost", by=LEVEL, where=STRUCK, within=DIFFERENCE),
+    Mean(name="beyond_half", of="beyond_half", by=LEVEL, where={**STRUCK, "able": True}, within=DIFFERENCE),
+    Share(name="same", of="same", by=LEVEL, where=STRUCK),
+    Mean(name="kl", of="kl", by=LEVEL, where=STRUCK, unit=NATS),
+    *(Total(name=name, of=name, by=LEVEL, where=STRUCK) for name in ("rows", "broken_rows", "untouched_rows")),
+    Mean(name="harm", of="lost", by=("task", "fault"), where=RANKED, within=DIFFERENCE, together=()),
+    Mean(name="harm_kl", of="kl", by=("task", "fault"), where=RANKED_BY_KL, unit=NATS, together=()),
+    Share(name="reading", of="correct", by=READING, where=READ),
+    Mean(name="reading_kl", of="kl", by=READING, where=READ, unit=NATS),
+    Mean(name="reading_lost", of="beyond_usual", by=READING, where=READ, within=DIFFERENCE, together=READING[:2]),
+)
+"""Of a fault at a rate; of a fault, averaged over rates with equal weight; of canarypwn's faults in every reading."""
+
+
+def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run."""
+    windows = [window for window in model.geometry.windows if window is not None]
+    dtype = str(model.lanes.dtype).removeprefix("torch.")
+    return concluded(rows, config, window=min(windows, default=None), dtype=dtype, layers=model.geometry.n_layers)
+
+
+def concluded(
+    table: Rows, config: Config, *, window: int | None = None, dtype: str = "float32", layers: int = 0
+) -> Conclusion:
+    """What `conclude` gives, without the model.
+
+    Args:
+        table: see `collect`.
+        window: the shortest sliding window of the model's layers, if there is one.
+        dtype: of the model.
+    """
+    tasks = [find_task(name) for name in config.tasks]
+    rows = prepared(table, tasks)
+    findings = measure(rows, (*ESTIMANDS, *contrasts()))
+    for task in tasks:
+        findings.number("chance", task.chance, task=task.name)
+        for name, of in (("harm", "lost"), ("harm_kl", "kl")):
+            for finding in measure(rows, neighbours(findings, name, of, task.name)):
+                findings.add(finding)
+    add_cliffs(findings)
+    add_divergence(findings, rows)
+    published = reported_beside(config, tasks)
+    if published is not None:
+        add_published(findings, tasks, published)
+    reach = int((table["slots"] + table["task"].map({task.name: task.max_new_tokens for task in tasks})).max())
+    facts: dict[str, Any] = {
+        "tasks": {task.name: task_facts(rows, task, findings) for task in tasks},
+        "faults": fault_facts(config),
+        "example": example(table, config, tasks[0]),
+        "rate": middle_rate(config),
+        "layers": layers,
+        "dtype": dtype,
+        "published": None if published is None else published_facts(published, config.model),
+    }
+    controls = list(controls_of(table, config, dtype, reach=reach, window=window))
+    return Conclusion(findings, controls, facts, list(warnings_of(table, config, facts)))
+
+
+def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
+    """A row for each answer and scorer; a broken row is wrong whatever it said."""
+    found = []
+    for task in tasks:
+        own = table[table["task"] == task.name]
+        whole = own[own["group"] == MAIN].groupby("fault")["broken"].agg(lambda broken: bool((broken == "").all()))
+        own = own.assign(
+            rows=1,
+            drawn=own["unit"],
+            broken_rows=own["broken"] != "",
+            untouched_rows=own["struck"] == 0,
+            control=[name in CATALOGUE and CATALOGUE[name].control for name in own["fault"]],
+            whole=own["fault"].map(whole),
+        )
+        for scorer in task.scorers:
+            correct = own[f"score_{scorer}"].astype(bool) & ~own["broken_rows"]
+            found.append(own.assign(scorer=scorer, headline=scorer == task.scorers[0], correct=correct.astype(float)))
+    rows: Rows = pd.concat(found, ignore_index=True)
+    sound = chosen(rows, SOUND).groupby("task")["correct"].mean()
+    able = {task.name: rankable(float(sound[task.name]), task.chance) for task in tasks}
+    by_item = ("task", "scorer", "sample")
+    clean = beside(rows, "correct", {"case": -1}, by_item)
+    usual = beside(rows, "correct", {"group": PROCEDURE, "timing": "fresh", "unit": "slot"}, (*by_item, "fault"))
+    return rows.assign(
+        able=[able[name] for name in rows["task"]],
+        lost=clean - rows["correct"],
+        beyond_half=rows["correct"] - clean / 2,
+        beyond_usual=usual - rows["correct"],
+    )
+
+
+def contrasts() -> list[Estimand]:
+    """What the first of two faults costs more than the second, averaged over rates."""
+    return [
+        Difference(
+            name=name,
+            of=of,
+            by=("task",),
+            where={**where, "fault": first},
+            less={**where, "fault": second},
+            keys={"first": first, "second": second},
+            within=within,
+            unit=unit,
+            together=("task",),
+        )
+        for name, of, where, within, unit in (
+            ("contrast", "lost", RANKED, DIFFERENCE, ""),
+            ("contrast_kl", "kl", RANKED_BY_KL, UNBOUNDED, NATS),
+        )
+        for first, second in CONTRASTS
+    ]
+
+
+def neighbours(findings: Findings, name: str, of: str, task: str) -> list[Estimand]:
+    """By what each fault of a ranking exceeds the next one."""
+    where = RANKED if name == "harm" else RANKED_BY_KL
+    order = [finding.keys["fault"] for finding in ranking(findings, name, task)]
+    return [
+        Difference(
+            name=f"{name}_over_next",
+            of=of,
+            by=("task",),
+            where={**where, "task": task, "fault": fault},
+            less={**where, "task": task, "fault": following},
+            keys={"fault": fault},
+            within=DIFFERENCE if of == "lost" else UNBOUNDED,
+            unit=NATS if of == "kl" else "",
+            together=("task",),
+        )
+        for fault, following in pairwise(order)
+    ]
+
+
+def ranking(findings: Findings, name: str, task: str) -> list[Finding]:
+    """Faults from the worst on."""
+    return sorted(findings.where(name, task=task), key=lambda finding: -finding.value.mean)
+
+
+def add_cliffs(findings: Findings) -> None:
+    """The lowest rate at which accuracy is significantly below half of the sound cache's; unknown where none is."""
+    fallen: dict[tuple[Any, Any], float | None] = {}
+    for finding in findings.where("beyond_half"):
+        place = (finding.keys["task"], finding.keys["fault"])
+        fallen.setdefault(place, None)
+        if finding.value.below() and fallen[place] is None:
+            fallen[place] = float(finding.keys["rate"])
+    for (task, fault), rate in fallen.items():
+        findings.number("cliff", rate, "%", task=task, fault=fault)
+
+
+def add_divergence(findings: Findings, rows: Rows) -> None:
+    """Quartiles of the first token that was not the sound cache's one; unknown for never."""
+    main = rows[(rows["group"] == MAIN) & rows["headline"]]
+    for (task, fault, rate), own in main.groupby(list(LEVEL), sort=False):
+        steps = own["diverged"].astype(float)
+        quartiles = np.quantile(steps.where(steps >= 0, np.inf), [0.25, 0.5, 0.75], method="inverted_cdf")
+        for name, step in zip(("low", "median", "high"), quartiles.tolist(), strict=True):
+            known = step if np.isfinite(step) else None
+            findings.number("diverged", known, "tokens", task=task, fault=fault, rate=rate, quartile=name)
+
+
+def add_published(findings: Findings, tasks: Sequence[Task], table: Reported) -> None:
+    """What was published, with the intervals of its sample size."""
+    for task in tasks:
+        if same_task(task.name, table):
+            findings.add(
+                Finding("published_sound", {"task": task.name}, wilson(table.clean * table.samples, table.samples))
+            )
+            for fault, shares in table.rows.items():
+                for rate, share in zip(table.rates, shares, strict=True):
+                    keys = {"task": task.name, "fault": fault, "rate": rate}
+                    findings.add(Finding("published", keys, wilson(share * table.samples, table.samples)))
+
+
+def published_facts(table: Reported, model: str) -> dict[str, Any]:
+    same = model.lower().endswith(table.model.lower())
+    return {"source": table.source, "model": table.model, "samples": table.samples, "same_model": same}
+
+
+def task_facts(rows: Rows, task: Task, findings: Findings) -> dict[str, Any]:
+    slots = rows[rows["task"] == task.name]["slots"]
+    unranked = [
+        name
+        for name in findings.values("lost", "fault", task=task.name)
+        if not CATALOGUE[str(name)].control and findings.get("harm_kl", task=task.name, fault=name) is None
+    ]
+    return {
+        "scorers": list(task.scorers),
+        "slots": [int(slots.min()), int(slots.max())],
+        "too_hard": too_hard(task.name, findings.at("sound", task=task.name).mean, task.chance),
+        "unranked_kl": unranked,
+    }
+
+
+def fault_facts(config: Config) -> dict[str, dict[str, str]]:
+    """Of each fault: what a struck slot holds, what is drawn at once, and the operator at its first rate."""
+    first = {str(case.labels["fault"]): case for case in reversed(cases(config))}
+    return {
+        name: {
+            "content": CATALOGUE[name].content,
+            "drawn": "blocks of 16" if CATALOGUE[name].paged else CATALOGUE[name].unit(config.unit),
+            "operator": f"{first[name].trial.fault} at {float(first[name].labels['rate']):g} %",
+        }
+        for name in config.faults
+    }
+
+
+def example(table: Rows, config: Config, task: Task) -> dict[str, Any]:
+    """The answers to the first item that a sound cache gets right (or to the first at all), sound and at the middle
+    rate."""
+    mine = table[table["task"] == task.name]
+    sound = mine[mine["case"] == -1]
+    shown = sound[sound["right"].astype(bool)] if sound["right"].any() else sound
+    first = mine[mine["sample"] == shown["sample"].min()]
+    main = first[(first["group"] == MAIN) & (first["rate"] == middle_rate(config)) & (first["repeat"] == 0)]
+    place = int(first["sample"].iloc[0] - mine["sample"].min())
+    item = task.items(place + 1, config.seed)[-1]
+    chat = passages_of(item.chat, marked=item.answer)
+    if item.lead:
+        chat.append(Passage("generation", "assistant", f"{item.lead} …"))
+    return {
+        "chat": [vars(passage) for passage in chat],
+        "answer": str(first["answer"].iloc[0]),
+        "sound": str(first[first["case"] == -1]["text"].iloc[0]),
+        "damaged": {str(name): str(text) for name, text in zip(main["fault"], main["text"], strict=True)},
+    }
+
+
+def middle_rate(config: Config) -> float:
+    """The rate at which tables that show one of them stand."""
+    return config.rates[(len(config.rates) - 1) // 2]
+
+
+def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: int | None) -> Any:
+    """Whether nothing did nothing, a NaN was found, and slots in another order made no difference."""
+    allowed = UNCHANGED[dtype]
+
+    def within(rows: Rows) -> bool:
+        """Whether every row was measured and is as near as allowed; without KL there is nothing to exceed it."""
+        return not config.follow or bool((rows["kl"] <= allowed).all())
+
+    def seen(rows: Rows) -> str:
+        kl = float(rows["kl"].max())
+        largest = "not measured" if np.isnan(kl) else f"at most {kl:.1e} nats"
+        answers = f"{int(rows['same'].sum())} of {len(rows)} rows give the sound cache's whole answer"
+        return f"{answers}, and KL is {largest} (allowed for rounding: {allowed:g})."
+
+    checks = table[table["group"] == CONTROL]
+    nothing, nan = checks[checks["rate"] == 0], checks[checks["fault"] == NOT_A_NUMBER]
+    unchanged = bool(nothing["same"].all() and (nothing["struck"] == 0).all() and within(nothing))
+    yield Control(f"Nothing struck, nothing changed: {seen(nothing)}", unchanged)
+    found = int((nan["broken"] != "").sum())
+    yield Control(f"One slot of NaN was reported as broken in {found} of {len(nan)} rows.", found == len(nan))
+    for name in config.faults:
+        if CATALOGUE[name].control:
+            rows = table[(table["group"] == MAIN) & (table["fault"] == name)]
+            told = f"{CATALOGUE[name].label}, slots in another order: {seen(rows)}"
+            if window is None or reach <= window:
+                yield Control(told, within(rows) and (config.follow or bool(rows["same"].all())))
+            else:
+                hidden = f"Prompts and answers reach {reach} positions and the shortest sliding window is {window}"
+                yield Control(f"{told} {hidden}, so the order decides what is visible.", None)
+
+
+def warnings_of(table: Rows, config: Config, facts: dict[str, Any]) -> Any:
+    """What a reader must know before the numbers."""
+    if few := few_clusters(config.samples, "items of each task"):
+        yield few
+    elif config.samples < FEW:
+        yield f"{config.samples} items of each task show only large differences. Run with more samples."
+    yield from (task["too_hard"] for task in facts["tasks"].values() if task["too_hard"])
+    struck = table[table["fault"] != NOT_A_NUMBER]
+    broken = struck[struck["broken"] != ""]
+    if len(broken):
+        row = broken.iloc[0]
+        fault = "no fault" if row["case"] == -1 else f"{row['fault']} at {row['rate']:g} %"
+        yield (
+            f"In {len(broken)} of {len(struck)} rows K, V or the logits were not finite. They count as wrong and are "
+            f"left out of KL. The first: {row['broken']} (task {row['task']}, item {row['item']}, {fault})."
+        )
+    if not config.follow:
+        yield "KL was not measured in this run (follow is off), so what changes no answer was not seen."
