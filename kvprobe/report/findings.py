@@ -80,7 +80,7 @@ class Findings:
             raise ValueError(f"The keys {sorted(reserved)} of {finding.name!r} are names of columns; rename them.")
         self._by_keys[place] = finding
 
-    def number(self, name: str, value: float | None, unit: str = "", **keys: Key) -> None:
+    def number(self, name: str, value: int | float | None, unit: str = "", **keys: Key) -> None:
         """Add a number without an interval; None and NaN stand for one that is not known."""
         self.add(Finding(name, keys, Estimate(nan if value is None else float(value)), unit))
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -9,17 +10,23 @@ from typing import Any, TypeVar
 import pytest
 
 import kvprobe.experiments.begin as beginning
+from kvprobe.experiments import running
 from kvprobe.experiments.page import write_page
-from kvprobe.experiments.running import draw
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate
+from kvprobe.studies import find
 from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.passcode import Context
 
 Result = TypeVar("Result")
+
+
+def begins(study: str) -> ModuleType:
+    """The module that calls `begin` for a study."""
+    return running if find(study).declaration else import_module(f"kvprobe.studies.{study}.study")
 
 
 def give(patch: pytest.MonkeyPatch, model: Model) -> None:
@@ -93,7 +100,7 @@ class Shown(Run):
 def page_of(study: Study[Any], config: Settings, conclusion: Conclusion, folder: Path) -> Shown:
     """A run with this conclusion, its figures and its page, for which nothing was measured."""
     run = Run.open(study.name, config, "made up", "cpu", folder / "shown")
-    draw(study, conclusion.findings, "made up", run.path / "figures")
+    running.draw(study, conclusion.findings, "made up", run.path / "figures")
     run.finish(conclusion.record())
     write_page(study, run)
     return Shown(run.path)

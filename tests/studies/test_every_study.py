@@ -1,20 +1,28 @@
 """What holds for every study: settings are refused before a model is loaded, presets fit, finished runs are found."""
 
+import html
+import json
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import kvprobe.experiments.begin as beginning
 from kvprobe.experiments import running
+from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.settings import Settings, from_mapping
+from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
 from kvprobe.studies import STUDIES, find
+from tests.frozen import MODULES
 from tests.refusals import refused
-from tests.studies.runs import give
+from tests.studies.outcomes import FORGED, OUTCOMES, with_failed_controls, with_forged_texts, with_outcome
+from tests.studies.runs import begins, give, page_of
 
 FAMILY = "expected false, or a fault and a percentage above 0, up to 100"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -165,7 +173,7 @@ def test_a_finished_run_is_found_again_and_not_run(
     name: str, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     give(monkeypatch, tiny_llama)
-    study, starting = find(name), running if find(name).declaration else import_module(f"kvprobe.studies.{name}.study")
+    study = find(name)
     monkeypatch.setattr(running, "write_page", lambda *_: None)
 
     def finished_at_once(*given: Any) -> tuple[Model, Run]:
@@ -174,7 +182,77 @@ def test_a_finished_run_is_found_again_and_not_run(
         return model, run
 
     with monkeypatch.context() as patch:
-        patch.setattr(starting, "begin", finished_at_once)
+        patch.setattr(begins(name), "begin", finished_at_once)
         first = study.run(study.config(), tmp_path)
     assert study.run(study.config(), tmp_path).path == first.path
     assert Run.load(first.path).metrics == {"chance": 0.5}
+
+
+DECLARED = [name for name, entry in STUDIES.items() if entry.declaration is not None]
+
+
+def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
+    """A declared study, and settings with a made-up conclusion in which every part of its page is shown."""
+    study = find(name).declaration
+    assert study is not None
+    return (study, *import_module(f"tests.studies.{MODULES[name]}").example())
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path):
+    study, config, conclusion = declared(name)
+    shown = page_of(study, config, with_outcome(conclusion, outcome), tmp_path)
+    assert answer(study, shown).strip()
+    assert ": nan" not in shown.read("report.html")
+    phrases = {"above": "above", "below": "below"}.get(outcome, "unclear")
+    page = html.unescape(shown.read("report.html"))
+    for claim in study.claims:
+        said = max(re.split(r"\{\w+\}", getattr(claim, phrases)), key=len).strip()
+        assert said in page, claim
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_nothing_may_be_claimed_that_does_not_hold_together(name: str):
+    study, _, conclusion = declared(name)
+    for claim in study.claims:
+        findings = conclusion.findings.where(claim.finding)
+        assert findings, claim
+        assert all(finding.comparisons > 0 for finding in findings), claim
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_control_that_fails_is_a_warning_at_the_top(name: str, tmp_path: Path):
+    study, config, conclusion = declared(name)
+    assert conclusion.controls
+    assert "A control fails" not in page_of(study, config, conclusion, tmp_path / "sound").read("report.html")
+    page = page_of(study, config, with_failed_controls(conclusion), tmp_path).read("report.html")
+    assert page.count("A control fails: doubt this run.") == page.count("<b>FAILS.</b>") == len(conclusion.controls)
+    assert page.index("A control fails") < page.index("<h2>")
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_texts_of_a_run_are_escaped(name: str, tmp_path: Path):
+    study, config, conclusion = declared(name)
+    page = page_of(study, config, with_forged_texts(conclusion), tmp_path).read("report.html")
+    assert FORGED not in page
+    assert html.escape(FORGED) in page
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_page_is_made_again_from_the_files_alone_and_is_the_same(name: str, tmp_path: Path):
+    study, config, conclusion = declared(name)
+    shown = page_of(study, config, conclusion, tmp_path)
+    before = shown.read("report.html")
+    assert write_page(study, Run.load(shown.path)).read_text() == before
+    pd.testing.assert_frame_equal(Run.load(shown.path).findings, conclusion.findings.frame(), check_dtype=False)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_an_altered_run_is_refused_in_a_sentence(name: str, tmp_path: Path):
+    study, config, conclusion = declared(name)
+    shown = page_of(study, config, conclusion, tmp_path)
+    metrics = json.loads(shown.read("metrics.json"))
+    for change in ({"findings": {}}, {"controls": [1]}, {"warnings": "all"}, {"facts": {}}, {"facts": []}):
+        (shown.path / "metrics.json").write_text(json.dumps(metrics | change))
+        refused(lambda: write_page(study, Run.load(shown.path)), re.compile("must be a|was altered|expected"))

@@ -227,6 +227,13 @@ def numbers(table: pd.DataFrame, config: Config = MADE_UP, **facts: Any) -> Conc
     return concluded(table, config, **facts)
 
 
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    config = replace(MADE_UP, procedure=10.0)
+    table = made_up(graded, config, broken=lambda fault, rate, item: fault == "distractor" and item == 0)
+    return config, numbers(table, config)
+
+
 def at(conclusion: Conclusion, name: str, **keys: Any) -> Estimate:
     return conclusion.findings.at(name, task="recite", **keys)
 

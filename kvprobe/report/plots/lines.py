@@ -133,7 +133,7 @@ def _points(
     axis: Any, findings: Findings, finding: str, x: str, keys: Mapping[str, Key], shift: float, **look: Any
 ) -> None:
     """Points with their error bars; where there is no number there is no point."""
-    known = [(each.keys[x], each.value) for each in findings.where(finding, **keys)]
+    known = [(each.keys[x], each.value) for each in findings.where(finding, **keys) if not each.value.unknown]
     if not known:
         return
     means = np.array([value.mean for _, value in known])

@@ -1,0 +1,126 @@
+"""Estimands against the plain formulas, by hand: clusters count once, pairs are paired, families hold together."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, Share, Total, beside, measure
+from kvprobe.stats import DIFFERENCE, Estimate, estimate, ratio, wilson
+
+
+def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
+    """Two faults at two rates on every item, some numbers missing, in an order that is not that of the items."""
+    rng = np.random.default_rng(seed)
+    found = [
+        {
+            "sample": item,
+            "fault": fault,
+            "rate": rate,
+            "x": rng.normal() + item,
+            "y": 2 + rng.random(),
+            "right": rng.random() < 0.4,
+        }
+        for item in range(items)
+        for fault in ("noise", "zeros")
+        for rate in (2.0, 10.0)
+        for _ in range(repeats)
+    ]
+    table = pd.DataFrame(found)
+    table.loc[(table["sample"] == 3) & (table["fault"] == "noise"), "x"] = np.nan
+    return table.sample(frac=1, random_state=seed, ignore_index=True)
+
+
+def by_item(table: pd.DataFrame, column: str, **where: object) -> np.ndarray:
+    for key, value in where.items():
+        table = table[table[key] == value]
+    return table.groupby("sample")[column].mean().dropna().to_numpy(float)
+
+
+def same(one: Estimate, other: Estimate) -> bool:
+    return np.allclose(list(vars(one).values()), list(vars(other).values()), rtol=1e-12, equal_nan=True)
+
+
+def test_a_mean_counts_each_cluster_once_however_often_it_was_measured():
+    table = rows()
+    uneven = pd.concat([table, table[table["sample"] == 5]], ignore_index=True)
+    found = measure(uneven, [Mean(name="x", of="x", by=("fault", "rate"))])
+    assert len(found) == 4
+    for finding in found:
+        values = by_item(table, "x", **finding.keys)
+        assert len(values) == (11 if finding.keys["fault"] == "noise" else 12)
+        assert same(finding.value, estimate(values))
+
+
+def test_a_share_has_as_many_trials_as_clusters():
+    table = rows()
+    found = measure(table, [Share(name="right", of="right", where={"fault": "zeros", "rate": (2.0, 10.0)})])
+    values = by_item(table, "right", fault="zeros")
+    assert same(found.at("right"), wilson(values.sum(), 12))
+
+
+def test_a_difference_is_paired_by_cluster():
+    table = rows()
+    less = Difference(name="more", of="x", by=("rate",), where={"fault": "noise"}, less={"fault": "zeros"})
+    for finding in measure(table, [less]):
+        own = table[table["rate"] == finding.keys["rate"]].pivot_table(index="sample", columns="fault", values="x")
+        gaps = (own["noise"] - own["zeros"]).dropna().to_numpy()
+        assert finding.value.clusters == 11
+        assert same(finding.value, estimate(gaps))
+
+
+def test_taking_away_what_stands_beside_is_the_same_as_a_difference():
+    table = rows()
+    table["less"] = table["x"] - beside(table, "x", {"fault": "zeros"}, ("sample", "rate"))
+    joined = measure(table, [Mean(name="more", of="less", by=("rate",), where={"fault": "noise"})])
+    paired = measure(
+        table, [Difference(name="more", of="x", by=("rate",), where={"fault": "noise"}, less={"fault": "zeros"})]
+    )
+    for finding in paired:
+        assert same(finding.value, joined.at("more", **finding.keys))
+
+
+def test_a_ratio_is_of_sums_over_clusters():
+    table = rows()
+    found = measure(table, [Ratio(name="part", of="x", over="y", by=("fault",))])
+    zeros = [by_item(table, column, fault="zeros") for column in ("x", "y")]
+    assert same(found.at("part", fault="zeros"), ratio(*zeros))
+    assert found.at("part", fault="noise").clusters == 11
+
+
+def test_intervals_hold_together_over_the_family_that_is_named():
+    def found(together: tuple[str, ...] | None) -> list[tuple[int, float]]:
+        mean = Mean(name="x", of="x", by=("fault", "rate"), within=DIFFERENCE, together=together)
+        return [(finding.comparisons, finding.value.high - finding.value.low) for finding in measure(rows(), [mean])]
+
+    alone, pairs, everything = (found(together) for together in (None, ("fault",), ()))
+    assert {count for count, _ in alone} == {0}
+    assert {count for count, _ in pairs} == {2}
+    assert {count for count, _ in everything} == {4}
+    own = measure(rows(), [Mean(name="x", of="x", by=("fault", "rate"), together=())])
+    values = by_item(rows(), "x", fault="zeros", rate=2.0)
+    assert same(own.at("x", fault="zeros", rate=2.0), estimate(values, comparisons=4))
+
+
+def test_a_family_goes_over_all_estimands_of_one_name():
+    halves: list[Estimand] = [
+        Mean(name="x", of="x", where={"fault": fault}, keys={"fault": fault}, together=())
+        for fault in ("noise", "zeros")
+    ]
+    assert [finding.comparisons for finding in measure(rows(), halves)] == [2, 2]
+
+
+def test_what_was_measured_in_one_cluster_gives_no_mean_and_what_was_not_gives_nothing():
+    table = rows(items=1)
+    assert not len(measure(table, [Mean(name="x", of="x", by=("fault",))]))
+    assert not len(measure(rows(), [Mean(name="x", of="x", where={"fault": "none"})]))
+    assert measure(table, [Total(name="count", of="y", where={"fault": "zeros"})]).at("count").mean > 8
+
+
+def test_keys_are_plain_values_in_the_order_of_the_rows():
+    table = rows().sort_values(["rate", "fault"], ascending=False)
+    found = measure(table, [Total(name="count", of="y", by=("rate", "fault"), keys={"part": "all"})])
+    assert found.values("count", "rate") == [10.0, 2.0]
+    assert all(type(value) in (str, float) for finding in found for value in finding.keys.values())
+    assert found.at("count", rate=2.0, fault="zeros", part="all").mean == pytest.approx(
+        table[(table["rate"] == 2) & (table["fault"] == "zeros")]["y"].sum()
+    )

@@ -1,0 +1,50 @@
+"""The same conclusion with other outcomes: what a page must be able to show before an hour's run gives it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.report.findings import Finding, Findings
+from kvprobe.stats import Estimate
+
+OUTCOMES: dict[str, Callable[[Estimate], Estimate]] = {
+    "above": lambda value: Estimate(0.4, 0.2, 0.6, 20, 0.0, 1.0),
+    "below": lambda value: Estimate(-0.4, -0.6, -0.2, 20, -1.0, 0.0),
+    "unclear": lambda value: Estimate(0.1, -0.2, 0.4, 20, -1.0, 1.0),
+    "too few clusters": lambda value: Estimate(0.4, clusters=3, smallest=0.2, largest=0.6),
+    "unknown": lambda value: Estimate(nan),
+}
+"""Of every number that has an interval or a range."""
+FORGED = "<img src=x onerror=alert(1)> & more"
+"""A text that must never reach a page as it is."""
+
+
+def with_outcome(conclusion: Conclusion, outcome: str) -> Conclusion:
+    """All numbers that have intervals, with this outcome; counts and the like stay."""
+    change = OUTCOMES[outcome]
+
+    def changed(finding: Finding) -> Finding:
+        measured = finding.value.clusters > 0
+        return replace(finding, value=change(finding.value)) if measured else finding
+
+    return replace(conclusion, findings=Findings(map(changed, conclusion.findings)))
+
+
+def with_failed_controls(conclusion: Conclusion) -> Conclusion:
+    return replace(conclusion, controls=[Control(control.seen, False) for control in conclusion.controls])
+
+
+def with_forged_texts(conclusion: Conclusion) -> Conclusion:
+    """Markup in every text that a model, a task or a file may have given."""
+
+    def forged(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {key: forged(value) for key, value in content.items()}
+        if isinstance(content, list):
+            return [forged(value) for value in content]
+        return content + FORGED if isinstance(content, str) else content
+
+    controls = [Control(control.seen + FORGED, control.holds) for control in conclusion.controls]
+    return replace(conclusion, facts=forged(dict(conclusion.facts)), controls=controls, warnings=[FORGED])
