@@ -13,6 +13,7 @@ import matplotlib
 import pytest
 
 import kvprobe
+from kvprobe.experiments.skeleton import write_skeleton
 from kvprobe.inference.model import Model
 
 matplotlib.use("Agg")
@@ -118,6 +119,7 @@ PARSE = """
 import json, sys
 from kvprobe import cli
 cli._add_run_commands(["run", "mine.yaml"])
+cli._add_run_command("hidden_thirds.py", cli.Preset("own", "hidden_thirds.py", {}))
 for line, arguments in json.load(sys.stdin):
     try:
         cli.app.parse_args(arguments, exit_on_error=False, print_error=False)
@@ -128,6 +130,7 @@ for line, arguments in json.load(sys.stdin):
 
 def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("study: leakage\n")
+    write_skeleton("hidden_thirds", tmp_path)
     lines = {line: read_line(line) for page in PAGES for line in commands(page)}
     assert len(lines) > 40
     given = json.dumps([(line, arguments) for line, each in lines.items() for arguments in each])

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,20 +112,25 @@ def read_study(path: Path) -> "Study[Any]":
     Raises:
         UserError: there is no such file, it raises an error when it is imported, or it declares no study.
     """
+    if not path.is_file():
+        raise UserError(f"There is no Python file {path}; `kvprobe new study NAME` writes one to begin with.")
+    return _study_of(path.resolve(), path.stat().st_mtime_ns)
+
+
+@cache
+def _study_of(path: Path, _: int) -> "Study[Any]":
+    """The study of a file as it is now; one that was changed since is read again."""
     from kvprobe.experiments.study import Study
 
-    module_name = f"kvprobe_study_{path.stem}"
-    module = sys.modules.get(module_name)
-    if module is None or module.__file__ != str(path.resolve()):
-        spec = util.spec_from_file_location(module_name, path.resolve())
-        if spec is None or spec.loader is None or not path.is_file():
-            raise UserError(f"There is no Python file {path}; `kvprobe new study NAME` writes one to begin with.")
-        module = sys.modules[module_name] = util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[module_name]
-            raise UserError(f"{path} cannot be imported: {type(error).__name__}: {one_line(error)}.") from error
+    name = f"kvprobe_study_{path.stem}"
+    spec = util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {one_line(error)}.") from error
     study = getattr(module, "STUDY", None)
     if not isinstance(study, Study):
         raise UserError(f"{path} declares no study; it must set STUDY to a kvprobe.experiments.study.Study.")

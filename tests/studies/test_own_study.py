@@ -1,0 +1,96 @@
+"""A study of the user's own: the file that `kvprobe new study` writes runs as it is, and what is wrong is said."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from kvprobe.experiments.page import answer, write_page, write_views
+from kvprobe.experiments.running import run_study
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.skeleton import write_skeleton
+from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.model import Model
+from kvprobe.studies import find, read_study
+from tests.refusals import refused
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "studies.md"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, deep: Model) -> tuple[Path, Run]:
+    """The study's file, and a run of it."""
+    folder = tmp_path_factory.mktemp("own")
+    file = write_skeleton("hidden_thirds", folder)
+    study = read_study(file)
+    return file, run_study(study, study.config(prompts=8), folder, model=deep)
+
+
+def test_the_file_is_the_one_that_the_page_shows_and_is_short(tmp_path: Path):
+    text = write_skeleton("hidden_thirds", tmp_path).read_text()
+    (shown,) = re.findall(r"```python\n(\"\"\".*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert shown == text
+    assert len(text.splitlines()) < 60
+
+
+def test_it_runs_and_its_page_shows_every_finding(own: tuple[Path, Run]):
+    file, run = own
+    study, found = read_study(file), Conclusion.of(run.metrics).findings
+    assert found.values("kl", "third") == ["first", "second", "last"]
+    assert found.at("more").mean == pytest.approx(
+        found.at("kl", third="last").mean - found.at("kl", third="first").mean
+    )
+    page = (run.path / "report.html").read_text()
+    for finding in found:
+        assert study.write(finding.name, finding.value) in page
+    assert any(phrase in answer(study, run) for phrase in ("matters more", "is open"))
+    assert "kvprobe run hidden_thirds.py --prompts 8" not in page  # the default
+    assert "kvprobe run hidden_thirds.py" in page
+    assert (run.path / "figures" / "kl.svg").is_file()
+    assert write_page(study, Run.load(run.path)).read_text() == page
+    refused(lambda: write_views(study, run), "has no views")
+
+
+def test_a_model_in_hand_is_recorded_and_the_run_is_found_again(own: tuple[Path, Run], deep: Model):
+    file, run = own
+    assert run.config["settings"]["model"] == deep.name
+    study = read_study(file)
+    assert run_study(study, study.config(prompts=8), run.path.parent, model=deep).path == run.path
+
+
+def test_what_may_not_be_claimed_is_refused(own: tuple[Path, Run]):
+    file, run = own
+    study, findings = read_study(file), Conclusion.of(run.metrics).findings
+    refused(lambda: study.claim(findings, "kl", third="first"), "Nothing may be claimed of 'kl'")
+    refused(lambda: study.claim(findings, "less"), "no finding called 'less'")
+
+
+def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path):
+    file = write_skeleton("mine", tmp_path)
+    first = read_study(file)
+    assert read_study(file) is first
+    file.write_text(file.read_text().replace("Hidden thirds", "Other thirds"))
+    os.utime(file, ns=(1, 1))
+    assert read_study(file).title == "Other thirds"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x = 1", "declares no study; it must set STUDY"),
+        ("STUDY = 1", "declares no study"),
+        ("import nothing_of_this_name", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("def", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_a_file_that_is_no_study_is_refused(code: str, words: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(code)
+    refused(lambda: find(str(tmp_path / "mine.py")), words)
+
+
+def test_a_file_that_is_not_there_is_refused_and_none_is_written_over(tmp_path: Path):
+    refused(lambda: find(str(tmp_path / "none.py")), "There is no Python file", "kvprobe new study")
+    write_skeleton("mine", tmp_path)
+    refused(lambda: write_skeleton("mine", tmp_path), "exists; choose another name")
+    refused(lambda: write_skeleton("../mine", tmp_path), "cannot name a study; use letters")
