@@ -234,6 +234,21 @@ def example() -> tuple[Config, Conclusion]:
     return config, numbers(table, config)
 
 
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Every answer is right as often as the sound cache's, and no fault moves more than another."""
+    config = replace(
+        MADE_UP, procedure=10.0, faults=("gaussian", "gaussian-channel", "zeros", "zero-values", "distractor")
+    )
+    able = rng.uniform(0.3, 1.0, config.samples)
+    table = made_up(
+        lambda fault, rate, item: bool(rng.random() < able[item]),
+        config,
+        clean=lambda item: bool(rng.random() < able[item]),
+        kl=lambda fault, rate, item: float(rng.gamma(2.0) * able[item]),
+    )
+    return numbers(table, config)
+
+
 def at(conclusion: Conclusion, name: str, **keys: Any) -> Estimate:
     return conclusion.findings.at(name, task="recite", **keys)
 
