@@ -2,6 +2,7 @@
 
 import copy
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 import kvprobe.experiments.begin as beginning
 from kvprobe.errors import UserError
+from kvprobe.experiments import running
 from kvprobe.experiments.begin import begin
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
+from kvprobe.studies import find
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.jsonl import JSONLines
@@ -97,21 +100,20 @@ def test_the_digest_of_tasks_is_of_what_is_read_of_them(tmp_path: Path):
 def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from importlib import import_module
-
-    module, path = import_module(f"kvprobe.studies.{study}.study"), tmp_path / "mine.jsonl"
-    config = import_module(f"kvprobe.studies.{study}.config").Config(tasks=(str(path),), samples=2)
+    entry, path = find(study), tmp_path / "mine.jsonl"
+    starting = running if entry.declaration else import_module(f"kvprobe.studies.{study}.study")
+    config = entry.config(tasks=(str(path),), samples=2)
     seen: list[dict[str, str]] = []
 
     def stop(*given: Any) -> None:
-        seen.append(given[-1])
+        seen.append(given[4])
         raise UserError("Far enough.")
 
-    monkeypatch.setattr(module, "begin", stop)
+    monkeypatch.setattr(starting, "begin", stop)
     for lines in (LINES, LINES[::-1]):
         path.write_text("\n".join(lines))
-        refused(lambda: module.run(config, tmp_path), "Far enough.")
+        refused(lambda: entry.run(config, tmp_path), "Far enough.")
     assert seen[0].keys() == {"tasks"}
     assert seen[0] != seen[1]
     path.write_text(LINES[0])
-    refused(lambda: module.run(config, tmp_path), "there are 1")
+    refused(lambda: entry.run(config, tmp_path), "there are 1")

@@ -40,7 +40,7 @@ GAPS = ("contrast_breaks", "contrast_changed")
 
 
 def shown_rate(rate: Key) -> str:
-    return np.format_float_scientific(rate, precision=2, trim="-", exp_digits=1)
+    return np.format_float_scientific(float(rate), precision=2, trim="-", exp_digits=1)
 
 
 def shown_kl(value: Estimate) -> str:
