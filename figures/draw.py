@@ -8,7 +8,6 @@ from pathlib import Path
 import matplotlib
 
 import kvprobe.studies.bands.study as bands
-import kvprobe.studies.bitflips.study as bitflips
 import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.dangling.study as dangling_study
@@ -24,7 +23,7 @@ import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import robustness
+from kvprobe.studies import bitflips, robustness
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig
@@ -83,7 +82,7 @@ def main() -> None:
     copy(finished, "kl_by_layer", "noise_by_layer")
     copy(finished, "accuracy_by_band", "noise_by_band")
     copy(robustness.run(RobustnessConfig(), RUNS), "accuracy_by_rate", "robustness")
-    copy(bitflips.run(BitflipsConfig(samples=36), RUNS), "shares_by_bit_1", "bitflips")
+    copy(bitflips.run(BitflipsConfig(samples=36), RUNS), "shares_by_bit", "bitflips")
 
     finished = patching.run(PatchingConfig(), RUNS)
     copy(finished, "layer_by_segment", "patching")

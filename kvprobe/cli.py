@@ -15,9 +15,9 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
-from kvprobe.names import one_line, shown
+from kvprobe.names import one_line
 from kvprobe.shipped import shipped
-from kvprobe.studies import STUDIES, Entry, find
+from kvprobe.studies import STUDIES, find, study_of
 
 
 def _whole(_: Any, tokens: Sequence[Token]) -> int:
@@ -128,33 +128,19 @@ def list_everything() -> None:
 @app.command
 def report(run: Path, *, study: StudyFile = None) -> None:
     """Write a run's report.html again from its files, and say where it is."""
-    from kvprobe.experiments.page import write_page
     from kvprobe.experiments.runs import Run
-    from kvprobe.report.page import write_report
 
     finished = Run.load(run)
-    declared = _declaration(finished, study)
-    print(write_report(finished.path, finished.report) if declared is None else write_page(declared, finished))
+    print(study_of(finished, study).write_report(finished))
 
 
 @app.command
 def view(run: Path, *, study: StudyFile = None) -> None:
     """Write the interactive views of a run's report as a page of their own, and say where it is."""
-    from kvprobe.experiments import page
     from kvprobe.experiments.runs import Run
-    from kvprobe.report.page import write_views
 
     finished = Run.load(run)
-    declared = _declaration(finished, study)
-    print(write_views(finished.path, finished.report) if declared is None else page.write_views(declared, finished))
-
-
-def _declaration(run: Any, file: Path | None) -> Any:
-    """The study of a run, or the one that a file declares; None for one that is not a declaration."""
-    name = str(run.config.get("study"))
-    if file is None and name not in STUDIES:
-        raise UserError(f"{run.path} is a run of {shown(name)}; name its file with --study.")
-    return find(name if file is None else str(file)).declaration
+    print(study_of(finished, study).write_views(finished))
 
 
 @app.command
@@ -378,23 +364,11 @@ def _add_run_command(command: str, preset: Preset) -> None:
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
         directory = study.run(chosen, out, name)
-        print(f"\n{_answer(study, directory)}\n\nReport: {directory.path / 'report.html'}")
+        print(f"\n{study.answer(directory)}\n\nReport: {directory.path / 'report.html'}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
     run.__doc__ = preset.question or study.question
     runs_app.command(run, name=command)
-
-
-def _answer(study: Entry, directory: Any) -> str:
-    """What a finished run found, in short; its report is written."""
-    from kvprobe.experiments.page import answer
-    from kvprobe.report.page import write_report
-
-    declared = study.declaration
-    if declared is not None:
-        return answer(declared, directory)
-    write_report(directory.path, directory.report)
-    return directory.report["answer"]
 
 
 def _with_defaults(config: Settings) -> type[Settings]:

@@ -6,7 +6,7 @@ intervals cover.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.stats import UNBOUNDED, Estimate, estimate, ratio, wilson
+from kvprobe.stats import UNBOUNDED, Estimate, estimate, jackknife, ratio, wilson
 
 Rows = Any
 """A table; pandas says too little of what selecting from one gives."""
@@ -114,6 +114,43 @@ class Ratio(Estimand):
     def cell(self, keys: Mapping[str, Key], top: Values, bottom: Values) -> "Cell":
         known = np.isfinite(top) & np.isfinite(bottom)
         return Cell(self, keys, int(known.sum()), lambda count: ratio(top[known], bottom[known], self.within, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Estimand):
+    """The mean over rows, where chance decides how many of them a cluster has; or that less the mean of other rows.
+
+    Of fewer than two clusters there is no finding.
+
+    Attributes:
+        less: the other rows, if any; `where` says from which they are taken away. A cluster may have rows of one kind.
+    """
+
+    less: Where | None = None
+
+    def cells(self, rows: Rows) -> "list[Cell]":
+        pairs = [(keys, [own]) for keys, own in groups(rows, self.by, self.where)]
+        if self.less is not None:
+            others = {tuple(keys.values()): own for keys, own in groups(rows, self.by, self.less)}
+            pairs = [(keys, [*own, others[place]]) for keys, own in pairs if (place := tuple(keys.values())) in others]
+        return several(self.cell(keys, kinds) for keys, kinds in pairs)
+
+    def cell(self, keys: Mapping[str, Key], kinds: Sequence[Rows]) -> "Cell":
+        known = [rows[np.isfinite(rows[self.of].to_numpy(float))] for rows in kinds]
+        clusters = min(rows[self.cluster].nunique() for rows in known)
+        return Cell(self, keys, clusters, lambda count: self.pooled(known, count))
+
+    def pooled(self, kinds: Sequence[Rows], comparisons: int) -> Estimate:
+        """The mean of the first kind of rows less that of the second, if there is one, with all rows counted alike."""
+        clusters = np.unique(np.concatenate([rows[self.cluster].to_numpy() for rows in kinds]))
+        mean, without = 0.0, np.zeros(len(clusters))
+        for sign, rows in zip((1, -1), kinds, strict=False):
+            places = np.searchsorted(clusters, rows[self.cluster].to_numpy())
+            sizes = np.bincount(places, minlength=len(clusters))
+            sums = np.bincount(places, rows[self.of].to_numpy(float), len(clusters))
+            mean += sign * sums.sum() / sizes.sum()
+            without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
+        return jackknife(float(mean), without, self.within, comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import UserError
-from kvprobe.names import one_line, unknown
+from kvprobe.names import one_line, shown, unknown
 
 if TYPE_CHECKING:
     from kvprobe.experiments.runs import Run
@@ -45,10 +45,35 @@ class Entry:
         """Run it with these settings (or resume) in a directory below `root`."""
         study = self.declaration
         if study is None:
-            return import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
+            run = import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
+            self.write_report(run)
+            return run
         from kvprobe.experiments.running import run_study
 
         return run_study(study, config, root, name)
+
+    def write_report(self, run: "Run") -> Path:
+        """Write a finished run's `report.html` from its files; see `kvprobe.experiments.page.write_page`."""
+        from kvprobe.experiments.page import write_page
+        from kvprobe.report.page import write_report
+
+        study = self.declaration
+        return write_report(run.path, run.report) if study is None else write_page(study, run)
+
+    def write_views(self, run: "Run") -> Path:
+        """Write the views of a run's page as `views.html`; see `kvprobe.experiments.page.write_views`."""
+        from kvprobe.experiments import page
+        from kvprobe.report.page import write_views
+
+        study = self.declaration
+        return write_views(run.path, run.report) if study is None else page.write_views(study, run)
+
+    def answer(self, run: "Run") -> str:
+        """What a finished run found, in short."""
+        from kvprobe.experiments.page import answer
+
+        study = self.declaration
+        return run.report["answer"] if study is None else answer(study, run)
 
 
 STUDIES = {
@@ -104,6 +129,18 @@ def find(name: str) -> Entry:
     if name not in STUDIES:
         raise UserError(unknown("study", name, STUDIES))
     return STUDIES[name]
+
+
+def study_of(run: "Run", file: Path | None = None) -> Entry:
+    """The study of a run, or the one that a file declares.
+
+    Raises:
+        UserError: the run is of a study that kvprobe does not have, and no file is named.
+    """
+    name = str(run.config.get("study"))
+    if file is None and name not in STUDIES:
+        raise UserError(f"{run.path} is a run of {shown(name)}; name its file with --study.")
+    return find(name if file is None else str(file))
 
 
 def read_study(path: Path) -> "Study[Any]":

@@ -37,14 +37,14 @@ def with_failed_controls(conclusion: Conclusion) -> Conclusion:
 
 
 def with_forged_texts(conclusion: Conclusion) -> Conclusion:
-    """Markup in every text that a model, a task or a file may have given."""
+    """Markup in every text that a model, a task or a file may have given; a single word may be a name of the study's."""
 
     def forged(content: Any) -> Any:
         if isinstance(content, dict):
             return {key: forged(value) for key, value in content.items()}
         if isinstance(content, list):
             return [forged(value) for value in content]
-        return content + FORGED if isinstance(content, str) else content
+        return content + FORGED if isinstance(content, str) and not content.isidentifier() else content
 
     controls = [Control(control.seen + FORGED, control.holds) for control in conclusion.controls]
     return replace(conclusion, facts=forged(dict(conclusion.facts)), controls=controls, warnings=[FORGED])

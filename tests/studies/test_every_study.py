@@ -18,7 +18,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, from_mapping
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
-from kvprobe.studies import STUDIES, find
+from kvprobe.studies import STUDIES, Entry, find
 from tests.frozen import MODULES
 from tests.refusals import refused
 from tests.studies.outcomes import FORGED, OUTCOMES, with_failed_controls, with_forged_texts, with_outcome
@@ -175,6 +175,7 @@ def test_a_finished_run_is_found_again_and_not_run(
     give(monkeypatch, tiny_llama)
     study = find(name)
     monkeypatch.setattr(running, "write_page", lambda *_: None)
+    monkeypatch.setattr(Entry, "write_report", lambda *_: None)
 
     def finished_at_once(*given: Any) -> tuple[Model, Run]:
         model, run = beginning.begin(*given)

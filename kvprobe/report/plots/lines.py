@@ -37,6 +37,7 @@ class Lines:
         band: a finding by panel alone, drawn as a dashed line with its interval, and its name in the legend.
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
+        above: a finding by panel alone, by which x is multiplied on a second axis above, and that axis's label.
         x_label, y_label: of the axes.
         log: whether the y axis is logarithmic; the x axis is.
         limits: of the y axis.
@@ -58,6 +59,7 @@ class Lines:
     band: tuple[str, str] | None = None
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
+    above: tuple[str, str] | None = None
     log: bool = False
     limits: tuple[float, float] | None = None
 
@@ -123,6 +125,11 @@ class Lines:
         axis.set_xticks(across, [f"{x:g}" for x in across], fontsize=7.5)
         axis.set_xticks([], minor=True)
         axis.set_xlim(min(across) / 1.35, max(across) * 1.35)
+        if self.above and (value := findings.get(self.above[0], **keys)):
+            factor = value.mean
+            second = axis.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
+            second.set_xlabel(self.above[1], fontsize=8)
+            second.tick_params(labelsize=7.5)
         if self.log:
             axis.set_yscale("log")
         if self.limits:

@@ -18,7 +18,7 @@ from kvprobe.inference.sweep import Trial
 from kvprobe.models.geometry import Geometry
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task
+from kvprobe.tasks.task import Task, items_digest
 
 ANY = "any"
 """Flips at a rate that may be of any bit."""
@@ -47,6 +47,15 @@ class Place:
 def tasks_of(config: Config) -> list[Task]:
     """The tasks that a config names."""
     return [find_task(name) for name in config.tasks]
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """A digest of the items.
+
+    Raises:
+        UserError: an unknown task, or too few items.
+    """
+    return {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:

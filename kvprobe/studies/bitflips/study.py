@@ -1,33 +1,129 @@
-"""The bit-flip study from start to report data."""
+"""The bit-flip study: its declaration."""
 
 from pathlib import Path
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.bitflips.analyse import analyse
-from kvprobe.studies.bitflips.collect import collect, tasks_of
+import numpy as np
+
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.findings import Key
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
+from kvprobe.studies.bitflips.by_bit import ByBit
+from kvprobe.studies.bitflips.collect import ANY, collect, inputs
+from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.studies.bitflips.figures import draw_all
-from kvprobe.studies.bitflips.narrative import narrate
-from kvprobe.tasks.task import items_digest
+from kvprobe.wording import percent, points, span
 
-NAME = "bitflips"
+STYLES = {
+    ANY: Style("black"),
+    "sign": Style("#0072b2", "s", "--"),
+    "exponent": Style("#d55e00", "^", "-."),
+    "mantissa": Style("#009e73", "v", ":"),
+}
+FIELDS = {ANY: "any bit", "all": "all bits"} | {name: f"{name} bits" for name in ("sign", "exponent", "mantissa")}
+COMPARED = {
+    **FIELDS,
+    "top": "highest exponent bit",
+    "rest": "other exponent bits",
+    **{"k": "K", "v": "V", "late": "late layers", "early": "early layers"},
+}
+BECAME = {
+    "nothing": "nothing",
+    "words": "other words",
+    "breaks": "breaks",
+    "same": "same answer",
+    "different": "another answer",
+    "nonfinite": "not finite",
+    "changed": "another answer or not finite",
+}
+GAPS = ("contrast_breaks", "contrast_changed")
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+def shown_rate(rate: Key) -> str:
+    return np.format_float_scientific(float(rate), precision=2, trim="-", exp_digits=1)
 
-    Raises:
-        UserError: an unknown task, a task whose file is missing, a setting that does not fit the model, or a directory
-            that holds another run.
-    """
-    inputs = {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
-    model, directory = begin(NAME, config, root, name, inputs)
-    if directory.finished:
-        return directory
-    table = collect(model, config, directory)
-    metrics = analyse(table, config, model.geometry)
-    directory.save_table("samples", table)
-    draw_all(metrics, model.name, directory.path / "figures")
-    directory.finish(metrics, narrate(metrics, config, model, directory.environment).to_dict())
-    return directory
+
+def shown_kl(value: Estimate) -> str:
+    """KL spans many orders of magnitude: two digits of it, whatever its size."""
+    return f"{value.mean:.2g} ({span(value, '{:.2g}'.format)})"
+
+
+def shown_count(value: Estimate) -> str:
+    return f"{value.mean:,.0f}" if value.mean >= 100 else f"{value.mean:.2g}"
+
+
+def by_rate(file: str, finding: str, y_label: str, caption: str, level: tuple[str, str] | None = None) -> Lines:
+    """A finding against the error rate, a line for each field."""
+    return Lines(
+        file=file,
+        finding=finding,
+        caption=f"{caption} Points of one rate are drawn side by side; 95 % intervals over items.",
+        x="rate",
+        line="field",
+        panel="task",
+        x_label="share of numbers with a flipped bit",
+        y_label=y_label,
+        styles=STYLES,
+        band=("sound", "sound cache") if level else None,
+        level=level,
+        above=("numbers", "expected flips in the whole cache"),
+        limits=(-0.03, 1.03),
+    )
+
+
+STUDY = Study(
+    name="bitflips",
+    title="Flipped bits in K and V",
+    question=(
+        "A prompt's K and V lie in memory while its answer is written, and one bit of one number flips. What does that "
+        "do to the answer, by the bit's place in the number; and how many flips can a cache tolerate?"
+    ),
+    config=Config,
+    inputs=inputs,
+    collect=collect,
+    conclude=conclude,
+    page="page.html.j2",
+    folder=Path(__file__).parent,
+    figures=(
+        ByBit(
+            "shares_by_bit",
+            "What a single flip of each bit does: of answers that were right, or of all answers where the model fails "
+            "at the task. The same places are struck at each bit. 95 % Wilson intervals over items.",
+            "bit_share",
+        ),
+        by_rate(
+            "damage_by_rate",
+            "accuracy",
+            "right answers (share)",
+            "Flips all over the cache. A row that is not finite counts as wrong. Grey band: sound cache.",
+            ("chance", "chance"),
+        ),
+        by_rate("changed_by_rate", "changed", "answers that changed (share)", "Flips all over the cache."),
+        ByBit(
+            "kl_by_bit",
+            "Flips after which numbers were not finite have no KL; how many these are is written above. A change too "
+            "small to matter still moves what is computed by rounding; the KL of the lowest bits shows how much. "
+            "95 % intervals over items.",
+            "bit_kl",
+        ),
+    ),
+    claims=(
+        *(Claim(name, "more often than", "less often than", "not detectably more often than") for name in GAPS),
+        Claim("from_clean", above="above clean", below="below clean", unclear="not detected"),
+    ),
+    labels={
+        "rate": shown_rate,
+        "field": FIELDS,
+        **dict.fromkeys(("first", "second"), COMPARED),
+        "became": BECAME,
+        "group": {"single": "single flips", "rate": "flips at a rate"},
+    },
+    written={
+        **dict.fromkeys(("sound", "bit_share", "field_share", "accuracy", "changed", "nonfinite"), percent),
+        **dict.fromkeys((*GAPS, "from_clean"), points),
+        **dict.fromkeys(("bit_kl", "field_kl", "kl", "contrast_kl"), shown_kl),
+        **dict.fromkeys(("expected", "slots", "numbers", "right_items"), shown_count),
+        "struck": lambda vectors: f"{vectors.mean:,.1f}",
+        "chance": lambda chance: f"{100 * chance.mean:.3g} %",
+    },
+)
