@@ -37,7 +37,7 @@ def with_failed_controls(conclusion: Conclusion) -> Conclusion:
 
 
 def with_forged_texts(conclusion: Conclusion) -> Conclusion:
-    """Markup in every text that a model, a task or a file may have given; a single word may be a name of the study's."""
+    """Markup in every text that a model, a task or a file may have given, but for single words, which may be names."""
 
     def forged(content: Any) -> Any:
         if isinstance(content, dict):
