@@ -7,7 +7,6 @@ from pathlib import Path
 
 import matplotlib
 
-import kvprobe.studies.bands.study as bands
 import kvprobe.studies.bitflips.study as bitflips
 import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
@@ -24,7 +23,7 @@ import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import robustness
+from kvprobe.studies import bands, robustness
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig
