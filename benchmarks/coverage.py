@@ -10,15 +10,14 @@ functions that the studies call. The tables go into docs/intervals.md.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 
 import numpy as np
 
 from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, ratio, wilson
-from kvprobe.studies.bands.analyse import newcombe, spearman
-from kvprobe.studies.bands.measured import statistic
+from kvprobe.studies.bands.statistics import newcombe, spearman, statistic
 from kvprobe.studies.policies.analyse import least_memory
-from kvprobe.wording import estimate_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "intervals.md"
 CLUSTERS = (4, 8, 16, 48)
@@ -162,7 +161,7 @@ def _ratio_of_means(rng: np.random.Generator, count: int) -> Estimate:
         + 1
     )
     found = statistic([pair], lambda drawn: (drawn[:, 0] - 1) / (drawn[:, 1] - 1), (0.0, np.inf))
-    return estimate_of(found or {"mean": None})
+    return found or Estimate(nan)
 
 
 def _slope(rng: np.random.Generator, count: int) -> Estimate:
@@ -189,7 +188,7 @@ def _ranks(noise: float) -> Draw:
     def draw(rng: np.random.Generator, count: int) -> Estimate:
         loud = 0.5 * rng.normal(size=count)
         pair = [np.exp(one.T + noise * rng.normal(size=(30, count)) + loud) for one in _effects()]
-        return estimate_of(statistic(pair, spearman, DIFFERENCE) or {"mean": None})
+        return statistic(pair, spearman, DIFFERENCE) or Estimate(nan)
 
     return draw
 

@@ -27,6 +27,11 @@ def plain(value: Estimate, digits: int = 2) -> str:
     return f"{value.mean:.{digits}f} ({span(value, lambda number: f'{number:.{digits}f}')})"
 
 
+def two_digits(value: Estimate) -> str:
+    """For numbers that span many orders of magnitude."""
+    return f"{value.mean:.2g} ({span(value, lambda number: f'{number:.2g}')})"
+
+
 def signed(value: Estimate, digits: int = 3) -> str:
     return f"{value.mean:+.{digits}f} ({span(value, lambda number: f'{number:+.{digits}f}')})"
 
@@ -51,9 +56,9 @@ def whiskers(values: Mapping[str, Any]) -> list[list[float]]:
     return [[values["mean"] - low], [high - values["mean"]]]
 
 
-def verdict(value: Estimate, above: str, below: str, neither: str) -> str:
-    """One of three phrases, by the side of zero on which the interval lies; without an interval, `neither`."""
-    return above if value.above() else below if value.below() else neither
+def verdict(value: Estimate, above: str, below: str, neither: str, against: float = 0.0) -> str:
+    """One of three phrases, by the side of a value on which the interval lies; without an interval, `neither`."""
+    return above if value.above(against) else below if value.below(against) else neither
 
 
 def few_clusters(count: int, of: str) -> str | None:

@@ -34,7 +34,7 @@ def claimed(study: str, repetitions: int) -> dict[str, tuple[float, int]]:
             # Findings of one family follow one another.
             for start in range(0, len(of_claim), size):
                 family = of_claim[start : start + size]
-                found[claim.finding].append(any(finding.value.differs() for finding in family))
+                found[claim.finding].append(any(finding.value.differs(claim.against) for finding in family))
     return {name: (100 * float(np.mean(each)), sizes[name]) for name, each in found.items()}
 
 

@@ -27,18 +27,20 @@ LIMITS = Limits(text=2**20, entries=10_000)
 
 @dataclass(frozen=True)
 class Claim:
-    """What a report may say of a finding, by the side of zero on which its whole interval lies.
+    """What a report may say of a finding, by the side of zero (or another value) on which its whole interval lies.
 
     In the three phrases `{value}` is the number with its interval, and `{task}` is the label of the key `task`.
 
     Attributes:
         finding: its name; its interval must hold together with those of all findings that it is chosen from.
+        against: the value; 1 for a ratio.
     """
 
     finding: str
     above: str
     below: str
     unclear: str
+    against: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,6 @@ class Study(Generic[Config]):
         if not any(finding.comparisons for finding in findings.where(name, **keys)):
             raise UserError(f"Nothing may be claimed of {name!r}; give its estimand `together`, as () for all of them.")
         claim = {claim.finding: claim for claim in self.claims}[name]
-        phrase = verdict(value, claim.above, claim.below, claim.unclear)
+        phrase = verdict(value, claim.above, claim.below, claim.unclear, claim.against)
         labels = {key: self.label(key, value) for key, value in keys.items()}
         return phrase.format(value=self.write(name, value), **labels)

@@ -7,6 +7,7 @@ A sample is one item of one task: its prompt is read once and answered once for 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,9 @@ def newlines(tokenizer: Any) -> tuple[int, ...]:
     """The tokens that hold a line's end, in byte-level and in sentencepiece vocabularies."""
     vocabulary = tokenizer.get_vocab().items()
     return tuple(number for text, number in vocabulary if "Ċ" in text or "\n" in text or text == "<0x0A>")
+
+
+def shown_task(name: str) -> str:
+    """A task's name without the folders of a file."""
+    kind, colon, file = name.rpartition(":")
+    return f"{kind}{colon}{Path(file).name}"

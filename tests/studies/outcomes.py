@@ -5,29 +5,29 @@ from dataclasses import replace
 from math import nan
 from typing import Any
 
-from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.experiments.study import Conclusion, Control, Study
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import Estimate
 
-OUTCOMES: dict[str, Callable[[Estimate], Estimate]] = {
-    "above": lambda value: Estimate(0.4, 0.2, 0.6, 20, 0.0, 1.0),
-    "below": lambda value: Estimate(-0.4, -0.6, -0.2, 20, -1.0, 0.0),
-    "unclear": lambda value: Estimate(0.1, -0.2, 0.4, 20, -1.0, 1.0),
-    "too few clusters": lambda value: Estimate(0.4, clusters=3, smallest=0.2, largest=0.6),
-    "unknown": lambda value: Estimate(nan),
+OUTCOMES: dict[str, Callable[[float], Estimate]] = {
+    "above": lambda against: Estimate(against + 0.4, against + 0.2, against + 0.6, 20, against, against + 1.0),
+    "below": lambda against: Estimate(against - 0.4, against - 0.6, against - 0.2, 20, against - 1.0, against),
+    "unclear": lambda against: Estimate(against + 0.1, against - 0.2, against + 0.4, 20, against - 1.0, against + 1.0),
+    "too few clusters": lambda against: Estimate(against + 0.4, clusters=3, smallest=against, largest=against + 0.6),
+    "unknown": lambda _: Estimate(nan),
 }
-"""Of every number that has an interval or a range."""
+"""Of every number that has an interval or a range, from the value that claims of it are made against."""
 FORGED = "<img src=x onerror=alert(1)> & more"
 """A text that must never reach a page as it is."""
 
 
-def with_outcome(conclusion: Conclusion, outcome: str) -> Conclusion:
+def with_outcome(study: Study[Any], conclusion: Conclusion, outcome: str) -> Conclusion:
     """All numbers that have intervals, with this outcome; counts and the like stay."""
-    change = OUTCOMES[outcome]
+    change, against = OUTCOMES[outcome], {claim.finding: claim.against for claim in study.claims}
 
     def changed(finding: Finding) -> Finding:
         measured = finding.value.clusters > 0
-        return replace(finding, value=change(finding.value)) if measured else finding
+        return replace(finding, value=change(against.get(finding.name, 0.0))) if measured else finding
 
     return replace(conclusion, findings=Findings(map(changed, conclusion.findings)))
 

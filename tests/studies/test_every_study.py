@@ -203,7 +203,7 @@ def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path):
     study, config, conclusion = declared(name)
-    shown = page_of(study, config, with_outcome(conclusion, outcome), tmp_path)
+    shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path)
     assert answer(study, shown).strip()
     assert ": nan" not in shown.read("report.html")
     phrases = {"above": "above", "below": "below"}.get(outcome, "unclear")

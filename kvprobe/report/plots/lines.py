@@ -1,14 +1,15 @@
-"""Lines over findings: one key along the x axis, a line for each value of another, panels for two more."""
+"""Lines over findings: one key along the x axis, a line for each value of another, panels for others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from kvprobe.report.findings import Findings, Key
+from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.style import styled
+from kvprobe.stats import Estimate
 
 
 @dataclass(frozen=True)
@@ -20,28 +21,40 @@ class Style:
     dashes: str = "-"
 
 
-def _one_row(_: Key) -> str:
+Keys = Mapping[str, Key]
+CYCLE = tuple(
+    Style(colour, marker)
+    for colour, marker in zip(("#56b4e9", "#0072b2", "#332288", "#7f7f7f", "#000000"), "osD^v", strict=True)
+)
+"""Of lines that have no style of their own."""
+
+
+def _one_row(_: Keys) -> str:
     return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """A figure of lines with intervals; points of one x are drawn side by side.
+    """A figure of lines with intervals; points of one x are drawn side by side, and not joined where x is a name.
 
     Attributes:
         file, caption: of the figure.
         finding: what is drawn.
         x, line, panel: keys: along the axis, one line each, one column of panels each.
-        row: the row of panels that a line belongs to, by name; all in one by default.
-        where: the other keys, or those values of `line` that are drawn.
-        band: a finding by panel alone, drawn as a dashed line with its interval, and its name in the legend.
+        row: the name of the row of panels that a finding belongs to, from its keys; all in one by default.
+        drawn: which values of `line` are drawn.
+        where: the other keys.
+        band: a finding whose keys are the same in a whole panel, drawn as a dashed line with its interval, and its name
+            in the legend.
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
-        above: a finding by panel alone, by which x is multiplied on a second axis above, and that axis's label.
+        above: such a finding by which x is multiplied on a second axis above, and that axis's label.
         x_label, y_label: of the axes.
-        log: whether the y axis is logarithmic; the x axis is.
+        log: whether the y axis is logarithmic.
+        curves: for many x: whether the x axis is linear (it is logarithmic otherwise), and intervals are shaded.
         limits: of the y axis.
-        styles: of lines, by value of their key.
+        styles: of lines, by value of their key; in their order by default.
+        size: width and height of a panel, in inches.
     """
 
     file: str
@@ -52,8 +65,8 @@ class Lines:
     panel: str
     x_label: str
     y_label: str
-    styles: Mapping[Any, Style]
-    row: Callable[[Key], str] = _one_row
+    styles: Mapping[Any, Style] = field(default_factory=dict)
+    row: Callable[[Keys], str] = _one_row
     drawn: Callable[[Key], bool] = lambda _: True
     where: Mapping[str, Key] = field(default_factory=dict)
     band: tuple[str, str] | None = None
@@ -61,34 +74,36 @@ class Lines:
     beside: tuple[str, str] | None = None
     above: tuple[str, str] | None = None
     log: bool = False
+    curves: bool = False
     limits: tuple[float, float] | None = None
+    size: tuple[float, float] = (2.9, 3.0)
 
     def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
-        panels = findings.values(self.finding, self.panel, **self.where)
-        lines = [line for line in findings.values(self.finding, self.line, **self.where) if self.drawn(line)]
+        known = self._known(findings, self.finding)
+        panels = list(dict.fromkeys(finding.keys[self.panel] for finding in known))
         if not panels:
             return None
-        rows = {row: [line for line in lines if self.row(line) == row] for row in dict.fromkeys(map(self.row, lines))}
-        rows = rows or {"": []}
-        across = [float(x) for x in findings.values(self.finding, self.x, **self.where)]
+        rows = list(dict.fromkeys(self.row(finding.keys) for finding in known))
+        across = self._places([finding.keys[self.x] for finding in known])
+        width, height = self.size
         with styled():
             figure, grid = plt.subplots(
                 len(rows),
                 len(panels),
-                figsize=(3.0 + max(5.4, 2.9 * len(panels)), 0.5 + 3.0 * len(rows)),
+                figsize=(3.0 + max(5.4, width * len(panels)), 0.5 + height * len(rows)),
                 sharex=True,
                 sharey=True,
                 squeeze=False,
             )
-            for axes, (name, own) in zip(grid, rows.items(), strict=True):
-                axes[0].annotate(name, (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
+            for axes, row in zip(grid, rows, strict=True):
+                axes[0].annotate(row, (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
                 axes[0].set_ylabel(self.y_label)
                 for axis, panel in zip(axes, panels, strict=True):
                     axis.set_title(labels(self.panel, panel))
-                    self._panel(axis, findings, panel, own, across, labels)
+                    self._panel(axis, findings, (row, panel), across, labels)
             for axis in grid[-1]:
                 axis.set_xlabel(self.x_label)
             figure.suptitle(title, fontsize=10)
@@ -96,64 +111,116 @@ class Lines:
             figure.tight_layout(h_pad=2.2)
         return figure
 
+    def _known(self, findings: Findings, name: str, place: tuple[str, Key] | None = None) -> list[Finding]:
+        """The findings of a name that are drawn: all, or those of one row and panel."""
+        return [
+            finding
+            for finding in findings.where(name, **self.where)
+            if not finding.value.unknown
+            and self.drawn(finding.keys[self.line])
+            and place in (None, (self.row(finding.keys), finding.keys[self.panel]))
+        ]
+
+    def _places(self, values: Sequence[Key]) -> dict[Key, float]:
+        """Where each x stands on the axis: names one after the other, numbers by their logarithm unless in curves."""
+        known = list(dict.fromkeys(values))
+        if any(isinstance(x, str) for x in known):
+            return {x: float(place) for place, x in enumerate(known)}
+        return {x: float(x) if self.curves else float(np.log(float(x))) for x in known}
+
     def _panel(
         self,
         axis: Any,
         findings: Findings,
-        panel: Key,
-        lines: Sequence[Key],
-        across: Sequence[float],
+        place: tuple[str, Key],
+        across: Mapping[Key, float],
         labels: Callable[[str, Key], str],
     ) -> None:
-        keys = {**self.where, self.panel: panel}
-        if self.band and (value := findings.get(self.band[0], **keys)):
+        known = self._known(findings, self.finding, place)
+        beside = self._known(findings, self.beside[0], place) if self.beside else []
+        if self.band and (value := _common(findings, self.band[0], known)):
             axis.axhspan(*value.ends, color="0.92", lw=0, zorder=0)
             axis.axhline(value.mean, color="black", ls="--", lw=0.9, label=self.band[1])
-        if self.level and (value := findings.get(self.level[0], **keys)) and value.mean > 0:
+        if self.level and (value := _common(findings, self.level[0], known)) and value.mean > 0:
             axis.axhline(value.mean, color="black", ls=":", lw=0.9, label=self.level[1])
-        for line, shift in zip(lines, _offsets(len(lines), across), strict=True):
-            own, name, style = {**keys, self.line: line}, labels(self.line, line), self.styles[line]
+        lines = list(dict.fromkeys(finding.keys[self.line] for finding in known))
+        named = any(isinstance(x, str) for x in across)
+        for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
+            name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
-            _points(
-                axis, findings, self.finding, self.x, own, shift, ls=style.dashes, lw=1.3, ms=4.5, label=name, **look
+            own, other = (
+                [(across[each.keys[self.x]], each.value) for each in some if self._on(each, line, across)]
+                for some in (known, beside)
             )
+            if self.curves:
+                _curve(axis, own, self.log, ls=style.dashes, ms=3.5, label=name, **look)
+            else:
+                dashes = "none" if named else style.dashes
+                _points(axis, own, shift, ls=dashes, lw=1.3, ms=4.5, label=name, **look)
             if self.beside:
-                finding, added = self.beside
-                hollow = {**look, "mfc": "white", "ls": "--", "lw": 0.9, "ms": 5, "label": f"{name}{added}"}
-                _points(axis, findings, finding, self.x, own, shift * 1.03, **hollow)
-        axis.set_xscale("log")
-        axis.set_xticks(across, [f"{x:g}" for x in across], fontsize=7.5)
-        axis.set_xticks([], minor=True)
-        axis.set_xlim(min(across) / 1.35, max(across) * 1.35)
-        if self.above and (value := findings.get(self.above[0], **keys)):
-            factor = value.mean
-            second = axis.secondary_xaxis("top", functions=(lambda x: x * factor, lambda x: x / factor))
+                hollow = {**look, "mfc": "white", "ls": "--", "lw": 0.9, "ms": 5, "label": f"{name}{self.beside[1]}"}
+                _points(axis, other, shift + 0.03, **hollow)
+        if self.curves:
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        else:
+            names = [x if isinstance(x, str) else f"{x:g}" for x in across]
+            axis.set_xticks(list(across.values()), names, fontsize=7.5, rotation=90 if named else 0)
+            axis.set_xlim(min(across.values()) - 0.3, max(across.values()) + 0.3)
+        if self.above and (value := _common(findings, self.above[0], known)):
+            second = axis.secondary_xaxis("top")
+            second.set_xticks(list(across.values()), [f"{float(x) * value.mean:.2g}" for x in across], fontsize=7.5)
             second.set_xlabel(self.above[1], fontsize=8)
-            second.tick_params(labelsize=7.5)
         if self.log:
             axis.set_yscale("log")
         if self.limits:
             axis.set_ylim(*self.limits)
 
+    def _on(self, finding: Finding, line: Key, across: Mapping[Key, float]) -> bool:
+        """Whether a finding is a point of a line."""
+        return finding.keys[self.line] == line and finding.keys[self.x] in across
 
-def _points(
-    axis: Any, findings: Findings, finding: str, x: str, keys: Mapping[str, Key], shift: float, **look: Any
-) -> None:
+
+def _common(findings: Findings, name: str, known: Sequence[Finding]) -> Estimate | None:
+    """The finding of a name whose keys all of these have."""
+    fits = (
+        finding.value
+        for finding in findings.where(name)
+        if known and all(finding.keys.items() <= each.keys.items() for each in known)
+    )
+    return next(fits, None)
+
+
+Points = Sequence[tuple[float, Estimate]]
+"""Numbers with their place along the x axis."""
+
+
+def _points(axis: Any, points: Points, shift: float, **look: Any) -> None:
     """Points with their error bars; where there is no number there is no point."""
-    known = [(each.keys[x], each.value) for each in findings.where(finding, **keys) if not each.value.unknown]
-    if not known:
-        return
-    means = np.array([value.mean for _, value in known])
-    low, high = np.array([value.ends for _, value in known]).T
-    bars = np.clip([means - low, high - means], 0, None)
-    axis.errorbar([float(place) * shift for place, _ in known], means, yerr=bars, elinewidth=0.8, **look)
+    if points:
+        across, means, low, high = _numbers(points)
+        bars = np.clip([means - low, high - means], 0, None)
+        axis.errorbar(across + shift, means, yerr=bars, elinewidth=0.8, **look)
 
 
-def _offsets(count: int, across: Sequence[float]) -> list[float]:
-    """By what the x of each of so many lines is multiplied, so that their intervals do not cover each other."""
-    nearest = min((np.log(high / low) for low, high in pairwise(sorted(across))), default=1.0)
+def _curve(axis: Any, points: Points, log: bool, **look: Any) -> None:
+    """A line with a shaded interval; a logarithmic axis shows none of it below a tenth of the smallest number."""
+    across, means, low, high = _numbers(points)
+    if log:
+        low = np.maximum(low, means[means > 0].min(initial=1.0) / 10)
+    axis.fill_between(across, low, high, color=look["color"], alpha=0.15, lw=0)
+    axis.plot(across, means, **look)
+
+
+def _numbers(points: Points) -> Any:
+    """Places, means, and the ends of their intervals."""
+    return np.array([(across, value.mean, *value.ends) for across, value in points]).T
+
+
+def _offsets(count: int, across: Iterable[float]) -> list[float]:
+    """By how much the points of each of so many lines are moved, so that their intervals do not cover each other."""
+    nearest = min((high - low for low, high in pairwise(sorted(across))), default=1.0)
     half = min(0.17, 0.3 * nearest)
-    return np.exp(np.linspace(-half, half, count)).tolist() if count > 1 else [1.0] * count
+    return np.linspace(-half, half, count).tolist() if count > 1 else [0.0] * count
 
 
 def _legends(grid: Any) -> None:

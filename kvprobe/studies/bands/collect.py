@@ -22,7 +22,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.studies.bands.config import BANDS, Config, Cut
 from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task
+from kvprobe.tasks.task import Task, items_digest
 
 CONTROL, CUTS, SINGLES = "control", "bands", "singles"
 """Groups of cases: nothing struck, a band of layers struck, a single layer struck."""
@@ -44,6 +44,11 @@ class Band:
 
     name: str
     layers: range
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """A digest of the items."""
+    return {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:

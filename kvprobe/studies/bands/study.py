@@ -1,32 +1,169 @@
-"""The band study from start to report data."""
+"""The band study: its declaration."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.bands.analyse import analyse
-from kvprobe.studies.bands.collect import collect, tasks_of
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.experiments.trials import shown_task
+from kvprobe.report.findings import Key
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
+from kvprobe.studies.bands.collect import collect, inputs
+from kvprobe.studies.bands.conclude import conclude
 from kvprobe.studies.bands.config import Config
-from kvprobe.studies.bands.figures import draw_all
-from kvprobe.studies.bands.narrative import narrate
-from kvprobe.tasks.task import items_digest
+from kvprobe.wording import percent, plain, points, span
 
-NAME = "bands"
+NOISE_LABELS = {
+    "layer": "the layer's scale",
+    "head": "each head's scale",
+    "channel": "channel covariance",
+    "effect": "equal effect",
+}
+PART_LABELS = {"kv": "K and V", "k": "K alone", "v": "V alone"}
+MEANINGS = {
+    "layer": "mean and deviation of all numbers of the layer's K (or V), as in the article. A few channels with large "
+    "constant keys make this scale large, and all other channels are then hit with it",
+    "head": "mean and deviation of each KV head's numbers",
+    "channel": "mean and covariance of each head's channels, so that a struck slot looks like another slot of that "
+    "head in every channel",
+    "effect": "noise at the layer's scale mixed into what stands there, in the share at which striking one slot moves "
+    "the layer's attention output as far, relative to its norm, in every layer; K and V each have a share and a target "
+    "of their own",
+}
+UNITS = {
+    "slot": "slots are drawn once and struck in all layers and heads of the band",
+    "layer": "each layer draws slots of its own",
+    "head": "each KV head of each layer draws slots of its own",
+    "number": "single numbers are drawn, for K and for V apart",
+}
+BAND_STYLES = {
+    "quarter 1": Style("#0072b2"),
+    "quarter 2": Style("#56b4e9", "s"),
+    "quarter 3": Style("#009e73", "^"),
+    "quarter 4": Style("#d55e00", "D"),
+    "half 1": Style("#0072b2", "v", "--"),
+    "half 2": Style("#d55e00", "P", "--"),
+    "all": Style("#000000", "X", ":"),
+}
+NOISE_STYLES = {
+    "layer": Style("#d55e00"),
+    "head": Style("#e69f00", "s", "--"),
+    "channel": Style("#0072b2", "^"),
+    "effect": Style("#009e73", "D", "-."),
+}
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+def struck(keys: Mapping[str, Key]) -> str:
+    """The row of panels of a finding."""
+    return f"{shown_task(str(keys['task']))}: noise in {PART_LABELS[str(keys['parts'])]}"
 
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    inputs = {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
-    model, directory = begin(NAME, config, root, name, inputs)
-    if directory.finished:
-        return directory
-    table = collect(model, config, directory)
-    metrics = analyse(table, config, tasks_of(config))
-    directory.save_table("samples", table)
-    draw_all(metrics, config, model.name, directory.path / "figures")
-    directory.finish(metrics, narrate(metrics, config, model, directory.environment).to_dict())
-    return directory
+
+def by_noise(file: str, finding: str, caption: str, **more: Any) -> Lines:
+    """A panel for each noise, a row of panels for each task and part."""
+    known: dict[str, Any] = {"panel": "noise", "row": struck, "size": (2.1, 2.4)}
+    return Lines(file=file, finding=finding, caption=caption, **known, **more)
+
+
+def shown_kl(value: Estimate) -> str:
+    return plain(value, 4)
+
+
+def more_kl(value: Estimate) -> str:
+    """A difference, which may be far smaller than others of its table."""
+    return f"{value.mean:+.2g} ({span(value, lambda nats: f'{nats:+.2g}')})"
+
+
+def by_measure(of_kl: Any, of_lost: Any, *names: str) -> dict[str, Any]:
+    """How the findings on KL, and those on accuracy lost, are written."""
+    return {name.format(of): written for name in names for of, written in (("kl", of_kl), ("lost", of_lost))}
+
+
+STUDY = Study(
+    name="bands",
+    title="Noise by layer, and at which scale",
+    question=(
+        "“KV Cache is More Robust Than You Think in Large Language Models” (canarypwn) strikes bands of Qwen2.5-7B's "
+        "layers with Gaussian noise at the layer's own scale, K and V together. Answers suffer most in the last "
+        "quarter, “where reasoning happens”, and hardly in the third, “a buffer”. Does this model show that order, and "
+        "does the order stay when noise has another scale, or strikes K or V alone?"
+    ),
+    config=Config,
+    inputs=inputs,
+    collect=collect,
+    conclude=conclude,
+    page="page.html.j2",
+    folder=Path(__file__).parent,
+    figures=(
+        by_noise(
+            "kl_by_band",
+            "kl",
+            "KL with intervals over items, on a log scale, by the share of slots that is struck. Whiskers that leave "
+            "the figure reach zero. Bands may differ in their number of layers.",
+            x="band",
+            line="rate",
+            x_label="",
+            y_label="KL (nats per token)",
+            log=True,
+        ),
+        by_noise(
+            "accuracy_by_band",
+            "accuracy",
+            "Right answers with Wilson intervals: the article's figure 3, once for each way to match the noise. Grey "
+            "band and dashed line: clean cache; dotted: chance. Hollow: the article's own, where they were asked for.",
+            x="rate",
+            line="band",
+            x_label="slots struck (%)",
+            y_label="right answers (share)",
+            styles=BAND_STYLES,
+            band=("sound", "clean cache"),
+            level=("chance", "chance"),
+            beside=("published", ", published"),
+            limits=(-0.03, 1.03),
+        ),
+        Lines(
+            file="kl_by_layer",
+            finding="layer_kl",
+            caption="KL when one layer is struck, by what the noise is matched to. Shaded: intervals over items.",
+            x="layer",
+            line="noise",
+            panel="task",
+            row=lambda keys: f"noise in {PART_LABELS[str(keys['parts'])]}",
+            x_label="layer that is struck",
+            y_label="KL (nats per token)",
+            styles=NOISE_STYLES,
+            log=True,
+            curves=True,
+            size=(4.5, 2.4),
+        ),
+    ),
+    claims=(
+        *(Claim(f"pair_{of}", above="{first}", below="{second}", unclear="not detected") for of in ("kl", "lost")),
+        *(
+            Claim(name, above="K costs more", below="V costs more", unclear="not detected")
+            for name in ("keys_kl", "keys_lost", "layer_keys_kl", "layer_keys_lost")
+        ),
+        Claim("change", above="larger", below="smaller", unclear="not detected", against=1.0),
+    ),
+    labels={
+        "task": shown_task,
+        "noise": NOISE_LABELS,
+        "other": NOISE_LABELS,
+        "parts": PART_LABELS,
+        "meaning": MEANINGS,
+        "timing": TIMINGS,
+        "unit": UNITS,
+        "rate": "{:g} %".format,
+        "measure": {"kl": "KL", "lost": "accuracy lost"},
+    },
+    written={
+        **dict.fromkeys(("sound", "accuracy", "same", "published", "published_sound"), percent),
+        **dict.fromkeys(("less_published", "less_published_sound"), points),
+        **by_measure(shown_kl, points, "{}", "{}_all", "layer_{}"),
+        **by_measure(more_kl, points, "pair_{}", "keys_{}", "pair_{}_at", "keys_{}_at", "layer_keys_{}"),
+        "chance": lambda chance: f"{100 * chance.mean:.3g} %",
+        "broken": lambda count: f"{count.mean:.0f}",
+        "self_agreement": lambda rho: f"{rho.mean:.2f}",
+    },
+)

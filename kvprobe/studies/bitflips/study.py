@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.experiments.trials import shown_task
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
@@ -12,7 +13,7 @@ from kvprobe.studies.bitflips.by_bit import ByBit
 from kvprobe.studies.bitflips.collect import ANY, collect, inputs
 from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.wording import percent, points, span
+from kvprobe.wording import percent, points, two_digits
 
 STYLES = {
     ANY: Style("black"),
@@ -41,11 +42,6 @@ GAPS = ("contrast_breaks", "contrast_changed")
 
 def shown_rate(rate: Key) -> str:
     return np.format_float_scientific(float(rate), precision=2, trim="-", exp_digits=1)
-
-
-def shown_kl(value: Estimate) -> str:
-    """KL spans many orders of magnitude: two digits of it, whatever its size."""
-    return f"{value.mean:.2g} ({span(value, '{:.2g}'.format)})"
 
 
 def shown_count(value: Estimate) -> str:
@@ -112,6 +108,7 @@ STUDY = Study(
         Claim("from_clean", above="above clean", below="below clean", unclear="not detected"),
     ),
     labels={
+        "task": shown_task,
         "rate": shown_rate,
         "field": FIELDS,
         **dict.fromkeys(("first", "second"), COMPARED),
@@ -121,7 +118,7 @@ STUDY = Study(
     written={
         **dict.fromkeys(("sound", "bit_share", "field_share", "accuracy", "changed", "nonfinite"), percent),
         **dict.fromkeys((*GAPS, "from_clean"), points),
-        **dict.fromkeys(("bit_kl", "field_kl", "kl", "contrast_kl"), shown_kl),
+        **dict.fromkeys(("bit_kl", "field_kl", "kl", "contrast_kl"), two_digits),
         **dict.fromkeys(("expected", "slots", "numbers", "right_items"), shown_count),
         "struck": lambda vectors: f"{vectors.mean:,.1f}",
         "chance": lambda chance: f"{100 * chance.mean:.3g} %",

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.experiments.trial_settings import TIMINGS
+from kvprobe.experiments.trials import shown_task
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
@@ -12,20 +13,9 @@ from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.styles import STYLES
-from kvprobe.wording import percent, points, span
+from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}
-
-
-def shown_task(name: str) -> str:
-    """A task's name without the folders of a file."""
-    kind, colon, file = name.rpartition(":")
-    return f"{kind}{colon}{Path(file).name}"
-
-
-def shown_kl(value: Estimate) -> str:
-    """KL spans many orders of magnitude: two digits of it, whatever its size."""
-    return f"{value.mean:.2g} ({span(value, lambda number: f'{number:.2g}')})"
 
 
 def cost(value: Estimate) -> str:
@@ -45,7 +35,7 @@ def by_rate(file: str, finding: str, caption: str, y_label: str, **more: Any) ->
         x_label="struck (% of the slots)",
         y_label=y_label,
         styles=STYLES,
-        row=lambda fault: CATALOGUE[str(fault)].family,
+        row=lambda keys: CATALOGUE[str(keys["fault"])].family,
         drawn=lambda fault: not CATALOGUE[str(fault)].control,
         **more,
     )
@@ -111,7 +101,7 @@ STUDY = Study(
         **dict.fromkeys(("published", "published_sound"), percent),
         **dict.fromkeys(("lost", "harm_over_next", "contrast", "reading_lost"), points),
         "harm": cost,
-        **dict.fromkeys(("kl", "harm_kl", "harm_kl_over_next", "contrast_kl", "reading_kl"), shown_kl),
+        **dict.fromkeys(("kl", "harm_kl", "harm_kl_over_next", "contrast_kl", "reading_kl"), two_digits),
         "chance": lambda chance: f"{100 * chance.mean:.3g} %",
     },
 )

@@ -1,0 +1,337 @@
+"""From answers to findings: what noise costs in each band and layer, which bands differ, and whether scales agree."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise, product
+from math import inf
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from kvprobe.experiments.estimands import (
+    Difference,
+    Estimand,
+    Mean,
+    Rows,
+    Share,
+    Total,
+    Where,
+    beside,
+    chosen,
+    groups,
+    measure,
+)
+from kvprobe.experiments.reported import Reported, reported
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.inference.model import Model
+from kvprobe.report.document import passages_of
+from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, wilson
+from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of, tasks_of
+from kvprobe.studies.bands.config import NOISES, PARTS, Config, Cut
+from kvprobe.studies.bands.statistics import halves_agree, last_over_others, newcombe, spearman, statistic
+from kvprobe.tasks.task import Task, rankable, too_hard
+from kvprobe.wording import few_clusters
+
+LAST, BUFFER = "quarter 4", "quarter 3"
+"""Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""
+COMPARED: tuple[Cut, ...] = ("quarters", "halves")
+UNCHANGED = 1e-6
+"""Nats of KL that a row in which nothing is struck may be from the clean one."""
+PUBLISHED = {"noise": "layer", "parts": "kv"}
+"""How the article strikes."""
+
+NOISE = ("task", "noise", "parts")
+BAND = (*NOISE, "band")
+LAYER = (*NOISE, "layer")
+SOUND: Where = {"case": -1}
+NATS = "nats per token"
+POSITIVE = (0.0, inf)
+MEASURES: dict[str, tuple[Where, tuple[float, float], str]] = {
+    "kl": ({}, UNBOUNDED, NATS),
+    "lost": ({"able": True}, DIFFERENCE, ""),
+}
+"""What bands, and K and V, are compared by: which rows count, the natural range and the unit."""
+
+
+def levels(prefix: str, by: tuple[str, ...], where: Where) -> list[Estimand]:
+    """What noise costs in each band at each rate, or in each layer."""
+    return [
+        Share(name=f"{prefix}accuracy", of="correct", by=by, where=where),
+        Mean(name=f"{prefix}lost", of="lost", by=by, where=where, within=DIFFERENCE),
+        Mean(name=f"{prefix}kl", of="kl", by=by, where=where, unit=NATS),
+        Share(name=f"{prefix}same", of="same", by=by, where=where),
+        Total(name=f"{prefix}broken", of="broke", by=by, where=where),
+    ]
+
+
+def compared(of: str) -> Iterator[Estimand]:
+    """By one measure: each band with all rates together, each two bands of a cut, and K less V in bands and layers."""
+    where, within, unit = MEASURES[of]
+    known: dict[str, Any] = {"within": within, "unit": unit}
+    struck = {**where, "group": CUTS}
+    yield Mean(name=f"{of}_all", of=f"{of}_all", by=BAND, where=struck, **known)
+    for cut in COMPARED:
+        for first, second in combinations(names_of(cut), 2):
+            pair: dict[str, Any] = {
+                "where": {**struck, "band": first},
+                "less": {**struck, "band": second},
+                "keys": {"cut": cut, "first": first, "second": second},
+                **known,
+            }
+            family = ("cut", "parts")
+            yield Difference(name=f"pair_{of}", of=f"{of}_all", by=NOISE, together=family, **pair)
+            at, family = (*NOISE, "rate"), (*family, "rate")
+            yield Difference(name=f"pair_{of}_at", of=of, by=at, together=family, **pair)
+    for prefix, group, place in (("", CUTS, "band"), ("layer_", SINGLES, "layer")):
+        by = ("task", "noise", place)
+        struck = {**where, "group": group}
+        keys: dict[str, Any] = {"where": {**struck, "parts": "k"}, "less": {**struck, "parts": "v"}, **known}
+        yield Difference(name=f"{prefix}keys_{of}", of=f"{of}_all", by=by, together=(), **keys)
+        if group == CUTS:
+            yield Difference(name=f"keys_{of}_at", of=of, by=(*by, "rate"), **keys)
+
+
+ESTIMANDS: tuple[Estimand, ...] = (
+    Share(name="sound", of="correct", by=("task",), where=SOUND),
+    *levels("", (*BAND, "rate"), {"group": CUTS}),
+    *levels("layer_", LAYER, {"group": SINGLES}),
+    *compared("kl"),
+    *compared("lost"),
+)
+"""Intervals of differences between bands hold together over the pairs of a cut, all noises and all tasks; those of K
+less V over all bands (or layers), noises and tasks."""
+
+
+def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run."""
+    return concluded(rows, config, str(model.lanes.dtype).removeprefix("torch."))
+
+
+def concluded(table: Rows, config: Config, dtype: str = "float32") -> Conclusion:
+    """What `conclude` gives, without the model.
+
+    Args:
+        table: see `collect`.
+        dtype: of the model.
+    """
+    tasks = tasks_of(config)
+    rows = prepared(table, tasks)
+    findings = measure(rows, ESTIMANDS)
+    for task in tasks:
+        findings.number("chance", task.chance, task=task.name)
+    add_leads(findings, rows)
+    add_agreement(findings, rows, config)
+    published = reported(config.reported) if config.reported else None
+    if published is not None:
+        add_published(findings, tasks, published)
+    bands = table[table["group"] == CUTS].drop_duplicates("band")[["band", "first", "last"]].to_dict("records")
+    item = tasks[0].items(1, config.seed)[0]
+    facts: dict[str, Any] = {
+        "tasks": {task.name: task_facts(table, task, findings) for task in tasks},
+        "layers": int(table["last"].max()) + 1,
+        "bands": {str(band["band"]): [int(band["first"]), int(band["last"])] for band in bands},
+        "part": next(part for part in PARTS if part in config.parts),
+        "orders": orders(findings, config),
+        "example": {
+            "chat": [vars(passage) for passage in passages_of(item.chat, marked=item.answer)],
+            "lead": item.lead,
+            "answer": item.answer,
+        },
+        "dtype": dtype,
+        "published": published and {"source": published.source, "model": published.model, "samples": published.samples},
+    }
+    controls = [control_of(table[table["task"] == task.name], task) for task in tasks]
+    return Conclusion(findings, controls, facts, list(warnings_of(table, config, facts)))
+
+
+def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
+    """A row for each answer; a broken row is wrong whatever it said, and has no KL."""
+    broke = table["broken"] != ""
+    rows = table.assign(
+        correct=(table["right"].astype(bool) & ~broke).astype(float),
+        kl=table["kl"].astype(float).mask(broke),
+        broke=broke,
+        layer=table["first"].fillna(-1).astype(int),
+    )
+    able = {
+        task.name: rankable(float(own["correct"].mean()), task.chance)
+        for task in tasks
+        for own in [chosen(rows, {**SOUND, "task": task.name})]
+    }
+    lost = beside(rows, "correct", SOUND, ("task", "sample")) - rows["correct"]
+    return rows.assign(
+        able=rows["task"].map(able),
+        lost=lost,
+        lost_all=lost,
+        kl=complete(rows, ("case",)),
+        kl_all=complete(rows, ("group", "noise", "parts", "band")),
+    )
+
+
+def complete(rows: Rows, by: tuple[str, ...]) -> Any:
+    """KL, where it is known in all of an item's rows that agree on `by`, and so in at least half of the items."""
+    known = rows.assign(known=rows["kl"].notna())
+    whole = known.groupby(["task", "sample", *by], dropna=False)["known"].transform("all")
+    share = known.assign(known=whole).groupby(["task", *by], dropna=False)["known"].transform("mean")
+    return rows["kl"].where(whole & (share >= 0.5))
+
+
+def by_noise(rows: Rows, of: str, along: str, where: Where) -> dict[tuple[Key, ...], Float[np.ndarray, "along items"]]:
+    """A column as an array for each task, noise and part, in a fixed order whatever the config's."""
+    found = {
+        tuple(keys.values()): own.groupby([along, "sample"])[of].mean().unstack("sample").to_numpy()
+        for keys, own in groups(rows, NOISE, where)
+    }
+    tasks = dict.fromkeys(task for task, *_ in found)
+    every = [(task, noise, parts) for task in tasks for parts in PARTS for noise in NOISES]
+    return {place: found[place] for place in every if place in found}
+
+
+def add_leads(findings: Findings, rows: Rows) -> None:
+    """How many times the mean KL of the other quarters the last one has, all rates together, and by what factor that is
+    larger than under noise at the layer's scale."""
+    quarters = by_noise(rows, "kl_all", "band", {"band": tuple(names_of("quarters"))})
+    for place, own in quarters.items():
+        _add(findings, "lead", place, statistic([own], last_over_others, POSITIVE))
+    changes = [
+        (place, [own, quarters[place[0], "layer", place[2]]])
+        for place, own in quarters.items()
+        if place[1] != "layer" and (place[0], "layer", place[2]) in quarters
+    ]
+    for place, pair in changes:
+        family = sum(other[2] == place[2] for other, _ in changes)
+        factor = statistic(pair, lambda one, two: last_over_others(one) / last_over_others(two), POSITIVE, family)
+        _add(findings, "change", place, factor, family)
+
+
+def add_agreement(findings: Findings, rows: Rows, config: Config) -> None:
+    """Spearman's correlation across single layers of the mean KL between two noises, and of each noise with itself
+    between halves of the items."""
+    single = by_noise(rows, "kl", "layer", {"group": SINGLES})
+    for (one, first), (other, second) in combinations(single.items(), 2):
+        if (one[0], one[2]) == (other[0], other[2]):
+            rho = statistic([first, second], spearman, DIFFERENCE)
+            _add(findings, "agreement", one, rho, other=other[1])
+    for task in dict.fromkeys(task for task, *_ in single):
+        rng = np.random.default_rng([config.seed, 1, 6])
+        for place, layers in single.items():
+            rho = halves_agree(layers, rng) if place[0] == task else None
+            _add(findings, "self_agreement", place, None if rho is None else Estimate(rho))
+
+
+def _add(
+    findings: Findings, name: str, place: tuple[Key, ...], value: Estimate | None, comparisons: int = 0, **more: Key
+) -> None:
+    if value is not None:
+        findings.add(Finding(name, {**dict(zip(NOISE, place, strict=True)), **more}, value, "", comparisons))
+
+
+def add_published(findings: Findings, tasks: Sequence[Task], table: Reported) -> None:
+    """What was published, with the intervals of its sample size, and what was measured less that."""
+
+    def add(name: str, measured: str, share: float, **keys: Key) -> None:
+        theirs, own = wilson(share * table.samples, table.samples), findings.get(measured, **keys)
+        findings.add(Finding(name, keys, theirs))
+        if own is not None:
+            findings.add(Finding(f"less_{name}", keys, newcombe(own, theirs)))
+
+    for task in tasks:
+        if task.name.partition(":")[0] == table.task:
+            add("published_sound", "sound", table.clean, task=task.name)
+            for band, shares in table.rows.items():
+                for rate, share in zip(table.rates, shares, strict=True):
+                    add("published", "accuracy", share, task=task.name, **PUBLISHED, band=band, rate=rate)
+
+
+def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
+    """The bands of each cut, most sensitive first, which neighbours differ, and what is decided of the article's
+    claims; one for each rate, and one for all rates together, whose `rate` is None."""
+    found = []
+    tasks, rates = findings.values("sound", "task"), (*config.rates, None)
+    for cut, of, task, parts, noise, rate in product(COMPARED, MEASURES, tasks, PARTS, NOISES, rates):
+        at: dict[str, Key] = {"task": task, "noise": noise, "parts": parts}
+        level, pair = (f"{of}_all", f"pair_{of}") if rate is None else (of, f"pair_{of}_at")
+        at |= {} if rate is None else {"rate": rate}
+        means = {name: findings.get(level, **at, band=name) for name in names_of(cut)}
+        pairs = {
+            (first, second): findings.get(pair, **at, cut=cut, first=first, second=second)
+            for first, second in combinations(names_of(cut), 2)
+        }
+        known = order_of(means, pairs)
+        if known is not None:
+            found.append({**at, "cut": cut, "measure": of, "rate": rate, **known})
+    return found
+
+
+def order_of(
+    means: Mapping[str, Estimate | None], pairs: Mapping[tuple[str, str], Estimate | None]
+) -> dict[str, Any] | None:
+    """Bands by their mean, largest first, from the means and the differences of each two; None where one is missing."""
+    known = {name: mean.mean for name, mean in means.items() if mean is not None}
+    differences = {pair: difference for pair, difference in pairs.items() if difference is not None}
+    if len(known) < len(means) or len(differences) < len(pairs):
+        return None
+
+    def beyond(more: str, less: str) -> bool:
+        pair = differences.get((more, less))
+        return pair.above() if pair is not None else differences[less, more].below()
+
+    order = sorted(known, key=lambda name: -known[name])
+    return {
+        "bands": order,
+        "apart": [beyond(more, less) for more, less in pairwise(order)],
+        "last": verdict(order, LAST, beyond),
+        "buffer": verdict(order, BUFFER, lambda one, two: beyond(two, one)),
+    }
+
+
+def verdict(bands: Sequence[str], band: str, beyond: Callable[[str, str], bool]) -> str:
+    """Whether a band is the extreme one: `yes`, significantly beyond all others; `no`, another is significantly beyond
+    it; else `open`."""
+    others = [other for other in bands if other != band]
+    if band not in bands:
+        return "open"
+    if any(beyond(other, band) for other in others):
+        return "no"
+    return "yes" if all(beyond(band, other) for other in others) else "open"
+
+
+def task_facts(table: Rows, task: Task, findings: Findings) -> dict[str, Any]:
+    slots = table[table["task"] == task.name]["slots"]
+    return {
+        "scorer": task.scorers[0],
+        "slots": [int(slots.min()), int(slots.max())],
+        "too_hard": too_hard(task.name, findings.at("sound", task=task.name).mean, task.chance),
+    }
+
+
+def control_of(table: Rows, task: Task) -> Control:
+    """Whether nothing struck changed nothing."""
+    rows = table[table["group"] == CONTROL]
+    kl, struck, same = float(rows["kl"].max()), int(rows["struck"].sum()), int(rows["same"].sum())
+    distance = "not measured" if np.isnan(kl) else f"at most {kl:.1e} nats"
+    seen = (
+        f"Nothing struck, nothing changed ({task.name}): {struck} vectors were struck, {same} of {len(rows)} answers "
+        f"are the clean ones, and KL is {distance} (allowed: {UNCHANGED:.0e})."
+    )
+    return Control(seen, struck == 0 and same == len(rows) and not kl > UNCHANGED)
+
+
+def warnings_of(table: Rows, config: Config, facts: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader must know before the numbers."""
+    if few := few_clusters(config.samples, "items of each task"):
+        yield few
+    yield from (task["too_hard"] for task in facts["tasks"].values() if task["too_hard"])
+    broken = table[table["broken"] != ""]
+    if len(broken):
+        yield (
+            f"In {len(broken)} of {len(table)} rows a number was no longer finite, in the first of them "
+            f"{broken['broken'].iloc[0]} (task {broken['task'].iloc[0]}). They count as wrong and are left out of KL."
+        )
+    published = facts["published"]
+    if published and published["model"].lower() not in config.model.lower():
+        yield f"The reported table is of {published['model']}; this run is of {config.model}."
+    if not config.follow:
+        yield "KL was not measured (follow is off), so bands are compared by accuracy alone, and single layers not."

@@ -1,0 +1,75 @@
+"""Statistics of means over items that are no means themselves, and the difference of two independent shares."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from kvprobe.stats import Estimate, jackknife, leave_one_out
+
+SPLITS = 200
+"""Halvings of the items behind each self-agreement."""
+FEWEST_TO_HALVE = 6
+"""Items below which halves of them say nothing of how well a noise agrees with itself."""
+
+
+def statistic(
+    values: Sequence[Float[np.ndarray, "*axes items"]],
+    say: Callable[..., Float[np.ndarray, "draws"]],
+    within: tuple[float, float],
+    comparisons: int = 1,
+) -> Estimate | None:
+    """What `say` makes of means over items, with its interval; None where it cannot be computed.
+
+    Args:
+        values: quantities, items last; only items at which all are known count, and they must be at least half.
+        say: from means, draws first (all items, then all but each), to a number for each draw.
+    """
+    known = np.logical_and.reduce([np.isfinite(each).reshape(-1, each.shape[-1]).all(0) for each in values])
+    count = int(known.sum())
+    if 2 * count < len(known):
+        return None
+    weights = np.concatenate([np.ones((1, count), int), leave_one_out(count)])
+    sizes = np.maximum(weights.sum(1), 1)
+    means = [np.moveaxis(np.moveaxis(each[..., known], -1, 0).T @ weights.T / sizes, -1, 0) for each in values]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        numbers = say(*means)
+    return jackknife(float(numbers[0]), numbers[1:], within, comparisons) if np.isfinite(numbers[0]) else None
+
+
+def last_over_others(means: Float[np.ndarray, "draws bands"]) -> Float[np.ndarray, "draws"]:
+    """The last band's mean over the mean of the others."""
+    return means[:, -1] / means[:, :-1].mean(1)
+
+
+def spearman(
+    one: Float[np.ndarray, "draws layers"], other: Float[np.ndarray, "draws layers"]
+) -> Float[np.ndarray, "draws"]:
+    """Rank correlation across layers, draw by draw; NaN where all layers are equal."""
+    ranks = [pd.DataFrame(each).rank(axis=1).to_numpy() for each in (one, other)]
+    first, second = (each - each.mean(1, keepdims=True) for each in ranks)
+    with np.errstate(invalid="ignore"):
+        return (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
+
+
+def halves_agree(layers: Float[np.ndarray, "layers items"], rng: np.random.Generator) -> float | None:
+    """Rank correlation across layers between halves of the items, the mean over halvings; None of too few items."""
+    layers = layers[:, np.isfinite(layers).all(0)]
+    items = layers.shape[1]
+    if items < FEWEST_TO_HALVE:
+        return None
+    orders = rng.permuted(np.tile(np.arange(items), (SPLITS, 1)), axis=1)
+    halves = (orders[:, : items // 2], orders[:, items // 2 :])
+    rho = float(spearman(*(layers[:, half].mean(-1).T for half in halves)).mean())
+    return rho if np.isfinite(rho) else None
+
+
+def newcombe(one: Estimate, other: Estimate) -> Estimate:
+    """The difference of two independent shares, from their Wilson intervals (Newcombe 1998, method 10)."""
+    difference = one.mean - other.mean
+    below = ((one.mean - one.low) ** 2 + (other.high - other.mean) ** 2) ** 0.5
+    above = ((one.high - one.mean) ** 2 + (other.mean - other.low) ** 2) ** 0.5
+    smallest, largest = one.ends[0] - other.ends[1], one.ends[1] - other.ends[0]
+    trials = min(one.clusters, other.clusters)
+    return Estimate(difference, difference - below, difference + above, trials, smallest, largest)
