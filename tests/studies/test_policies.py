@@ -11,45 +11,22 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
-from kvprobe.experiments.page import answer, write_page
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Scene
 from kvprobe.studies import policies
 from kvprobe.studies.policies import collect as collecting
-from kvprobe.studies.policies.collect import (
-    FULL,
-    KINDS,
-    RANDOM,
-    RANDOM_SINKS,
-    SINKS,
-    WINDOW,
-    Condition,
-    Script,
-    conditions,
-    outcomes_of,
-    read_sample,
-    sample_conversation,
-    say,
-    write_script,
-)
-from kvprobe.studies.policies.conclude import (
-    BY_PLACE,
-    GAINS,
-    MARGINS,
-    MEASURES,
-    concluded,
-    judged_budgets,
-    least_memory,
-)
+from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, WINDOW, Condition
+from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets, least_memory
 from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.study import STUDY
 from kvprobe.tasks.instructions import DEPTHS, VALUES, instructions, needles
 from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, interrupted, page_of
+from tests.studies.runs import assert_figures, page_of
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
 MEASURED = ("sliding", RANDOM, RANDOM_SINKS, "quantise")
@@ -62,7 +39,7 @@ class Prepared:
     """A conversation that was read, and what is asked of it."""
 
     scene: Scene
-    script: Script
+    script: collecting.Script
 
     def act(self, model: Model, kind: str, level: int) -> KVCache:
         return model.apply(Condition(kind, level).policy(self.scene.cache.slots, SMALL.seed), self.scene)
@@ -100,15 +77,15 @@ def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def prepared(wordy: Model) -> Prepared:
-    given, chat = sample_conversation(wordy, SMALL, 0)
+    given, chat = collecting.sample_conversation(wordy, SMALL, 0)
     scene = replace(wordy.watch(chat, queries=WINDOW), samples=(0,))
-    return Prepared(scene, write_script(wordy, scene.cache, given, chat))
+    return Prepared(scene, collecting.write_script(wordy, scene.cache, given, chat))
 
 
 def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(wordy: Model):
     config = replace(SMALL, length=512)
     for sample in range(3):
-        given, chat = sample_conversation(wordy, config, sample)
+        given, chat = collecting.sample_conversation(wordy, config, sample)
         tokens = chat.tokens(wordy.tokenizer)
         assert abs(len(tokens) - config.length) < 40
         code = tokens.part("code")
@@ -123,7 +100,7 @@ def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(wordy: Model):
 
 
 def test_a_conversation_longer_than_its_small_talk_is_refused(wordy: Model):
-    given, _ = sample_conversation(wordy, SMALL, 0)
+    given, _ = collecting.sample_conversation(wordy, SMALL, 0)
     refused(lambda: collecting.conversation(given, 50_000, wordy.tokenizer), "small talk")
 
 
@@ -161,10 +138,8 @@ def test_a_budget_is_the_share_of_memory_that_is_kept(wordy: Model, prepared: Pr
 
 
 def test_fewer_bits_take_less_memory(wordy: Model, prepared: Prepared):
-    taken = [
-        footprint(cache.ledger, cache.shape, 2)
-        for cache in (prepared.act(wordy, "quantise", bits) for bits in KINDS["quantise"].bits)
-    ]
+    caches = [prepared.act(wordy, "quantise", bits) for bits in KINDS["quantise"].bits]
+    taken = [footprint(cache.ledger, cache.shape, 2) for cache in caches]
     assert taken == sorted(taken, reverse=True)
 
 
@@ -191,8 +166,8 @@ def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_ha
             found.append(logits[0, -1].log_softmax(-1))
         return torch.stack(found)
 
-    full = say(wordy, cache, script)
-    found = outcomes_of(script, say(wordy, prepared.act(wordy, "sinks", 50), script), full)
+    full = collecting.say(wordy, cache, script)
+    found = collecting.outcomes_of(script, collecting.say(wordy, prepared.act(wordy, "sinks", 50), script), full)
 
     said = next_tokens(by_hand, script.continuation, script.continued)
     reference = next_tokens(cache, script.continuation, script.continued)
@@ -220,44 +195,36 @@ def test_the_codes_hold_every_digit_at_every_place_and_the_values_differ(wordy: 
         wordy.tokenizer.decode(script.values[place, chosen].tolist()).strip()
         for place, chosen in enumerate(script.chosen)
     ]
-    given, _ = sample_conversation(wordy, SMALL, 0)
+    given, _ = collecting.sample_conversation(wordy, SMALL, 0)
     assert all(value.startswith(begun) for begun, (_, value) in zip(true, given.instructions, strict=True))
 
 
 def test_a_run_holds_every_condition_and_its_control(finished: Run):
-    samples, found = finished.df(), Conclusion.of(finished.metrics)
-    assert len(samples) == SMALL.samples * (3 * 2 + 1 + 1)
-    assert samples.groupby("condition").size().eq(SMALL.samples).all()
-    assert (samples["bytes"] <= samples[samples["kind"] == FULL]["bytes"].max()).all()
+    samples = finished.df()
+    count = 3 * len(SMALL.budgets) + 1 + 1
+    assert samples.groupby("condition").size().tolist() == [SMALL.samples] * count
+    assert bool((samples["bytes"] <= samples.query("kind == @FULL")["bytes"].max()).all())
+    found = Conclusion.of(finished.metrics)
     assert [control.holds for control in found.controls] == [True]
-    assert len(found.findings.where("quality", measure="code")) == 3 * 2 + 1 + 1
+    assert len(found.findings.where("quality", measure="code")) == count
     assert_figures(finished, "quality_by_memory", "instructions_by_place")
-    assert "too few for an interval" in write_page(STUDY, finished).read_text()
 
 
 def test_with_everything_in_view_a_real_model_recalls_the_code(smol: Model):
-    given, chat = sample_conversation(smol, SMALL, 0)
+    given, chat = collecting.sample_conversation(smol, SMALL, 0)
     cache = smol.prefill(chat)
-    script = write_script(smol, cache, given, chat)
-    said = say(smol, cache, script)
-    whole = outcomes_of(script, said, said)
+    script = collecting.write_script(smol, cache, given, chat)
+    said = collecting.say(smol, cache, script)
+    whole = collecting.outcomes_of(script, said, said)
     assert whole["code"] > 0.5
     assert whole["code_margin"] > 0
 
 
 def test_a_sample_does_not_depend_on_the_others(finished: Run, wordy: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(collecting, "conditions", lambda _: [Condition(RANDOM, 20)])
-    alone = read_sample(wordy, SMALL, 1).set_index("condition")
+    alone = collecting.read_sample(wordy, SMALL, 1).set_index("condition")
     together = finished.df().query("sample == 1").set_index("condition").loc[alone.index]
     pd.testing.assert_frame_equal(alone, together)
-
-
-def test_an_interrupted_run_reads_no_sample_twice(
-    finished: Run, wordy: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    resumed, calls = interrupted(lambda: run_few(wordy, tmp_path), monkeypatch, collecting, "read_sample", at=2)
-    assert [sample for *_, sample in calls] == [0, 1, 1]
-    assert resumed.metrics == finished.metrics
 
 
 MADE_UP = Config(samples=16, budgets=(20, 50, 100))
@@ -278,7 +245,7 @@ def made_up(values: Values, full: float = 0.9, config: Config = MADE_UP) -> Conc
     known = {"slots": 500, "reach": 560, "depth": 0.5, "continued": 32, "code_tokens": 5, "bytes_held": 1, "bytes": 1}
     rows = []
     for sample in range(config.samples):
-        for each in [Condition(FULL, 100), *conditions(config)]:
+        for each in [Condition(FULL, 100), *collecting.conditions(config)]:
             whole = each.kind == FULL
             memory = 1.0 if whole else each.level / (16 if KINDS[each.kind].bits else 100)
             measures = (*MEASURES, *MARGINS, *BY_PLACE)
@@ -300,7 +267,8 @@ def graded(measure: str, kind: str, level: int, _: int) -> float:
 
 def example() -> tuple[Config, Conclusion]:
     """For the tests of all declared studies."""
-    return MADE_UP, made_up(lambda *at: 0.0 if at[0] == "kl" and at[2] == 100 else graded(*at))
+    unchanged = {"kl": 0.0, "agreement": 1.0}
+    return MADE_UP, made_up(lambda *at: unchanged.get(at[0], 0.9) if at[2] == 100 else graded(*at))
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
@@ -334,18 +302,11 @@ def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memor
         assert found.at("gain", **keys).mean == pytest.approx(gain)
     against = {each.keys["level"]: each.keys["against"] for each in found.where("gain_quantised", baseline=RANDOM)}
     assert against == {8: 50, 4: 50, 3: 20, 2: 20}
-    assert found.at("gain_quantised", measure="code", kind="quantise", level=8, against=50, baseline=RANDOM).mean == (
-        pytest.approx(-0.042)
-    )
-    assert not [each for name in GAINS.values() for each in found.where(name) if each.keys["level"] == 100]
-
-
-def test_all_gains_on_a_baseline_that_a_claim_is_chosen_from_hold_together():
-    found = made_up(graded).findings
-    budgeted = [kind for kind in KINDS.values() if not kind.baseline and not kind.bits]
-    for baseline in (RANDOM, RANDOM_SINKS):
-        gains = found.where("gain", baseline=baseline)
-        assert {each.comparisons for each in gains} == {len(gains)} == {len(budgeted) * 2 * len(MEASURES)}
+    (quantised,) = found.where("gain_quantised", measure="code", level=8, baseline=RANDOM)
+    assert quantised.value.mean == pytest.approx(-0.042)
+    assert found.at("from_full", measure="code", kind="tova", level=50).mean == pytest.approx(0.65 - 0.9)
+    assert set(found.values("gain", "level")) == {20, 50}
+    assert {each.comparisons for each in found.where("gain")} == {len(found.where("gain", baseline=RANDOM))} == {72}
 
 
 def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):
@@ -356,13 +317,6 @@ def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):
     assert page.count("<td>cannot be judged</td>") == 2 * len(KINDS) + 2 * 9 * 2
     assert "less that of the full cache" in page
     assert "Recall of the hidden code, less" not in page
-
-
-def test_conditions_are_held_against_the_full_cache():
-    found = made_up(lambda measure, kind, level, _: {"snapkv": 0.6}.get(kind, 0.2) + level / 1000).findings
-    for measure, whole in {"kl": 0.0, "agreement": 1.0, "code": 0.9}.items():
-        below = [found.at("from_full", measure=measure, kind="snapkv", level=level).mean for level in (20, 50, 100)]
-        assert below == pytest.approx([0.62 - whole, 0.65 - whole, 0.7 - whole])
 
 
 def test_few_conversations_and_a_missing_control_are_warned_of():

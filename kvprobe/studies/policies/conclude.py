@@ -238,7 +238,8 @@ def add_least(findings: Findings, rows: Rows, config: Config) -> None:
             ends = np.array([[getattr(loss, end) for loss in falling] for end in ("mean", "low", "high")])
             across = least_memory(np.array([memory[level] for level in levels]), ends, TOLERANCE[of], not kind.bits)
             clusters = 0 if np.isnan(across).any() else min(loss.clusters for loss in falling)
-            least = Estimate(*(float(each) if np.isfinite(each) else nan for each in across), clusters)
+            mean, low, high = (float(end) if np.isfinite(end) else nan for end in across)
+            least = Estimate(mean, low, high, clusters)
             findings.add(Finding("least", {"measure": of, "kind": name}, least, "", policies))
 
 

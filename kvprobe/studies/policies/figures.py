@@ -43,7 +43,8 @@ class QualityByMemory:
                     axis.axhline(chance.mean, color="black", ls=":", lw=0.9, label="chance")
                 axis.set_ylabel(label)
                 axis.set_xlim(0, 102)
-            grid[0, 0].set_yscale("log")
+            if any(finding.value.mean > 0 for finding in findings.where("quality", measure="kl")):
+                grid[0, 0].set_yscale("log")
             for axis in grid[-1]:
                 axis.set_xlabel("memory kept (% of the full cache at 16 bits)")
             figure.suptitle(title, fontsize=10)
