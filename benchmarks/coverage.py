@@ -17,7 +17,7 @@ import numpy as np
 
 from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, ratio, wilson
 from kvprobe.studies.bands.statistics import newcombe, spearman, statistic
-from kvprobe.studies.policies.analyse import least_memory
+from kvprobe.studies.policies.conclude import least_memory
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "intervals.md"
 CLUSTERS = (4, 8, 16, 48)

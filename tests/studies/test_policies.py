@@ -1,61 +1,45 @@
-"""The policies study on real weights, small: what policies keep, what is said from it, and what the numbers decide."""
+"""The policies study: what policies keep and what is said from it on a tiny model, and what the numbers decide."""
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.policies.study as study
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Scene
+from kvprobe.studies import policies
 from kvprobe.studies.policies import collect as collecting
-from kvprobe.studies.policies.analyse import MARGINS, MEASURES, Collected, analyse, judged_budgets, least_memory
-from kvprobe.studies.policies.collect import (
-    FULL,
-    KINDS,
-    RANDOM,
-    RANDOM_SINKS,
-    SINKS,
-    WINDOW,
-    Condition,
-    Script,
-    conditions,
-    outcomes_of,
-    read_sample,
-    sample_conversation,
-    say,
-    write_script,
-)
+from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, WINDOW, Condition
+from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets, least_memory
 from kvprobe.studies.policies.config import Config
-from kvprobe.studies.policies.figures import MAPS, budget_maps
-from kvprobe.studies.policies.narrative import answer_memory, answer_random, warnings
-from kvprobe.tasks.instructions import DEPTHS, PLACES, VALUES, instructions, needles
+from kvprobe.studies.policies.study import STUDY
+from kvprobe.tasks.instructions import DEPTHS, VALUES, instructions, needles
 from kvprobe.text.tokens import Tokens
+from tests.models import llama
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, give, interrupted
+from tests.studies.runs import assert_figures, page_of
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
-MEASURED = (RANDOM, RANDOM_SINKS, "quantise")
+MEASURED = ("sliding", RANDOM, RANDOM_SINKS, "quantise")
 """Few enough kinds for all of them to be asked within seconds; the others are held to the cache that they leave."""
 EVICTING = [name for name, kind in KINDS.items() if not kind.rounds]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Prepared:
     """A conversation that was read, and what is asked of it."""
 
     scene: Scene
-    script: Script
+    script: collecting.Script
 
     def act(self, model: Model, kind: str, level: int) -> KVCache:
         return model.apply(Condition(kind, level).policy(self.scene.cache.slots, SMALL.seed), self.scene)
@@ -69,48 +53,55 @@ def short() -> Iterator[None]:
         yield
 
 
-def run_few(smol: Model, root: Path) -> Run:
+@pytest.fixture(scope="module")
+def wordy(smol: Model) -> Model:
+    """A tiny random model with the words of SmolLM2, under which conversations are short."""
+    words = smol.tokenizer
+    size = len(words)
+    return llama(seed=1, tokenizer=words, vocab_size=size, initializer_range=0.4, max_position_embeddings=2048)
+
+
+def run_few(model: Model, root: Path) -> Run:
     """The study with few kinds of policies."""
     with pytest.MonkeyPatch.context() as patch:
-        give(patch, smol)
         for name in KINDS.keys() - set(MEASURED):
             patch.delitem(KINDS, name)
         patch.setitem(KINDS, "quantise", replace(KINDS["quantise"], bits=(4,)))
-        return study.run(SMALL, root)
+        return policies.run(SMALL, root, model=model)
 
 
 @pytest.fixture(scope="module")
-def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_few(smol, tmp_path_factory.mktemp("runs"))
+def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_few(wordy, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def prepared(smol: Model) -> Prepared:
-    given, chat = sample_conversation(smol, SMALL, 0)
-    scene = replace(smol.watch(chat, queries=WINDOW), samples=(0,))
-    return Prepared(scene, write_script(smol, scene.cache, given, chat))
+def prepared(wordy: Model) -> Prepared:
+    given, chat = collecting.sample_conversation(wordy, SMALL, 0)
+    scene = replace(wordy.watch(chat, queries=WINDOW), samples=(0,))
+    return Prepared(scene, collecting.write_script(wordy, scene.cache, given, chat))
 
 
-def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(smol: Model):
+def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(wordy: Model):
     config = replace(SMALL, length=512)
     for sample in range(3):
-        given, chat = sample_conversation(smol, config, sample)
-        tokens = chat.tokens(smol.tokenizer)
+        given, chat = collecting.sample_conversation(wordy, config, sample)
+        tokens = chat.tokens(wordy.tokenizer)
         assert abs(len(tokens) - config.length) < 40
         code = tokens.part("code")
-        assert smol.tokenizer.decode(tokens.ids[code]) == given.code
+        assert wordy.tokenizer.decode(tokens.ids[code]) == given.code
         assert set(tokens.segments[code]) == {"needle"}
         assert abs(code.start / len(tokens) - given.depth) < 0.08
         assert DEPTHS[0] <= given.depth <= DEPTHS[1]
         for place, (instruction, value) in enumerate(given.instructions, start=1):
-            text = smol.tokenizer.decode(tokens.ids[tokens.part(f"instruction{place}")])
+            text = wordy.tokenizer.decode(tokens.ids[tokens.part(f"instruction{place}")])
             assert text.strip() == instruction.text.replace("{value}", value)
             assert set(tokens.segments[tokens.part(f"instruction{place}")]) == {"system"}
 
 
-def test_a_conversation_longer_than_its_small_talk_is_refused(smol: Model):
-    given, _ = sample_conversation(smol, SMALL, 0)
-    refused(lambda: collecting.conversation(given, 50_000, smol.tokenizer), "small talk")
+def test_a_conversation_longer_than_its_small_talk_is_refused(wordy: Model):
+    given, _ = collecting.sample_conversation(wordy, SMALL, 0)
+    refused(lambda: collecting.conversation(given, 50_000, wordy.tokenizer), "small talk")
 
 
 def test_every_instruction_and_needle_has_its_place_to_fill():
@@ -118,23 +109,23 @@ def test_every_instruction_and_needle_has_its_place_to_fill():
     assert all(each.text.count("{code}") == 1 and "{" not in each.question + each.lead for each in needles())
 
 
-def test_a_policy_that_may_keep_everything_changes_nothing(smol: Model, prepared: Prepared):
-    caches = [prepared.act(smol, name, 100) for name in EVICTING]
+def test_a_policy_that_may_keep_everything_changes_nothing(wordy: Model, prepared: Prepared):
+    caches = [prepared.act(wordy, name, 100) for name in EVICTING]
     start = prepared.scene.cache.slots
     assert all(int(cache.ledger.following[0]) == start for cache in caches)
     rows = [prepared.script.continuation.shifted(start)] * (len(caches) + 1)
-    _, logits = smol.extend(KVCache.join([prepared.scene.cache, *caches]), rows, logits=prepared.script.continued)
+    _, logits = wordy.extend(KVCache.join([prepared.scene.cache, *caches]), rows, logits=prepared.script.continued)
     kl, agreement = collecting.divergence(logits[:1].expand_as(logits), logits)
     assert float(kl.max()) < 1e-6
     assert bool(agreement.all())
 
 
 @pytest.mark.parametrize("name", [*EVICTING, "sinks-quantised"])
-def test_a_budget_is_the_share_of_memory_that_is_kept(smol: Model, prepared: Prepared, name: str):
+def test_a_budget_is_the_share_of_memory_that_is_kept(wordy: Model, prepared: Prepared, name: str):
     whole = footprint(prepared.scene.cache.ledger, prepared.scene.cache.shape, 2)
     slots = prepared.scene.cache.slots
     for level in (10, 20, 50):
-        cache = prepared.act(smol, name, level)
+        cache = prepared.act(wordy, name, level)
         kept, budget = footprint(cache.ledger, cache.shape, 2) / whole * slots, round(level * slots / 100)
         if name == "pyramidkv":  # its published steps between layers are rounded down
             assert budget <= kept <= budget + (cache.n_layers - 2) / 2
@@ -146,23 +137,21 @@ def test_a_budget_is_the_share_of_memory_that_is_kept(smol: Model, prepared: Pre
             assert kept <= budget
 
 
-def test_fewer_bits_take_less_memory(smol: Model, prepared: Prepared):
-    taken = [
-        footprint(cache.ledger, cache.shape, 2)
-        for cache in (prepared.act(smol, "quantise", bits) for bits in KINDS["quantise"].bits)
-    ]
+def test_fewer_bits_take_less_memory(wordy: Model, prepared: Prepared):
+    caches = [prepared.act(wordy, "quantise", bits) for bits in KINDS["quantise"].bits]
+    taken = [footprint(cache.ledger, cache.shape, 2) for cache in caches]
     assert taken == sorted(taken, reverse=True)
 
 
-def test_the_baseline_that_spares_sinks_differs_in_nothing_else(smol: Model, prepared: Prepared):
-    spared = prepared.act(smol, RANDOM_SINKS, 20).ledger.positions[0].tolist()
-    drawn = prepared.act(smol, RANDOM, 20).ledger.positions[0].tolist()
+def test_the_baseline_that_spares_sinks_differs_in_nothing_else(wordy: Model, prepared: Prepared):
+    spared = prepared.act(wordy, RANDOM_SINKS, 20).ledger.positions[0].tolist()
+    drawn = prepared.act(wordy, RANDOM, 20).ledger.positions[0].tolist()
     assert spared[:SINKS] == list(range(SINKS))
     assert len(spared) == len(drawn)
     assert set(spared[SINKS:]) <= set(drawn)
 
 
-def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_hand(smol: Model, prepared: Prepared):
+def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_hand(wordy: Model, prepared: Prepared):
     cache, script = prepared.scene.cache, prepared.script
     kept = round(0.5 * cache.slots)
     index = torch.arange(cache.slots)[None]
@@ -171,14 +160,14 @@ def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_ha
     def next_tokens(start: KVCache, tokens: Tokens, wanted: int) -> torch.Tensor:
         """Log-probabilities after each of the last tokens, which are read one at a time at consecutive positions."""
         found, position, before = [], start.slots, tokens.ids[:-wanted]
-        start, _ = smol.extend(start, [Tokens.of(before, "by hand", position)])
+        start, _ = wordy.extend(start, [Tokens.of(before, "by hand", position)])
         for place, token in enumerate(tokens.ids[-wanted:], start=position + len(before)):
-            start, logits = smol.extend(start, [Tokens.of([token], "by hand", place)])
+            start, logits = wordy.extend(start, [Tokens.of([token], "by hand", place)])
             found.append(logits[0, -1].log_softmax(-1))
         return torch.stack(found)
 
-    full = say(smol, cache, script)
-    found = outcomes_of(script, say(smol, prepared.act(smol, "sinks", 50), script), full)
+    full = collecting.say(wordy, cache, script)
+    found = collecting.outcomes_of(script, collecting.say(wordy, prepared.act(wordy, "sinks", 50), script), full)
 
     said = next_tokens(by_hand, script.continuation, script.continued)
     reference = next_tokens(cache, script.continuation, script.continued)
@@ -193,153 +182,158 @@ def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_ha
     assert found["code_margin"] == pytest.approx(float(margin), abs=1e-2)
     assert found["code"] == float((digits.argmax(1) == code).double().mean())
 
-    last = next_tokens(by_hand, script.questions[2], 1)[0][script.values[1]]
+    last = next_tokens(by_hand, script.questions[2], 1)[0][script.values[1]] - script.prior[1]
     assert found["instruction2"] == float(int(last.argmax()) == script.chosen[1])
 
 
-def test_the_codes_hold_every_digit_at_every_place_and_the_values_are_told_apart(smol: Model, prepared: Prepared):
+def test_the_codes_hold_every_digit_at_every_place_and_the_values_differ(wordy: Model, prepared: Prepared):
     script = prepared.script
-    digits = [set(smol.tokenizer.convert_ids_to_tokens(column.tolist())) for column in script.codes.T]
+    digits = [set(wordy.tokenizer.convert_ids_to_tokens(column.tolist())) for column in script.codes.T]
     assert digits == [set("0123456789")] * script.codes.shape[1]
     assert all(len(set(row.tolist())) == VALUES for row in script.values)
     true = [
-        smol.tokenizer.decode(script.values[place, chosen].tolist()).strip()
+        wordy.tokenizer.decode(script.values[place, chosen].tolist()).strip()
         for place, chosen in enumerate(script.chosen)
     ]
-    given, _ = sample_conversation(smol, SMALL, 0)
+    given, _ = collecting.sample_conversation(wordy, SMALL, 0)
     assert all(value.startswith(begun) for begun, (_, value) in zip(true, given.instructions, strict=True))
 
 
-def test_a_run_holds_every_condition_number_and_figure(finished: Run):
-    assert finished.finished
+def test_a_run_holds_every_condition_and_its_control(finished: Run):
     samples = finished.df()
-    assert len(samples) == SMALL.samples * (2 * 2 + 1 + 1)
-    assert samples.groupby("condition").size().eq(SMALL.samples).all()
-    assert (samples["bytes"] <= samples[samples["kind"] == FULL]["bytes"].max()).all()
+    count = 3 * len(SMALL.budgets) + 1 + 1
+    assert samples.groupby("condition").size().tolist() == [SMALL.samples] * count
+    assert bool((samples["bytes"] <= samples.query("kind == @FULL")["bytes"].max()).all())
+    found = Conclusion.of(finished.metrics)
+    assert [control.holds for control in found.controls] == [True]
+    assert len(found.findings.where("quality", measure="code")) == count
     assert_figures(finished, "quality_by_memory", "instructions_by_place")
-    assert finished.metrics["unchanged"]["kl"] < 1e-6
-    assert "The control holds." in json.dumps(finished.report)
-    (quality,) = [each for each in finished.report["sections"] if each["title"] == "Quality for memory"]
-    assert len(quality["maps"]) == 2 + sum(finished.metrics["judged"].values())
 
 
-def test_with_everything_in_view_the_model_recalls_the_code(finished: Run):
-    assert finished.metrics["ceiling"]["code"]["mean"] > 0.5
-    assert finished.metrics["ceiling"]["code_margin"]["smallest"] > 0
+def test_with_everything_in_view_a_real_model_recalls_the_code(smol: Model):
+    given, chat = collecting.sample_conversation(smol, SMALL, 0)
+    cache = smol.prefill(chat)
+    script = collecting.write_script(smol, cache, given, chat)
+    said = collecting.say(smol, cache, script)
+    whole = collecting.outcomes_of(script, said, said)
+    assert whole["code"] > 0.5
+    assert whole["code_margin"] > 0
 
 
-def test_a_sample_does_not_depend_on_the_others(finished: Run, smol: Model, monkeypatch: pytest.MonkeyPatch):
+def test_a_sample_does_not_depend_on_the_others(finished: Run, wordy: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(collecting, "conditions", lambda _: [Condition(RANDOM, 20)])
-    alone = read_sample(smol, SMALL, 1).set_index("condition")
+    alone = collecting.read_sample(wordy, SMALL, 1).set_index("condition")
     together = finished.df().query("sample == 1").set_index("condition").loc[alone.index]
     pd.testing.assert_frame_equal(alone, together)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    finished: Run, smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def of_the_run(model: Model, config: Config, sample: int) -> pd.DataFrame:
-        """What the run itself read, which `test_a_sample_does_not_depend_on_the_others` lets us take from it."""
-        return finished.df().query("sample == @sample")
-
-    resumed, calls = interrupted(lambda: run_few(smol, tmp_path), monkeypatch, collecting, "read_sample", 2, of_the_run)
-    assert [sample for *_, sample in calls] == [0, 1, 1]
-    assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
-    assert resumed.report["answer"] == finished.report["answer"]
-
-
 MADE_UP = Config(samples=16, budgets=(20, 50, 100))
+Values = Callable[[str, str, int, int], float]
+FACTS = {
+    "chat": [{"segment": "needle", "role": "user", "text": "the code is 12345", "masked": False, "marked": "12345"}],
+    "code": ["What is the code?", "It is"],
+    "instruction": ["What tone?", "It is", "warm"],
+    "layers": 3,
+    "windows": [2, 512],
+    "dtype": "float32",
+}
 
 
-def made_up(values: Callable[[str, str, int], float], full: float = 0.9) -> dict[str, Any]:
-    """Metrics of a run whose measures are these, by measure (or `instruction1` …), kind and level, the same in each
-    conversation; those of the full cache are `full`."""
+def made_up(values: Values, full: float = 0.9, config: Config = MADE_UP) -> Conclusion:
+    """The conclusion of rows whose measures are these, by measure (or `instruction1` …), kind, level and sample; those
+    of the full cache are `full`."""
     known = {"slots": 500, "reach": 560, "depth": 0.5, "continued": 32, "code_tokens": 5, "bytes_held": 1, "bytes": 1}
     rows = []
-    for sample in range(MADE_UP.samples):
-        every = [Condition(FULL, 100), *conditions(MADE_UP)]
-        for each in every:
-            is_full = each.kind == FULL
-            memory = 1.0 if is_full else each.level / (16 if KINDS[each.kind].bits else 100)
-            measures = (*MEASURES, *MARGINS, *(f"instruction{place}" for place in range(1, PLACES + 1)))
-            told = {name: full if is_full else values(name, each.kind, each.level) for name in measures}
-            if is_full:
-                told |= {"kl": 0.0, "agreement": 1.0}
-            names = {"condition": FULL if is_full else each.name, "kind": each.kind, "level": each.level}
-            rows.append({"sample": sample, **names, "memory": memory, **known, **told})
-    collected = Collected.of(pd.DataFrame(rows))
-    return analyse(collected, MADE_UP)
+    for sample in range(config.samples):
+        for each in [Condition(FULL, 100), *collecting.conditions(config)]:
+            whole = each.kind == FULL
+            memory = 1.0 if whole else each.level / (16 if KINDS[each.kind].bits else 100)
+            measures = (*MEASURES, *MARGINS, *BY_PLACE)
+            row = {name: full if whole else values(name, each.kind, each.level, sample) for name in measures}
+            if whole:
+                row |= {"kl": 0.0, "agreement": 1.0}
+            rows.append({"sample": sample, "kind": each.kind, "level": each.level, "memory": memory, **known, **row})
+    return concluded(pd.DataFrame(rows), config, FACTS)
 
 
-def test_the_answer_says_who_beats_random_eviction_and_who_does_worse():
-    def values(measure: str, kind: str, level: int) -> float:
-        better = {"snapkv": 0.3, "sliding": -0.2, RANDOM_SINKS: 0.1}.get(kind, 0.0)
-        return 0.5 + (better if measure == "agreement" and level == 20 else 0.0)
-
-    at_20, spared_20, at_50, spared_50 = answer_random(made_up(values), MADE_UP).split(". ")[:4]
-    assert at_20.startswith("At 20 % of the slots")
-    assert "next token, SnapKV (worse: sliding window);" in at_20
-    assert "hidden code, none;" in at_20
-    assert spared_20.endswith("agreement: SnapKV")
-    assert "next token, none;" in at_50
-    assert "agreement: none" in spared_50
+def graded(measure: str, kind: str, level: int, _: int) -> float:
+    """At 20 % SnapKV is better than random eviction, a sliding window worse, and sparing the first slots is half of
+    what SnapKV does; H2O is near the full cache from 50 % on."""
+    if kind == "h2o" and level >= 50:
+        return 1.0
+    better = {"snapkv": 0.3, "sliding": -0.2, RANDOM_SINKS: 0.15}.get(kind, 0.0)
+    return 0.5 + (better if measure == "agreement" and level == 20 else 0.0)
 
 
-def test_the_shorter_way_of_naming_policies_is_taken():
-    def values(measure: str, kind: str, level: int) -> float:
-        return 0.5 if kind in (RANDOM, "tova") else 0.7
-
-    assert "next token, all but TOVA;" in answer_random(made_up(values), MADE_UP)
-
-
-def test_a_measure_at_which_the_full_cache_fails_is_not_judged():
-    metrics = made_up(lambda *_: 0.15, full=0.15)
-    assert metrics["judged"] == {"code": False, "instructions": False}
-    assert "cannot be judged on this model" in answer_random(metrics, MADE_UP)
-    assert sum("cannot be judged" in warning for warning in warnings(metrics, MADE_UP)) == 2
-    assert "hidden code" not in answer_memory(metrics)
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    unchanged = {"kl": 0.0, "agreement": 1.0}
+    return MADE_UP, made_up(lambda *at: unchanged.get(at[0], 0.9) if at[2] == 100 else graded(*at))
 
 
-def test_the_maps_of_budgets_are_differences_from_the_full_cache_for_measures_that_are_judged():
-    def values(measure: str, kind: str, level: int) -> float:
-        return {"snapkv": 0.6, "quantise": 5.0}.get(kind, 0.2) + level / 1000
+def noise(rng: np.random.Generator) -> Conclusion:
+    """No policy is better than another at any budget; conversations differ in how hard they are."""
+    able = rng.uniform(0.3, 1.0, MADE_UP.samples)
 
-    maps = budget_maps(made_up(values))
-    assert [each.caption.split(",")[0] for each in maps] == [caption.split(",")[0] for caption, _ in MAPS.values()]
-    kl, agreement, code, _ = maps
-    assert code.columns == ["20 %", "50 %", "100 %"]
-    assert code.rows == [kind.label for kind in KINDS.values() if not kind.bits]
-    snapkv = code.rows.index(KINDS["snapkv"].label)
-    assert kl.values[snapkv] == pytest.approx([0.62, 0.65, 0.7])
-    assert agreement.values[snapkv] == pytest.approx([-0.38, -0.35, -0.3])
-    assert code.values[snapkv] == pytest.approx([-0.28, -0.25, -0.2])
-    assert code.values[code.rows.index(KINDS["h2o"].label)] == pytest.approx([-0.68, -0.65, -0.6])
-    assert len(budget_maps(made_up(lambda *_: 0.15, full=0.15))) == 2
+    def values(measure: str, kind: str, level: int, sample: int) -> float:
+        if measure == "kl":
+            return float(rng.gamma(2.0) * able[sample])
+        if measure in MARGINS:
+            return float(rng.normal(able[sample]))
+        trials = {"agreement": 32, "code": 5, "instructions": 4}.get(measure, 1)
+        return float(rng.binomial(trials, able[sample]) / trials)
+
+    return made_up(values)
+
+
+def test_the_answer_says_who_beats_random_eviction_who_does_worse_and_how_little_suffices(tmp_path: Path):
+    shown = page_of(STUDY, MADE_UP, made_up(graded), tmp_path)
+    first, spared, least = answer(STUDY, shown).split(". ")[:3]
+    assert first.startswith("With 20 % of the slots, these of 9 policies")
+    assert first.endswith("than random eviction: SnapKV; less often: sliding window")
+    assert spared.split()[-3:] == ["still", "do:", "SnapKV"]
+    assert least.split("is ")[-1] == "47 % (35 to not reached), by H2O."
+
+
+def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memory_or_more():
+    found = made_up(lambda measure, kind, level, _: 0.5 + level / 1000 + 0.1 * (kind == "tova")).findings
+    for measure, gain in {"kl": -0.1, "agreement": 0.1}.items():
+        keys = {"measure": measure, "kind": "tova", "level": 50, "against": 50, "baseline": RANDOM_SINKS}
+        assert found.at("gain", **keys).mean == pytest.approx(gain)
+    against = {each.keys["level"]: each.keys["against"] for each in found.where("gain_quantised", baseline=RANDOM)}
+    assert against == {8: 50, 4: 50, 3: 20, 2: 20}
+    (quantised,) = found.where("gain_quantised", measure="code", level=8, baseline=RANDOM)
+    assert quantised.value.mean == pytest.approx(-0.042)
+    assert found.at("from_full", measure="code", kind="tova", level=50).mean == pytest.approx(0.65 - 0.9)
+    assert set(found.values("gain", "level")) == {20, 50}
+    assert {each.comparisons for each in found.where("gain")} == {len(found.where("gain", baseline=RANDOM))} == {72}
+
+
+def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):
+    found = made_up(lambda *_: 0.15, full=0.15)
+    assert found.facts["judged"] == {"kl": True, "agreement": True, "code": False, "instructions": False}
+    assert sum("cannot be judged" in warning for warning in found.warnings) == 2
+    page = page_of(STUDY, MADE_UP, found, tmp_path).read("report.html")
+    assert page.count("<td>cannot be judged</td>") == 2 * len(KINDS) + 2 * 9 * 2
+    assert "less that of the full cache" in page
+    assert "Recall of the hidden code, less" not in page
 
 
 def test_few_conversations_and_a_missing_control_are_warned_of():
-    metrics = made_up(lambda *_: 0.9)
-    assert warnings(metrics, MADE_UP) == []
-    few = warnings(metrics | {"samples": 3, "unchanged": None}, MADE_UP)
-    assert "too few for an interval" in few[0]
-    assert "was not checked" in few[1]
+    assert made_up(lambda *_: 0.9).warnings == []
+    few = made_up(lambda *_: 0.9, config=replace(MADE_UP, samples=3, budgets=(20, 50)))
+    assert "too few for an interval" in few.warnings[0]
+    assert any("was not checked" in warning for warning in few.warnings)
+    assert [control.holds for control in few.controls] == [None]
 
 
-def test_the_cheapest_policy_near_the_full_cache_is_named():
-    def values(measure: str, kind: str, level: int) -> float:
-        return 1.0 if kind == "h2o" and level >= 50 else 0.1
-
-    answer = answer_memory(made_up(values))
-    assert "on agreement with the full cache's next token, H2O with 48 % (43 % to not reached) of the memory" in answer
-    assert "hidden code, H2O with" in answer
-
-
-def test_some_instructions_forgotten_and_some_kept_is_told_from_all_forgotten():
-    def values(measure: str, kind: str, level: int) -> float:
+def test_some_instructions_forgotten_and_some_kept_differs_from_all_forgotten():
+    def values(measure: str, kind: str, level: int, _: int) -> float:
         return float(kind not in ("tova", "snapkv") or (kind == "snapkv" and measure != "instruction1"))
 
-    found = {each["kind"]: each["one_forgotten"]["mean"] for each in made_up(values, full=1.0)["conditions"]}
-    assert (found["h2o"], found["tova"], found["snapkv"], found[FULL]) == (0, 0, 1, 0)
+    found = made_up(values, full=1.0).findings
+    forgotten = {each.keys["kind"]: each.value.mean for each in found.where("quality", measure="forgotten")}
+    assert (forgotten["h2o"], forgotten["tova"], forgotten["snapkv"], forgotten[FULL]) == (0, 0, 1, 0)
 
 
 def test_the_least_memory_is_where_the_line_crosses_the_tolerance():

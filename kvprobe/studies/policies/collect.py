@@ -8,7 +8,6 @@ interrupted run resumes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,9 +191,9 @@ class Said:
     answers: Float[Tensor, "questions code_tokens vocab"]
 
 
-def collect(model: Model, config: Config, run: Run) -> list[Path]:
-    """One table per sample (see `read_sample`), in order."""
-    return table_parts(
+def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """The rows of all samples (see `read_sample`), in order."""
+    paths = table_parts(
         run,
         range(config.samples),
         "sample",
@@ -202,6 +201,7 @@ def collect(model: Model, config: Config, run: Run) -> list[Path]:
         doing="Evicting and asking",
         unit="conversation",
     )
+    return pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)
 
 
 def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:

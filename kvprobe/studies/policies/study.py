@@ -1,30 +1,32 @@
-"""The policies study from start to report data."""
+"""The policies study: its declaration."""
 
 from pathlib import Path
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.policies.analyse import Collected, analyse
-from kvprobe.studies.policies.collect import collect
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, collect
+from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
 from kvprobe.studies.policies.config import Config
-from kvprobe.studies.policies.figures import draw_all
-from kvprobe.studies.policies.narrative import narrate
+from kvprobe.studies.policies.figures import InstructionsByPlace, QualityByMemory
 
-NAME = "policies"
-
-
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
-
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    collected = Collected.load(collect(model, config, directory))
-    metrics = analyse(collected, config)
-    directory.save_table("samples", collected.table)
-    draw_all(metrics, config, model.name, directory.path / "figures")
-    directory.finish(metrics, narrate(metrics, config, model, directory.environment).to_dict())
-    return directory
+STUDY = Study(
+    name="policies",
+    title="Cache policies, quality for memory",
+    question=(
+        "A conversation of some hundred tokens holds instructions and a number that will be asked for later. Cache "
+        "policies throw parts of its KV cache away, or round them. What does each policy cost in quality for the "
+        "memory that it saves?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    page="page.html.j2",
+    folder=Path(__file__).parent,
+    figures=(QualityByMemory(), InstructionsByPlace()),
+    claims=tuple(Claim(name, above="better", below="worse", unclear="not detected") for name in GAINS.values()),
+    labels={
+        "kind": {FULL: "full cache"} | {name: kind.label for name, kind in KINDS.items()},
+        "level": "{:g} %".format,
+        "measure": NAMES,
+        "baseline": {RANDOM: "random eviction", RANDOM_SINKS: f"random eviction that spares the first {SINKS} slots"},
+    },
+)
