@@ -97,6 +97,7 @@ STANDS_FOR = {
     "TEXT": "hello",
     "FILE.json": "chat.json",
     "FILE.yaml": "mine.yaml",
+    "FILE.py": "hidden_thirds.py",
 }
 """What a word in capitals stands for."""
 

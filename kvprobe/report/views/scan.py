@@ -1,7 +1,6 @@
 """A scan as a page: the conversation, what each probe reads in each segment, and how reliable that is."""
 
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ def scan_page(scan: Scan) -> str:
         cards=_cards(scan),
         verdicts=VERDICTS,
         leak=LEAK,
-        version=version("kvprobe"),
     )
 
 
