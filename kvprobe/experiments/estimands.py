@@ -5,6 +5,7 @@ compared by pairing, either as a column that `beside` adds, or as a `Difference`
 intervals cover.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ Values = Float[np.ndarray, "clusters"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimand:
+class Estimand(ABC):
     """What is estimated from rows, once for each combination of the values of some columns.
 
     Attributes:
@@ -50,9 +51,9 @@ class Estimand:
     unit: str = ""
     together: tuple[str, ...] | None = None
 
+    @abstractmethod
     def cells(self, rows: Rows) -> "list[Cell]":
         """What is to be estimated, from all rows."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

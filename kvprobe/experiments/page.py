@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, Template, TemplateError
 from markupsafe import Markup
 
 from kvprobe import wording
@@ -70,7 +70,7 @@ class _Page:
     parts: list[Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.config = from_mapping(self.study.config, self.run.config["settings"])
+        self.config = from_mapping(self.study.config, self.run.config.get("settings") or {})
         self.conclusion = Conclusion.of(self.run.metrics)
         self.title = f"{self.study.title}: {self.config.model}"
 
@@ -85,6 +85,17 @@ class _Page:
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
         environment.filters |= {name: getattr(wording, name) for name in FORMATS}
         environment.filters["label"] = lambda value, key: self.study.label(key, value)
+        try:
+            template = environment.get_template("page.html.j2" if own else "study.html.j2")
+            return self._filled(template, block)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # Files of a run are untrusted: facts of another shape fail anywhere in a template.
+            raise UserError(
+                f"The files of {self.run.path} do not fit the page of {self.study.name} ({one_line(error)}); they were "
+                f"altered, or the page is wrong, so run the study again."
+            ) from error
+
+    def _filled(self, template: Template, block: str | None) -> str:
         values: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("study", "config", "findings", "title", "figures")},
             **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "view")},
@@ -94,17 +105,9 @@ class _Page:
             "pieces": lambda passage: pieces(filled(Passage, passage, "a passage", LIMITS)),
             "reproduced": reproduced(self.study.command, self.config, self.run.environment),
         }
-        template = environment.get_template(self.study.page)
-        try:
-            if block is None:
-                return template.render(values)
-            return "".join(template.blocks[block](template.new_context(values)))
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            # Files of a run are untrusted: facts of another shape fail anywhere in a template.
-            raise UserError(
-                f"{self.run.path / 'metrics.json'} does not fit the page of {self.study.name} ({one_line(error)}); it "
-                f"was altered, so run the study again."
-            ) from error
+        if block is None:
+            return template.render(values)
+        return "".join(template.blocks[block](template.new_context(values)))
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -144,9 +147,7 @@ class _Page:
                 caption=caption,
                 rows=[self.study.label(rows, row) for row in along],
                 columns=[self.study.label(columns, column) for column in across],
-                values=[
-                    [None if cell is None or cell.mean != cell.mean else cell.mean for cell in row] for row in cells
-                ],
+                values=[[None if cell is None or cell.unknown else cell.mean for cell in row] for row in cells],
                 unit=unit,
                 row_axis=rows,
                 column_axis=columns,

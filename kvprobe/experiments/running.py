@@ -35,11 +35,15 @@ def run_study(
     """
     if model is not None:
         config = replace(config, model=model.name)
-    inputs = study.inputs(config)
+    inputs = {**study.inputs(config), **study.measuring}
     model, run = begin(study.name, config, root, name, inputs, model)
-    if not run.finished:
-        rows = study.collect(model, config, run)
-        run.save_table("samples", rows)
+    # What a user's study concludes may have changed since it was measured.
+    if not run.finished or not study.ships:
+        if run.finished:
+            rows = run.df()
+        else:
+            rows = study.collect(model, config, run)
+            run.save_table("samples", rows)
         conclusion = study.conclude(rows, config, model)
         draw(study, conclusion.findings, model.name, run.path / "figures")
         run.finish(conclusion.record())

@@ -215,8 +215,8 @@ class Run:
             difference = differing(before["model"], environment["model"])
             return f"{self.path} was begun with another model (it differs in {difference}); {way_out}"
         if before.get("inputs") != environment["inputs"]:
-            changed = ", ".join(environment["inputs"])
-            return f"{self.path} was begun when what {changed} names held something else; {way_out}"
+            changed = " and ".join(environment["inputs"])
+            return f"{self.path} was begun when its {changed} held something else; {way_out}"
         # A finished run of another version is still that version's answer.
         for key in ("device",) if self.finished else ("device", "versions"):
             if before[key] != environment[key]:

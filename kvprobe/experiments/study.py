@@ -4,6 +4,9 @@ The rows that a study collects become findings (`kvprobe.experiments.estimands`)
 are made of findings alone, so a finished run can be shown again from its files.
 """
 
+import ast
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ import pandas as pd
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
+from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
 from kvprobe.report.findings import Findings, Key
@@ -133,8 +137,8 @@ class Study(Generic[Config]):
         collect: measures; gives the rows of `samples.parquet`, one per sample and condition. Parts that it writes with
             `kvprobe.experiments.parts` let an interrupted run resume.
         conclude: findings, controls and facts, from rows, config and model.
-        page, folder: a Jinja template that extends `study.html.j2`, and where it is; by default one that shows every
-            claim and finding.
+        folder: where its page is, a Jinja template `page.html.j2` that extends `study.html.j2`; by default a page that
+            shows every claim and finding.
         done: what was done, in sentences, for the default page.
         figures: the first is shown below the answer.
         claims: all that the page may claim.
@@ -149,7 +153,6 @@ class Study(Generic[Config]):
     config: type[Config]
     collect: Callable[[Model, Config, Run], pd.DataFrame]
     conclude: Callable[[pd.DataFrame, Config, Model], Conclusion]
-    page: str = "study.html.j2"
     folder: Path | None = None
     done: str = ""
     figures: Sequence[Figure] = ()
@@ -159,9 +162,37 @@ class Study(Generic[Config]):
     inputs: Callable[[Config], Mapping[str, str]] = no_inputs
 
     @property
+    def ships(self) -> bool:
+        """Whether it is one of kvprobe's own."""
+        return self.config.__module__.startswith("kvprobe.")
+
+    @property
     def command(self) -> str:
         """What `kvprobe run` calls it: a study that is not kvprobe's own is a file of its name."""
-        return self.name if self.config.__module__.startswith("kvprobe.") else f"{self.name}.py"
+        return self.name if self.ships else f"{self.name}.py"
+
+    @property
+    def measuring(self) -> dict[str, str]:
+        """A digest of the code that measures, of a study that does not ship with kvprobe: its module but for `conclude`
+        and `STUDY`, which may change while the rows stay.
+
+        Raises:
+            UserError: the code cannot be read.
+        """
+        if self.ships:
+            return {}
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[self.collect.__module__]))
+        except (OSError, TypeError, KeyError) as error:
+            raise UserError(f"The code of study {self.name!r} cannot be read; put it in a Python file.") from error
+        others = [part for part in tree.body if not self._concludes(part)]
+        return {"code": digest([ast.dump(ast.Module(others, [])).encode()])}
+
+    def _concludes(self, part: ast.stmt) -> bool:
+        """Whether a statement of its module is `conclude` or `STUDY`."""
+        if isinstance(part, ast.Assign):
+            return any(isinstance(name, ast.Name) and name.id == "STUDY" for name in part.targets)
+        return isinstance(part, ast.FunctionDef) and part.name == self.conclude.__name__
 
     def label(self, key: str, value: Key) -> str:
         """How the value of a key is written."""
@@ -181,10 +212,10 @@ class Study(Generic[Config]):
             KeyError: the study declares no claim on it.
             UserError: there is no such finding, or its interval holds by itself alone.
         """
-        value = findings.at(name, **keys)
-        if not any(finding.comparisons for finding in findings.where(name, **keys)):
+        finding = findings.finding(name, **keys)
+        if not finding.comparisons:
             raise UserError(f"Nothing may be claimed of {name!r}; give its estimand `together`, as () for all of them.")
         claim = {claim.finding: claim for claim in self.claims}[name]
-        phrase = verdict(value, claim.above, claim.below, claim.unclear, claim.against)
+        phrase = verdict(finding.value, claim.above, claim.below, claim.unclear, claim.against)
         labels = {key: self.label(key, value) for key, value in keys.items()}
-        return phrase.format(value=self.write(name, value), **labels)
+        return phrase.format(value=self.write(name, finding.value), **labels)

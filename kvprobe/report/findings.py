@@ -95,9 +95,13 @@ class Findings:
         Raises:
             UserError: there is none.
         """
-        value = self.get(name, **keys)
-        if value is not None:
-            return value
+        return self.finding(name, **keys).value
+
+    def finding(self, name: str, **keys: Key) -> Finding:
+        """The number under exactly these keys, with its unit and comparisons; see `at`."""
+        finding = self._by_keys.get((name, frozenset(keys.items())))
+        if finding is not None:
+            return finding
         alike = self.where(name)
         if not alike:
             raise UserError(unknown("finding", name, self.names))

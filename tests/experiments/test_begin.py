@@ -75,7 +75,7 @@ def test_a_run_is_neither_resumed_nor_shown_for_another_model(
     again = load(copy.deepcopy(model.lanes.plain), tokenizer=tiny_tokenizer())
     assert opened(again, tmp_path, monkeypatch).path == run.path
     refused(lambda: opened(other(), tmp_path, monkeypatch), re.compile(f"another model \\(it differs in {said}\\)"))
-    refused(lambda: opened(model, tmp_path, monkeypatch, tasks="two"), "what tasks names held something else")
+    refused(lambda: opened(model, tmp_path, monkeypatch, tasks="two"), "its tasks held something else")
 
 
 def test_the_digest_of_tasks_is_of_what_is_read_of_them(tmp_path: Path):

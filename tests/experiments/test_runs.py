@@ -56,12 +56,12 @@ def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else
     run.part("piece").write_text("kept")
     refused(
         lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"}),
-        "what tasks names held something else",
+        "its tasks held something else",
     )
     run.finish({}, {})
     refused(
         lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"}),
-        "what tasks names held something else",
+        "its tasks held something else",
     )
 
 

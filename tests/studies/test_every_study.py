@@ -256,4 +256,10 @@ def test_an_altered_run_is_refused_in_a_sentence(name: str, tmp_path: Path):
     metrics = json.loads(shown.read("metrics.json"))
     for change in ({"findings": {}}, {"controls": [1]}, {"warnings": "all"}, {"facts": {}}, {"facts": []}):
         (shown.path / "metrics.json").write_text(json.dumps(metrics | change))
-        refused(lambda: write_page(study, Run.load(shown.path)), re.compile("must be a|was altered|expected"))
+        refused(lambda: write_page(study, Run.load(shown.path)), re.compile("must be a|were altered|expected"))
+    (shown.path / "metrics.json").write_text(json.dumps(metrics))
+    environment = json.loads(shown.read("env.json"))
+    (shown.path / "env.json").write_text(
+        json.dumps({key: each for key, each in environment.items() if key != "machine"})
+    )
+    refused(lambda: write_page(study, Run.load(shown.path)), "were altered")

@@ -59,6 +59,26 @@ def test_a_model_in_hand_is_recorded_and_the_run_is_found_again(own: tuple[Path,
     assert run_study(study, study.config(prompts=8), run.path.parent, model=deep).path == run.path
 
 
+def rerun(file: Path, run: Run, model: Model, old: str, new: str) -> Run:
+    """A run again, into the same directory, after the file was changed."""
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    os.utime(file, ns=(2, hash(new) % 10**9))
+    study = read_study(file)
+    return run_study(study, study.config(prompts=8), run.path.parent, model=model)
+
+
+def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tmp_path: Path, deep: Model):
+    file = write_skeleton("changing", tmp_path)
+    study = read_study(file)
+    run = run_study(study, study.config(prompts=8), tmp_path, model=deep)
+    again = rerun(file, run, deep, 'name="more"', 'name="more", keys={"of": "thirds"}')
+    assert again.path == run.path
+    assert Conclusion.of(again.metrics).findings.at("more", of="thirds").clusters == 8
+    refused(lambda: rerun(file, run, deep, "max(1, size", "max(2, size"), "was begun when its code held something else")
+
+
 def test_what_may_not_be_claimed_is_refused(own: tuple[Path, Run]):
     file, run = own
     study, findings = read_study(file), Conclusion.of(run.metrics).findings

@@ -93,7 +93,6 @@ STUDY = Study(
     inputs=inputs,
     collect=collect,
     conclude=conclude,
-    page="page.html.j2",
     folder=Path(__file__).parent,
     figures=(
         by_noise(

@@ -19,7 +19,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    page="page.html.j2",
     folder=Path(__file__).parent,
     figures=(QualityByMemory(), InstructionsByPlace()),
     claims=tuple(Claim(name, above="better", below="worse", unclear="not detected") for name in GAINS.values()),
