@@ -29,7 +29,7 @@ def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
         "_shipped/models/ordinal/tokenizer.json",
         "_shipped/models/features/smollm2-135m-v.7/cfg.json",
         "_shipped/probes/README.md",
-        "experiments/reported.yaml",
+        "report/reported.yaml",
         "tasks/facts.yaml",
         "tasks/passcode.yaml",
         "tasks/recite.yaml",

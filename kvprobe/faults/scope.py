@@ -25,6 +25,9 @@ Among = Literal["all", "prompt", "generated"]
 _SLOTS, _NUMBERS, _ROUNDING = 1, 2, 3
 """Purposes of random draws; see `Draws.uniform`."""
 
+EVERY_LAYER = "all"
+"""The name of all layers together, beside those of bands."""
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -200,6 +203,13 @@ def bands(layers: int, count: int) -> list[range]:
         raise UserError(f"{layers} layers cannot be cut into {count} bands; ask for 1 to {layers}.")
     edges = [round(index * layers / count) for index in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def named_bands(layers: int, count: int) -> dict[str, tuple[int, ...]]:
+    """All layers in bands of nearly equal size (as many as layers at most), and all of them together."""
+    pieces = [tuple(band) for band in bands(layers, min(count, layers))]
+    named = {str(piece[0]) if len(piece) == 1 else f"{piece[0]}–{piece[-1]}": piece for piece in pieces}
+    return named | {EVERY_LAYER: tuple(range(layers))}
 
 
 def _refuse_beyond(kind: str, chosen: Sequence[int], count: int) -> None:

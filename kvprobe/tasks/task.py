@@ -7,6 +7,7 @@ the items of a shorter one.
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -181,3 +182,9 @@ def items_digest(tasks: Sequence[Task], count: int, seed: int) -> str:
 def first_line(text: str) -> str:
     """The text up to the first newline."""
     return text.partition("\n")[0]
+
+
+def shown_task(name: str) -> str:
+    """A task's name without the folders of a file."""
+    kind, colon, file = name.rpartition(":")
+    return f"{kind}{colon}{Path(file).name}"

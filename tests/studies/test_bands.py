@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.experiments.trials as trials
+import kvprobe.inference.trials as trials
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run

@@ -12,11 +12,11 @@ import pytest
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.experiments.trials import Sample
 from kvprobe.faults import Draws, FaultContext
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.strike import corrupt
 from kvprobe.inference.model import Model
+from kvprobe.inference.trials import Sample
 from kvprobe.models.geometry import Geometry
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import bitflips

@@ -11,8 +11,8 @@ import torch
 
 import kvprobe.studies.carriers.study as study
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.bands import EVERY_LAYER, named_bands
 from kvprobe.experiments.runs import Run
+from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.model import Model
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.analyse import BOTH, COMPARED, analyse, share

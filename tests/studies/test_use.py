@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kvprobe.studies.use.study as study
-from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.experiments.runs import Run
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
 from kvprobe.studies.use import collect as collecting

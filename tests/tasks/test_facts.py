@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.inference.model import Model
+from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND
 from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
 from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 from tests.refusals import refused

@@ -12,14 +12,14 @@ from typing import cast
 import pandas as pd
 
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trials import Case
-from kvprobe.experiments.trials import collect as collect_trials
+from kvprobe.experiments.trials import collect_trials
 from kvprobe.faults import Gaussian, Scope, bands
 from kvprobe.faults.fault import When
 from kvprobe.faults.gaussian import Matched
 from kvprobe.faults.scope import Parts, Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
+from kvprobe.inference.trials import Case
 from kvprobe.studies.bands.config import BANDS, Config, Cut
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task, items_digest
@@ -52,7 +52,7 @@ def inputs(config: Config) -> dict[str, str]:
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """All items of all tasks under all cases; see `kvprobe.experiments.trials.answer` for the columns."""
+    """All items of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
     every = cases(config, model.geometry.n_layers)
     return collect_trials(
         model, run, tasks_of(config), config.samples, config.seed, lambda _: every, follow=config.follow

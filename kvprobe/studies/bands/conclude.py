@@ -22,11 +22,11 @@ from kvprobe.experiments.estimands import (
     groups,
     measure,
 )
-from kvprobe.experiments.reported import Reported, reported
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.reported import Reported, reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, wilson
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of, tasks_of
 from kvprobe.studies.bands.config import NOISES, PARTS, Config, Cut

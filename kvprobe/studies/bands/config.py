@@ -5,9 +5,9 @@ from typing import Literal, get_args
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.reported import reported
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.trial_settings import Timing, UnitName, require_percents
+from kvprobe.report.reported import reported
+from kvprobe.studies.settings import Timing, UnitName, require_percents
 
 Cut = Literal["all", "halves", "quarters"]
 Noise = Literal["layer", "head", "channel", "effect"]

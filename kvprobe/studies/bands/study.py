@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.experiments.trial_settings import TIMINGS
-from kvprobe.experiments.trials import shown_task
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.bands.collect import collect, inputs
 from kvprobe.studies.bands.conclude import conclude
 from kvprobe.studies.bands.config import Config
+from kvprobe.studies.settings import TIMINGS
+from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, plain, points, span
 
 NOISE_LABELS = {

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments import trials
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trials import Case, Sample
+from kvprobe.experiments.trials import collect_trials
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
 from kvprobe.faults.scope import Part
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
+from kvprobe.inference.trials import Case, Sample
 from kvprobe.models.geometry import Geometry
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.catalogue import find_task
@@ -59,8 +59,8 @@ def inputs(config: Config) -> dict[str, str]:
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """Every item under every flip; see `trials.answer` for the columns that the labels below do not name."""
-    return trials.collect(
+    """Every item under every flip; see `kvprobe.inference.trials.answer` for the columns that no label names."""
+    return collect_trials(
         model,
         run,
         tasks_of(config),

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.experiments.trials import shown_task
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
@@ -13,6 +12,7 @@ from kvprobe.studies.bitflips.by_bit import ByBit
 from kvprobe.studies.bitflips.collect import ANY, collect, inputs
 from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.studies.bitflips.config import Config
+from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, two_digits
 
 STYLES = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe.experiments.bands import EVERY_LAYER
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.patching.pairs import pooled, summarise
 from kvprobe.stats import estimate, wilson
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.bands import named_bands
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.faults.scope import named_bands
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from kvprobe.cache.ledger import Ledger
-from kvprobe.experiments.bands import EVERY_LAYER
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.patching import Cell
 
 HIDDEN = "T2"

@@ -18,11 +18,11 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trials import unrelated
 from kvprobe.faults import Draws, Fault, Scope
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
+from kvprobe.inference.trials import unrelated
 from kvprobe.layers import Component, layer_map, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvprobe.checks import require
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
+from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
 
 FALSE = "false"
 """The family in which nothing of the cache is broken, but what was said in it is not so."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvprobe.checks import require
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.trial_settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
+from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
 
 
 @dataclass(frozen=True, kw_only=True)

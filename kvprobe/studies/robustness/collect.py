@@ -1,6 +1,6 @@
 """Every fault at every rate, with its controls, as the cases of each prompt.
 
-`kvprobe.experiments.trials` writes and answers prompts; this module says which cases there are.
+`kvprobe.inference.trials` answers prompts; this module says which cases there are.
 """
 
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvprobe.errors import UserError
-from kvprobe.experiments import trials
-from kvprobe.experiments.reported import Reported, reported
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trial_settings import TIMINGS
-from kvprobe.experiments.trials import Case
+from kvprobe.experiments.trials import collect_trials
 from kvprobe.faults import NotANumber, Scope
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.fault import When
 from kvprobe.faults.scope import Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
+from kvprobe.inference.trials import Case
 from kvprobe.names import unknown
+from kvprobe.report.reported import Reported, reported
 from kvprobe.studies.robustness.config import Config
+from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task, items_digest
 
@@ -106,9 +106,9 @@ def cases(config: Config) -> list[Case]:
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """All prompts of all tasks under all cases; see `trials.answer` for the columns."""
+    """All prompts of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
     every, tasks = cases(config), [find_task(name) for name in config.tasks]
-    return trials.collect(model, run, tasks, config.samples, config.seed, lambda _: every, follow=config.follow)
+    return collect_trials(model, run, tasks, config.samples, config.seed, lambda _: every, follow=config.follow)
 
 
 def _case(group: str, name: str, rate: float, repeat: int, timing: str, unit: str) -> Case:

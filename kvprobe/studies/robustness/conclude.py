@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Share, Total, Where, beside, chosen, measure
-from kvprobe.experiments.reported import Reported
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Passage, passages_of
 from kvprobe.report.findings import Finding, Findings
+from kvprobe.report.reported import Reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, wilson
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside, same_task
 from kvprobe.studies.robustness.config import Config

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvprobe.checks import require
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.trial_settings import Timing, UnitName, require_percents
+from kvprobe.studies.settings import Timing, UnitName, require_percents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.experiments.trial_settings import TIMINGS
-from kvprobe.experiments.trials import shown_task
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
@@ -13,6 +11,8 @@ from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
 from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.styles import STYLES
+from kvprobe.studies.settings import TIMINGS
+from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}

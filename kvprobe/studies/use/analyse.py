@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.bands import EVERY_LAYER
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.patching.pairs import pooled, summarise
 from kvprobe.probing.intervals import held_out
 from kvprobe.stats import SHARE, estimate, wilson

@@ -12,9 +12,9 @@ import pandas as pd
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvprobe.experiments.bands import EVERY_LAYER, named_bands
 from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.studies.use.config import Config

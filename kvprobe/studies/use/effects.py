@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing import interchange
-from kvprobe.experiments.bands import EVERY_LAYER
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.patching import Cell

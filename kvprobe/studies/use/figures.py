@@ -8,8 +8,8 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.bands import EVERY_LAYER
 from kvprobe.experiments.maps import map_of
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.report.document import HeatMap
 from kvprobe.report.plots import heat, save, styled
 from kvprobe.studies.use.analyse import found

@@ -52,7 +52,7 @@ def reported(name: str) -> Reported:
 @cache
 def tables() -> dict[str, Reported]:
     """All tables that kvprobe has."""
-    text = resources.files("kvprobe.experiments").joinpath("reported.yaml").read_text(encoding="utf-8")
+    text = resources.files("kvprobe.report").joinpath("reported.yaml").read_text(encoding="utf-8")
     return {
         name: Reported(
             name=name,

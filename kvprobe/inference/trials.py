@@ -1,0 +1,144 @@
+"""Items of tasks answered under many faults, one row per trial.
+
+A sample is one item of one task: its prompt is read once and answered once for each case; see
+`kvprobe.inference.sweep`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.faults import scaffold
+from kvprobe.inference.generate import stop_tokens
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import Outcome, Trial, first_divergence
+from kvprobe.tasks.passcode import contexts
+from kvprobe.tasks.task import Item, Task
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
+
+FILLER = " The weather is fine today, and there is nothing else to say about it."
+"""What the neutral scaffold says, over and over."""
+
+Labels = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trial, and what identifies it in the table."""
+
+    labels: Labels
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One item to be answered.
+
+    Attributes:
+        number: over all tasks, which keeps its draws apart from those of others.
+        tokens: up to where the model goes on.
+    """
+
+    task: Task
+    item: Item
+    number: int
+    tokens: Tokens
+
+
+def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, follow: bool = True) -> pd.DataFrame:
+    """One row per case, the clean answer first (its `case` is -1; its labels are missing).
+
+    Columns: `task`, `sample`, `item`, `slots` (of the prompt), the cases' labels, one column per scorer (`score_…`),
+    `right` (the first of them), `same` (the whole answer is the clean one), `diverged` (first token that is not, -1 if
+    none), `kl` and `kl_first` (nats, mean over the clean answer's tokens, and its first), `agreed` (share of them that
+    the row would have said), `struck`, `broken` (where a number was no longer finite, else empty; its KL is missing)
+    and `text`.
+    """
+    task = sample.task
+    swept = model.sweep(
+        sample.tokens,
+        [case.trial for case in cases],
+        donors=donors(model, sample, {case.trial.fault.lender for case in cases}),
+        seed=seed,
+        sample=sample.number,
+        max_new_tokens=task.max_new_tokens,
+        stop=[*stop_tokens(model.lanes), *(newlines(model.tokenizer) if task.one_line else ())],
+        follow=follow,
+    )
+    known = {
+        "task": task.name,
+        "sample": sample.number,
+        "item": sample.item.id,
+        "slots": len(sample.tokens),
+        "answer": sample.item.answer,
+    }
+
+    def row(case: int, labels: Labels, outcome: Outcome) -> dict[str, Any]:
+        scores = task.score(outcome.text, sample.item)
+        diverged = first_divergence(swept.clean.tokens, outcome.tokens)
+        kl = outcome.kl if outcome.broken is None else ()
+        return {
+            **known,
+            "case": case,
+            **labels,
+            **{f"score_{name}": scores[name] for name in task.scorers},
+            "right": scores[task.scorers[0]] and outcome.broken is None,
+            "same": diverged is None,
+            "diverged": -1 if diverged is None else diverged,
+            "kl": float(np.mean(kl)) if kl else np.nan,
+            "kl_first": kl[0] if kl else np.nan,
+            "agreed": float(np.mean(outcome.agreed)) if kl else np.nan,
+            "struck": outcome.struck,
+            "broken": outcome.broken or "",
+            "text": outcome.text,
+        }
+
+    rows = [row(-1, {}, swept.clean)]
+    rows += [
+        row(number, case.labels, outcome)
+        for number, (case, outcome) in enumerate(zip(cases, swept.outcomes, strict=True))
+    ]
+    return pd.DataFrame(rows)
+
+
+def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict[str, KVCache]:
+    """The wanted caches: `distractor`, of a conversation about something else, at least as long as the prompt; and
+    `scaffold`, the prompt's own chat template around neutral filler."""
+    caches = {}
+    if "distractor" in wanted:
+        caches["distractor"] = model.prefill(unrelated(model.tokenizer, len(sample.tokens), sample.number))
+    if "scaffold" in wanted:
+        ids = model.tokenizer(FILLER, add_special_tokens=False)["input_ids"]
+        caches["scaffold"] = model.prefill(scaffold(sample.tokens, ids))
+    return caches
+
+
+def unrelated(tokenizer: Any, length: int, number: int) -> Tokens:
+    """Small talk from hand-written contexts, drawn for the sample of this number, cut to so many tokens."""
+    talk = contexts()
+    order = np.random.default_rng([number, 0x64]).permutation(len(talk))
+    messages: list[dict[str, str]] = []
+    while True:
+        for index in order:
+            said = talk[index]
+            messages += [
+                {"role": "user", "content": said.chat_user},
+                {"role": "assistant", "content": said.chat_assistant},
+            ]
+            names = [f"d{place}" for place in range(len(messages))]
+            tokens = Transcript.from_messages(messages, names).tokens(tokenizer)
+            if len(tokens) >= length:
+                return tokens[:length]
+
+
+@cache
+def newlines(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that hold a line's end, in byte-level and in sentencepiece vocabularies."""
+    vocabulary = tokenizer.get_vocab().items()
+    return tuple(number for text, number in vocabulary if "Ċ" in text or "\n" in text or text == "<0x0A>")
