@@ -37,8 +37,9 @@ class Estimand(ABC):
         cluster: the column that tells independent clusters apart.
         within: the natural range; see `kvprobe.stats`.
         unit: such as `nats`.
-        together: keys among whose equal values the intervals of findings of this name hold together (Bonferroni), `()`
-            for all findings of this name; None for each by itself, about which nothing may be claimed.
+        together: keys among whose equal values the intervals of a family hold together (Bonferroni), `()` for the whole
+            family; None for each by itself, about which nothing may be claimed.
+        family: its name, which estimands of other names may share; that of the findings by default.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Estimand(ABC):
     within: tuple[float, float] = UNBOUNDED
     unit: str = ""
     together: tuple[str, ...] | None = None
+    family: str = ""
 
     @abstractmethod
     def cells(self, rows: Rows) -> "list[Cell]":
@@ -181,8 +183,10 @@ class Cell:
     @property
     def family(self) -> tuple[str, tuple[Key, ...]] | None:
         """What it shares with the findings with which its interval holds together; None if it stands alone."""
-        together = self.estimand.together
-        return None if together is None else (self.estimand.name, tuple(self.keys[key] for key in together))
+        own = self.estimand
+        if own.together is None:
+            return None
+        return own.family or own.name, tuple(self.keys[key] for key in own.together)
 
 
 def several(cells: "Iterable[Cell]") -> "list[Cell]":

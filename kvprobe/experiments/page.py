@@ -107,7 +107,10 @@ class _Page:
         }
         if block is None:
             return template.render(values)
-        return "".join(template.blocks[block](template.new_context(values)))
+        context = template.new_context(values)
+        for _ in template.root_render_func(context):
+            pass  # what the page defines before its blocks is known to them only then
+        return "".join(context.blocks[block][0](context))
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -118,7 +121,7 @@ class _Page:
 
     def show(self, name: str, **keys: Key) -> str:
         """A number as the study writes it; a dash where there is none."""
-        return self.study.write(name, self.findings.get(name, **keys))
+        return self.study.write(self.findings.find(name, **keys))
 
     def claim(self, name: str, **keys: Key) -> str:
         """What may be said of a finding; see `Study.claim`."""

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
+import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.files import read_table
 
@@ -59,3 +62,34 @@ def table_of_parts(
     """The tables of all cases, one below the other; see `write_parts`."""
     paths = table_parts(run, cases, name, measure, doing=doing, unit=unit)
     return pd.concat([read_table(path) for path in paths], ignore_index=True)
+
+
+def tensor_of_parts(paths: Sequence[Path], name: str, *, stacked: bool = False) -> Tensor:
+    """A tensor of all parts, one below the other; or each part's as one row.
+
+    Raises:
+        UserError: a part has none of this name, or one of another shape.
+    """
+    pieces = []
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            if name not in file.keys():  # noqa: SIM118, the file is no mapping
+                raise UserError(f"{path} has no {name!r}; the part is not of this study, so delete it and start again.")
+            pieces.append(file.get_tensor(name))
+        if pieces[-1].shape[not stacked :] != pieces[0].shape[not stacked :]:
+            shapes = [list(piece.shape) for piece in (pieces[0], pieces[-1])]
+            raise UserError(f"{path} has {name!r} of shape {shapes[1]}, others {shapes[0]}; delete it and start again.")
+    return torch.stack(pieces) if stacked else torch.cat(pieces)
+
+
+def text_of_part(path: Path, name: str) -> str:
+    """A text that stands beside the tensors of a part.
+
+    Raises:
+        UserError: there is none.
+    """
+    with safe_open(path, framework="pt") as file:
+        texts = file.metadata() or {}
+    if name not in texts:
+        raise UserError(f"{path} has no {name!r}; the part is not of this study, so delete it and start again.")
+    return texts[name]

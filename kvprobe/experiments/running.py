@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import pandas as pd
+
 from kvprobe.experiments.begin import begin
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
@@ -39,11 +41,10 @@ def run_study(
     model, run = begin(study.name, config, root, name, inputs, model)
     # What a user's study concludes may have changed since it was measured.
     if not run.finished or not study.ships:
-        if run.finished:
-            rows = run.df()
-        else:
-            rows = study.collect(model, config, run)
-            run.save_table("samples", rows)
+        rows = run.tables() if run.finished else study.collect(model, config, run)
+        if not run.finished:
+            for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():
+                run.save_table(name, table)
         conclusion = study.conclude(rows, config, model)
         draw(study, conclusion.findings, model.name, run.path / "figures")
         run.finish(conclusion.record())

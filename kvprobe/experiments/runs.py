@@ -163,6 +163,11 @@ class Run:
             raise UserError(f"{self.path} has no {table}.parquet; the run is unfinished, start it again to resume.")
         return read_table(path)
 
+    def tables(self) -> pd.DataFrame | dict[str, pd.DataFrame]:
+        """All tables of the run by name; `samples` itself where there is no other."""
+        names = sorted(path.stem for path in self.path.glob("*.parquet"))
+        return {name: self.df(name) for name in names} if names != ["samples"] else self.df()
+
     def part(self, name: str) -> Path:
         """Where a part, an intermediate file, lies until the run is finished."""
         folder = self.path / "parts"

@@ -20,7 +20,7 @@ from kvprobe.experiments.settings import Settings
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
-from kvprobe.report.findings import Findings, Key
+from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.stats import Estimate
 from kvprobe.wording import plain, verdict
 
@@ -116,6 +116,7 @@ class Figure(Protocol):
         ...
 
 
+Tables = pd.DataFrame | Mapping[str, pd.DataFrame]
 Written = Callable[[Estimate], str]
 """How a number is written."""
 
@@ -134,16 +135,16 @@ class Study(Generic[Config]):
         title: of its page, before the model's name.
         question: what it asks, in words for someone who does not know kvprobe.
         config: the dataclass of its settings.
-        collect: measures; gives the rows of `samples.parquet`, one per sample and condition. Parts that it writes with
-            `kvprobe.experiments.parts` let an interrupted run resume.
-        conclude: findings, controls and facts, from rows, config and model.
+        collect: measures; gives the rows of `samples.parquet`, one per sample and condition, or several such tables by
+            name. Parts that it writes with `kvprobe.experiments.parts` let an interrupted run resume.
+        conclude: findings, controls and facts, from what `collect` gave, config and model.
         folder: where its page is, a Jinja template `page.html.j2` that extends `study.html.j2`; by default a page that
             shows every claim and finding.
         done: what was done, in sentences, for the default page.
         figures: the first is shown below the answer.
         claims: all that the page may claim.
         labels: how values of keys are written: a mapping or a function for each key.
-        written: how numbers are written, by finding; with two digits by default.
+        written: how numbers are written, by the name of the finding or by its unit; with two digits by default.
         inputs: for settings that name files, a digest of what these hold. It also refuses settings that do not fit.
     """
 
@@ -151,8 +152,8 @@ class Study(Generic[Config]):
     title: str
     question: str
     config: type[Config]
-    collect: Callable[[Model, Config, Run], pd.DataFrame]
-    conclude: Callable[[pd.DataFrame, Config, Model], Conclusion]
+    collect: Callable[[Model, Config, Run], Tables]
+    conclude: Callable[[Any, Config, Model], Conclusion]
     folder: Path | None = None
     done: str = ""
     figures: Sequence[Figure] = ()
@@ -201,9 +202,11 @@ class Study(Generic[Config]):
             return labels(value)
         return labels.get(value, f"{value:g}" if isinstance(value, int | float) else str(value))
 
-    def write(self, finding: str, value: Estimate | None) -> str:
+    def write(self, finding: Finding | None) -> str:
         """How a number is written; a dash for one that is not there."""
-        return "–" if value is None else self.written.get(finding, plain)(value)
+        if finding is None:
+            return "–"
+        return self.written.get(finding.name, self.written.get(finding.unit, plain))(finding.value)
 
     def claim(self, findings: Findings, name: str, **keys: Key) -> str:
         """What may be said of a finding.
@@ -218,4 +221,4 @@ class Study(Generic[Config]):
         claim = {claim.finding: claim for claim in self.claims}[name]
         phrase = verdict(finding.value, claim.above, claim.below, claim.unclear, claim.against)
         labels = {key: self.label(key, value) for key, value in keys.items()}
-        return phrase.format(value=self.write(name, finding.value), **labels)
+        return phrase.format(value=self.write(finding), **labels)

@@ -32,7 +32,7 @@ def collect_trials(
     def answered(number: int) -> pd.DataFrame:
         task, item = items[number]
         sample = Sample(task, item, number, prompt(item, model.tokenizer))
-        return answer(model, sample, cases_of(sample), seed, follow=follow)
+        return pd.DataFrame(answer(model, sample, cases_of(sample), seed, follow=follow))
 
     numbers = range(len(items))
     return table_of_parts(run, numbers, "answers", answered, doing="Damaging and answering", unit="prompt")

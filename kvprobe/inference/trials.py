@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults import scaffold
@@ -51,7 +50,9 @@ class Sample:
     tokens: Tokens
 
 
-def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, follow: bool = True) -> pd.DataFrame:
+def answer(
+    model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, follow: bool = True
+) -> list[dict[str, Any]]:
     """One row per case, the clean answer first (its `case` is -1; its labels are missing).
 
     Columns: `task`, `sample`, `item`, `slots` (of the prompt), the cases' labels, one column per scorer (`score_…`),
@@ -104,13 +105,13 @@ def answer(model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, fo
         row(number, case.labels, outcome)
         for number, (case, outcome) in enumerate(zip(cases, swept.outcomes, strict=True))
     ]
-    return pd.DataFrame(rows)
+    return rows
 
 
 def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict[str, KVCache]:
     """The wanted caches: `distractor`, of a conversation about something else, at least as long as the prompt; and
     `scaffold`, the prompt's own chat template around neutral filler."""
-    caches = {}
+    caches: dict[str, KVCache] = {}
     if "distractor" in wanted:
         caches["distractor"] = model.prefill(unrelated(model.tokenizer, len(sample.tokens), sample.number))
     if "scaffold" in wanted:
@@ -122,7 +123,7 @@ def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict
 def unrelated(tokenizer: Any, length: int, number: int) -> Tokens:
     """Small talk from hand-written contexts, drawn for the sample of this number, cut to so many tokens."""
     talk = contexts()
-    order = np.random.default_rng([number, 0x64]).permutation(len(talk))
+    order: list[int] = np.random.default_rng([number, 0x64]).permutation(len(talk)).tolist()
     messages: list[dict[str, str]] = []
     while True:
         for index in order:

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import nan
-from typing import Any
+from typing import Any, SupportsFloat
 
 import pandas as pd
 
@@ -44,7 +45,7 @@ class Findings:
     """The findings of a run, in the order in which they were added."""
 
     def __init__(self, findings: Iterable[Finding] = ()) -> None:
-        self._by_keys: dict[tuple[str, frozenset[tuple[str, Key]]], Finding] = {}
+        self._by_name: dict[str, dict[frozenset[tuple[str, Key]], Finding]] = {}
         for finding in findings:
             self.add(finding)
 
@@ -54,18 +55,19 @@ class Findings:
         return f"Findings({'; '.join(shown)})"[:1000]
 
     def __len__(self) -> int:
-        return len(self._by_keys)
+        return sum(map(len, self._by_name.values()))
 
     def __iter__(self) -> Iterator[Finding]:
-        return iter(self._by_keys.values())
+        """Name by name, each in the order in which they were added."""
+        return chain.from_iterable(own.values() for own in self._by_name.values())
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a finding of this name."""
-        return any(finding.name == name for finding in self)
+        return name in self._by_name
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys(finding.name for finding in self))
+        return list(self._by_name)
 
     def add(self, finding: Finding) -> None:
         """Add one.
@@ -73,21 +75,25 @@ class Findings:
         Raises:
             ValueError: there is one of this name and these keys, or a key is named like a column.
         """
-        place = (finding.name, frozenset(finding.keys.items()))
-        if place in self._by_keys:
+        place = frozenset(finding.keys.items())
+        if place in self._by_name.get(finding.name, {}):
             raise ValueError(f"The finding {_called(finding.name, finding.keys)} was added twice; add it once.")
         if reserved := set(COLUMNS) & set(finding.keys):
             raise ValueError(f"The keys {sorted(reserved)} of {finding.name!r} are names of columns; rename them.")
-        self._by_keys[place] = finding
+        self._by_name.setdefault(finding.name, {})[place] = finding
 
-    def number(self, name: str, value: int | float | None, unit: str = "", **keys: Key) -> None:
+    def number(self, name: str, value: SupportsFloat | None, unit: str = "", **keys: Key) -> None:
         """Add a number without an interval; None and NaN stand for one that is not known."""
         self.add(Finding(name, keys, Estimate(nan if value is None else float(value)), unit))
 
     def get(self, name: str, **keys: Key) -> Estimate | None:
         """The number under exactly these keys; None if there is none."""
-        finding = self._by_keys.get((name, frozenset(keys.items())))
+        finding = self.find(name, **keys)
         return None if finding is None else finding.value
+
+    def find(self, name: str, **keys: Key) -> Finding | None:
+        """The number under exactly these keys, with its unit and comparisons; None if there is none."""
+        return self._by_name.get(name, {}).get(frozenset(keys.items()))
 
     def at(self, name: str, **keys: Key) -> Estimate:
         """The number under exactly these keys.
@@ -99,7 +105,7 @@ class Findings:
 
     def finding(self, name: str, **keys: Key) -> Finding:
         """The number under exactly these keys, with its unit and comparisons; see `at`."""
-        finding = self._by_keys.get((name, frozenset(keys.items())))
+        finding = self.find(name, **keys)
         if finding is not None:
             return finding
         alike = self.where(name)
@@ -112,11 +118,11 @@ class Findings:
     def where(self, name: str, **keys: Key) -> list[Finding]:
         """All findings of this name whose keys include these."""
         wanted = keys.items()
-        return [finding for finding in self if finding.name == name and wanted <= finding.keys.items()]
+        return [finding for finding in self._by_name.get(name, {}).values() if wanted <= finding.keys.items()]
 
     def values(self, name: str, key: str, **keys: Key) -> list[Key]:
-        """The different values of a key among `where(name, **keys)`, in order."""
-        return list(dict.fromkeys(finding.keys[key] for finding in self.where(name, **keys)))
+        """The different values of a key among those of `where(name, **keys)` that have it, in order."""
+        return list(dict.fromkeys(each.keys[key] for each in self.where(name, **keys) if key in each.keys))
 
     def frame(self, name: str | None = None) -> pd.DataFrame:
         """All findings, or those of one name, as a tidy table: one row each, keys that do not apply missing."""

@@ -111,6 +111,14 @@ def test_a_family_goes_over_all_estimands_of_one_name():
     assert [finding.comparisons for finding in measure(rows(), halves)] == [2, 2]
 
 
+def test_a_named_family_goes_over_estimands_of_several_names():
+    several: list[Estimand] = [
+        Mean(name=name, of="x", by=("fault",), together=(), family=family)
+        for name, family in (("x", "both"), ("y", "both"), ("z", ""))
+    ]
+    assert [finding.comparisons for finding in measure(rows(), several)] == [4, 4, 4, 4, 2, 2]
+
+
 def test_what_was_measured_in_one_cluster_gives_no_mean_and_what_was_not_gives_nothing():
     table = rows(items=1)
     assert not len(measure(table, [Mean(name="x", of="x", by=("fault",))]))

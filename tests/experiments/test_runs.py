@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments.parts import table_of_parts, table_parts, tensor_parts
+from kvprobe.experiments.parts import table_of_parts, table_parts, tensor_of_parts, tensor_parts, text_of_part
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
 from kvprobe.files import write_whole
@@ -194,3 +194,18 @@ def test_an_unfinished_run_has_no_tables(tmp_path: Path):
     run = Run.open("study", Config(), "weights", "cpu, float32", tmp_path)
     refused(run.df, "unfinished")
     refused(lambda: run.metrics, "unfinished")
+
+
+def test_tensors_of_parts_are_joined_and_those_of_another_study_refused(tmp_path: Path):
+    run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
+
+    def paths(name: str, *shapes: tuple[int, ...]) -> list[Path]:
+        return tensor_parts(run, shapes, name, lambda shape: {"x": torch.ones(shape)}, doing="Writing", unit="part")
+
+    rows, others = paths("rows", (2, 3), (1, 3)), paths("others", (2, 3), (2, 4))
+    assert tensor_of_parts(rows, "x").shape == (3, 3)
+    assert tensor_of_parts(rows[:1] * 2, "x", stacked=True).shape == (2, 2, 3)
+    refused(lambda: tensor_of_parts(rows, "x", stacked=True), "has 'x' of shape [1, 3], others [2, 3]")
+    refused(lambda: tensor_of_parts(others, "x"), "has 'x' of shape [2, 4], others [2, 3]")
+    refused(lambda: tensor_of_parts(rows, "y"), "has no 'y'; the part is not of this study")
+    refused(lambda: text_of_part(rows[0], "texts"), "has no 'texts'")

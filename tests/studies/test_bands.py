@@ -108,7 +108,7 @@ def test_a_row_strikes_its_band_and_nothing_else(deep: Model):
     task = Retrieve()
     item = task.items(1, 0)[0]
     sample = trials.Sample(task, item, 0, prompt(item, deep.tokenizer))
-    table = trials.answer(deep, sample, cases(given, 4), 0, follow=False)
+    table = pd.DataFrame(trials.answer(deep, sample, cases(given, 4), 0, follow=False))
     table = table[table["group"].isin([CUTS, SINGLES])]
     struck = table.set_index(["noise", "parts", "band"])["struck"].unstack("band")
     assert (struck.groupby("parts").nunique() == 1).all(axis=None)

@@ -2,8 +2,11 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from kvprobe.experiments.page import answer, write_page, write_views
@@ -43,7 +46,7 @@ def test_it_runs_and_its_page_shows_every_finding(own: tuple[Path, Run]):
     )
     page = (run.path / "report.html").read_text()
     for finding in found:
-        assert study.write(finding.name, finding.value) in page
+        assert study.write(finding) in page
     assert any(phrase in answer(study, run) for phrase in ("matters more", "is open"))
     assert "kvprobe run hidden_thirds.py --prompts 8" not in page  # the default
     assert "kvprobe run hidden_thirds.py" in page
@@ -77,6 +80,34 @@ def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tm
     assert again.path == run.path
     assert Conclusion.of(again.metrics).findings.at("more", of="thirds").clusters == 8
     refused(lambda: rerun(file, run, deep, "max(1, size", "max(2, size"), "was begun when its code held something else")
+
+
+def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path, deep: Model):
+    given: list[dict[str, pd.DataFrame]] = []
+
+    def conclude(rows: dict[str, pd.DataFrame], *_: Any) -> Conclusion:
+        given.append(rows)
+        return study.conclude(rows["samples"], *_)
+
+    study = read_study(write_skeleton("several", tmp_path))
+    tables = replace(
+        study,
+        collect=lambda *given: {"samples": study.collect(*given), "others": pd.DataFrame({"x": [1]})},
+        conclude=conclude,
+    )
+    first, again = (run_study(tables, study.config(prompts=2), tmp_path, model=deep) for _ in range(2))
+    assert first.df("others")["x"].tolist() == [1]
+    assert again.metrics == first.metrics
+    pd.testing.assert_frame_equal(given[0]["samples"], given[1]["samples"])
+    assert set(given[1]) == {"samples", "others"}
+
+
+def test_what_a_page_defines_before_its_blocks_is_in_its_answer(own: tuple[Path, Run], tmp_path: Path):
+    file, run = own
+    (tmp_path / "page.html.j2").write_text(
+        '{% extends "study.html.j2" %}{% macro said() %}said so{% endmacro %}{% block answer %}{{ said() }}{% endblock %}'
+    )
+    assert answer(replace(read_study(file), folder=tmp_path), run) == "said so"
 
 
 def test_what_may_not_be_claimed_is_refused(own: tuple[Path, Run]):

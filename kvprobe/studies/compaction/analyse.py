@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.experiments.parts import tensor_of_parts, text_of_part
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features
 from kvprobe.probing.fits import chosen, fit_sites
@@ -68,22 +68,13 @@ class Collected:
     @classmethod
     def load(cls, paths: Sequence[Path]) -> "Collected":
         """Join the files that `collect` wrote, one tensor at a time so that nothing is held twice."""
-
-        def read(name: str) -> list[Tensor]:
-            pieces = []
-            for path in paths:
-                with safe_open(path, framework="pt") as file:
-                    pieces.append(file.get_tensor(name))
-            return pieces
-
-        texts = []
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                texts.append(json.loads((file.metadata() or {})["texts"]))
-        per_code = {name: torch.cat(read(name)).numpy() for name in ("digits", "logprob", "margin", "correct")}
+        texts = [json.loads(text_of_part(path, "texts")) for path in paths]
+        per_code = {name: tensor_of_parts(paths, name).numpy() for name in ("digits", "logprob", "margin", "correct")}
         names = ("kl", "agree", "between", "same", "prefix", "right", "attention")
-        per_context = {name: torch.stack(read(name)).numpy() for name in names}
-        features = {(arm.name, family): torch.cat(read(f"{arm.name}.{family}")) for arm in ARMS for family in FAMILIES}
+        per_context = {name: tensor_of_parts(paths, name, stacked=True).numpy() for name in names}
+        features = {
+            (arm.name, family): tensor_of_parts(paths, f"{arm.name}.{family}") for arm in ARMS for family in FAMILIES
+        }
         contexts = np.repeat(np.arange(len(paths)), len(per_code["digits"]) // len(paths))
         return cls(features, per_code | per_context, texts, contexts)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
 from torch import Tensor
 
+from kvprobe.experiments.parts import tensor_of_parts
 from kvprobe.inference.model import Model
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing
 from kvprobe.probing.differences import less_restart, nothing
@@ -57,21 +57,14 @@ class Collected:
     def load(cls, paths: Sequence[Path], target: Target) -> "Collected":
         """Join the files that `collect` wrote, one tensor at a time so that nothing is held twice."""
 
-        def pieces(name: str) -> list[Tensor]:
-            found = []
-            for path in paths:
-                with safe_open(path, framework="pt") as file:
-                    found.append(file.get_tensor(name))
-            return found
-
         vectors = {
-            (arm, family): torch.cat(pieces(f"{arm}.{family}"))
+            (arm, family): tensor_of_parts(paths, f"{arm}.{family}")
             for arm in PER_SECRET + PER_CONTEXT
             for family in FAMILIES
         }
-        texts = {arm: tuple(tuple(each.tolist()) for each in pieces(f"text.{arm}")) for arm in FLOORS}
-        labels = torch.cat(pieces("labels")).numpy()
-        use = {name: torch.cat(pieces(name)).numpy() for name in ("logprob", "margin", "correct", "kl")}
+        texts = {arm: tuple(tuple(tensor_of_parts([path], f"text.{arm}").tolist()) for path in paths) for arm in FLOORS}
+        labels = tensor_of_parts(paths, "labels").numpy()
+        use = {name: tensor_of_parts(paths, name).numpy() for name in ("logprob", "margin", "correct", "kl")}
         return cls(vectors, texts, labels, np.repeat(np.arange(len(paths)), len(labels) // len(paths)), use, target)
 
     def features(self, arm: str) -> Features:

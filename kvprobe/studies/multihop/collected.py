@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
 
+from kvprobe.experiments.parts import tensor_of_parts
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import READS, Features, Site
 from kvprobe.probing.splits import Split, centred_within
@@ -39,7 +40,9 @@ class Collected:
     @classmethod
     def load(cls, paths: Sequence[Path], config: Config) -> "Collected":
         """What `collect` wrote."""
-        joined = {name: _joined(paths, name).numpy() for name in ("digits", "logprob", "margin", "correct", "kl")}
+        joined = {
+            name: tensor_of_parts(paths, name).numpy() for name in ("digits", "logprob", "margin", "correct", "kl")
+        }
         digits = joined.pop("digits")
         contexts = np.repeat(np.arange(len(paths)), len(digits) // len(paths))
         return cls(paths, config.families, digits, contexts, joined)
@@ -50,7 +53,7 @@ class Collected:
 
     def features(self, condition: str, at: Place, family: Family) -> Float[Tensor, "rows layers reads dim"]:
         """One row per sample, or, for the restart, one per session."""
-        return _joined(self.paths, name_of(condition, at, family))
+        return tensor_of_parts(self.paths, name_of(condition, at, family))
 
     def rows(self, condition: str) -> Int[np.ndarray, "samples"]:
         """Which row of the features is each sample's."""
@@ -73,11 +76,3 @@ class Collected:
         seen = torch.cat(pieces)[torch.from_numpy(self.rows(condition))]
         size = seen.square().mean().sqrt()
         return (centred_within(seen, self.contexts) if split == "paired" else seen), size
-
-
-def _joined(paths: Sequence[Path], name: str) -> Tensor:
-    pieces = []
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            pieces.append(file.get_tensor(name))
-    return torch.cat(pieces)
