@@ -105,7 +105,8 @@ def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path
 def test_what_a_page_defines_before_its_blocks_is_in_its_answer(own: tuple[Path, Run], tmp_path: Path):
     file, run = own
     (tmp_path / "page.html.j2").write_text(
-        '{% extends "study.html.j2" %}{% macro said() %}said so{% endmacro %}{% block answer %}{{ said() }}{% endblock %}'
+        '{% extends "study.html.j2" %}{% macro said() %}said so{% endmacro %}'
+        "{% block answer %}{{ said() }}{% endblock %}"
     )
     assert answer(replace(read_study(file), folder=tmp_path), run) == "said so"
 
