@@ -1,23 +1,30 @@
-"""The memory study on real weights, at short contexts, and its sentences on numbers that were made up."""
+"""The memory study on real weights, at short contexts, and its page on numbers that were made up."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-import kvprobe.studies.memory.study as study
+import kvprobe.studies.memory as study
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
+from kvprobe.memory.budget import budget
+from kvprobe.stats import estimate
 from kvprobe.studies.memory import collect as collecting
-from kvprobe.studies.memory.analyse import analyse, slope
+from kvprobe.studies.memory.conclude import concluded, slopes
 from kvprobe.studies.memory.config import Config
-from kvprobe.studies.memory.narrative import answer_growth, answer_peak, answer_time
-from tests.studies.runs import assert_figures, give, interrupted, run_on
+from kvprobe.studies.memory.study import STUDY
+from tests.studies.runs import assert_figures, give, interrupted, page_of, run_on
 
 SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=2)
+PARTS = ("weights", "cache", "reading", "generating", "peak")
 
 
 @pytest.fixture(scope="module")
@@ -27,40 +34,50 @@ def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
         return study.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
-def times(cached: Callable[[int], float], anew: Callable[[int], float]) -> pd.DataFrame:
-    """Timings that follow two laws exactly."""
+def times(cached: Callable[[int], float], anew: Callable[[int], float], repeats: int = 8) -> pd.DataFrame:
+    """Timings that follow two laws."""
     rows = [
         {"length": length, "repeat": repeat, "cached": cached(length), "anew": anew(length), "difference": 0.0}
         for length in (64, 128, 256, 512)
-        for repeat in range(3)
+        for repeat in range(repeats)
     ]
     return pd.DataFrame(rows)
 
 
-def peaks(off: float) -> pd.DataFrame:
-    whats = ("weights", "cache", "reading", "generating", "peak")
-    return pd.DataFrame(
-        [{"context": 64, "what": what, "predicted": round(1e6 * (1 + off)), "measured": 1_000_000} for what in whats]
+def made_up(**changed: pd.DataFrame) -> Conclusion:
+    """A conclusion from made-up tables: the budget one hundredth too large, time that is constant and linear."""
+    peaks = pd.DataFrame(
+        [{"context": 64, "what": what, "predicted": 1_010_000, "measured": 1_000_000} for what in PARTS]
     )
+    growth = pd.DataFrame(
+        {"new": [0, 1], "measured": [10, 20], "transformers": [10, 20], "logical": [1, 2], "vLLM": [3, 4]}
+    )
+    tables = {"samples": peaks, "growth": growth, "times": times(lambda _: 0.01, lambda length: 0.001 * length)}
+    return concluded(tables | changed, budget("smollm2-135m", context=64, memory="1GiB"))
 
 
-GROWTH = pd.DataFrame(
-    {"new": [0, 1], "measured": [10, 20], "transformers": [10, 20], "logical": [1, 2], "vLLM": [3, 4]}
-)
+def example() -> tuple[Config, Conclusion]:
+    return Config(prompt=64), made_up()
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Times that do not depend on the length."""
+    return made_up(times=times(lambda _: float(rng.lognormal()), lambda _: float(rng.lognormal())))
+
+
+def said(conclusion: Conclusion, folder: Path) -> str:
+    return " ".join(answer(STUDY, page_of(STUDY, Config(prompt=64), conclusion, folder)).split())
 
 
 def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(finished: Run):
-    metrics = finished.metrics
-    assert metrics["growth_equal"] == metrics["growth_tokens"] == SMALL.new + 1
-    assert metrics["off"]["cache"]["error"] == metrics["off"]["weights"]["error"] == 0
-    assert all(abs(worst["error"]) < 0.02 for worst in metrics["off"].values())
-    assert "was right" in finished.report["answer"]
-
-
-def test_with_and_without_the_cache_the_token_is_the_same(finished: Run):
-    assert 0 < finished.metrics["difference"] < 1e-3
-    assert not finished.report["warnings"]
-    assert set(finished.metrics["faster"]) == {"8", "32", "96"}
+    found = Conclusion.of(finished.metrics)
+    assert found.findings.at("equal_looks").mean == found.findings.at("looks").mean == SMALL.new + 1
+    worst = {what: found.findings.at("worst", what=what).mean for what in PARTS}
+    assert worst["cache"] == worst["weights"] == 0
+    assert all(abs(error) < 0.02 for error in worst.values())
+    assert found.controls[0].holds
+    assert not found.warnings
+    assert found.findings.values("faster", "length") == [8, 32, 96]
 
 
 def test_the_figures_are_drawn_and_the_tables_kept(finished: Run):
@@ -76,27 +93,48 @@ def test_an_interrupted_run_goes_on_where_it_stopped(smol: Model, tmp_path: Path
     assert len(calls) == len(SMALL.contexts) + 1
 
 
-def test_the_slope_is_the_power_of_the_length():
-    found = times(lambda length: 1.0, lambda length: 1e-3 * length**2)
-    assert slope(found, "anew")["mean"] == pytest.approx(2.0)
-    assert slope(found, "cached")["mean"] == pytest.approx(0.0, abs=1e-9)
+def test_the_slope_is_the_power_of_the_length_over_its_longer_half():
+    found = slopes(times(lambda _: 1.0, lambda length: 1e-3 * max(length, 256) ** 2)).groupby("way")["slope"].mean()
+    assert found["anew"] == pytest.approx(2.0)
+    assert found["cached"] == pytest.approx(0.0, abs=1e-9)
+    rng = np.random.default_rng(0)
+    drawn = times(lambda _: float(rng.lognormal()), float)
+    own = slopes(drawn).query("way == 'cached'")["slope"].to_numpy()
+    assert made_up(times=drawn).findings.at("slope", way="cached") == estimate(own, comparisons=2)
 
 
-def test_the_answer_is_decided_by_the_numbers():
-    timed = times(lambda length: 0.01, lambda length: 0.001 * length)
-    right, wrong = (analyse(peaks(off), GROWTH, timed) for off in (0.01, 0.2))
-    assert "was right" in answer_peak(right)
-    assert "was not right" in answer_peak(wrong)
-    assert "20.00 %" in answer_peak(wrong)
-    assert "all 2 tokens" in answer_growth(right)
-    other = analyse(peaks(0.0), GROWTH.assign(measured=[10, 21]), timed)
-    assert "1 of 2 tokens" in answer_growth(other)
-    assert "10 ms with the cache and 512 ms" in answer_time(right)
-    assert "51 times" in answer_time(right)
+def test_the_answer_is_decided_by_the_numbers(tmp_path: Path):
+    right = said(made_up(), tmp_path / "right")
+    assert "The budget was right: over 1 contexts its peak was off by at most 1.00 % (at 64 tokens)" in right
+    assert "at 2 of 2 tokens" in right
+    assert "After 512 tokens the next one takes 51.2 times as long" in right
+    assert "without it, it grows with the length (power 1.00" in right
+    wrong: dict[str, Any] = {
+        "samples": pd.DataFrame(
+            [{"context": 64, "what": what, "predicted": 1_200_000, "measured": 1_000_000} for what in PARTS]
+        ),
+        "growth": pd.DataFrame(
+            {"new": [0, 1], "measured": [10, 21], "transformers": [10, 20], "logical": [1, 2], "vLLM": [3, 4]}
+        ),
+    }
+    wrongly = said(made_up(**wrong), tmp_path / "wrong")
+    assert "The budget was not right" in wrongly
+    assert "20.00 %" in wrongly
+    assert "at 1 of 2 tokens" in wrongly
 
 
 def test_the_worst_error_keeps_its_sign_and_context():
-    found = pd.concat([peaks(0.01), peaks(-0.03).assign(context=128)], ignore_index=True)
-    worst = analyse(found, GROWTH, times(float, float))["off"]["peak"]
-    assert worst == {"error": pytest.approx(-0.03), "context": 128}
-    assert np.sign(worst["error"]) == -1
+    rows = [
+        {"context": context, "what": what, "predicted": predicted, "measured": 1_000_000}
+        for context, predicted in ((64, 1_010_000), (128, 970_000))
+        for what in PARTS
+    ]
+    findings = made_up(samples=pd.DataFrame(rows)).findings
+    assert findings.at("worst", what="peak").mean == pytest.approx(-0.03)
+    assert findings.at("worst_at", what="peak").mean == 128
+
+
+def test_other_logits_with_the_cache_fail_the_control():
+    other = times(lambda _: 0.01, float).assign(difference=0.1)
+    assert [control.holds for control in made_up(times=other).controls] == [False]
+    assert replace(made_up(), findings=made_up().findings).controls[0].holds

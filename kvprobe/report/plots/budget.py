@@ -1,6 +1,7 @@
 """The plot of a memory budget: where memory goes as a conversation gets longer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvprobe.memory.budget import Budget
@@ -21,9 +22,30 @@ MEMORY_COLOURS = {
 """The parts of a memory budget, in the order in which they are stacked."""
 
 
-def memory(
-    budget: Budget, along: Literal["context", "new"] = "context", measured: Sequence[tuple[int, int]] = ()
-) -> "Figure":
+@dataclass(frozen=True)
+class Stack:
+    """Where memory goes, by length.
+
+    Attributes:
+        lengths: tokens.
+        parts: bytes at each length, by part, in the order in which they are stacked.
+        usable: bytes that there are; None where that is not known.
+        largest: tokens after which memory runs out; None where it does not.
+        x_label, title: of the figure.
+    """
+
+    lengths: Sequence[int]
+    parts: Mapping[str, Sequence[int | float]]
+    usable: int | float | None
+    largest: int | None
+    x_label: str
+    title: str
+
+
+Along = Literal["context", "new"]
+
+
+def memory(budget: Budget, along: Along = "context", measured: Sequence[tuple[int, int]] = ()) -> "Figure":
     """Where memory goes as the prompt gets longer (`context`) or as the model generates after it (`new`).
 
     Weights, cache of prompt and of generated tokens, what a pass needs beside them, and headroom are stacked; a line
@@ -32,27 +54,47 @@ def memory(
     Args:
         measured: tokens and bytes of measured peaks, drawn as dots.
     """
-    import matplotlib.pyplot as plt
+    return draw_stack(stack_of(budget, along, max((tokens for tokens, _ in measured), default=0)), measured)
+
+
+def stack_of(budget: Budget, along: Along, longest: int = 0, points: int = 161) -> Stack:
+    """A budget at many lengths, up to where memory runs out, or to `longest` if that is longer."""
     import numpy as np
 
     largest = budget.largest_context if along == "context" else budget.largest_new
-    lengths = np.unique(np.linspace(*_range(budget, along, largest, measured), 161).astype(int))
-    points = [budget.at(int(length)) if along == "context" else budget.generating(int(length)) for length in lengths]
-    parts = [_parts(point, along == "new") for point in points]
-    bands = {name: np.array([part[name] for part in parts]) / 1e9 for name in MEMORY_COLOURS}
+    lengths = np.unique(np.linspace(*_range(budget, along, largest, longest), points).astype(int)).tolist()
+    found = [budget.at(length) if along == "context" else budget.generating(length) for length in lengths]
+    parts = [_parts(point, along == "new") for point in found]
+    request = budget.request
+    return Stack(
+        lengths,
+        {name: [part[name] for part in parts] for name in MEMORY_COLOURS},
+        budget.usable,
+        largest,
+        "tokens of context" if along == "context" else f"tokens generated after a prompt of {request.prompt:,}",
+        f"{budget.config.name}, {request.batch:,} at once, {request.numbers.name}, {ENGINES[budget.engine]}",
+    )
+
+
+def draw_stack(stack: Stack, measured: Sequence[tuple[int, int | float]] = ()) -> "Figure":
+    """The plot of a stack; see `memory`."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    lengths, largest = stack.lengths, stack.largest
     with styled():
         figure, axis = plt.subplots(figsize=(5.6, 3.3), layout="constrained")
-        shown = {name: band for name, band in bands.items() if band.any()}
+        shown = {name: np.array(part) / 1e9 for name, part in stack.parts.items() if any(part)}
         axis.stackplot(
             lengths, *shown.values(), labels=list(shown), colors=[MEMORY_COLOURS[name] for name in shown],
             alpha=0.85, lw=0,
         )  # fmt: skip
         if measured:
             axis.plot(*zip(*((x, y / 1e9) for x, y in measured), strict=True), "k.", ms=6, label="measured peak")
-        if budget.usable is not None:
-            axis.axhline(budget.usable / 1e9, color="0.2", lw=1, ls="--")
+        if stack.usable is not None:
+            axis.axhline(stack.usable / 1e9, color="0.2", lw=1, ls="--")
             axis.annotate(
-                f"memory, {short(budget.usable)}", (lengths[0], budget.usable / 1e9), (4, 3),
+                f"memory, {short(stack.usable)}", (lengths[0], stack.usable / 1e9), (4, 3),
                 textcoords="offset points", fontsize=8,
             )  # fmt: skip
             if largest:
@@ -62,27 +104,20 @@ def memory(
                     xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", fontsize=8,
                     color="#d55e00",
                 )  # fmt: skip
-        request = budget.request
-        generated = f"tokens generated after a prompt of {request.prompt:,}"
-        axis.set(
-            xlabel="tokens of context" if along == "context" else generated, ylabel="GB (10⁹ bytes)",
-            xlim=(lengths[0], lengths[-1]), ylim=(0, None),
-        )  # fmt: skip
+        axis.set(xlabel=stack.x_label, ylabel="GB (10⁹ bytes)", xlim=(lengths[0], lengths[-1]), ylim=(0, None))
         axis.xaxis.set_major_formatter("{x:,.0f}")
-        engine = ENGINES[budget.engine]
-        axis.set_title(f"{budget.config.name}, {request.batch:,} at once, {request.numbers.name}, {engine}")
+        axis.set_title(stack.title)
         handles, labels = axis.get_legend_handles_labels()
         beside: Any = "outside center right"  # which matplotlib's types do not know
         figure.legend(handles[::-1], labels[::-1], frameon=False, loc=beside)
     return figure
 
 
-def _range(budget: Budget, along: str, largest: int | None, measured: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _range(budget: Budget, along: Along, largest: int | None, longest: int) -> tuple[int, int]:
     """The shortest and the longest length that are drawn."""
     asked = budget.request.context if along == "context" else max(budget.request.new, 64)
-    longest_measured = max((tokens for tokens, _ in measured), default=0)
     first = budget.request.new + 1 if along == "context" else 0
-    return first, max(longest_measured, int(1.3 * largest) if largest else 2 * asked, first + 1)
+    return first, max(longest, int(1.3 * largest) if largest else 2 * asked, first + 1)
 
 
 def _parts(point: Budget, at_last_token: bool) -> dict[str, int]:

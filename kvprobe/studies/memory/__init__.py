@@ -1,1 +1,18 @@
-"""Is the budget right, and what does the cache cost and save?"""
+"""Memory: is the budget right, and what does the cache cost and save?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvprobe.studies.memory.config import Config
+
+if TYPE_CHECKING:
+    from kvprobe.experiments.runs import Run
+    from kvprobe.inference.model import Model
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None) -> "Run":
+    """Run the study; see `kvprobe.experiments.running.run_study`."""
+    from kvprobe.experiments.running import run_study
+    from kvprobe.studies.memory.study import STUDY
+
+    return run_study(STUDY, config, root, name, model)

@@ -17,6 +17,21 @@ GENERATED = 2
 """The last tokens of each context, which are read one by one."""
 
 
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Predicted and measured bytes; the cache, token by token; and seconds to the next token.
+
+    Raises:
+        UserError: a length that the model cannot read.
+    """
+    longest = max(*config.contexts, *config.timed, config.prompt + config.new)
+    model.lanes.refuse_far_positions(torch.tensor([[longest - 1]]))
+    return {
+        "samples": collect_peaks(model, config, run),
+        "growth": collect_growth(model, config, run),
+        "times": collect_times(model, config, run),
+    }
+
+
 def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """For each context: bytes predicted and measured, of the weights, the cache, and beside the weights at their
     most."""

@@ -1,39 +1,136 @@
-"""The memory study from start to report data."""
+"""The memory study: its declaration."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.memory.analyse import analyse
-from kvprobe.studies.memory.collect import collect_growth, collect_peaks, collect_times
+from kvprobe.experiments.study import Claim, Labels, Study
+from kvprobe.memory.units import short
+from kvprobe.report.findings import Findings
+from kvprobe.report.plots.budget import Along, Stack, draw_stack
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
+from kvprobe.studies.memory.collect import collect
+from kvprobe.studies.memory.conclude import conclude
 from kvprobe.studies.memory.config import Config
-from kvprobe.studies.memory.figures import draw_all
-from kvprobe.studies.memory.narrative import narrate
 
-NAME = "memory"
+WHAT = {
+    "weights": "weights",
+    "cache": "cache in the end",
+    "reading": "beside the weights, while the prompt is read",
+    "generating": "beside the weights, at the last generated token",
+    "peak": "peak",
+}
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+@dataclass(frozen=True)
+class StackFigure:
+    """Where memory goes by length, with the measured peaks as dots."""
 
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    longest = max(*config.contexts, *config.timed, config.prompt + config.new)
-    model.lanes.refuse_far_positions(torch.tensor([[longest - 1]]))
-    peaks = collect_peaks(model, config, directory)
-    growth = collect_growth(model, config, directory)
-    times = collect_times(model, config, directory)
-    metrics = analyse(peaks, growth, times)
-    for table, rows in (("samples", peaks), ("growth", growth), ("times", times)):
-        directory.save_table(table, rows)
-    stack = model.budget(context=config.prompt, memory=config.memory)
-    draw_all(stack, peaks, growth, times, directory.path / "figures")
-    report = narrate(metrics, stack, peaks, config, model, directory.environment)
-    directory.finish(metrics, report.to_dict())
-    return directory
+    file: str
+    along: Along
+    caption: str
+
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+        """The figure; None where nothing of it was measured."""
+        chosen: dict[str, Any] = {"along": self.along}
+        needed = findings.where("needed", **chosen)
+        if not needed:
+            return None
+        found: dict[str, list[float]] = {}
+        for finding in needed:
+            found.setdefault(str(finding.keys["part"]), []).append(finding.value.mean)
+        usable, room = (findings.at(name, **chosen) for name in ("usable", "room"))
+        stack = Stack(
+            [int(length) for length in findings.values("needed", "length", **chosen)],
+            found,
+            None if usable.unknown else usable.mean,
+            None if room.unknown else int(room.mean),
+            labels("along", self.along),
+            title,
+        )
+        peaks = findings.where("measured", what="peak") if self.along == "context" else []
+        return draw_stack(stack, [(int(peak.keys["context"]), peak.value.mean) for peak in peaks])
+
+
+def bytes_of(value: Estimate) -> str:
+    return short(int(value.mean))
+
+
+def tokens(value: Estimate) -> str:
+    return "any number of" if value.unknown else f"{value.mean:,.0f}"
+
+
+STUDY = Study(
+    name="memory",
+    title="Memory",
+    question=(
+        "A prompt that fitted yesterday runs out of memory today. Can that be computed beforehand, from the model's "
+        "config alone? And what does the cache that fills the memory save?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        StackFigure("stack", "context", "Memory by the length of a prompt that is read in one pass. Dots: measured."),
+        StackFigure("generating", "new", "Memory by generated tokens, after the prompt."),
+        Lines(
+            file="growth",
+            finding="cache",
+            caption="Bytes of the cache by generated token: three views, and what transformers really holds (dots).",
+            x="new",
+            line="view",
+            panel="prompt",
+            x_label="tokens generated",
+            y_label="cache, MB (10⁶ bytes)",
+            styles={
+                "transformers": Style("#0072b2", ""),
+                "vLLM": Style("#cc79a7", ""),
+                "logical": Style("#009e73", "", "--"),
+                "measured": Style("#000000", ".", ""),
+            },
+            curves=True,
+        ),
+        Lines(
+            file="times",
+            finding="time",
+            caption="Time to the next token: medians, with the range of all repeats. Both axes are logarithmic.",
+            x="length",
+            line="way",
+            panel="before",
+            x_label="tokens before it",
+            y_label="milliseconds to the next token",
+            styles={"anew": Style("#d55e00"), "cached": Style("#0072b2", "s")},
+            log=True,
+        ),
+    ),
+    claims=(
+        Claim(
+            "slope",
+            above="grows with the length",
+            below="falls with the length",
+            unclear="was not seen to change with the length",
+        ),
+    ),
+    labels={
+        "what": WHAT,
+        "way": {"cached": "with the cache", "anew": "all read anew"},
+        "along": {"context": "tokens of context", "new": "tokens generated after the prompt"},
+        "view": {"measured": "measured, transformers"},
+        "prompt": lambda _: "",
+        "before": lambda _: "",
+        "length": "{:,}".format,
+        "context": "{:,}".format,
+    },
+    written={
+        "bytes": bytes_of,
+        "tokens": tokens,
+        "error": lambda value: f"{100 * value.mean:+.2f} %",
+        "worst": lambda value: f"{100 * abs(value.mean):.2f} %",
+        "time": lambda value: f"{value.mean:.3g} ms ({value.smallest:.3g} to {value.largest:.3g})",
+        "faster": lambda value: f"{value.mean:.1f}",
+        "looks": lambda value: f"{value.mean:.0f}",
+        "equal_looks": lambda value: f"{value.mean:.0f}",
+    },
+)
