@@ -81,7 +81,11 @@ def by_bridge(setting: Setting) -> Patch:
 
     A slot's K enters by one score for each query, its V by one weighted vector: the pass computes everything else.
     """
-    bridge, shape, scale = setting.model.lanes.hooked.bridge, setting.model.geometry, setting.model.lanes.score_scales
+    lanes, shape = setting.model.lanes, setting.model.geometry
+    bridge, scale = (
+        lanes.hooked.bridge,
+        [float(getattr(each, "scaling", shape.d_head**-0.5)) for each in lanes.attention_modules],
+    )
     groups, asking = shape.n_heads // shape.n_kv_heads, len(setting.suffix)
 
     def patch(layer: int, part: Part, slots: Sequence[int]) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from kvprobe.cache.slots import Plan
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, vllm
 from kvprobe.memory.caches import layers_of, text_model
@@ -75,9 +76,9 @@ def budget(
             the engine has no such cache.
     """
     for name, value, low in (("context", context, 1), ("new", new, 0), ("batch", batch, 1), ("source", source, 0)):
-        _require(name, value, low)
+        require_whole("The budget", name, value, low, FARTHEST)
     for name, value in (("ranks", ranks), ("block", block), ("batched_tokens", batched_tokens)):
-        _require(name, value, 1)
+        require_whole("The budget", name, value, 1, FARTHEST)
     for name, chosen, known in (
         ("engine", engine, EngineName),
         ("kernel", kernel or "sdpa", Kernel),
@@ -119,10 +120,3 @@ def budget(
         hf.check(layers, made.request)
     _ = made.cache, made.trained_context  # so that what is wrong with them is raised now
     return made
-
-
-def _require(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= FARTHEST:
-        raise UserError(
-            f"The {name.replace('_', ' ')} is {value!r}; it must be a whole number, {low:,} to {FARTHEST:,}."
-        )

@@ -193,12 +193,6 @@ class UnprovedLanes:
         except UserError:
             return False
 
-    @property
-    def score_scales(self) -> tuple[float, ...]:
-        """The factor of each layer's attention scores."""
-        usual = self.geometry.d_head**-0.5
-        return tuple(float(getattr(module, "scaling", usual)) for module in self.attention_modules)
-
     def output_weights(self, layer: int) -> Float[Tensor, "heads d_value d_model"]:
         """The output projection W_O of each head of a layer.
 
