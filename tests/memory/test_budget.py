@@ -424,7 +424,7 @@ def test_bytes_are_shown_within_half_a_percent(count: int):
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        *[({name: value}, name.replace("_", " ")) for name in ("context", "batch", "ranks", "block", "batched_tokens")
+        *[({name: value}, name) for name in ("context", "batch", "ranks", "block", "batched_tokens")
           for value in (0, -1, True, 1.5, "8", None, 2**35)],
         *[({name: value}, name) for name in ("new", "source") for value in (-1, True, 1.5, "8", None, 2**35)],
         ({"context": 8, "new": 8}, "at least 9"),
