@@ -122,8 +122,8 @@ class Fixtures:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            made_there = getattr(self._tests, name, None) or getattr(self._shared, name, None)
-            self._made[name] = self._make(self._own.get(name) or inspect.unwrap(made_there))
+            place = self._tests if hasattr(self._tests, name) else self._shared
+            self._made[name] = self._make(self._own.get(name) or inspect.unwrap(getattr(place, name)))
         return self._made[name]
 
     def _make(self, function: Callable[..., Any]) -> Any:

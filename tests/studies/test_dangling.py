@@ -51,7 +51,7 @@ def case(deep: Model, four_facts: None) -> collecting.Case:
 def test_a_run_holds_all_arms_and_heads_and_shows_one_conversation(finished: Run, deep: Model):
     table, concluded = finished.df(), Conclusion.of(finished.metrics)
     assert set(table.loc[table["grid"] == "arms", "arm"]) == {FULL, MASKED, CLOSED}
-    heads = table[(table["grid"] == "heads") & (table["arm"] == MASKED)]
+    heads: Any = table[(table["grid"] == "heads") & (table["arm"] == MASKED)]
     assert len(heads) == 4 * deep.geometry.n_layers * deep.geometry.n_heads
     assert heads["dangling"].min() > 0
     assert [control.holds for control in concluded.controls] == [True]
@@ -112,8 +112,8 @@ def test_more_heads_than_there_are_is_refused(deep: Model, tmp_path: Path):
 
 def test_answers_of_the_trained_model_follow_what_it_was_trained_to_hold():
     model = collecting.load("ordinal", device="cpu", dtype="float32")
-    memos = [collecting.measure_memos(model, name, Config(memos=30)) for name in ("payload", "pointer")]
-    most = pd.concat(memos).groupby(["arm", "reference"])[["payload", "pointer"]].mean() > 0.9
+    memos: Any = pd.concat(collecting.measure_memos(model, name, Config(memos=30)) for name in ("payload", "pointer"))
+    most = memos.groupby(["arm", "reference"])[["payload", "pointer"]].mean() > 0.9
     assert most.loc["seen"].to_numpy().all()
     assert most.loc["crossed"].to_numpy().tolist() == [[True, False], [False, True]]
     assert most.loc["masked"]["payload"].tolist() == [True, False]

@@ -118,7 +118,8 @@ def by_place(heads: Rows) -> Rows:
     """A row for each place, with what it gained: beyond what the softmax alone gives it, beyond each other place
     (`over_sink`), and how far from the masked run (`moved`, whose mean over places is that of the attention moved)."""
     head = ("sample", "layer", "head")
-    rows = heads.astype({"layer": int, "head": int}).melt([*head, "arm", "dangling"], list(PLACES), "place", "gained")
+    heads = heads.astype({"layer": int, "head": int, **dict.fromkeys(PLACES, float)})
+    rows = heads.melt([*head, "arm", "dangling"], list(PLACES), "place", "gained")
 
     def over(where: Where, on: str) -> Any:
         return rows["gained"] - beside(rows, "gained", where, (*head, on))

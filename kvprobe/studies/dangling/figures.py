@@ -26,8 +26,9 @@ class Went:
 
         if "head_gained" not in findings:
             return None
-        gained = findings.frame("head_gained").groupby(["layer", "place"])["mean"].mean().unstack()
-        spent = findings.frame("head_mass").groupby("layer")["mean"].mean()
+        heads: Any = findings.frame("head_gained")
+        gained = heads.groupby(["layer", "place"])["mean"].mean().unstack()
+        spent: Any = findings.frame("head_mass").groupby("layer")["mean"].mean()
         above, below = np.zeros(len(spent)), np.zeros(len(spent))
         with styled():
             figure, axis = plt.subplots(figsize=(8.6, 3.2), layout="constrained")
@@ -38,7 +39,7 @@ class Went:
                 above, below = above + own.clip(min=0), below + own.clip(max=0)
             axis.plot(spent.index, spent, "k.", ms=4, label="spent on the turn before")
             axis.axhline(0, color="0.4", lw=0.8)
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.locator_params("x", integer=True)
             axis.set_xlabel("layer")
             axis.set_ylabel("attention gained")
             axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -63,15 +63,9 @@ STUDY = Study(
         ),
     ),
     claims=(
-        Claim(
-            "lead",
-            above="more to {first} than to {second}",
-            below="less to {first} than to {second}",
-            unclear="not detectably more to {first} than to {second}",
-        ),
+        *(Claim(name, above="more", below="less", unclear="not detectably more") for name in ("lead", "gap")),
         Claim("beyond", above="more", below="less", unclear="not detected"),
         Claim("way", above="hiding lowers it", below="hiding raises it", unclear="not detected"),
-        Claim("gap", above="more", below="less", unclear="not detectably more"),
         Claim("closing", above="closing raises it", below="closing lowers it", unclear="not detected"),
         Claim("leans", above=SAW, below=NOW, unclear="neither of the two more often"),
     ),
