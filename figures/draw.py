@@ -9,7 +9,6 @@ import matplotlib
 
 import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
-import kvprobe.studies.dangling.study as dangling_study
 import kvprobe.studies.features.study as features
 import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
@@ -21,6 +20,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
 from kvprobe.studies import bands, bitflips, policies, robustness
+from kvprobe.studies import dangling as dangling_study
 from kvprobe.studies import memory as memory_study
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig

@@ -59,21 +59,17 @@ def more_of_policies(tests: Any, patch: Any) -> None:
     patch.setattr(tests, "MEASURED", tuple(tests.KINDS))
 
 
-def more_of_dangling(tests: Any, patch: Any) -> None:
-    """The memos, which the tests leave out of their run."""
-    patch.setattr(tests.run_tiny, "__defaults__", (replace(tests.SMALL, memos=20),))
-
-
-MORE: dict[str, Callable[[Any, Any], None]] = {"policies": more_of_policies, "dangling": more_of_dangling}
+MORE: dict[str, Callable[[Any, Any], None]] = {"policies": more_of_policies}
 """What a run holds here beyond what it holds in the tests."""
 SETTINGS = {
     "leakage": {"untrained": True},
     "compaction": {"contexts": 8, "samples": 48},
     "policies": {"samples": 8},
+    "dangling": {"memos": 20},
     "idle_rebuild": {"sessions": 8},
 }
-"""What is changed in the tests' settings, which are for real weights: an untrained model, and enough conversations for
-intervals."""
+"""What is changed in the tests' settings: an untrained model and enough conversations for intervals, where they are for
+real weights; and the memos, which the tests leave out of their run."""
 
 
 @cache
@@ -111,10 +107,10 @@ class Folders:
 
 
 class Fixtures:
-    """The fixtures of a test module, each made once, by the module's own function or by one of those above."""
+    """The fixtures of a test module, each made once, by a function above, of the module or of its conftest."""
 
     def __init__(self, tests: ModuleType, root: Path, stack: ExitStack) -> None:
-        self._tests, self._stack = tests, stack
+        self._tests, self._stack, self._shared = tests, stack, import_module("tests.studies.conftest")
         self._own: dict[str, Callable[[], Any]] = {
             "smol": tiny_with_words,
             "tiny_llama": tiny_llama,
@@ -124,7 +120,8 @@ class Fixtures:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = self._make(self._own.get(name) or inspect.unwrap(getattr(self._tests, name)))
+            place = self._tests if hasattr(self._tests, name) else self._shared
+            self._made[name] = self._make(self._own.get(name) or inspect.unwrap(getattr(place, name)))
         return self._made[name]
 
     def _make(self, function: Callable[..., Any]) -> Any:

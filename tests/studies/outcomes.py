@@ -41,7 +41,8 @@ def with_forged_texts(conclusion: Conclusion) -> Conclusion:
 
     def forged(content: Any) -> Any:
         if isinstance(content, dict):
-            return {key: forged(value) for key, value in content.items()}
+            # The weights of a view of attention are packed numbers, and no text.
+            return {key: value if key == "weights" else forged(value) for key, value in content.items()}
         if isinstance(content, list):
             return [forged(value) for value in content]
         return content + FORGED if isinstance(content, str) and not content.isidentifier() else content

@@ -48,6 +48,7 @@ class Lines:
             in the legend.
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
+        rules: values of y at which a thin line is drawn, such as 0.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
         x_label, y_label: of the axes.
         log: whether the y axis is logarithmic.
@@ -55,6 +56,7 @@ class Lines:
         limits: of the y axis.
         styles: of lines, by value of their key; in their order by default.
         size: width and height of a panel, in inches.
+        title: of the figure; what `draw` is given by default.
     """
 
     file: str
@@ -72,11 +74,13 @@ class Lines:
     band: tuple[str, str] | None = None
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
+    rules: tuple[float, ...] = ()
     above: tuple[str, str] | None = None
     log: bool = False
     curves: bool = False
     limits: tuple[float, float] | None = None
     size: tuple[float, float] = (2.9, 3.0)
+    title: str = ""
 
     def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
@@ -106,7 +110,7 @@ class Lines:
                     self._panel(axis, findings, (row, panel), across, labels)
             for axis in grid[-1]:
                 axis.set_xlabel(self.x_label)
-            figure.suptitle(title, fontsize=10)
+            figure.suptitle(self.title or title, fontsize=10)
             _legends(grid)
             figure.tight_layout(h_pad=2.2)
         return figure
@@ -143,6 +147,8 @@ class Lines:
             axis.axhline(value.mean, color="black", ls="--", lw=0.9, label=self.band[1])
         if self.level and (value := _common(findings, self.level[0], known)) and value.mean > 0:
             axis.axhline(value.mean, color="black", ls=":", lw=0.9, label=self.level[1])
+        for value in self.rules:
+            axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
         lines = list(dict.fromkeys(finding.keys[self.line] for finding in known))
         named = any(isinstance(x, str) for x in across)
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):

@@ -8,6 +8,7 @@ seen it. One file per conversation and stage is kept, so an interrupted run resu
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,11 +78,23 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     return found
 
 
-def collect(model: Model, cases: Sequence[Case], run: Run) -> pd.DataFrame:
-    """Attention by head (`grid` is heads, see `kvprobe.attention.dangling`, by `arm`) and outcomes (`grid` is arms)."""
-    return table_of_parts(
-        run, cases, "arms", lambda case: measure(model, case), doing="Hiding a turn", unit="conversation"
-    )
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Tables of rows.
+
+    `samples`: attention by head (`grid` is heads, see `kvprobe.attention.dangling`, by `arm`), and outcomes (`grid` is
+    arms). `rescues`: the turn back in view for the KV heads of each set that was found on the other half (`sort`,
+    `size`, `draw`, `margin`, `kl`). `memos`: see `measure_memos`.
+    """
+    cases = cases_of(config, model)
+    parts = partial(table_of_parts, run, cases, unit="conversation")
+    table = parts("arms", lambda case: measure(model, case), doing="Hiding a turn")
+    by_half = sets_by_half(table, config, model)
+
+    def rescued(case: Case) -> pd.DataFrame:
+        return rescue(model, case, by_half[1 - case.half]).assign(prompt=case.name, half=case.half)
+
+    found = {"samples": table, "rescues": parts("rescues", rescued, doing="Giving heads their turn back")}
+    return found | {"memos": collect_memos(config, run)} if config.memos else found
 
 
 def measure(model: Model, case: Case) -> pd.DataFrame:
@@ -149,16 +162,6 @@ def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
     return found
 
 
-def collect_rescues(model: Model, cases: Sequence[Case], by_half: Mapping[int, Sets], run: Run) -> pd.DataFrame:
-    """The turn back in view for the KV heads of each set found on the other half: `sort`, `size`, `draw`, `margin`,
-    `kl`."""
-
-    def measure(case: Case) -> pd.DataFrame:
-        return rescue(model, case, by_half[1 - case.half]).assign(prompt=case.name, half=case.half)
-
-    return table_of_parts(run, cases, "rescues", measure, doing="Giving heads their turn back", unit="conversation")
-
-
 def rescue(model: Model, case: Case, sets: Sets) -> pd.DataFrame:
     clean = model.prefill(case.prompt)
     _, full = model.extend(clean, case.suffix)
@@ -213,16 +216,8 @@ def measure_memos(model: Model, reference: Reference, config: Config) -> pd.Data
         for arm, word in zip(arms, said, strict=True):
             # Where nothing is crossed, what the summary saw and what stands there now are one.
             payload, pointer = (other if arm == "crossed" else memo).answer, memo.answer
-            rows.append(
-                {
-                    "memo": number,
-                    "reference": reference,
-                    "arm": arm,
-                    "payload": word == payload,
-                    "pointer": word == pointer,
-                }
-            )
-    return pd.DataFrame(rows)
+            rows.append({"memo": number, "arm": arm, "payload": word == payload, "pointer": word == pointer})
+    return pd.DataFrame(rows).assign(reference=reference)
 
 
 def _read_memo(model: Model, memo: Memo) -> tuple[KVCache, Tokens]:

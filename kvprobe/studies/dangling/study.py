@@ -1,37 +1,88 @@
-"""The dangling study from start to report data."""
+"""The dangling study: its declaration."""
 
 from pathlib import Path
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.dangling.analyse import analyse
-from kvprobe.studies.dangling.collect import cases_of, collect, collect_memos, collect_rescues, sets_by_half
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, SHARED, TOP, collect
+from kvprobe.studies.dangling.conclude import conclude
 from kvprobe.studies.dangling.config import Config
-from kvprobe.studies.dangling.figures import draw_all, example
-from kvprobe.studies.dangling.narrative import narrate
+from kvprobe.studies.dangling.figures import Went
+from kvprobe.tasks.ordinal import VERBS
+from kvprobe.wording import percent, plain, points, signed
 
-NAME = "dangling"
+SAW, NOW = "what the summary saw", "what stands in the list now"
+PLACE_LABELS = {
+    "sink": "the first slot",
+    "later": "the later turn",
+    "local": "the question and reply",
+    "elsewhere": "other slots",
+}
 
-
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
-
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    cases = cases_of(config, model)
-    table = collect(model, cases, directory)
-    rescues = collect_rescues(model, cases, sets_by_half(table, config, model), directory)
-    memos = collect_memos(config, directory) if config.memos else None
-    metrics = analyse(table, rescues, memos, config)
-    directory.save_table("samples", table)
-    directory.save_table("rescues", rescues)
-    if memos is not None:
-        directory.save_table("memos", memos)
-    draw_all(metrics, model.name, directory.path / "figures")
-    views = example(model, cases[0], metrics)
-    directory.finish(metrics, narrate(metrics, config, model, directory.environment, views).to_dict())
-    return directory
+STUDY = Study(
+    name="dangling",
+    title="Dangling attention",
+    question=(
+        "A turn is hidden after later turns have seen it, and then asked about. Where does the attention go that would "
+        "have looked at it; which heads miss it; and does anything that is left point to it?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        Went(),
+        Lines(
+            file="rescues",
+            finding="rescued",
+            caption="What the turn, in view of some KV heads, brings back. The heads were found on one half of the "
+            "conversations and are given their view back on the other. 0: hidden from all heads; 1: in view of all. "
+            "95 % intervals over conversations.",
+            x="size",
+            line="sort",
+            panel="measure",
+            x_label="KV heads that see the turn",
+            y_label="share that comes back",
+            styles={TOP: Style("#d55e00"), RANDOM: Style("#7f7f7f", "s")},
+            rules=(0.0, 1.0),
+            size=(3.4, 3.2),
+        ),
+        Lines(
+            file="memos",
+            finding="followed",
+            caption="What the answers of ordinal follow, by what its summaries were trained to hold. Where nothing is "
+            "crossed, what the summary saw is what stands there now. Wilson intervals over memos.",
+            x="reference",
+            line="follows",
+            panel="memo",
+            x_label="trained to hold",
+            y_label="answers (share)",
+            title="ordinal",
+            styles={"payload": Style("#0072b2"), "pointer": Style("#d55e00", "s")},
+            limits=(-0.03, 1.03),
+        ),
+    ),
+    claims=(
+        *(Claim(name, above="more", below="less", unclear="not detectably more") for name in ("lead", "gap")),
+        Claim("beyond", above="more", below="less", unclear="not detected"),
+        Claim("way", above="hiding lowers it", below="hiding raises it", unclear="not detected"),
+        Claim("closing", above="closing raises it", below="closing lowers it", unclear="not detected"),
+        Claim("leans", above=SAW, below=NOW, unclear="neither of the two more often"),
+    ),
+    labels={
+        **dict.fromkeys(("place", "first", "second"), PLACE_LABELS),
+        "arm": {FULL: "in view", MASKED: "hidden", CLOSED: "hidden, gap closed", SHARED: "softmax alone"},
+        "measure": {"margin": "right answer's margin", "kl": "damage (KL) that goes away"},
+        "sort": {TOP: "most attention on it", RANDOM: "random"},
+        "reference": {name: f"{verb} ({name})" for name, verb in VERBS.items()},
+        "memo": {"seen": "as it was read", "masked": "list hidden", "crossed": "summary of the other list"},
+        "follows": {"payload": SAW, "pointer": NOW},
+    },
+    written={
+        **dict.fromkeys(("mass", "went", "moved", "rescued", "followed", "head_mass"), percent),
+        **dict.fromkeys(("beyond", "lead", "gap", "leans"), points),
+        **dict.fromkeys(("margin", "way", "closing"), lambda value: signed(value, 2)),
+        **dict.fromkeys(("kl", "kl_masked"), lambda value: plain(value, 3)),
+        "able": lambda count: f"{count.mean:g}",
+    },
+)
