@@ -7,7 +7,6 @@ from pathlib import Path
 
 import matplotlib
 
-import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.dangling.study as dangling_study
 import kvprobe.studies.features.study as features
@@ -21,7 +20,7 @@ import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import bands, bitflips, policies, robustness
+from kvprobe.studies import bands, bitflips, carriers, policies, robustness
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig
