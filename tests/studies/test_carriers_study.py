@@ -100,7 +100,7 @@ def test_bands_hold_every_layer_once():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("group", "part"), [("summary text", "KV"), ("later delimiters", "K"), ("summary", "V")])
 def test_a_swap_is_what_patching_by_hand_and_reading_on_gives(
-    roomy: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: str
+    roomy: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: Any
 ):
     recomputed, masked = caches(roomy)
     retained, asked = masked.evict("T2"), asked_of(roomy, question)
@@ -186,7 +186,7 @@ def made_up(
 
 
 def row(own: Labels, cell: Cell, share: Callable[[Labels], float]) -> Labels:
-    labels = own | cell.labels | {"part": cell.part, "slots": len(cell.slots)}
+    labels = {**own, **cell.labels, "part": cell.part, "slots": len(cell.slots)}
     effect = own["way"] * share(labels)
     return labels | {"base": -own["way"], "donor": 0.0, "effect": effect, "value": effect - own["way"]}
 
