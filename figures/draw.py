@@ -7,7 +7,6 @@ from pathlib import Path
 
 import matplotlib
 
-import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.features.study as features
 import kvprobe.studies.filter_poison.study as filter_poison
@@ -19,7 +18,7 @@ import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import bands, bitflips, policies, robustness
+from kvprobe.studies import bands, bitflips, carriers, policies, robustness
 from kvprobe.studies import dangling as dangling_study
 from kvprobe.studies import memory as memory_study
 from kvprobe.studies.bands.config import Config as BandsConfig

@@ -1,6 +1,6 @@
 """The page of a declared study's run: one HTML file, made again at any time from the run's files alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.files import write_whole
 from kvprobe.names import one_line
 from kvprobe.plain_data import filled
-from kvprobe.report.document import LIMITS, AttentionView, Figure, HeatMap, Passage
+from kvprobe.report.document import LIMITS, AttentionView, Figure, HeatMap, Passage, TokenView
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.page import picture, pieces
 from kvprobe.report.views.page import Part, drawn, page, render
@@ -98,7 +98,7 @@ class _Page:
     def _filled(self, template: Template, block: str | None) -> str:
         values: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("study", "config", "findings", "title", "figures")},
-            **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "view")},
+            **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "tokens", "view")},
             "facts": self.conclusion.facts,
             "controls": self.conclusion.controls,
             "warnings": self.conclusion.warnings,
@@ -157,6 +157,11 @@ class _Page:
                 column_axis=columns,
             )
         )
+
+    def tokens(self, name: str, along: str, texts: Sequence[str], label: str, caption: str, **keys: Key) -> Markup:
+        """Findings along one key as the colours of a text, whose tokens are in the key's order."""
+        values = [self.findings.at(name, **keys, **{along: place}).mean for place in self.findings.values(name, along)]
+        return self.view(TokenView(caption, filled(Sequence[str], texts, "the tokens", LIMITS), [label], [values]))
 
     def view(self, part: Part) -> Markup:
         """A view, drawn."""

@@ -1,85 +1,77 @@
-"""The carriers study on a tiny model: what is swapped is what its name says, and the sentences follow the numbers."""
+"""The carriers study on a tiny model: what is swapped is what its name says, and the answer follows the numbers."""
 
-import json
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.carriers.study as study
+import kvprobe.studies.carriers.groups as swapped
 from kvprobe.cache.cache import KVCache
+from kvprobe.experiments import running
+from kvprobe.experiments.estimands import chosen
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.model import Model
+from kvprobe.patching import Cell
+from kvprobe.stats import wilson
+from kvprobe.studies import carriers
 from kvprobe.studies.carriers import collect as collecting
-from kvprobe.studies.carriers.analyse import BOTH, COMPARED, analyse, share
-from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, ask, read_context
+from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, Asked, ask
+from kvprobe.studies.carriers.conclude import BOTH, concluded
 from kvprobe.studies.carriers.config import Config
-from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, TOKEN, groups
-from kvprobe.studies.carriers.narrative import answer_carriers, answer_codes, checks
+from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
+from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
-from kvprobe.tasks.passcode import Context
-from tests.studies.runs import about, assert_figures, give, interrupted, short_contexts
+from tests.studies.runs import assert_figures, page_of, short_contexts
 
 SMALL = Config(contexts=2, bands=2)
 PAIR = ("48213", "90577")
 CONTEXTS = short_contexts(3)
 FOLLOWING = tuple(
-    Compaction(
-        id=context.id,
-        summary_question="When?",
-        summary_answer="the ride",
-        hidden_question="So?",
-        hidden_answer="so",
-        neither_question="Who?",
-        followup_user="And us?",
-        followup_assistant="us, too.",
-    )
-    for context in CONTEXTS
+    Compaction(context.id, "When?", "the ride", "So?", "so", "Who?", "And us?", "us, too.") for context in CONTEXTS
 )
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, pd.DataFrame]:
-    """What `read_context` gave for each conversation of the run."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def finished(roomy: Model, measured: dict[str, pd.DataFrame], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def read_and_remember(model: Model, context: Context, *others: Any, **settings: Any) -> pd.DataFrame:
-        measured[context.id] = read_context(model, context, *others, **settings)
-        return measured[context.id]
-
+def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        use_short_conversations(patch, roomy)
+        patch.setattr(collecting, "contexts", lambda: CONTEXTS)
+        patch.setattr(collecting, "compactions", lambda: FOLLOWING)
         patch.setattr(collecting, "draw_codes", lambda count, *_: (list(PAIR) * count)[:count])
-        patch.setattr(collecting, "read_context", read_and_remember)
-        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+        return carriers.run(SMALL, tmp_path_factory.mktemp("runs"), model=roomy)
 
 
 @pytest.fixture(scope="module")
-def read(finished: Run, measured: dict[str, pd.DataFrame]) -> pd.DataFrame:
+def read(finished: Run) -> pd.DataFrame:
     """The first conversation, whose code is the first of `PAIR`."""
-    return measured[CONTEXTS[0].id]
+    return finished.df().query("context == 0")
 
 
-def use_short_conversations(patch: pytest.MonkeyPatch, model: Model) -> None:
-    give(patch, model)
-    patch.setattr(collecting, "contexts", lambda: CONTEXTS)
-    patch.setattr(collecting, "compactions", lambda: FOLLOWING)
-
-
-def caches(model: Model, code: str = PAIR[0]) -> tuple[KVCache, KVCache]:
+def caches(model: Model) -> tuple[KVCache, KVCache]:
     """The recomputed and the retained cache, the hidden turn still in place (masked) in the latter."""
-    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], code)
-    whole = chat.tokens(model.tokenizer)
-    gone = chat.without("T2").tokens(model.tokenizer)
+    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
+    whole, gone = chat.tokens(model.tokenizer), chat.without("T2").tokens(model.tokenizer)
     retained = model.prefill(whole[: whole.span("ask").start]).mask("T2")
     return model.prefill(gone[: gone.span("ask").start]), retained
+
+
+def asked_of(model: Model, question: str) -> Asked:
+    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
+    return ask(model, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
+
+
+def reply(model: Model, cache: KVCache, asked: Asked) -> tuple[torch.Tensor, float]:
+    """Log-probabilities over the reply, and log p of its answer."""
+    logits = model.extend(cache, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1)
+    return logits, float(logits[-len(asked.answer) :].gather(1, torch.tensor(asked.answer)[:, None]).sum())
 
 
 def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_before_it(roomy: Model):
@@ -108,220 +100,178 @@ def test_bands_hold_every_layer_once():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("group", "part"), [("summary text", "KV"), ("later delimiters", "K"), ("summary", "V")])
 def test_a_swap_is_what_patching_by_hand_and_reading_on_gives(
-    roomy: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: str
+    roomy: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: Any
 ):
     recomputed, masked = caches(roomy)
-    retained = masked.evict("T2")
+    retained, asked = masked.evict("T2"), asked_of(roomy, question)
     base, donor = (recomputed, retained) if direction == "restoring" else (retained, recomputed)
-    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
-    asked = ask(roomy, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
-    chosen = torch.zeros(1, base.slots, dtype=torch.bool)
-    chosen[0, list(groups(base.ledger)[group])] = True
-    patched = base.patch(donor, slots=chosen, part=part)
-    logits, theirs = (
-        roomy.extend(cache, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1) for cache in (patched, donor)
-    )
-    row = read[
-        (read["question"] == question)
-        & (read["direction"] == direction)
-        & (read["group"] == group)
-        & (read["part"] == part)
-        & (read["band"] == EVERY_LAYER)
-    ].set_index("metric")
+    slots = torch.zeros(1, base.slots, dtype=torch.bool)
+    slots[0, list(groups(base.ledger)[group])] = True
+    logits, likely = reply(roomy, base.patch(donor, slots=slots, part=part), asked)
+    theirs, _ = reply(roomy, donor, asked)
+    where = {"question": question, "direction": direction, "group": group, "part": part, "band": EVERY_LAYER}
+    row = chosen(read, where).set_index("metric")
     expected = float((theirs.exp() * (theirs - logits)).sum(-1).mean())
     assert row.loc["kl", "value"] == pytest.approx(expected, abs=1e-4)
-    answer = logits[-len(asked.answer) :]
-    likely = float(answer.gather(1, torch.tensor(asked.answer)[:, None]).sum())
     assert row.loc["logprob", "value"] == pytest.approx(likely, abs=1e-3)
     assert row.loc["kl", "donor"] == pytest.approx(0, abs=1e-5)
 
 
 def test_the_retained_cache_is_the_whole_one_with_the_turn_masked(roomy: Model, read: pd.DataFrame):
-    _, masked = caches(roomy)
-    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
-    asked = ask(roomy, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], "hidden")
-    logits = roomy.extend(masked, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1)
-    likely = float(logits[-5:].gather(1, torch.tensor(asked.answer)[:, None]).sum())
-    rows = read[(read["question"] == "hidden") & (read["metric"] == "logprob") & (read["direction"] == "restoring")]
+    _, likely = reply(roomy, caches(roomy)[1], asked_of(roomy, "hidden"))
+    rows = chosen(read, {"question": "hidden", "metric": "logprob", "direction": "restoring"})
     assert rows["donor"].iloc[0] == pytest.approx(likely, abs=1e-3)
     assert rows["base"].iloc[0] != pytest.approx(likely, abs=1e-2)
 
 
-def test_slots_before_the_turn_do_nothing_and_all_after_it_do_everything(read: pd.DataFrame):
-    assert read["apart"].max() < 1e-4
-    for nothing in (BEFORE, SELF):
-        assert read.loc[read["group"] == nothing, "effect"].abs().max() < 1e-3
-    whole = read[(read["group"] == "all after") & (read["part"] == "KV") & (read["band"] == EVERY_LAYER)]
-    assert (whole["value"] - whole["donor"]).abs().max() < 1e-3
-    assert whole["way"].abs().max() > 0.01
-
-
-def test_two_codes_change_nothing_before_the_turn_and_reach_what_stays(read: pd.DataFrame):
-    rows = read[read["question"] == CODES].set_index("group")
+def test_two_codes_change_nothing_before_the_turn_and_reach_what_follows(read: pd.DataFrame):
+    rows = chosen(read, {"question": CODES}).set_index("group")
     assert set(rows.index) == {*GROUPS, BEFORE}
-    assert abs(rows.loc[BEFORE, "effect"]) < 1e-4
+    assert abs(rows.loc[BEFORE, "effect"]) < 1e-4 < abs(rows.loc["all after", "way"])
     assert rows.loc["all after", "effect"] == pytest.approx(rows.loc["all after", "way"], abs=1e-4)
-    assert abs(rows.loc["all after", "way"]) > 1e-4
 
 
 def test_the_example_swaps_every_slot_after_the_turn_once(roomy: Model, read: pd.DataFrame):
-    rows = read[(read["group"] == TOKEN) & (read["metric"] == "kl")]
-    recomputed, _ = caches(roomy)
-    assert sorted(rows["slot"]) == list(groups(recomputed.ledger)["all after"])
+    slots = sorted(chosen(read, {"group": swapped.TOKEN, "metric": "kl"})["slot"])
+    assert slots == list(groups(caches(roomy)[0].ledger)["all after"])
 
 
 def test_a_run_holds_every_number_and_figure(finished: Run):
-    metrics = finished.metrics
-    assert metrics["conversations"] == SMALL.contexts
-    assert len(metrics["shares"]) == 3 * len(DIRECTIONS) * 2 * len(GROUPS) * len(PARTS)
-    assert len(metrics["bands"]) == SMALL.bands
-    assert all(checks(metrics).values())
-    whole = share(metrics, "all after")["share"]
-    assert whole["mean"] == pytest.approx(1, abs=1e-3)
-    assert_figures(finished, "shares", "layers")
-    titles = [section["title"] for section in finished.report["sections"]]
-    assert titles[0] == "What was found"
-    assert {"What was done", "Controls", "Limits", "Reproduce"} <= set(titles)
-    assert finished.report["warnings"]
+    found = Conclusion.of(finished.metrics)
+    assert len(found.findings.where("share")) == 3 * len(DIRECTIONS) * 2 * len(GROUPS) * len(PARTS)
+    assert len(found.findings.where("band_share")) == SMALL.bands * len(DIRECTIONS) * (len(PARTS) + len(KINDS))
+    assert [control.holds for control in found.controls] == [True] * 3
+    assert found.findings.at("distance", question=BOTH).mean > 0.01
+    assert len(found.facts["tokens"]) == len(found.findings.where("token_share")) > 0
+    assert_figures(finished, "shares", "layers", "kinds")
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    finished: Run, measured: dict[str, pd.DataFrame], roomy: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    use_short_conversations(monkeypatch, roomy)
-
-    def remembered(model: Model, context: Context, *others: Any, **settings: Any) -> pd.DataFrame:
-        return measured[context.id]
-
-    run = partial(study.run, SMALL, tmp_path)
-    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", 2, remembered)
-    assert len(calls) == 1 + SMALL.contexts
-    assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
-
-
+Labels = dict[str, Any]
+MADE_UP = Config(contexts=10)
+FIRST = {"question": QUESTIONS[0], "direction": DIRECTIONS[0]}
+LAYERS = {"0–1": (0, 1), "2–3": (2, 3), "4": (4,), EVERY_LAYER: (0, 1, 2, 3, 4)}
+SLOTS = {group: tuple(range(3, 5 + place)) for place, group in enumerate((*GROUPS, BEFORE))}
 PLANTED = {"summary text": 0.7, "summary delimiters": 0.1, "summary": 0.8, "later turns": 0.2, "all after": 1.0}
+BY_PART, BY_BAND = {"K": 0.25, "V": 0.75, "KV": 1.0}, {"0–1": 0.1, "2–3": 0.9, "4": 0.2, EVERY_LAYER: 1.0}
+CHAT = [{"segment": "T2", "role": "user", "text": "the code is 48213", "masked": True, "marked": "48213"}]
+FACTS = {"chat": CHAT, "summary": ["When do we leave?", "at eight"], "layers": 4, "precision": 1e-7}
 
 
-def made_up(conversations: int = 6) -> pd.DataFrame:
-    """A table in which shares are `PLANTED`, V has three times what K has, the last of two bands has nearly all, and a
-    code moves 2 of 10 logits."""
+def planted(labels: Labels) -> float:
+    """V has three times what K has, and one of three bands has nearly all."""
+    return PLANTED.get(labels["group"], 0.0) * BY_PART[labels["part"]] * BY_BAND[labels["band"]]
+
+
+def made_up(
+    share: Callable[[Labels], float] = planted,
+    code: Callable[[int], float] = lambda _: 2.0,
+    kl: Callable[[int], float] = lambda context: 1 + context / 10,
+    known_code: float = 5.0,
+    config: Config = MADE_UP,
+) -> pd.DataFrame:
+    """Swaps have these shares, and a code still moves so much of ten logits; the model mistakes the last one."""
     rows = []
-    for context in range(conversations):
-        for question in QUESTIONS:
-            for direction in DIRECTIONS:
-                for metric, way in (("kl", -1.0 - context / 10), ("logprob", 3.0)):
-                    known = {"context": context, "question": question, "direction": direction, "metric": metric}
-                    known |= {"base": -way, "donor": 0.0, "full": 1.0, "full_other": 0.0, "right": context > 0}
-                    known |= {"apart": 0.0, "way": way, "slot": -1, "token": ""}
-                    for group in (*GROUPS, BEFORE, SELF):
-                        for part in PARTS:
-                            told = PLANTED.get(group, 0.0) * {"K": 0.25, "V": 0.75, "KV": 1.0}[part]
-                            for band, weight in (("all", 1.0), ("0–1", 0.1), ("2–3", 0.9)):
-                                effect = told * weight * way
-                                cell = {"group": group, "part": part, "band": band, "slots": 4, "effect": effect}
-                                rows.append(known | cell | {"value": -way + effect})
-        for group in (*GROUPS, BEFORE):
-            effect = -2.0 * PLANTED.get(group, 0.0)
-            codes = {"context": context, "question": CODES, "direction": CODES, "metric": "logit_diff", "group": group}
-            codes |= {"part": "KV", "band": "all", "slots": 4, "slot": -1, "token": "", "right": True, "apart": 0.0}
-            # In the last conversation the model cannot tell the codes apart.
-            full = 5.0 if context < conversations - 1 else -1.0
-            rows.append(codes | {"base": 1.0, "donor": -1.0, "way": -2.0, "effect": effect, "value": 1.0 + effect})
-            rows[-1] |= {"full": full, "full_other": -5.0}
+    for context in range(config.contexts):
+        known = {"context": context, "right": context > 0, "apart": 0.0, "slot": -1, "token": ""}
+        for question, direction in product(QUESTIONS, DIRECTIONS):
+            place = {"question": question, "direction": direction}
+            tokens = swapped.token_cells((20, 21), LAYERS) if context == 0 and place == FIRST else []
+            for metric, way in (("kl", -kl(context)), ("logprob", 3.0)):
+                own = known | place | {"metric": metric, "full": 1.0, "full_other": np.nan, "way": way}
+                rows += [row(own, cell, share) for cell in [*swapped.cells(SLOTS, LAYERS), *tokens]]
+        own = known | {"question": CODES, "direction": CODES, "metric": "logit_diff", "way": -code(context)}
+        own |= {"full": known_code if context < config.contexts - 1 else -1.0, "full_other": -5.0}
+        rows += [row(own, cell, planted) for cell in swapped.code_cells(SLOTS, LAYERS)]
     return pd.DataFrame(rows)
 
 
-def test_the_analysis_finds_planted_shares_layers_parts_and_codes():
-    metrics = analyse(made_up(), Config(contexts=6)) | {"precision": 1e-7}
-    for group, planted in PLANTED.items():
-        for direction in DIRECTIONS:
-            found = share(metrics, group, direction=direction)["share"]
-            assert found["mean"] == pytest.approx(planted)
-            assert (found["low"], found["clusters"]) == (None, 6), "six conversations are too few for an interval"
-    assert share(metrics, "all after", "K")["share"]["mean"] == pytest.approx(0.25)
-    assert metrics["most"]["restoring"]["band"] == "2–3"
-    assert not metrics["most"]["restoring"]["told"]
-    assert metrics["compared"]["removing"]["summary over later turns"][BOTH]["mean"] == pytest.approx(0.6)
-    assert metrics["codes"]["able"] == 5
-    assert metrics["codes"]["of"] == 6
-    assert metrics["codes"]["in_view"]["mean"] == pytest.approx(10)
-    assert metrics["codes"]["masked"]["mean"] == pytest.approx(2)
-    swapped = {each["group"]: each for each in metrics["codes"]["groups"]}
-    assert swapped["summary"]["effect"]["mean"] == pytest.approx(1.6)
-    assert swapped["summary"]["share"]["mean"] == pytest.approx(0.16)
-    assert metrics["scale"][0]["right"]["mean"] == pytest.approx(5 / 6)
-    assert all(checks(metrics).values())
+def row(own: Labels, cell: Cell, share: Callable[[Labels], float]) -> Labels:
+    labels = {**own, **cell.labels, "part": cell.part, "slots": len(cell.slots)}
+    effect = own["way"] * share(labels)
+    return labels | {"base": -own["way"], "donor": 0.0, "effect": effect, "value": effect - own["way"]}
 
 
-@pytest.mark.parametrize(
-    ("group", "control"), [(BEFORE, "light cone"), (SELF, "base itself"), ("all after", "everything")]
-)
-def test_a_control_that_fails_is_seen(group: str, control: str):
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return MADE_UP, concluded(made_up(), MADE_UP, FACTS)
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """All groups, parts and bands carry the same on average, and the code nothing; conversations differ."""
+    distances = rng.gamma(2.0, size=MADE_UP.contexts)
+    table = made_up(lambda _: float(rng.normal(0.5, 0.5)), lambda _: float(rng.normal()), lambda row: distances[row])
+    return concluded(table, MADE_UP, FACTS)
+
+
+def test_planted_shares_sizes_bands_parts_and_codes_are_found():
+    found = example()[1].findings
+    for group, share in PLANTED.items():
+        shares = [each.value.mean for each in found.where("share", group=group, part="KV")]
+        assert shares == pytest.approx([share] * 12)
+    assert found.at("share", **FIRST, metric="kl", group="all after", part="K").mean == pytest.approx(0.25)
+    assert found.at("effect", **FIRST, metric="kl", group="summary", part="KV").mean == pytest.approx(-0.8 * 1.45)
+    assert found.at("band_share", direction="removing", group="summary text", part="KV", band="2–3").mean == 0.7 * 0.9
+    assert found.at("size", group="later turns").mean == len(SLOTS["later turns"])
+    assert found.at("distance", question=BOTH).mean == pytest.approx(1.45)
+    assert found.at("heaviest", question="hidden").mean == pytest.approx(1.9 / 14.5)
+    assert found.at("foretold", question="summary") == wilson(9, 10)
+    gaps = {(each.keys["first"], round(each.value.mean, 9), each.comparisons) for each in found.where("gap")}
+    assert gaps == {("summary", 0.6, 6), ("summary text", 0.6, 6), ("V", 0.5, 6)}
+    assert [found.at(name).mean for name in ("able", "code_in_view", "code_masked")] == pytest.approx([9, 10, 2])
+    assert found.at("code_effect", group="summary", part="KV", direction=CODES).mean == pytest.approx(1.6)
+    assert found.at("code_share", group="summary").mean == pytest.approx(0.16)
+
+
+def test_a_band_leads_only_if_it_is_significantly_ahead_of_every_other():
+    uneven = made_up(lambda row: planted(row) + (row["band"] == "0–1") * 2 * (-1) ** row["context"])
+    for table, nearest, leads in ((made_up(), "4", True), (uneven, "0–1", False)):
+        found = concluded(table, MADE_UP, FACTS).findings
+        assert [(each.keys["other"], each.value.above()) for each in found.where("lead")] == [(nearest, leads)] * 2
+        assert found.at("ahead", direction="removing", band="2–3", other="4").ends == pytest.approx((0.7, 0.7))
+
+
+@pytest.mark.parametrize(("group", "control"), [(BEFORE, 0), (SELF, 1), ("all after", 2)])
+def test_a_swap_that_does_what_it_must_not_fails_its_control(group: str, control: int):
     table = made_up()
-    spoilt = (table["group"] == group) & (table["context"] == 1)
-    table.loc[spoilt, "effect"] += 0.1
-    table.loc[spoilt, "value"] += 0.1
-    held = checks(analyse(table, Config(contexts=6)) | {"precision": 1e-7})
-    assert [name for name, holds in held.items() if not holds] == [control]
+    table.loc[(table["group"] == group) & (table["context"] == 1), ["effect", "value"]] += 0.1
+    held = [each.holds for each in concluded(table, MADE_UP, FACTS).controls]
+    assert held == [place != control for place in range(3)]
+    apart = concluded(made_up().assign(apart=1e-3), MADE_UP, FACTS).controls
+    assert [each.holds for each in apart] == [False, True, True]
 
 
-def metrics_with(
-    kl: float = 0.5,
-    conversations: int = 12,
-    told: bool = True,
-    values: float = 0.4,
-    agree: bool = True,
-    over: tuple[float, float] = (0.5, 0.5),
-) -> dict[str, Any]:
-    compared = {
-        direction: {
-            name: {"hidden": about(told), "summary": about(told if agree else -told), BOTH: about(told)}
-            for name, told in (dict.fromkeys(COMPARED, gap) | {"V over K": values}).items()
-        }
-        for direction, gap in zip(DIRECTIONS, over, strict=True)
-    }
-    shares = [
-        {"group": group, "part": part, "question": BOTH, "direction": direction, "metric": "kl", "share": about(0.5)}
-        for group in GROUPS
-        for part in PARTS
-        for direction in DIRECTIONS
-    ]
-    return {
-        "conversations": conversations,
-        "scale": [{"kl": about(kl)}],
-        "shares": shares,
-        "compared": compared,
-        "most": {name: {"band": "15–19", "share": about(0.6), "told": told} for name in DIRECTIONS},
-    }
+def times(weights: Labels, key: str, **where: str) -> Any:
+    """What is planted, times a weight by one label, where others are these."""
+    return lambda row: planted(row) * (weights.get(row[key], 1.0) if where.items() <= row.items() else 1.0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("table", "expected"),
     [
-        ({}, "mostly at layers 15–19"),
-        ({"told": False}, "no band of layers differs significantly"),
-        ({"values": 0.4}, "more of it in V"),
-        ({"values": -0.4}, "more of it in K"),
-        ({"values": 0.0}, "do not agree on whether more of it is in K or in V"),
-        ({"agree": False}, "do not agree on whether more of it is in K or in V"),
-        ({"over": (0.5, 0.5)}, "The other way round agrees"),
-        ({"over": (-0.5, -0.5)}, "The other way round agrees"),
-        ({"over": (0.5, 0.0)}, "does not agree"),
-        ({"over": (0.0, 0.0)}, "In neither direction"),
-        ({"kl": 1e-5}, "There is hardly anything to carry"),
+        ({}, "restore 80.0 % (80.0 to 80.0) of what distinguishes one that has, significantly more than later turns"),
+        ({}, "2–3 with 90.0 % (90.0 to 90.0), significantly more than every other band; V carries significantly more"),
+        ({"share": times({"later turns": 5.0}, "group")}, "that has, significantly less than later turns"),
+        ({"share": times({"later turns": 4.0}, "group", direction="removing")}, "remove not detectably more or less"),
+        ({"share": times({"0–1": 9.0}, "band")}, "not detectably more than every other band"),
+        ({"share": times({"K": 9.0}, "part")}, "V carries significantly less than K"),
+        ({"share": times({"K": 3.0}, "part")}, "V carries not detectably more or less than K"),
+        ({"share": times({"K": 9.0}, "part", question="hidden")}, "do not agree on whether V carries more than K"),
+        ({"share": times({"K": 3.0}, "part", direction="removing")}, "do not agree on whether V carries more than K"),
+        ({"kl": lambda _: 1e-5}, "hardly anything to carry"),
+        ({"code": lambda context: 1 + (-1) ** context / 10}, "hold something of the code itself"),
+        ({"code": lambda context: -1 + (-1) ** context / 10}, "away from the code"),
+        ({"code": lambda context: (-1) ** context / 10}, "the code itself was not detected"),
+        ({"known_code": -1.0}, "cannot be said: with everything in view the model distinguishes two codes in 0 of 10"),
     ],
 )
-def test_the_sentence_on_carriers_follows_the_numbers(settings: dict[str, Any], said: str):
-    assert said in answer_carriers(metrics_with(**settings))
+def test_the_answer_follows_the_intervals(table: Any, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(running, "draw", lambda *_: None)
+    shown = page_of(STUDY, MADE_UP, concluded(made_up(**table), MADE_UP, FACTS), tmp_path)
+    assert expected in " ".join(answer(STUDY, shown).split())
 
 
-@pytest.mark.parametrize(
-    ("masked", "said"),
-    [(0.5, "Some of what they carry is the code"), (-0.5, "turned away from it"), (0.0, "was not detected")],
-)
-def test_the_sentence_on_codes_follows_the_interval(masked: float, said: str):
-    assert said in answer_codes({"of": 12, "able": 11, "masked": about(masked), "in_view": about(9.0)})
-
-
-def test_codes_that_the_model_cannot_tell_apart_in_view_give_no_verdict():
-    assert "cannot be said" in answer_codes({"of": 12, "able": 1})
+def test_few_conversations_are_warned_of_and_nothing_is_claimed():
+    few = replace(MADE_UP, contexts=6)
+    found = concluded(made_up(config=few), few, FACTS)
+    assert "6 conversations are too few" in found.warnings[0]
+    assert not [each for claim in STUDY.claims for each in found.findings.where(claim.finding) if each.value.differs()]
