@@ -106,7 +106,7 @@ def _table(keys: Mapping[str, Sequence[Any]], columns: Mapping[str, Any]) -> pd.
 def fitted(paths: Sequence[Path], codes: Sequence[str], config: Config) -> dict[str, pd.DataFrame]:
     """The tables of what probes read; `digits` has the share of each code's digits that is read right."""
     owners = np.repeat(np.arange(len(paths)), len(codes) // len(paths))
-    labels = torch.tensor([[int(digit) for digit in code] for code in codes]).T
+    labels = torch.tensor([[int(digit) for digit in code] for code in codes]).T.contiguous()
     rng = np.random.default_rng([config.seed, 2])
     folds = {split: fold_numbers(split, owners, config.folds, rng) for split in SPLITS}
     digits, variation, probes = [], [], []
