@@ -187,7 +187,7 @@ def test_a_run_holds_every_number_table_and_figure(finished: Run):
         assert not found.findings.at("outcome", outcome=outcome, condition=arm.name).unknown
     assert len(found.findings.where("effect")) == len(OUTCOMES) * len(EFFECTS)
     assert_figures(finished, "arms", "effects", "dangling")
-    table = conversations.groupby("condition")["kl"].mean()
+    table: Any = conversations.groupby("condition")["kl"].mean()
     gap = found.findings.at("gap", outcome="kl").mean
     assert gap == pytest.approx(table[MASK.name] - table[RESTART.name], abs=1e-12)
 

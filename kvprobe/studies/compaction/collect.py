@@ -19,6 +19,7 @@ from tqdm import tqdm
 from kvprobe.experiments.parts import tensor_of_parts, text_of_part, write_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
+from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features
 from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
@@ -69,7 +70,7 @@ def measured(paths: Sequence[Path], codes: Sequence[str]) -> dict[str, pd.DataFr
     said = [json.loads(text_of_part(path, "texts")) for path in paths]
     texts = np.array([[text[condition] for condition in CONDITIONS] for text in said], object)
     attention, cases = numbers("attention"), range(len(paths))
-    shares = dict(zip(LOOKED_AT, np.moveaxis(attention, -1, 0), strict=True))
+    shares: dict[str, Any] = dict(zip(LOOKED_AT, np.moveaxis(attention, -1, 0), strict=True))
     conversations = {
         **{
             name: pd.DataFrame(each.reshape(-1, each.shape[-1])).mean(axis=1)
@@ -99,7 +100,7 @@ def measured(paths: Sequence[Path], codes: Sequence[str]) -> dict[str, pd.DataFr
 
 def _table(keys: Mapping[str, Sequence[Any]], columns: Mapping[str, Any]) -> pd.DataFrame:
     """A row for each combination of the keys' values, the last key's changing fastest."""
-    index = pd.MultiIndex.from_product(keys.values(), names=list(keys))
+    index = pd.MultiIndex.from_product(list(keys.values()), names=list(keys))
     return pd.DataFrame({name: np.ravel(values) for name, values in columns.items()}, index).reset_index()
 
 
@@ -111,7 +112,7 @@ def fitted(paths: Sequence[Path], codes: Sequence[str], config: Config) -> dict[
     folds = {split: fold_numbers(split, owners, config.folds, rng) for split in SPLITS}
     digits, variation, probes = [], [], []
     for arm in tqdm(ARMS, desc="Fitting probes", unit="arm"):
-        tensors = {family: tensor_of_parts(paths, f"{arm.name}.{family}") for family in FAMILIES}
+        tensors: dict[Family, Tensor] = {family: tensor_of_parts(paths, f"{arm.name}.{family}") for family in FAMILIES}
         rows = np.arange(len(codes)) if arm in RETAINED else owners
         features = Features.of_read_outs(tensors, rows, labels, owners, TARGET)
         read = {}

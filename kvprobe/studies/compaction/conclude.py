@@ -42,6 +42,7 @@ HEADLINE = {
     "effect": ("kl",),
 }
 """Outcomes of which the answer speaks, by finding; of effects the main ones. Their intervals hold together."""
+LEVEL = ("outcome", "condition")
 ROUND_OFF = 100
 """Steps of the dtype's precision that a control may vary by."""
 HIDDEN = "hidden turns"
@@ -103,21 +104,24 @@ def estimands() -> Iterator[Estimand]:
         known: dict[str, Any] = {"by": ("outcome",), "cluster": "context", "unit": NATS.get(outcome, "")}
         of_level, within, twice = (UNBOUNDED,) * 3 if outcome in NATS else (SHARE, DIFFERENCE, (-2.0, 2.0))
         where = {"outcome": outcome}
-        yield Mean(name="outcome", of="value", where=where, within=of_level, **known | {"by": ("outcome", "condition")})
+        yield Mean(name="outcome", of="value", where=where, within=of_level, **{**known, "by": LEVEL})
         for name, of, pair, within_pair in (
             ("gap", "value", PAIRS[0], within),
             ("gap_irrelevant", "value", PAIRS[1], within),
             ("beyond", "beyond", PAIRS[0], twice),
         ):
             masked, restarted = ({**where, "condition": condition} for condition in pair)
-            family = {"together": (), "family": "headline" if outcome in HEADLINE.get(name, ()) else name}
-            own = known if name == "gap_irrelevant" else known | family
+            family: dict[str, Any] = {
+                "together": (),
+                "family": "headline" if outcome in HEADLINE.get(name, ()) else name,
+            }
+            own = known if name == "gap_irrelevant" else {**known, **family}
             yield Difference(name=name, of=of, where=masked, less=restarted, within=within_pair, **own)
         for effect in EFFECTS:
             headline = outcome in HEADLINE["effect"] and effect in FACTORS
             family = {"together": () if headline else ("outcome",), "family": "headline" if headline else "effect"}
             yield Mean(name="effect", of=effect, where=where, keys={"effect": effect}, within=within, **family, **known)
-    between = {"of": "value", "cluster": "context", "unit": NATS["kl"]}
+    between: dict[str, Any] = {"of": "value", "cluster": "context", "unit": NATS["kl"]}
     masked, irrelevant = ({"outcome": "between", "condition": pair[0]} for pair in PAIRS)
     for where in (masked, irrelevant):
         yield Mean(name="between", by=("condition",), where=where, **between)
