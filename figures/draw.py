@@ -7,7 +7,6 @@ from pathlib import Path
 
 import matplotlib
 
-import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.features.study as features
 import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
@@ -18,14 +17,13 @@ import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import bands, bitflips, carriers, policies, robustness
+from kvprobe.studies import bands, bitflips, carriers, compaction, policies, robustness
 from kvprobe.studies import dangling as dangling_study
 from kvprobe.studies import memory as memory_study
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig
 from kvprobe.studies.compaction.config import Config as CompactionConfig
-from kvprobe.studies.compaction.figures import by_arm, dangling
 from kvprobe.studies.dangling.config import Config as DanglingConfig
 from kvprobe.studies.features.config import Config as FeaturesConfig
 from kvprobe.studies.filter_poison.config import Config as FilterPoisonConfig
@@ -67,8 +65,8 @@ def main() -> None:
     copy(memory_study.run(MemoryConfig(model="gemma3-270m", memory="2GiB"), RUNS), "growth", "memory_growth")
 
     finished = compaction.run(CompactionConfig(), RUNS)
-    save(by_arm(finished.metrics), GALLERY / "mask_or_restart")
-    save(dangling(finished.metrics["dangling"]), GALLERY / "dangling_attention")
+    copy(finished, "arms", "mask_or_restart")
+    copy(finished, "dangling", "dangling_attention")
 
     copy(idle_rebuild.run(IdleConfig(), RUNS), "drift_by_layer", "rebuilt_cache")
     copy(policies.run(PoliciesConfig(), RUNS), "quality_by_memory", "policies")

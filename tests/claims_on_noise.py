@@ -9,6 +9,8 @@ from: all findings of one name whose intervals hold together. At most 5 % of fam
 import sys
 from collections import defaultdict
 from importlib import import_module
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 from tqdm import tqdm
@@ -26,15 +28,18 @@ def claimed(study: str, repetitions: int) -> dict[str, tuple[float, int]]:
     assert declaration is not None
     found: dict[str, list[bool]] = defaultdict(list)
     sizes: dict[str, int] = {}
+    comparisons = attrgetter("comparisons")
     for repetition in tqdm(range(repetitions), desc=study, unit="run"):
         findings = noise(np.random.default_rng([repetition, 7])).findings
         for claim in declaration.claims:
             of_claim = findings.where(claim.finding)
-            size = sizes[claim.finding] = of_claim[0].comparisons if of_claim else 1
-            # Findings of one family follow one another.
-            for start in range(0, len(of_claim), size):
-                family = of_claim[start : start + size]
-                found[claim.finding].append(any(finding.value.differs(claim.against) for finding in family))
+            sizes[claim.finding] = of_claim[0].comparisons if of_claim else 1
+            # Findings of one family follow one another, but for those of a family that has another size.
+            for _, alike in groupby(sorted(of_claim, key=comparisons), comparisons):
+                own = list(alike)
+                for start in range(0, len(own), size_of := own[0].comparisons or 1):
+                    family = own[start : start + size_of]
+                    found[claim.finding].append(any(finding.value.differs(claim.against) for finding in family))
     return {name: (100 * float(np.mean(each)), sizes[name]) for name, each in found.items()}
 
 

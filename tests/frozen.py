@@ -112,7 +112,7 @@ class Fixtures:
     def __init__(self, tests: ModuleType, root: Path, stack: ExitStack) -> None:
         self._tests, self._stack, self._shared = tests, stack, import_module("tests.studies.conftest")
         self._own: dict[str, Callable[[], Any]] = {
-            "smol": tiny_with_words,
+            **dict.fromkeys(("smol", "wordy"), tiny_with_words),
             "tiny_llama": tiny_llama,
             "tmp_path_factory": lambda: Folders(root),
         }

@@ -46,3 +46,11 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def wordy(smol: Model) -> Model:
+    """A tiny random model with the words of SmolLM2, under which conversations are short."""
+    words = smol.tokenizer
+    size = len(words)
+    return llama(seed=1, tokenizer=words, vocab_size=size, initializer_range=0.4, max_position_embeddings=2048)

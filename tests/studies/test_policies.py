@@ -24,7 +24,6 @@ from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.study import STUDY
 from kvprobe.tasks.instructions import DEPTHS, VALUES, instructions, needles
 from kvprobe.text.tokens import Tokens
-from tests.models import llama
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, page_of
 
@@ -51,14 +50,6 @@ def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "CONTINUED", 6)
         yield
-
-
-@pytest.fixture(scope="module")
-def wordy(smol: Model) -> Model:
-    """A tiny random model with the words of SmolLM2, under which conversations are short."""
-    words = smol.tokenizer
-    size = len(words)
-    return llama(seed=1, tokenizer=words, vocab_size=size, initializer_range=0.4, max_position_embeddings=2048)
 
 
 def run_few(model: Model, root: Path) -> Run:

@@ -1,7 +1,8 @@
 """The arms of the study: a full factorial of provenance × position mode × delimiters, each a policy."""
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
+from math import prod
 from typing import get_args
 
 from kvprobe.cache.cache import PositionMode
@@ -25,13 +26,17 @@ class Arm:
         return f"{self.provenance}, {self.mode}, delimiters {self.delimiters}"
 
     @property
-    def levels(self) -> dict[str, str]:
-        """The level of each of `FACTORS`."""
-        return {"provenance": self.provenance, "law": self.mode, "delimiters": self.delimiters}
-
-    @property
     def policy(self) -> MaskSpans:
         return MaskSpans(HIDDEN_SEGMENTS, self.delimiters, mode=self.mode, provenance=self.provenance)
+
+    def sign(self, effect: str) -> int:
+        """On which side of a contrast it stands: 1 or -1."""
+        high = {
+            "provenance": self.provenance == "retained",
+            "positions": self.mode == "gapped",
+            "delimiters": self.delimiters == "kept",
+        }
+        return prod(1 if high[factor] else -1 for factor in effect.split(JOINED))
 
 
 ARMS = tuple(Arm(*levels) for levels in product(get_args(Provenance), MODES, get_args(Delimiters)))
@@ -42,28 +47,8 @@ MASK, RESTART = (
 )
 """The pair that differs in provenance alone."""
 
-FACTORS = {
-    "provenance": ("recomputed", "retained"),
-    "law": ("contiguous", "gapped"),
-    "delimiters": ("dropped", "kept"),
-}
-"""Each factor, as metrics.json calls it, with its low and its high level."""
-
-CONTRASTS = tuple(
-    tuple(name for name, chosen in zip(FACTORS, bits, strict=True) if chosen)
-    for bits in sorted(product((0, 1), repeat=len(FACTORS)), key=lambda bits: (sum(bits), tuple(-bit for bit in bits)))
-    if any(bits)
-)
-"""Main effects, then interactions, as tuples of factor names."""
-
-
-def contrast(factors: tuple[str, ...]) -> list[float]:
-    """Coefficients over `ARMS`: for one factor, the mean at its high level less the mean at its low; for several, half
-    the change of that difference from the low to the high level of each other."""
-    coefficients = []
-    for arm in ARMS:
-        sign = 1
-        for name in factors:
-            sign *= 1 if arm.levels[name] == FACTORS[name][1] else -1
-        coefficients.append(2 * sign / len(ARMS))
-    return coefficients
+FACTORS = ("provenance", "positions", "delimiters")
+JOINED = " × "
+EFFECTS = tuple(JOINED.join(factors) for size in (1, 2, 3) for factors in combinations(FACTORS, size))
+"""Main effects, then interactions. For one factor, the mean of the arms at its high level less that of the others; for
+several, half the change of that difference from the low to the high level of each other."""

@@ -1,0 +1,166 @@
+"""From tables to findings: what every arm does, and what of it is provenance, position and delimiters."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, beside, measure
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.inference.model import Model
+from kvprobe.report.document import passages_of
+from kvprobe.report.findings import Findings
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
+from kvprobe.studies.compaction.arms import ARMS, EFFECTS, FACTORS, HIDDEN_SEGMENTS, MASK, RESTART
+from kvprobe.studies.compaction.collect import TARGET
+from kvprobe.studies.compaction.config import Config
+from kvprobe.studies.compaction.reading import CONDITIONS, LOOKED_AT, PAIRS
+from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
+from kvprobe.tasks.passcode import contexts
+from kvprobe.wording import few_clusters
+
+OUTCOMES = {
+    "kl": "KL from full context (nats)",
+    "agreement": "next tokens as with full context",
+    "margin": "margin of the code (nats)",
+    "logprob": "log-probability of code (nats)",
+    "leave-context-out": "digits read, new conversations",
+    "paired": "digits read, centred",
+    "prefix_summary": "answer kept: summary",
+    "prefix_hidden": "answer kept: hidden turns",
+    "prefix_neither": "answer kept: nowhere",
+    "right_summary": "right answers: summary",
+    "right_hidden": "right answers: hidden turns",
+}
+"""What is measured for every arm. An answer is kept as far as its tokens are those given with the full context."""
+NATS = {"kl": "nats per token", "margin": "nats", "logprob": "nats"}
+"""Units of those that are no shares."""
+HEADLINE = {
+    "gap": ("kl", "right_summary", "leave-context-out", "paired", "margin"),
+    "beyond": ("right_summary",),
+    "effect": ("kl",),
+}
+"""Outcomes of which the answer speaks, by finding; of effects the main ones. Their intervals hold together."""
+LEVEL = ("outcome", "condition")
+ROUND_OFF = 100
+"""Steps of the dtype's precision that a control may vary by."""
+HIDDEN = "hidden turns"
+
+
+def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run."""
+    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, model.geometry.n_layers)
+
+
+def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**-23, layers: int = 2) -> Conclusion:
+    """What `conclude` gives, without the model.
+
+    Args:
+        tables: see `collect`.
+        precision: of the model's dtype.
+    """
+    findings = measure(prepared(tables), estimands())
+    for finding in measure(attended(tables["attention"]), ATTENTION):
+        findings.add(finding)
+    conversations, variation = tables["conversations"], tables["variation"]
+    findings.number("chance", TARGET.chance)
+    findings.number("reply_tokens", conversations["tokens"][conversations["condition"] == "full"].mean(), "tokens")
+    findings.number("variation", variation["variation"][variation["layer"] < 2].max(), layers="0 and 1")
+    last = variation["layer"] == variation["layer"].max()
+    findings.number("variation", variation["variation"][last].max(), layers="last")
+    few = few_clusters(config.contexts, "conversations")
+    first = conversations[conversations["context"] == 0].set_index("condition")
+    chat = compacted_conversation(contexts()[0], compactions()[0], code := str(tables["samples"]["code"][0]))
+    facts: dict[str, Any] = {
+        "chat": [vars(each) for each in passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))],
+        "questions": {kind: compactions()[0].question(kind) for kind in KINDS},
+        "answers": {name: {kind: str(first[f"answer_{kind}"][name]) for kind in KINDS} for name in CONDITIONS},
+        "layers": layers,
+    }
+    return Conclusion(findings, [light_cone(findings, precision)], facts, [few] if few else [])
+
+
+def prepared(tables: Mapping[str, Rows]) -> Rows:
+    """A row for each conversation, condition and outcome.
+
+    `beyond` is what it is more than where what was hidden does not matter; the mean over arms of a column of `EFFECTS`
+    is that contrast.
+    """
+    codes = tables["samples"].groupby(["context", "condition"])
+    codes = codes[["logprob", "margin", "leave-context-out", "paired"]].mean().reset_index()
+    rows = tables["conversations"].merge(codes, "left", on=["context", "condition"])
+    rows = rows.melt(["context", "condition"], [*OUTCOMES, "between"], "outcome")
+    unrelated = [beside(rows, "value", {"condition": name}, ("context", "outcome")) for name in PAIRS[1]]
+    rows["beyond"] = rows["value"] - unrelated[0].where(rows["condition"] == MASK.name, unrelated[1])
+    for effect in EFFECTS:
+        rows[effect] = rows["condition"].map({arm.name: 2 * arm.sign(effect) for arm in ARMS}) * rows["value"]
+    return rows
+
+
+def estimands() -> Iterator[Estimand]:
+    """Of every outcome: each condition, masking less restarting, and the effects of the factors."""
+    for outcome in OUTCOMES:
+        known: dict[str, Any] = {"by": ("outcome",), "cluster": "context", "unit": NATS.get(outcome, "")}
+        of_level, within, twice = (UNBOUNDED,) * 3 if outcome in NATS else (SHARE, DIFFERENCE, (-2.0, 2.0))
+        where = {"outcome": outcome}
+        yield Mean(name="outcome", of="value", where=where, within=of_level, **{**known, "by": LEVEL})
+        for name, of, pair, within_pair in (
+            ("gap", "value", PAIRS[0], within),
+            ("gap_irrelevant", "value", PAIRS[1], within),
+            ("beyond", "beyond", PAIRS[0], twice),
+        ):
+            masked, restarted = ({**where, "condition": condition} for condition in pair)
+            family: dict[str, Any] = {
+                "together": (),
+                "family": "headline" if outcome in HEADLINE.get(name, ()) else name,
+            }
+            own = known if name == "gap_irrelevant" else {**known, **family}
+            yield Difference(name=name, of=of, where=masked, less=restarted, within=within_pair, **own)
+        for effect in EFFECTS:
+            headline = outcome in HEADLINE["effect"] and effect in FACTORS
+            family = {"together": () if headline else ("outcome",), "family": "headline" if headline else "effect"}
+            yield Mean(name="effect", of=effect, where=where, keys={"effect": effect}, within=within, **family, **known)
+    between: dict[str, Any] = {"of": "value", "cluster": "context", "unit": NATS["kl"]}
+    masked, irrelevant = ({"outcome": "between", "condition": pair[0]} for pair in PAIRS)
+    for where in (masked, irrelevant):
+        yield Mean(name="between", by=("condition",), where=where, **between)
+    yield Difference(name="between_beyond", where=masked, less=irrelevant, **between)
+
+
+def attended(table: Rows) -> Rows:
+    """A row for each conversation, head and place: what T3's queries spend there with everything in view, how much more
+    after masking, and how far that is from what they spend after a restart."""
+    keys = ["context", "layer", "head", "place"]
+    long = table.melt(["condition", *keys[:-1]], list(LOOKED_AT), "place").set_index([*keys, "condition"])["value"]
+    wide = long.unstack("condition")
+    full, masked, restarted = (wide[name] for name in ("full", MASK.name, RESTART.name))
+    return pd.DataFrame({"spent": full, "went": masked - full, "moved": (masked - restarted).abs()}).reset_index()
+
+
+OTHERS = tuple(place for place in LOOKED_AT if place != HIDDEN)
+ATTENTION: tuple[Estimand, ...] = (
+    *(
+        Mean(name=name, of="spent", by=by, where={"place": HIDDEN}, cluster="context")
+        for name, by in (("spent", ()), ("spent_by_layer", ("layer",)), ("spent_by_head", ("layer", "head")))
+    ),
+    *(
+        Mean(name=name, of=of, by=by, where={"place": OTHERS}, cluster="context")
+        for name, of, by in (
+            ("went", "went", ("place",)),
+            ("went_by_layer", "went", ("layer", "place")),
+            ("moved", "moved", ("place",)),
+        )
+    ),
+)
+
+
+def light_cone(findings: Findings, precision: float) -> Control:
+    """Whether the code stays out of what it cannot reach."""
+    near, far = (findings.at("variation", layers=layers).mean for layers in ("0 and 1", "last"))
+    allowed = ROUND_OFF * precision
+    return Control(
+        "Light cone: where slots are retained, K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
+        f"{near:.1e} of their size (allowed for round-off: {allowed:.1e}); at the last layer by {far:.1e}.",
+        near <= allowed,
+    )
