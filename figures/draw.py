@@ -11,7 +11,6 @@ import kvprobe.studies.carriers.study as carriers
 import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.dangling.study as dangling_study
 import kvprobe.studies.features.study as features
-import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
 import kvprobe.studies.memory.study as memory_study
@@ -21,7 +20,7 @@ import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import bands, bitflips, policies, robustness
+from kvprobe.studies import bands, bitflips, filter_poison, policies, robustness
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig

@@ -17,7 +17,7 @@ from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.files import write_whole
 from kvprobe.names import one_line
 from kvprobe.plain_data import filled
-from kvprobe.report.document import LIMITS, Figure, HeatMap, Passage
+from kvprobe.report.document import LIMITS, AttentionView, Figure, HeatMap, Passage
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.page import picture, pieces
 from kvprobe.report.views.page import Part, drawn, page, render
@@ -103,6 +103,7 @@ class _Page:
             "controls": self.conclusion.controls,
             "warnings": self.conclusion.warnings,
             "pieces": lambda passage: pieces(filled(Passage, passage, "a passage", LIMITS)),
+            "attention": lambda record: self.view(filled(AttentionView, record, "a view of attention", LIMITS)),
             "reproduced": reproduced(self.study.command, self.config, self.run.environment),
         }
         if block is None:

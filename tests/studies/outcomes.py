@@ -37,11 +37,14 @@ def with_failed_controls(conclusion: Conclusion) -> Conclusion:
 
 
 def with_forged_texts(conclusion: Conclusion) -> Conclusion:
-    """Markup in every text that a model, a task or a file may have given, but for single words, which may be names."""
+    """Markup in every text that a model, a task or a file may have given, but for single words, which may be names, and
+    packed weights of attention."""
 
     def forged(content: Any) -> Any:
         if isinstance(content, dict):
             return {key: forged(value) for key, value in content.items()}
+        if isinstance(content, str) and content.startswith("eJ"):
+            return content  # zlib in base 64
         if isinstance(content, list):
             return [forged(value) for value in content]
         return content + FORGED if isinstance(content, str) and not content.isidentifier() else content
