@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_component_is_restored_in_every_family_and_shown(finished: Run):
-    maps = finished.df("maps")
+    maps: Any = finished.df("maps")
     assert set(maps["family"]) == {NONE, *SMALL.rates}
     counts = maps[maps["family"] == FALSE].groupby(["prompt", "kind"]).size()
     assert set(counts.xs("head", level="kind")) == {N_LAYERS * N_HEADS}
@@ -65,7 +66,8 @@ def test_every_component_is_restored_in_every_family_and_shown(finished: Run):
 
 
 def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run, deep: Model):
-    heads, by_half = finished.df("heads"), heads_by_half(finished.df("maps"), SMALL)
+    heads: Any = finished.df("heads")
+    by_half = heads_by_half(finished.df("maps"), SMALL)
     assert set(heads["sort"]) == {POISON, FILTER, POISON + MATCHED, FILTER + MATCHED}
     one = heads[(heads["family"] == FALSE) & (heads["half"] == 0) & (heads["sort"] == POISON)].iloc[0]
     [case] = [case for case in cases_of(SMALL, deep) if case.name == one["prompt"]]
@@ -85,7 +87,7 @@ def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
     differs = [place for place, pair in enumerate(zip(case.true.ids, case.false.ids, strict=True)) if len({*pair}) > 1]
     assert struck_of(clean, deep.prefill(case.false)).tolist() == differs
     assert len(differs) == 1
-    looks = collecting.looks(deep, case, clean, damaged)
+    looks: Any = collecting.looks(deep, case, clean, damaged)
     assert len(looks) == N_LAYERS * N_HEADS
     assert looks["contribution"].max() == pytest.approx(0, abs=1e-6)  # zeros have nothing to be read
     assert looks["mass"].min() > 0
@@ -98,13 +100,11 @@ TWO = Config(families=("zeros:50", "false"), top=1, random=6)
 FOUND = {POISON: 0.5, FILTER: -0.3}
 
 
-def made_up(
-    pi: dict[tuple[int, int], float] = PI, chosen: dict[str, float] = FOUND, seed: int = 0
-) -> dict[str, pd.DataFrame]:
+def made_up(pi: dict[tuple[int, int], float] = PI, chosen: dict[str, float] = FOUND, seed: int = 0) -> dict[str, Any]:
     """The tables of 16 conversations in two families, one with twenty times the damage: heads with these indices, and
     sets of heads of which the chosen have these and random ones 0.1."""
-    rng, damage = np.random.default_rng([seed, 7]), pd.Series({NONE: 0.0, "zeros": 1.0, FALSE: 20.0})
-    runs = pd.DataFrame(product(damage.index, [f"p{prompt:02}" for prompt in range(16)]), columns=["family", "prompt"])
+    rng, damage = np.random.default_rng([seed, 7]), {NONE: 0.0, "zeros": 1.0, FALSE: 20.0}
+    runs: Any = pd.DataFrame(product(damage, [f"p{prompt:02}" for prompt in range(16)]), columns=["family", "prompt"])
     runs = runs.assign(half=np.arange(len(runs)) % 2, damage=runs["family"].map(damage))
     rows = [
         *({"kind": "head", "layer": layer, "head": head, "pi": mean} for (layer, head), mean in pi.items()),
@@ -121,7 +121,7 @@ def made_up(
     sets += [{"sort": sort + MATCHED, "draw": draw, "pi": 0.1} for sort, draw in product(chosen, range(TWO.random))]
     heads = runs[runs["family"] != NONE].merge(pd.DataFrame(sets), how="cross")
     heads = heads.assign(restored=heads["damage"] * (1 - heads["pi"] - rng.normal(0, 0.06, len(heads))))
-    states = pd.DataFrame(product(damage.index, range(3)), columns=["family", "layer"])
+    states = pd.DataFrame(product(damage, range(3)), columns=["family", "layer"])
     return {"maps": maps, "states": states.assign(**dict.fromkeys(STREAM, 0.1 * states["layer"])), "heads": heads}
 
 

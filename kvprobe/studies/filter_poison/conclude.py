@@ -83,7 +83,7 @@ def add_components(findings: Findings, struck: Rows, config: Config) -> None:
     verdict, and how many would by chance."""
     table, prompts = verdicts(struck, COMPONENT), struck["prompt"].nunique()
     for row in table.to_dict("records"):
-        keys = {
+        keys: dict[str, Any] = {
             str(key): int(row[key]) if key in ("layer", "head") else row[key] for key in COMPONENT if pd.notna(row[key])
         }
         for family in struck["family"].unique():

@@ -47,7 +47,7 @@ class Strips:
                     points = findings.where("pi", kind=kind, family=family)
                     layers = np.array([point.keys["layer"] for point in points]) + offset
                     low, high = np.array([point.value.ends for point in points]).clip(-BOUND).T
-                    look = STYLES.get(family, Style(COLOURS[number % 8], MARKERS[number % 8]))
+                    look = STYLES.get(str(family), Style(COLOURS[number % 8], MARKERS[number % 8]))
                     axis.vlines(layers, low, high, color=look.colour, lw=0.7, alpha=0.6)
                     _dots(axis, layers, [point.value.mean for point in points], look, labels("family", family))
             for verdict, colour in VERDICTS.items():
@@ -80,8 +80,10 @@ class Heads:
     def draw(self, findings: Findings, labels: Labels, title: str) -> Any:
         import matplotlib.pyplot as plt
 
-        known = {(each.keys["layer"], each.keys["head"]): each for each in findings.where("called", kind="head")}
-        table = pd.Series({place: each.value.mean for place, each in known.items()}).unstack()
+        known = {
+            (int(each.keys["layer"]), int(each.keys["head"])): each for each in findings.where("called", kind="head")
+        }
+        table: Any = pd.Series({place: each.value.mean for place, each in known.items()}).unstack()
         bound = max(1e-3, float(table.abs().stack().quantile(0.99)))
         size = (max(7.0, 1.6 + 0.38 * len(table.columns)), 1.2 + 0.14 * len(table))
         with styled():

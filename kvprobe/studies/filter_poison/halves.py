@@ -27,7 +27,8 @@ def heads_by_half(maps: Any, config: Config) -> dict[int, Heads]:
     known = maps[(maps["family"] != NONE) & (maps["kind"] == "head")]
     found: dict[int, Heads] = {}
     for half, own in known.groupby("half"):
-        mean = verdicts(own).set_index(["layer", "head"])["pi"].sort_values()
+        indices: Any = verdicts(own).set_index(["layer", "head"])["pi"]
+        mean = indices.sort_values()
         top = min(config.top, len(mean) // 2)
         every = [Component("head", int(layer), int(head)) for layer, head in mean.index]
         rng = np.random.default_rng([config.seed, 2, int(half)])
