@@ -1,29 +1,36 @@
-"""The filter-poison study: a whole run on a tiny model, tables with known answers, and what is said of them."""
+"""The filter-poison study: a whole run on a tiny model, tables with known answers, and what the page claims of them."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import kvprobe.studies.filter_poison.collect as collecting
-import kvprobe.studies.filter_poison.study as study
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.layers import Component, restored_together
-from kvprobe.report.page import write_report
-from kvprobe.stats import Estimate
-from kvprobe.studies.filter_poison.analyse import FILTER, MATCHED, POISON, analyse, heads_by_half
-from kvprobe.studies.filter_poison.collect import NONE, STRUCK, cases_of, fault_of, struck_of
+from kvprobe.report.findings import Findings
+from kvprobe.report.views.attention import heads_view
+from kvprobe.studies import filter_poison
+from kvprobe.studies.filter_poison.collect import STRUCK, cases_of, fault_of, struck_of
+from kvprobe.studies.filter_poison.conclude import KINDS, STREAM, concluded, warnings_of
 from kvprobe.studies.filter_poison.config import FALSE, Config
-from kvprobe.studies.filter_poison.narrative import answer, controls, removed, told_of, warnings
+from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, heads_by_half
+from kvprobe.studies.filter_poison.study import STUDY
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, assert_figures, give, resumed_after
+from tests.studies.runs import FOUR_FACTS, assert_figures, give, page_of
 
-FAMILIES = ("zeros:50", "distractor:50", FALSE)
-SMALL = Config(kinds=("code",), prompts=4, families=FAMILIES, suffix=3, top=3, random=4)
+SMALL = Config(kinds=("code",), prompts=4, families=("zeros:50", "distractor:50", FALSE), suffix=3, top=3, random=4)
 N_LAYERS, N_HEADS = 4, 4
 
 
@@ -37,232 +44,185 @@ def four_facts(deep: Model) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+    return filter_poison.run(SMALL, tmp_path_factory.mktemp("runs"))
 
 
 # ---- a whole run
 
 
-def test_every_component_is_restored_in_every_family(finished: Run):
-    maps = finished.df("maps")
+def test_every_component_is_restored_in_every_family_and_shown(finished: Run):
+    maps: Any = finished.df("maps")
     assert set(maps["family"]) == {NONE, *SMALL.rates}
     counts = maps[maps["family"] == FALSE].groupby(["prompt", "kind"]).size()
     assert set(counts.xs("head", level="kind")) == {N_LAYERS * N_HEADS}
     assert set(counts.xs("attn", level="kind")) == set(counts.xs("mlp", level="kind")) == {N_LAYERS}
     assert (maps.loc[maps["family"] != NONE, "damage"] > 1e-4).all()
-
-
-def test_controls_hold_and_would_fail_if_they_did_not(finished: Run):
-    assert all(holds for _, holds in controls(finished.metrics))
-    for name in ("undamaged", "everything"):
-        broken = finished.metrics | {"controls": finished.metrics["controls"] | {name: 0.01}}
-        assert [holds for _, holds in controls(broken)].count(False) == 1
-        assert any("doubt this run" in text for text in warnings(broken))
+    assert all(control.holds for control in Conclusion.of(finished.metrics).controls)
+    assert_figures(finished, "strips", "heads", "states", "tested")
+    page = (finished.path / "report.html").read_text()
+    assert "none can be judged" in answer(STUDY, finished)
+    assert (page.count("<img"), page.count('data-component="HeatMap"')) == (4, 3)
+    assert page.count('data-component="AttentionView"') == 2
 
 
 def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run, deep: Model):
-    heads, maps = finished.df("heads"), finished.df("maps")
-    by_half = heads_by_half(maps, SMALL)
+    heads: Any = finished.df("heads")
+    by_half = heads_by_half(finished.df("maps"), SMALL)
     assert set(heads["sort"]) == {POISON, FILTER, POISON + MATCHED, FILTER + MATCHED}
-    one = heads[(heads["family"] == FALSE) & (heads["half"] == 0) & (heads["sort"] == POISON)]
-    mean = _joint(deep, one["prompt"].iloc[0], by_half[1][POISON][0])
-    assert one["restored"].iloc[0] == pytest.approx(mean, abs=1e-5)
+    one = heads[(heads["family"] == FALSE) & (heads["half"] == 0) & (heads["sort"] == POISON)].iloc[0]
+    [case] = [case for case in cases_of(SMALL, deep) if case.name == one["prompt"]]
+    clean, damaged = deep.prefill(case.true), deep.prefill(case.false)
+    _, left = restored_together(deep, clean, damaged, case.suffix, [by_half[1][POISON][0]], kept=SMALL.suffix)
+    assert one["restored"] == pytest.approx(float(left[0]), abs=1e-5)
     assert heads.groupby(["prompt", "family", "sort"]).size().max() == SMALL.random
-
-
-def _joint(model: Model, prompt: str, heads: Any) -> float:
-    """KL with these heads restored, by the library's own call."""
-    [case] = [case for case in cases_of(SMALL, model) if case.name == prompt]
-    clean, damaged = model.prefill(case.true), model.prefill(case.false)
-    return float(restored_together(model, clean, damaged, case.suffix, [heads], kept=SMALL.suffix)[1][0])
 
 
 def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
     case = cases_of(SMALL, deep)[0]
     clean = deep.prefill(case.true)
     damaged = clean.corrupt(fault_of("zeros", 100.0))
+    said = [place for place, name in enumerate(case.true.segments) if name in STRUCK]
     changed = (damaged.values[0] != clean.values[0]).any(3).any(1)[0]
-    assert changed.tolist() == [name in STRUCK for name in case.true.segments]
-    assert [one != other for one, other in zip(case.true.ids, case.false.ids, strict=True)].count(True) == 1
-
-
-def test_the_report_has_every_figure_and_map(finished: Run):
-    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
-    assert_figures(finished, "strips", "heads", "states", "tested")
-    assert page.count("<img") == 4
-    assert page.count('data-component="HeatMap"') == 3
-    assert page.count('data-component="AttentionView"') == 2
-
-
-def test_an_interrupted_run_resumes_with_the_same_numbers(finished: Run, tmp_path: Path):
-    again = resumed_after(study, SMALL, tmp_path, "collect_heads", (collecting, "layer_map"))
-    assert again.metrics == finished.metrics
-
-
-# ---- tables with known answers
-
-
-def table(pi: dict[tuple[int, int], float], prompts: int = 8, noise: float = 0.05) -> pd.DataFrame:
-    """Heads with these indices in two families, and what the analysis needs beside them."""
-    rng = np.random.default_rng(0)
-    rows: list[dict[str, Any]] = []
-    for family in (NONE, "zeros", FALSE):
-        for prompt in range(prompts):
-            labels = {"family": family, "prompt": f"p{prompt}", "half": prompt % 2, "damage": 1.0 * (family != NONE)}
-
-            def row(restored: float, labels: dict[str, Any] = labels, **place: Any) -> dict[str, Any]:
-                return {
-                    "layer": None,
-                    "head": None,
-                    "band": None,
-                    "noised": 0.1,
-                    **place,
-                    "restored": restored,
-                    **labels,
-                }
-
-            for (layer, head), mean in pi.items():
-                restored = 1 - mean - noise * rng.standard_normal()
-                looks = {
-                    "mass": mean + 0.5,
-                    "lift": None if family == FALSE and prompt else mean,
-                    "contribution": 0.1 * layer,
-                }
-                rows.append(row(restored, kind="head", layer=layer, head=head, **looks))
-            for layer in dict.fromkeys(layer for layer, _ in pi):
-                rows += [row(1.0, kind=kind, layer=layer) for kind in ("attn", "mlp")]
-            rows.append(row(0.0, kind="band", band="0–1"))
-            if family == NONE:
-                rows = [each | ({"restored": 0.0, "noised": 0.0} if each["family"] == NONE else {}) for each in rows]
-    frame = pd.DataFrame(rows).astype({"layer": "Int64", "head": "Int64", "lift": float})
-    return frame.assign(pi=1 - frame["restored"])
-
-
-PI = {(0, 0): 0.4, (0, 1): 0.0, (0, 2): 0.0, (1, 0): -0.4, (1, 1): 0.0, (1, 2): 0.0}
-TWO = Config(families=("zeros:50", "false"), top=1, random=6)
-
-
-def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
-    for sets in heads_by_half(table(PI), TWO).values():
-        assert sets[POISON] == [[Component("head", 0, 0)]]
-        assert sets[FILTER] == [[Component("head", 1, 0)]]
-        for sort, layer in ((POISON, 0), (FILTER, 1)):
-            drawn = [head for group in sets[sort + MATCHED] for head in group]
-            assert len(sets[sort + MATCHED]) == TWO.random
-            assert {head.layer for head in drawn} == {layer}
-            assert {head.head for head in drawn} <= {1, 2}
-
-
-def outcomes(chosen: dict[str, float]) -> pd.DataFrame:
-    rng = np.random.default_rng(2)
-    return pd.DataFrame(
-        [
-            {
-                "family": family,
-                "prompt": f"p{prompt}",
-                "half": prompt % 2,
-                "sort": sort + name,
-                "draw": draw,
-                "damage": scale,
-                "restored": scale * (1 - mean - 0.06 * rng.standard_normal()),
-            }
-            for family, scale in (("zeros", 1.0), (FALSE, 20.0))
-            for prompt in range(8)
-            for sort, own in chosen.items()
-            for name, mean, draws in (("", own, 1), (MATCHED, 0.1, 6))
-            for draw in range(draws)
-        ]
-    )
-
-
-def states() -> pd.DataFrame:
-    columns = ("rho", "rho_after", "gain", "erasure", "erasure_attn", "erasure_mlp", "angle", "drop")
-    return pd.DataFrame(
-        [
-            {"family": family, "prompt": "p0", "layer": layer, **dict.fromkeys(columns, 0.1 * (layer + 1))}
-            for family in (NONE, "zeros", FALSE)
-            for layer in (0, 1)
-        ]
-    )
-
-
-def analysed(chosen: dict[str, float]) -> dict[str, Any]:
-    maps = table(PI)
-    return analyse(maps, states(), outcomes(chosen), heads_by_half(maps, TWO), TWO)
-
-
-def test_verdicts_and_shares_are_those_that_were_put_in():
-    metrics = analysed({POISON: 0.5, FILTER: -0.3})
-    verdicts = {(row["layer"], row["head"]): row["verdict"] for row in metrics["components"] if row["kind"] == "head"}
-    assert verdicts[0, 0] == POISON
-    assert verdicts[1, 0] == FILTER
-    every = {entry["sort"]: entry for entry in metrics["tested"] if entry["family"] == "all"}
-    assert every[POISON]["chosen"]["mean"] == pytest.approx(0.5, abs=0.05)
-    assert every[FILTER]["difference"]["mean"] == pytest.approx(-0.4, abs=0.05)
-    assert metrics["overlap"] == {POISON: 1, FILTER: 1}
-    assert metrics["controls"]["everything"] == 0
-
-
-@pytest.mark.parametrize(
-    ("chosen", "poison", "filters"),
-    [
-        ({POISON: 0.5, FILTER: -0.3}, ": as predicted.", ": as predicted."),
-        ({POISON: 0.1, FILTER: 0.1}, "not confirmed.", "not confirmed."),
-        ({POISON: -0.3, FILTER: 0.5}, "the opposite of what was predicted.", "the opposite of what was predicted."),
-    ],
-)
-def test_the_answer_says_whether_the_prediction_held(chosen: dict[str, float], poison: str, filters: str):
-    metrics = analysed(chosen)
-    assert told_of(metrics, POISON).endswith(poison)
-    assert told_of(metrics, FILTER).endswith(filters)
-    assert told_of(metrics, FILTER) in answer(metrics)
-
-
-def test_looks_that_order_heads_as_their_index_does_correlate_with_it():
-    found = {(entry["family"], entry["look"]): entry for entry in analysed({POISON: 0.5, FILTER: -0.3})["looks"]}
-    assert found["zeros", "mass"]["all"]["mean"] > 0.7
-    assert found["zeros", "mass"]["within"]["mean"] > 0.7
-    assert found[FALSE, "lift"]["all"]["mean"] > 0.7  # most prompts have none
-    assert found["zeros", "contribution"]["within"] is None  # the same for all heads of a layer
-
-
-def test_struck_slots_are_those_that_differ(deep: Model):
-    case = cases_of(SMALL, deep)[0]
-    clean = deep.prefill(case.true)
-    every = [place for place, name in enumerate(case.true.segments) if name in STRUCK]
-    assert struck_of(clean, clean.corrupt(fault_of("zeros", 100.0))).tolist() == every
-    value = [
-        place for place, (one, other) in enumerate(zip(case.true.ids, case.false.ids, strict=True)) if one != other
-    ]
-    assert struck_of(clean, deep.prefill(case.false)).tolist() == value
-    looks = collecting.looks(deep, case, clean, clean.corrupt(fault_of("zeros", 100.0)))
+    assert changed.nonzero()[:, 0].tolist() == struck_of(clean, damaged).tolist() == said
+    differs = [place for place, pair in enumerate(zip(case.true.ids, case.false.ids, strict=True)) if len({*pair}) > 1]
+    assert struck_of(clean, deep.prefill(case.false)).tolist() == differs
+    assert len(differs) == 1
+    looks: Any = collecting.looks(deep, case, clean, damaged)
     assert len(looks) == N_LAYERS * N_HEADS
     assert looks["contribution"].max() == pytest.approx(0, abs=1e-6)  # zeros have nothing to be read
     assert looks["mass"].min() > 0
 
 
-def test_more_damage_is_not_called_less():
-    assert removed(Estimate(0.5, 0.4, 0.6)) == "takes away 50.0 % (40.0 to 60.0) of"
-    assert removed(Estimate(-0.5, -0.6, -0.4)) == "adds 50.0 % (40.0 to 60.0) to"
+# ---- tables with known answers
+
+PI = {(0, 0): 0.4, (0, 1): 0.0, (0, 2): 0.0, (1, 0): -0.4, (1, 1): 0.0, (1, 2): 0.0}
+TWO = Config(families=("zeros:50", "false"), top=1, random=6)
+FOUND = {POISON: 0.5, FILTER: -0.3}
+
+
+def made_up(pi: dict[tuple[int, int], float] = PI, chosen: dict[str, float] = FOUND, seed: int = 0) -> dict[str, Any]:
+    """The tables of 16 conversations in two families, one with twenty times the damage: heads with these indices, and
+    sets of heads of which the chosen have these and random ones 0.1."""
+    rng, damage = np.random.default_rng([seed, 7]), {NONE: 0.0, "zeros": 1.0, FALSE: 20.0}
+    runs: Any = pd.DataFrame(product(damage, [f"p{prompt:02}" for prompt in range(16)]), columns=["family", "prompt"])
+    runs = runs.assign(half=np.arange(len(runs)) % 2, damage=runs["family"].map(damage))
+    rows = [
+        *({"kind": "head", "layer": layer, "head": head, "pi": mean} for (layer, head), mean in pi.items()),
+        *({"kind": kind, "layer": layer, "pi": 0.0} for kind, layer in product(("attn", "mlp"), (0, 1))),
+        {"kind": "band", "band": "0–1", "pi": 1.0},
+    ]
+    maps = runs.merge(pd.DataFrame(rows).astype({"layer": "Int64", "head": "Int64"}), how="cross")
+    spread = np.where(maps["kind"] == "band", 0, 0.05) * rng.normal(size=len(maps))
+    maps = maps.assign(restored=maps["damage"] * (1 - maps["pi"] - spread), noised=0.9 * maps["damage"])
+    # Most conversations have no lift in one family, and all heads of a layer read alike.
+    lift = maps["pi"].mask((maps["family"] == FALSE) & (maps["prompt"] != "p00"))
+    maps = maps.assign(mass=maps["pi"], lift=lift, contribution=maps["layer"].astype(float))
+    sets = [{"sort": sort, "draw": 0, "pi": mean} for sort, mean in chosen.items()]
+    sets += [{"sort": sort + MATCHED, "draw": draw, "pi": 0.1} for sort, draw in product(chosen, range(TWO.random))]
+    heads = runs[runs["family"] != NONE].merge(pd.DataFrame(sets), how="cross")
+    heads = heads.assign(restored=heads["damage"] * (1 - heads["pi"] - rng.normal(0, 0.06, len(heads))))
+    states = pd.DataFrame(product(damage, range(3)), columns=["family", "layer"])
+    return {"maps": maps, "states": states.assign(**dict.fromkeys(STREAM, 0.1 * states["layer"])), "heads": heads}
+
+
+@cache
+def put_in() -> Conclusion:
+    return concluded(made_up(), TWO)
+
+
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    found = put_in()
+    view = heads_view(torch.full((1, 3, 1, 2), 0.5), ["one ", " two"], "A view.", damaged=[1])
+    return TWO, replace(found, facts={**found.facts, "views": [asdict(view)]})
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """No head differs from any other, and sets of heads remove as much as random ones do."""
+    tables = made_up(dict.fromkeys(PI, 0.0), {POISON: 0.1, FILTER: 0.1}, int(rng.integers(2**32)))
+    looks = {look: rng.normal(size=len(tables["maps"])) for look in collecting.LOOKS}
+    return concluded({**tables, "maps": tables["maps"].assign(**looks)}, TWO)
+
+
+def test_verdicts_and_shares_are_those_that_were_put_in():
+    found = put_in().findings
+    assert found.find("called", kind="head", layer=0, head=0, verdict=POISON)
+    assert found.find("called", kind="head", layer=1, head=0, verdict=FILTER)
+    for family in ("zeros", FALSE):
+        assert found.at("pi", kind="head", layer=0, head=0, family=family).mean == pytest.approx(0.4, abs=0.05)
+    assert found.at("damage", family=FALSE).mean == found.at("median_damage", family=FALSE).mean == 20
+    assert found.at("noised", band="0–1", family="zeros").mean == pytest.approx(0.9)
+    assert found.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(0.5, abs=0.05)
+    assert found.at("beyond", sort=FILTER).mean == pytest.approx(-0.4, abs=0.05)
+    assert [found.at("overlap", sort=sort).mean for sort in FOUND] == [1, 1]
+    assert found.at("as_far", family="all", sort=FILTER).mean == 0
+
+
+def test_every_kind_of_damage_counts_alike_among_all():
+    """One family has twenty times the damage of the other, and nothing of it goes away."""
+    tables = made_up()
+    heads = tables["heads"]
+    heads.loc[heads["family"] == FALSE, "restored"] = heads["damage"]
+    found = concluded(tables, TWO).findings
+    alone = found.at("removed", family="zeros", sort=POISON, heads="chosen").mean
+    assert found.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(alone / 2)
+
+
+def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
+    for sets in heads_by_half(made_up()["maps"], TWO).values():
+        for sort, layer in ((POISON, 0), (FILTER, 1)):
+            assert sets[sort] == [[Component("head", layer, 0)]]
+            assert len(sets[sort + MATCHED]) == TWO.random
+            assert {head for [head] in sets[sort + MATCHED]} <= {Component("head", layer, head) for head in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (FOUND, ["takes away .* removes more.: as predicted.", "adds .* removes less.: as predicted."]),
+        ({POISON: 0.5, FILTER: 0.01}, ["as predicted.", "removes less.: as predicted, but not shown to keep"]),
+        ({POISON: 0.1, FILTER: 0.1}, ["not detected.: the prediction is not confirmed."] * 2),
+        ({POISON: -0.3, FILTER: 0.5}, ["adds .*: the opposite of", "takes away .*: the opposite of"]),
+    ],
+)
+def test_the_answer_says_whether_the_prediction_held(chosen: dict[str, float], said: list[str], tmp_path: Path):
+    found = concluded(made_up(dict.fromkeys(PI, 0.0), chosen), TWO)
+    verdicts, *sentences = answer(STUDY, page_of(STUDY, TWO, found, tmp_path)).split("Restoring together")
+    assert verdicts.count("no more have a verdict than chance gives") == 3
+    for pattern, sentence in zip(said, sentences, strict=True):
+        assert re.search(pattern, sentence)
+
+
+def test_looks_that_order_heads_as_their_index_does_correlate_with_it():
+    found = put_in().findings
+    for name in ("look", "look_within"):
+        assert found.at(name, family="zeros", look="mass").mean > 0.7
+    assert found.at("look", family=FALSE, look="lift").mean > 0.7  # most conversations have none
+    assert found.get("look_within", family="zeros", look="contribution") is None  # the same for all heads of a layer
 
 
 # ---- what is refused, and warned of
 
 
-def test_one_conversation_is_refused_before_anything_is_run(tmp_path: Path):
-    one = Config(kinds=("code",), prompts=1, families=FAMILIES)
-    refused(lambda: study.run(one, tmp_path), "cannot be split into halves")
+@pytest.mark.parametrize(("place", "row"), [(0, "family == 'none'"), (1, "family == 'zeros' and kind == 'band'")])
+def test_a_control_fails_where_it_should(place: int, row: str):
+    tables = made_up()
+    assert [control.holds for control in concluded(tables, TWO).controls] == [True, True]
+    tables["maps"].loc[tables["maps"].query(row).index[0], "restored"] = 0.01
+    assert [control.holds for control in concluded(tables, TWO).controls] == [place == 1, place == 0]
 
 
-def test_a_few_verdicts_that_chance_may_give_are_called_so():
-    metrics = analysed({POISON: 0.5, FILTER: -0.3})
-    chance = metrics["by_chance"] | {"head": {"mean": 1.0, "high": 3.0}}
-    assert any("may be chance" in text for text in warnings(metrics | {"by_chance": chance}))
-    assert not any(
-        "may be chance" in text
-        for text in warnings(metrics | {"by_chance": chance | {"head": {"mean": 0.1, "high": 1.0}}})
-    )
+@pytest.mark.parametrize("high", [1, 2])
+def test_a_few_verdicts_that_chance_may_give_are_called_so(high: int):
+    findings = Findings()
+    for kind in KINDS:
+        for verdict, count in ((POISON, 2), (FILTER, 0)):
+            findings.number("count", count, kind=kind, verdict=verdict)
+        for statistic, value in (("mean", 0.5), ("high", high)):
+            findings.number("chance", value, kind=kind, statistic=statistic)
+    assert [text.count("may be chance") for text in warnings_of(findings, 16)] == [1] * 3 * (high == 2)
 
 
-def test_a_fault_that_does_not_exist_is_refused(tmp_path: Path):
-    refused(lambda: study.run(Config(kinds=("code",), families=("zeroes:30", "false")), tmp_path), "fault")
+def test_settings_that_no_conversation_fits_are_refused(deep: Model):
+    refused(lambda: cases_of(Config(kinds=("code",), prompts=1), deep), "cannot be split into halves")
+    refused(lambda: cases_of(Config(kinds=("code",), families=("zeroes:30", "false")), deep), "fault")

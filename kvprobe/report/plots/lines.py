@@ -48,12 +48,13 @@ class Lines:
             in the legend.
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
-        rules: values of y at which a thin line is drawn, such as 0.
+        rules: values of y at which a thin line is drawn; at 0 by default, where a number is negative.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
         x_label, y_label: of the axes.
         log: whether the y axis is logarithmic.
         curves: for many x: whether the x axis is linear (it is logarithmic otherwise), and intervals are shaded.
         limits: of the y axis.
+        own_scales: whether each panel has a y axis of its own.
         styles: of lines, by value of their key; in their order by default.
         size: width and height of a panel, in inches.
         title: of the figure; what `draw` is given by default.
@@ -79,6 +80,7 @@ class Lines:
     log: bool = False
     curves: bool = False
     limits: tuple[float, float] | None = None
+    own_scales: bool = False
     size: tuple[float, float] = (2.9, 3.0)
     title: str = ""
 
@@ -99,7 +101,7 @@ class Lines:
                 len(panels),
                 figsize=(3.0 + max(5.4, width * len(panels)), 0.5 + height * len(rows)),
                 sharex=True,
-                sharey=True,
+                sharey=not self.own_scales,
                 squeeze=False,
             )
             for axes, row in zip(grid, rows, strict=True):
@@ -147,7 +149,8 @@ class Lines:
             axis.axhline(value.mean, color="black", ls="--", lw=0.9, label=self.band[1])
         if self.level and (value := _common(findings, self.level[0], known)) and value.mean > 0:
             axis.axhline(value.mean, color="black", ls=":", lw=0.9, label=self.level[1])
-        for value in self.rules:
+        negative = any(finding.value.mean < 0 for finding in known)
+        for value in self.rules or ((0.0,) if negative else ()):
             axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
         lines = list(dict.fromkeys(finding.keys[self.line] for finding in known))
         named = any(isinstance(x, str) for x in across)
@@ -169,7 +172,7 @@ class Lines:
         if self.curves:
             axis.xaxis.get_major_locator().set_params(integer=True)
         else:
-            names = [x if isinstance(x, str) else f"{x:g}" for x in across]
+            names = [labels(self.x, x) if isinstance(x, str) else f"{x:g}" for x in across]
             axis.set_xticks(list(across.values()), names, fontsize=7.5, rotation=90 if named else 0)
             axis.set_xlim(min(across.values()) - 0.3, max(across.values()) + 0.3)
         if self.above and (value := _common(findings, self.above[0], known)):

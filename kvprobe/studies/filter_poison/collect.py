@@ -5,7 +5,6 @@ the question. In the family `false` nothing is broken: the cache is that of the 
 file per conversation and stage is kept, so an interrupted run resumes.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -23,28 +22,23 @@ from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.inference.trials import unrelated
-from kvprobe.layers import Component, layer_map, restored_together
+from kvprobe.layers import layer_map, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
 from kvprobe.studies.filter_poison.config import FALSE, Config
+from kvprobe.studies.filter_poison.halves import NONE, heads_by_half
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.text.tokens import Tokens
 
 STRUCK = ("T1", "fact", "T2")
 """Segments in which slots are damaged."""
-NONE = "none"
-"""The control: the clean cache in the place of the damaged one."""
-
 STATE = "state"
-"""Rows that tell the state of the residual stream, by layer; see `kvprobe.layers.states`."""
+"""Rows that hold the state of the residual stream, by layer; see `kvprobe.layers.states`."""
 _SHARED = ("kind", "layer", "family", "prompt", "half")
 
 LOOKS = ("mass", "lift", "contribution")
 """What a head does with the struck slots: attention on them, that over the clean run's, and what it reads there of what
 its layer reads in all."""
-
-Heads = Mapping[str, Sequence[Sequence[Component]]]
-"""Sets of heads to be restored together, by the name of what they are."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,13 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     return found
 
 
-def collect(model: Model, config: Config, cases: Sequence[Case], run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The maps, one row per conversation, family and component (see `LayerMap.df`), and the states of its layers."""
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Three tables: `maps`, one row per conversation, family and component (see `LayerMap.df`), and control; the
+    `states` of its layers; and `heads`, sets of heads found on the other half, each restored together.
+    """
+    cases = cases_of(config, model)
 
-    def measure(case: Case) -> pd.DataFrame:
+    def restored(case: Case) -> pd.DataFrame:
         tables = []
         for family, clean, damaged in damages(model, config, case, control=True):
             layers = model.geometry.n_layers
@@ -103,30 +100,24 @@ def collect(model: Model, config: Config, cases: Sequence[Case], run: Run) -> tu
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
-    table = table_of_parts(run, cases, "map", measure, doing="Restoring components", unit="conversation")
-    of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi", *LOOKS)]
-    states = table.loc[table["kind"] == STATE, of_states]
-    of_maps = [name for name in table if name not in of_states or name in _SHARED]
-    return table.loc[table["kind"] != STATE, of_maps], states
-
-
-def collect_heads(
-    model: Model, config: Config, cases: Sequence[Case], by_half: Mapping[int, Heads], run: Run
-) -> pd.DataFrame:
-    """Sets of heads found on the other half, each restored together: `sort`, `draw`, `damage` and `restored`."""
-
-    def measure(case: Case) -> pd.DataFrame:
+    def together(case: Case) -> pd.DataFrame:
         sets = by_half[1 - case.half]
         labels = [(sort, draw) for sort, groups in sets.items() for draw in range(len(groups))]
         groups = [group for each in sets.values() for group in each]
         tables = []
         for family, clean, damaged in damages(model, config, case):
-            damage, restored = restored_together(model, clean, damaged, case.suffix, groups, kept=config.suffix)
-            table = pd.DataFrame(labels, columns=["sort", "draw"]).assign(damage=damage, restored=restored)
+            damage, left = restored_together(model, clean, damaged, case.suffix, groups, kept=config.suffix)
+            table = pd.DataFrame(labels, columns=["sort", "draw"]).assign(damage=damage, restored=left)
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
-    return table_of_parts(run, cases, "heads", measure, doing="Restoring sets of heads", unit="conversation")
+    table = table_of_parts(run, cases, "map", restored, doing="Restoring components", unit="conversation")
+    of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi", *LOOKS)]
+    of_maps = [name for name in table if name not in of_states or name in _SHARED]
+    maps, states = table.loc[table["kind"] != STATE, of_maps], table.loc[table["kind"] == STATE, of_states]
+    by_half = heads_by_half(maps, config)
+    heads = table_of_parts(run, cases, "heads", together, doing="Restoring sets of heads", unit="conversation")
+    return {"maps": maps, "states": states, "heads": heads}
 
 
 def looks(model: Model, case: Case, clean: KVCache, damaged: KVCache) -> pd.DataFrame:

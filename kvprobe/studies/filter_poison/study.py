@@ -1,35 +1,93 @@
-"""The filter-poison study from start to report data."""
+"""The filter-poison study: its declaration."""
 
 from pathlib import Path
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.filter_poison.analyse import analyse, heads_by_half
-from kvprobe.studies.filter_poison.collect import cases_of, collect, collect_heads
-from kvprobe.studies.filter_poison.config import Config
-from kvprobe.studies.filter_poison.figures import draw_all, example
-from kvprobe.studies.filter_poison.narrative import narrate
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.faults.catalogue import CATALOGUE
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
+from kvprobe.studies.filter_poison.collect import collect
+from kvprobe.studies.filter_poison.conclude import ALL, CHOSEN, KINDS, RANDOM, conclude
+from kvprobe.studies.filter_poison.config import FALSE, Config
+from kvprobe.studies.filter_poison.figures import STYLES, Heads, Strips
+from kvprobe.studies.filter_poison.halves import FILTER, POISON
+from kvprobe.wording import percent, plain, points, signed
 
-NAME = "filter_poison"
+
+def two_places(value: Estimate) -> str:
+    return signed(value, 2)
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
-
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    cases = cases_of(config, model)
-    maps, states = collect(model, config, cases, directory)
-    by_half = heads_by_half(maps, config)
-    heads = collect_heads(model, config, cases, by_half, directory)
-    metrics = analyse(maps, states, heads, by_half, config)
-    for table, rows in (("maps", maps), ("states", states), ("heads", heads)):
-        directory.save_table(table, rows)
-    draw_all(metrics, model.name, directory.path / "figures")
-    views = example(model, config, cases[0], metrics)
-    directory.finish(metrics, narrate(metrics, config, model, directory.environment, views).to_dict())
-    return directory
+STUDY = Study(
+    name="filter_poison",
+    title="Filter or poison",
+    question=(
+        "A cache is damaged in several ways, or states another fact. Which attention blocks, MLPs and heads pass the "
+        "damage on to the answer, and which keep it away?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        Strips(),
+        Heads(),
+        Lines(
+            file="tested",
+            caption="The share of the damage that goes away when heads found on one half of the conversations are "
+            "restored together on the other. In “all” every kind of damage counts alike. 95 % intervals.",
+            finding="removed",
+            x="family",
+            line="heads",
+            panel="sort",
+            x_label="damage",
+            y_label="share of the damage that goes away",
+            styles={CHOSEN: Style("#0072b2"), RANDOM: Style("#7f7f7f", "s")},
+            own_scales=True,
+            size=(3.6, 3.4),
+        ),
+        Lines(
+            file="states",
+            caption="Medians over conversations, without intervals. What is erased is drawn from layer 2 on: before "
+            "there is hardly a deviation.",
+            finding="stream",
+            x="layer",
+            line="family",
+            panel="measure",
+            x_label="layer",
+            y_label="share",
+            styles=STYLES,
+            curves=True,
+            own_scales=True,
+        ),
+    ),
+    claims=(
+        *(Claim(name, "removes more", "removes less", "not detected") for name in ("beyond", "beyond_one")),
+        Claim("look_within", above="pass more on", below="pass less on", unclear="not detected"),
+    ),
+    labels={
+        "kind": KINDS,
+        "family": {name: fault.label for name, fault in CATALOGUE.items()} | {FALSE: "another fact", ALL: "all"},
+        "content": {name: fault.content for name, fault in CATALOGUE.items()}
+        | {FALSE: "nothing is broken; the cache is that of the conversation with the other value of the fact"},
+        "sort": {POISON: "the highest index", FILTER: "the lowest index"},
+        "heads": {CHOSEN: "found on the other half", RANDOM: "random, same layers"},
+        "look": {"mass": "attention on them", "lift": "the same over the clean run's", "contribution": "what is read"},
+        "measure": {
+            "rho": "‖δ‖ / ‖h‖ before the layer",
+            "erasure_attn": "erased by attention",
+            "erasure_mlp": "erased by the MLP",
+            "drop": "KL when the layer is dropped",
+            "angle": "1 − cos of the stream before and after the layer",
+        },
+    },
+    written={
+        **dict.fromkeys(("pi", "noised", "removed"), percent),
+        **dict.fromkeys(("beyond", "beyond_one"), points),
+        **dict.fromkeys(("look", "look_within"), two_places),
+        "damage": lambda nats: plain(nats, 3),
+        "median_damage": lambda nats: f"{nats.mean:.3f}",
+        "baseline": lambda rho: f"{rho.mean:+.2f}",
+        **dict.fromkeys(("count", "as_far", "sets", "overlap"), lambda count: f"{count.mean:.0f}"),
+    },
+)

@@ -1,0 +1,251 @@
+"""From maps to findings: which components may be called filter or poison, and whether heads with a high or low index on
+some conversations have it on others."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int
+
+from kvprobe.attention import attend
+from kvprobe.experiments.estimands import Mean, Ratio, Rows, Where, beside, measure
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.inference.model import Model
+from kvprobe.layers import by_chance, verdicts
+from kvprobe.layers.layer_map import LEAST
+from kvprobe.report.document import AttentionView
+from kvprobe.report.findings import Finding, Findings
+from kvprobe.report.views.attention import patterns_view
+from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
+from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
+from kvprobe.studies.filter_poison.config import Config
+from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, Heads, heads_by_half
+from kvprobe.wording import few_clusters
+
+ALL = "all"
+"""All families, each of which counts alike."""
+CHOSEN, RANDOM = "chosen", "random"
+KINDS = {"attn": "attention blocks", "mlp": "MLPs", "head": "heads"}
+CLAIMS = len(KINDS) + 2
+"""Of the answer: verdicts on three kinds of component, and two sets of heads tested. What decides them holds
+together."""
+COMPONENT = ("kind", "layer", "head", "band")
+STREAM = ("rho", "rho_after", "gain", "erasure", "erasure_attn", "erasure_mlp", "angle", "drop")
+EXACT = 1e-3
+"""How much of the damage may be left when everything is restored, and KL in nats where nothing is damaged."""
+SHOWN = 4
+"""Layers of the example."""
+
+PROMPT: dict[str, Any] = {"over": "damage", "cluster": "prompt"}
+DAMAGE = Mean(name="damage", of="damage", by=("family",), cluster="prompt", unit="nats")
+NOISED = Ratio(name="noised", of="noised", by=("band", "family"), where={"kind": "band"}, **PROMPT)
+REMOVED = Ratio(name="removed", of="gone", by=("family", "sort", "heads"), **PROMPT)
+BEYOND = Ratio(name="beyond", of="beyond", by=("sort",), where={"family": ALL, "heads": CHOSEN}, **PROMPT)
+ONE: Where = {"single": True, "heads": CHOSEN}
+BEYOND_ONE = Ratio(name="beyond_one", of="beyond", by=("family", "sort"), where=ONE, together=(), **PROMPT)
+
+
+def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run, and the attention of an example."""
+    conclusion = concluded(tables, config)
+    views = [asdict(view) for view in views_of(model, config, conclusion.findings)]
+    return replace(conclusion, facts={**conclusion.facts, "views": views})
+
+
+def concluded(tables: Mapping[str, Rows], config: Config) -> Conclusion:
+    """What `conclude` gives, without the model and the example; see `collect` for the tables."""
+    maps, by_half = tables["maps"], heads_by_half(tables["maps"], config)
+    struck = maps[maps["family"] != NONE]
+    once = struck.drop_duplicates(["family", "prompt"])
+    findings = measure(struck, [DAMAGE, NOISED])
+    for family, median in once.groupby("family", sort=False)["damage"].median().items():
+        findings.number("median_damage", median, "nats", family=str(family))
+    add_components(findings, struck, config)
+    add_stream(findings, tables["states"])
+    add_looks(findings, struck[struck["kind"] == "head"])
+    add_tested(findings, tables["heads"], by_half)
+    facts = {
+        "prompts": int(maps["prompt"].nunique()),
+        "layers": int(maps["layer"].max()) + 1,
+        "top": len(by_half[0][POISON][0]),
+        "segments": list(STRUCK),
+        "views": [],
+    }
+    controls = list(controls_of(findings, maps))
+    return Conclusion(findings, controls, facts, list(warnings_of(findings, facts["prompts"])))
+
+
+def add_components(findings: Findings, struck: Rows, config: Config) -> None:
+    """Of every component and band: π in each family, and the mean of the families, by verdict too; how many have each
+    verdict, and how many would by chance."""
+    table, prompts = verdicts(struck, COMPONENT), struck["prompt"].nunique()
+    for row in table.to_dict("records"):
+        keys: dict[str, Any] = {
+            str(key): int(row[key]) if key in ("layer", "head") else row[key] for key in COMPONENT if pd.notna(row[key])
+        }
+        for family in struck["family"].unique():
+            mean, low, high, *widest = (row[f"{end}_{family}"] for end in ("pi", "low", "high", "smallest", "largest"))
+            findings.add(Finding("pi", {**keys, "family": family}, Estimate(mean, low, high, prompts, *widest)))
+        findings.number("index", row["pi"], **keys)
+        findings.number("called", row["pi"], **keys, verdict=row["verdict"])
+    for kind in KINDS:
+        for verdict in (POISON, FILTER, "mixed", "neutral"):
+            findings.number(
+                "count", len(findings.where("called", kind=kind, verdict=verdict)), kind=kind, verdict=verdict
+            )
+    for row in by_chance(struck[struck["kind"] != "band"], seed=config.seed, comparisons=CLAIMS).to_dict("records"):
+        for statistic in ("mean", "high"):
+            findings.number("chance", row[statistic], kind=row["kind"], statistic=statistic)
+
+
+def add_stream(findings: Findings, states: Rows) -> None:
+    """Medians over conversations, because a ratio of small numbers has wild means; and rank correlations over layers of
+    what is measured without damage with the mean index of attention and of MLPs."""
+    medians = states.groupby(["family", "layer"], sort=False)[list(STREAM)].median()
+    for (family, layer), row in medians.drop(NONE).iterrows():
+        for of, value in row.items():
+            # Before the second layer there is hardly a deviation to be erased, and its share is any number.
+            drawn = of == "rho" or (of in ("erasure_attn", "erasure_mlp") and layer > 1)
+            findings.number("stream" if drawn else "stream_also", value, measure=of, family=family, layer=int(layer))
+    for kind in ("attn", "mlp"):
+        index = pd.Series({each.keys["layer"]: each.value.mean for each in findings.where("index", kind=kind)})
+        for of in ("angle", "drop"):
+            rho = index.rank().corr(medians.loc[NONE][of].rank())
+            findings.number("baseline", float(rho), measure=of, kind=kind)
+
+
+def add_looks(findings: Findings, heads: Rows) -> None:
+    """Rank correlations over heads of what they do with struck slots with their index, and the same within layers; none
+    where all heads are alike."""
+    found = []
+    for family, own in heads.groupby("family", sort=False):
+        wide = own.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
+        layers = wide["damage"].columns.get_level_values("layer").to_numpy(int)
+        weights = np.concatenate([np.ones((1, len(wide)), int), leave_one_out(len(wide))])
+        damage, restored = (weights @ wide[of].to_numpy(float) for of in ("damage", "restored"))
+        for look in LOOKS:
+            # Where the clean run gave the slots nothing, a head has no lift.
+            values = wide[look].to_numpy(float)
+            there = np.isfinite(values)
+            with np.errstate(invalid="ignore"):
+                means = (weights @ np.where(there, values, 0.0)) / (weights @ there)
+            for name, within in (("look", None), ("look_within", layers)):
+                pairs = zip(means, 1 - restored / damage, strict=True)
+                rhos = np.array([rank_correlation(one, two, within) for one, two in pairs])
+                if isfinite(rhos[0]):
+                    found.append((name, {"look": look, "family": family}, rhos))
+    claimed = sum(name == "look_within" for name, *_ in found)
+    for name, keys, rhos in found:
+        family = claimed if name == "look_within" else 0
+        value = jackknife(float(rhos[0]), rhos[1:], DIFFERENCE, max(1, family))
+        findings.add(Finding(name, keys, value, comparisons=family))
+
+
+def rank_correlation(
+    one: Float[np.ndarray, "heads"], two: Float[np.ndarray, "heads"], within: Int[np.ndarray, "heads"] | None
+) -> float:
+    """Spearman's; with `within`, of ranks from which the mean of each group is taken."""
+    known = np.isfinite(one) & np.isfinite(two)
+    ranks: Any = pd.DataFrame({"one": one[known], "two": two[known]}).rank()
+    if within is not None:
+        ranks -= ranks.groupby(within[known]).transform("mean")
+    return float(ranks["one"].corr(ranks["two"]))
+
+
+def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, Heads]) -> None:
+    """The index of each set on the half that it was not found on, that of random heads, and the difference; how many
+    random sets go as far; which heads both halves chose, and how many random ones are of the chosen."""
+    rows = prepared(table)
+    for finding in measure(rows, [REMOVED, BEYOND_ONE]):
+        findings.add(finding)
+    for cell in BEYOND.cells(rows):
+        findings.add(Finding("beyond", cell.keys, cell.estimated(CLAIMS), comparisons=CLAIMS))
+    for (family, sort), own in rows[rows["heads"] == RANDOM].groupby(["family", "sort"], sort=False):
+        keys, sums = {"family": family, "sort": sort}, own.groupby("draw")[["gone", "damage"]].sum()
+        further = sums["gone"] / sums["damage"] - findings.at("removed", **keys, heads=CHOSEN).mean
+        findings.number("as_far", int((further >= 0 if sort == POISON else further <= 0).sum()), **keys)
+        findings.number("sets", len(sums), **keys)
+    for sort in (POISON, FILTER):
+        twice = set.intersection(*({*sets[sort][0]} for sets in by_half.values()))
+        taken = [
+            head in {*sets[POISON][0], *sets[FILTER][0]}
+            for sets in by_half.values()
+            for group in sets[sort + MATCHED]
+            for head in group
+        ]
+        findings.number("overlap", len(twice), sort=sort)
+        findings.number("shared", float(np.mean(taken)), sort=sort)
+
+
+def prepared(table: Rows) -> Rows:
+    """Every set of heads in its family and, scaled by the family's damage, among all; with what is gone of the damage,
+    and how much more than with random heads in the same conversation."""
+    random = table["sort"].str.endswith(MATCHED)
+    sort, gone = table["sort"].str.removesuffix(MATCHED), table["damage"] - table["restored"]
+    rows = table.assign(heads=np.where(random, RANDOM, CHOSEN), sort=sort, gone=gone, single=True)
+    scale = rows.groupby("family")["damage"].transform("mean")
+    every = rows.assign(family=ALL, single=False, gone=gone / scale, damage=rows["damage"] / scale)
+    rows = pd.concat([rows, every], ignore_index=True)
+    usual = beside(rows, "gone", {"heads": RANDOM}, ("prompt", "family", "sort"))
+    return rows.assign(beyond=rows["gone"] - usual)
+
+
+def controls_of(findings: Findings, maps: Rows) -> Iterator[Control]:
+    """Whether no damage gives none, and everything restored leaves none."""
+    nothing = maps.loc[maps["family"] == NONE, ["damage", "restored", "noised"]]
+    whole = maps[(maps["kind"] == "band") & (maps["family"] != NONE)].groupby(["prompt", "family"]).tail(1)
+    whole = whole[whole["damage"] >= LEAST]
+    for of, largest, said in (
+        (
+            "undamaged",
+            nothing.abs().max().max(),
+            "With the clean cache in place of the damaged one, blocks and bands restored or not, KL in nats is at most",
+        ),
+        (
+            "everything",
+            (whole["restored"] / whole["damage"]).abs().max(),
+            "With all outputs of all layers restored, the share of the damage that is left is at most",
+        ),
+    ):
+        findings.number("left", largest, of=of)
+        yield Control(f"{said} {largest:.1e} (allowed: {EXACT:g}).", bool(largest <= EXACT))
+
+
+def warnings_of(findings: Findings, prompts: int) -> Iterator[str]:
+    """What a reader must know before the numbers."""
+    if few := few_clusters(prompts, "conversations"):
+        yield few
+    for kind, name in KINDS.items():
+        count = sum(findings.at("count", kind=kind, verdict=verdict).mean for verdict in (POISON, FILTER))
+        mean, high = (findings.at("chance", kind=kind, statistic=each).mean for each in ("mean", "high"))
+        if 0 < count <= high:
+            yield (
+                f"{count:.0f} of the {name} have a verdict, where chance gives {mean:.1f} on average and may give "
+                f"{high:.0f}: they may be chance."
+            )
+
+
+def views_of(model: Model, config: Config, findings: Findings) -> Sequence[AttentionView]:
+    """One conversation read with its cache whole and damaged, in the layers whose heads matter most, index beside each
+    head."""
+    heads = findings.where("index", kind="head")
+    table = pd.Series({(each.keys["layer"], each.keys["head"]): each.value.mean for each in heads}).unstack()
+    layers = sorted(table.abs().max(axis=1).nlargest(SHOWN).index)
+    case = cases_of(config, model)[0]
+    _, clean, damaged = damages(model, config, case)[0]
+    found = []
+    for cache, caption in ((clean, "as it was read"), (damaged, "with the first kind of damage, its slots marked")):
+        found.append(
+            patterns_view(
+                attend(model, case.suffix, cache, queries=range(len(case.suffix)), layers=layers),
+                model.tokenizer,
+                f"Conversation {case.name}, {caption}.",
+                damaged=struck_of(clean, cache).tolist(),
+                index=table.loc[layers].to_numpy(float),
+                index_name="causal index π, mean of families",
+            )
+        )
+    return found
