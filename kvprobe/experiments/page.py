@@ -1,6 +1,6 @@
 """The page of a declared study's run: one HTML file, made again at any time from the run's files alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.files import write_whole
 from kvprobe.names import one_line
 from kvprobe.plain_data import filled
-from kvprobe.report.document import LIMITS, Figure, HeatMap, Passage
+from kvprobe.report.document import LIMITS, Figure, HeatMap, Passage, TokenView
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.page import picture, pieces
 from kvprobe.report.views.page import Part, drawn, page, render
@@ -98,7 +98,7 @@ class _Page:
     def _filled(self, template: Template, block: str | None) -> str:
         values: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("study", "config", "findings", "title", "figures")},
-            **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "view")},
+            **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "coloured", "view")},
             "facts": self.conclusion.facts,
             "controls": self.conclusion.controls,
             "warnings": self.conclusion.warnings,
@@ -156,6 +156,21 @@ class _Page:
                 column_axis=columns,
             )
         )
+
+    def coloured(self, name: str, kinds: str, along: str, texts: Sequence[str], caption: str) -> Markup:
+        """Findings as a text with coloured tokens; 0 where there is no finding.
+
+        Args:
+            kinds: the key whose values the reader picks from.
+            along: the key that has a value for each token.
+            texts: of the tokens.
+        """
+        labels, tokens = (self.findings.values(name, key) for key in (kinds, along))
+        values = [
+            [cell.mean if (cell := self.findings.get(name, **{kinds: kind, along: token})) else 0.0 for token in tokens]
+            for kind in labels
+        ]
+        return self.view(TokenView(caption, texts, [self.study.label(kinds, kind) for kind in labels], values))
 
     def view(self, part: Part) -> Markup:
         """A view, drawn."""
