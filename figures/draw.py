@@ -16,12 +16,11 @@ import kvprobe.studies.idle_rebuild.study as idle_rebuild
 import kvprobe.studies.leakage.study as leakage
 import kvprobe.studies.memory.study as memory_study
 import kvprobe.studies.multihop.study as multihop
-import kvprobe.studies.patching.study as patching
 import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import bands, bitflips, policies, robustness
+from kvprobe.studies import bands, bitflips, patching, policies, robustness
 from kvprobe.studies.bands.config import Config as BandsConfig
 from kvprobe.studies.bitflips.config import Config as BitflipsConfig
 from kvprobe.studies.carriers.config import Config as CarriersConfig
