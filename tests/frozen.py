@@ -113,7 +113,7 @@ class Folders:
 
 
 class Fixtures:
-    """The fixtures of a test module, each made once, by the module's own function or by one of those above."""
+    """The fixtures of a test module, each made once, by one of those above, the module's own, or `conftest`'s."""
 
     def __init__(self, tests: ModuleType, root: Path, stack: ExitStack) -> None:
         self._tests, self._stack = tests, stack
@@ -126,7 +126,9 @@ class Fixtures:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = self._make(self._own.get(name) or inspect.unwrap(getattr(self._tests, name)))
+            shared = import_module("tests.studies.conftest")
+            function = getattr(self._tests, name, getattr(shared, name, None))
+            self._made[name] = self._make(self._own.get(name) or inspect.unwrap(function))
         return self._made[name]
 
     def _make(self, function: Callable[..., Any]) -> Any:

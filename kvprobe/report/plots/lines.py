@@ -48,6 +48,7 @@ class Lines:
             in the legend.
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
+        rules: values of y at which a thin line is drawn, such as 0.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
         x_label, y_label: of the axes.
         log: whether the y axis is logarithmic.
@@ -72,6 +73,7 @@ class Lines:
     band: tuple[str, str] | None = None
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
+    rules: tuple[float, ...] = ()
     above: tuple[str, str] | None = None
     log: bool = False
     curves: bool = False
@@ -143,6 +145,8 @@ class Lines:
             axis.axhline(value.mean, color="black", ls="--", lw=0.9, label=self.band[1])
         if self.level and (value := _common(findings, self.level[0], known)) and value.mean > 0:
             axis.axhline(value.mean, color="black", ls=":", lw=0.9, label=self.level[1])
+        for value in self.rules:
+            axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
         lines = list(dict.fromkeys(finding.keys[self.line] for finding in known))
         named = any(isinstance(x, str) for x in across)
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
