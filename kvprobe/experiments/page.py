@@ -170,6 +170,7 @@ class _Page:
             [cell.mean if (cell := self.findings.get(name, **{kinds: kind, along: token})) else 0.0 for token in tokens]
             for kind in labels
         ]
+        texts = filled(Sequence[str], texts, "the tokens", LIMITS)
         return self.view(TokenView(caption, texts, [self.study.label(kinds, kind) for kind in labels], values))
 
     def view(self, part: Part) -> Markup:
