@@ -127,7 +127,7 @@ class Fixtures:
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             shared = import_module("tests.studies.conftest")
-            function = getattr(self._tests, name, getattr(shared, name, None))
+            function: Any = getattr(self._tests, name, getattr(shared, name, None))
             self._made[name] = self._make(self._own.get(name) or inspect.unwrap(function))
         return self._made[name]
 
