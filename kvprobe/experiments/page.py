@@ -158,10 +158,23 @@ class _Page:
             )
         )
 
-    def tokens(self, name: str, along: str, texts: Sequence[str], label: str, caption: str, **keys: Key) -> Markup:
-        """Findings along one key as the colours of a text, whose tokens are in the key's order."""
-        values = [self.findings.at(name, **keys, **{along: place}).mean for place in self.findings.values(name, along)]
-        return self.view(TokenView(caption, filled(Sequence[str], texts, "the tokens", LIMITS), [label], [values]))
+    def tokens(
+        self, name: str, along: str, texts: Sequence[str], caption: str, label: str = "", kinds: str | None = None
+    ) -> Markup:
+        """Findings as a text with coloured tokens; 0 where there is no finding.
+
+        Args:
+            along: the key that has a value for each token.
+            texts: of the tokens.
+            label: of the numbers, where there is one kind of them.
+            kinds: the key whose values the reader picks from, where there are several.
+        """
+        chosen = [{kinds: kind} for kind in self.findings.values(name, kinds)] if kinds else [{}]
+        places = self.findings.values(name, along)
+        found = [[self.findings.get(name, **kind, **{along: place}) for place in places] for kind in chosen]
+        values = [[0.0 if cell is None else cell.mean for cell in row] for row in found]
+        labels = [self.study.label(kinds, kind[kinds]) if kinds else label for kind in chosen]
+        return self.view(TokenView(caption, filled(Sequence[str], texts, "the tokens", LIMITS), labels, values))
 
     def view(self, part: Part) -> Markup:
         """A view, drawn."""

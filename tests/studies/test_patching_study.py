@@ -1,9 +1,6 @@
-"""The patching study: whole runs on a tiny model, bands and numbers of tables with known answers, and what is said of
-them."""
+"""The patching study: whole runs on a tiny model, bands and numbers of tables with known answers, and claims."""
 
-import json
 from collections.abc import Mapping
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,66 +10,53 @@ import pandas as pd
 import pytest
 
 import kvprobe.studies.patching.collect as collecting
-import kvprobe.studies.patching.study as study
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
-from kvprobe.report.page import write_report
-from kvprobe.studies.patching.analyse import analyse, band_of, bands_by_half
-from kvprobe.studies.patching.collect import (
-    AFTER,
-    BANDS,
-    BEFORE,
-    EVERYTHING,
-    HEADS,
-    LAYERS,
-    RESIDUAL,
-    SAME,
-    VALUE,
-    WHOLE,
-    cases_of,
-    divided,
-    measure_bands,
-)
+from kvprobe.studies import patching
+from kvprobe.studies.patching.bands import band_of
+from kvprobe.studies.patching.collect import AFTER, BEFORE, VALUE, Grid, cases_of, divided, measure_bands
+from kvprobe.studies.patching.conclude import concluded
 from kvprobe.studies.patching.config import Config
-from kvprobe.studies.patching.narrative import answer, controls, findings, warnings
+from kvprobe.studies.patching.study import STUDY
 from kvprobe.tasks.facts import Fact, pair
-from tests.studies.runs import assert_figures, interrupted, made_up_fact, run_on
+from tests.studies.runs import assert_figures, made_up_fact, page_of
 
 N_LAYERS = 4
 SMALL = Config(kinds=("code", "name"), facts=3, step=2, check=8)
 
 
+def by_margin(model: Model, kind: str) -> list[tuple[str, str]]:
+    """Pairs of values, from those that the model says most clearly, each in its own run, to those that it confuses."""
+    letters, said, id_of = "bcdefghijkmnopqrsu", {}, {}
+    for letter in letters:
+        own = pair(made_up_fact(0, kind, (letter, "v")), model.tokenizer)
+        said[letter] = model.extend(model.prefill(own.prompts[0]), [own.suffix])[1][0, -1]
+        id_of[letter] = own.answers[0]
+
+    def margin(values: tuple[str, str]) -> float:
+        return min(float(said[one][id_of[one]] - said[one][id_of[other]]) for one, other in (values, values[::-1]))
+
+    return sorted(combinations(letters, 2), key=margin, reverse=True)
+
+
 @pytest.fixture(scope="module")
 def tiny_facts(deep: Model) -> tuple[Fact, ...]:
     """Five facts, of two kinds, that this model happens to say right in both runs, and one that it does not."""
-    letters = "bcdefghijkmnopqrsu"
-    found: list[Fact] = []
-    for kind, wanted in (("code", (True, True, True)), ("name", (True, True, False))):
-        said = {letter: _likes(deep, made_up_fact(0, kind, (letter, "v"))) for letter in letters}
-        id_of = {letter: pair(made_up_fact(0, kind, (letter, "v")), deep.tokenizer).answers[0] for letter in letters}
-
-        def margin(one: str, other: str, said: Any = said, id_of: Any = id_of) -> float:
-            """How surely both values are said, each in its own run."""
-            here, there = id_of[one], id_of[other]
-            return float(min(said[one][here] - said[one][there], said[other][there] - said[other][here]))
-
-        both = sorted(combinations(letters, 2), key=lambda values: -margin(*values))
-        right, wrong = iter(both), iter(reversed(both))
-        found += [made_up_fact(number, kind, next(right if able else wrong)) for number, able in enumerate(wanted)]
-    return tuple(found)
+    codes, names = by_margin(deep, "code"), by_margin(deep, "name")
+    chosen = [("code", values) for values in codes[:3]] + [("name", values) for values in (*names[:2], names[-1])]
+    return tuple(made_up_fact(number, kind, values) for number, (kind, values) in enumerate(chosen))
 
 
-def _likes(model: Model, fact: Fact) -> Any:
-    """The logits where the value of the first run should be said."""
-    own = pair(fact, model.tokenizer)
-    _, logits = model.extend(model.prefill(own.prompts[0]), [own.suffix])
-    return logits[0, -1]
+def give(patch: pytest.MonkeyPatch, chosen: tuple[Fact, ...]) -> None:
+    patch.setattr(collecting, "facts", lambda kinds: tuple(fact for fact in chosen if fact.kind in kinds))
 
 
 def run_tiny(model: Model, chosen: tuple[Fact, ...], root: Path, config: Config = SMALL) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "facts", lambda _: chosen)
-        return run_on(model, study, config, root)
+        give(patch, chosen)
+        return patching.run(config, root, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -80,126 +64,73 @@ def finished(deep: Model, tiny_facts: tuple[Fact, ...], tmp_path_factory: pytest
     return run_tiny(deep, tiny_facts, tmp_path_factory.mktemp("runs"))
 
 
-# --- whole runs on a tiny model
+def test_a_run_leaves_what_the_model_cannot_do_out_of_the_maps_and_shows_all_others(finished: Run):
+    table, conclusion = finished.df(), Conclusion.of(finished.metrics)
+    found = conclusion.findings
+    assert (found.at("facts").mean, found.at("able_facts").mean, found.at("able", kind="name").mean) == (6, 5, 2)
+    always = {Grid.WHOLE, Grid.EVERYTHING, Grid.SAME}
+    assert set(table.loc[~table["able"], "grid"]) == always
+    assert set(table.loc[table["able"], "grid"]) >= always | {Grid.LAYERS, Grid.HEADS, Grid.RESIDUAL}
+    assert {finding.value.clusters for finding in found.where("segment")} == {5}
+    assert [control.holds for control in conclusion.controls] == [True] * 3
+    page = (finished.path / "report.html").read_text()
+    assert [page.count(f'data-component="{view}"') for view in ("HeatMap", "ColoredTokensMulti")] == [3 + 2 + 2, 1]
+    assert_figures(finished, *(figure.file for figure in STUDY.figures))
 
 
-def test_a_run_counts_what_the_model_cannot_do_and_leaves_it_out_of_the_maps(finished: Run):
-    table, metrics = finished.df(), finished.metrics
-    assert (metrics["pairs"]["facts"], metrics["pairs"]["able_facts"]) == (6, 5)
-    assert metrics["pairs"]["kinds"][1] == {"kind": "name", "runs": 3, "able": 2}
-    unable = table[~table["able"]]
-    assert set(unable["grid"]) == {WHOLE, EVERYTHING, SAME}
-    assert set(table.loc[table["able"], "grid"]) >= {WHOLE, EVERYTHING, SAME, LAYERS, HEADS, RESIDUAL}
-    assert metrics["enough"]
-
-
-def test_controls_hold_on_real_passes(finished: Run):
-    assert all(holds for _, holds in controls(finished.metrics))
-    table = finished.df()
-    early = table[(table["grid"] == WHOLE) & ~table["segment"].isin([VALUE, AFTER, "T2"])]
+def test_passes_agree_with_what_must_hold_exactly(finished: Run):
+    table: Any = finished.df()
+    whole = table[table["grid"] == Grid.WHOLE]
+    early = whole[~whole["segment"].isin([VALUE, AFTER, "T2"])]
     assert set(early["segment"]) == {"system", "T1", BEFORE}
     assert early["effect"].abs().max() < 1e-4
-    value = table[(table["grid"] == WHOLE) & (table["segment"] == VALUE) & (table["part"] == "KV")]
-    assert value["effect"].abs().min() > 1e-3
-    everything = table[(table["grid"] == EVERYTHING) & (table["part"] == "KV") & table["able"]]
-    np.testing.assert_allclose(everything["normalised"], 1, atol=1e-3)
+    assert whole[(whole["segment"] == VALUE) & (whole["part"] == "KV")]["effect"].abs().min() > 1e-3
+    everything = table[(table["grid"] == Grid.EVERYTHING) & (table["part"] == "KV") & table["able"]]
+    first = table[(table["grid"] == Grid.RESIDUAL) & (table["layer"] == 0)]
+    assert len(first) == len(everything) == 5
+    for donor in (everything, first):
+        np.testing.assert_allclose(donor["normalised"], 1, atol=1e-3)
 
 
-def test_a_swapped_residual_stream_at_the_first_layer_makes_the_donor(finished: Run):
-    table = finished.df()
-    first = table[(table["grid"] == RESIDUAL) & (table["layer"] == 0)]
-    assert len(first) == 5
-    np.testing.assert_allclose(first["normalised"], 1, atol=1e-3)
-
-
-def test_the_report_has_every_map_view_and_figure(finished: Run):
-    page = write_report(finished.path, finished.report).read_text(encoding="utf-8")
-    for heading in (
-        "What was found",
-        "Layer by segment",
-        "Layer by KV head",
-        "Reader and total",
-        "One fact",
-        "Controls",
-        "Limits",
-    ):
-        assert heading in page
-    assert page.count('data-component="HeatMap"') == 3 + 2 + 2
-    assert page.count('data-component="ColoredTokensMulti"') == 1
-    assert_figures(
-        finished, "whole_by_segment", "layer_by_segment", "layer_by_head", "reader_and_total", "layer_by_slot"
-    )
-    assert "DOES NOT HOLD" not in page
-    assert "too few for an interval" in page
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    finished: Run, deep: Model, tiny_facts: tuple[Fact, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run = partial(run_tiny, deep, tiny_facts, tmp_path)
-    resumed, calls = interrupted(run, monkeypatch, collecting, "measure", at=4)
-    assert len(calls) == 4 + 3
-    assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
-
-
-def test_a_model_that_can_do_too_little_is_told_so(deep: Model, tiny_facts: tuple[Fact, ...], tmp_path: Path):
-    unable = (tiny_facts[-1],)
-    run = run_tiny(deep, unable, tmp_path, Config(kinds=("name",), facts=1, check=8))
-    assert run.report["answer"].startswith(
-        "Too few facts to say: the model says the right value in both runs of 0 of 1"
-    )
-    assert "What was found" not in [section["title"] for section in run.report["sections"]]
-    write_report(run.path, run.report)
-
-
-# --- which runs there are
+def test_too_few_facts_are_reported_and_nothing_else(deep: Model, tiny_facts: tuple[Fact, ...], tmp_path: Path):
+    run = run_tiny(deep, (tiny_facts[-1],), tmp_path, Config(kinds=("name",), facts=1, check=8))
+    assert "right value in both runs of 0 of 1 facts, and 4 are the fewest" in answer(STUDY, run)
+    assert Conclusion.of(run.metrics).findings.names == ["runs", "able", "facts", "able_facts", "largest", "off"]
 
 
 def test_ways_take_each_fact_both_ways_or_in_turn(
     deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(collecting, "facts", lambda _: tiny_facts)
-    both = cases_of(Config(kinds=("code", "name"), facts=3, ways=2), deep.tokenizer)
-    one = cases_of(Config(kinds=("code", "name"), facts=3, ways=1), deep.tokenizer)
+    give(monkeypatch, tiny_facts)
+    one, both = (cases_of(Config(kinds=("code", "name"), facts=3, ways=ways), deep.tokenizer) for ways in (1, 2))
     assert [case.fact for case in both[::2]] == [case.fact for case in one] == [fact.id for fact in tiny_facts]
     for there, back in zip(both[::2], both[1::2], strict=True):
-        assert (there.base, there.donor) == (back.donor, back.base)
+        assert (there.base, there.donor, there.half) == (back.donor, back.base, back.half)
         assert (there.metric.right, there.metric.wrong) == (back.metric.wrong, back.metric.right)
-        assert there.half == back.half
     assert [case.base for case in one] == [both[2 * place + place % 2].base for place in range(len(one))]
     assert sorted(case.half for case in one) == [0, 0, 0, 1, 1, 1]
 
 
-def test_the_turn_of_the_fact_is_cut_around_the_value(deep: Model, tiny_facts: tuple[Fact, ...]):
+def test_the_turn_of_the_fact_is_cut_around_the_value_and_a_run_tests_the_band_of_the_other_half(
+    deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
+):
     prompt = pair(tiny_facts[0], deep.tokenizer).prompts[0]
     cut = divided(prompt)
     assert cut.names == ("system", "T1", BEFORE, VALUE, AFTER, "T2")
-    assert cut.span(VALUE) == prompt.part("value")
-    assert (cut.ids, cut.positions) == (prompt.ids, prompt.positions)
-
-
-def test_a_run_tests_the_band_that_the_other_half_found(
-    deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(collecting, "facts", lambda _: tiny_facts)
+    assert (cut.span(VALUE), cut.ids, cut.positions) == (prompt.part("value"), prompt.ids, prompt.positions)
+    give(monkeypatch, tiny_facts)
     case = cases_of(SMALL, deep.tokenizer)[0]
-    bands = {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}}
-    table = measure_bands(deep, case, bands)
+    table = measure_bands(deep, case, {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}})
     assert dict(zip(table["where"], table["band"], strict=True)) == {"inside": "1–2", "outside": "0+3"}
-
-
-# --- numbers of tables with known answers
 
 
 @pytest.mark.parametrize(
     ("effects", "band"),
     [
         ([0.0, 0.1, 0.5, 0.4, 0.0], range(2, 4)),
-        ([1.0, 0.0, 0.0], range(0, 1)),
         ([0.5, 0.0, 0.5], range(0, 3)),
         ([-0.2, 0.6, 0.6, -0.1], range(1, 3)),
         ([-0.5, 0.2], None),
-        ([0.0, 0.0], None),
     ],
 )
 def test_a_band_is_the_smallest_run_that_holds_its_share(effects: list[float], band: range | None):
@@ -207,89 +138,104 @@ def test_a_band_is_the_smallest_run_that_holds_its_share(effects: list[float], b
 
 
 def table_with(
-    shares: Mapping[str, float], at: Mapping[str, int], facts: int = 16, noise: float = 0.02
+    shares: Mapping[str, float], facts: int = 16, seed: Any = 0, noise: float = 0.02, added: bool = False
 ) -> pd.DataFrame:
-    """Facts whose K and V carry these shares, each read at one layer of the value's slots; each way is about −5."""
-    rng = np.random.default_rng(0)
-    rows: list[dict[str, Any]] = []
+    """Facts whose K and V carry these shares, at layers 3 and 2; both are the donor, or the sum of each and noise."""
+    rng, rows = np.random.default_rng(seed), []
     for number in range(facts):
         way = -5.0 + rng.normal(0, 0.5)
         known = {"pair": number, "cluster": f"f{number}", "kind": "code", "half": number % 2, "able": True, "way": way}
-        known |= {"base": 2.5, "donor": 2.5 + way}
-        own = {part: share + rng.normal(0, noise) for part, share in shares.items()} | {"KV": 1.0}
+        own = {part: share + rng.normal(0, noise) for part, share in shares.items()}
+        own["KV"] = sum(own.values()) + rng.normal(0, noise) if added else 1.0
 
-        def cell(effect: float, known: dict[str, Any] = known, **labels: Any) -> None:
-            rows.append(
-                {**known, "effect": effect, "value": 2.5 + effect, "normalised": effect / known["way"], **labels}
-            )
+        def cell(share: float, grid: Grid, part: str, known: dict[str, Any] = known, **labels: Any) -> None:
+            effect = share * known["way"]
+            ends = {"value": 2.5 + effect, "donor": 2.5 + known["way"], "effect": effect}
+            rows.append({**known, **ends, "grid": grid.value, "part": part, **labels})
 
         for part, share in own.items():
-            cell(share * way, grid=EVERYTHING, part=part)
+            cell(share, Grid.EVERYTHING, part)
             for segment in ("system", VALUE, "T2"):
-                cell(share * way if segment == VALUE else 0.0, grid=WHOLE, segment=segment, part=part)
+                cell(share * (segment == VALUE), Grid.WHOLE, part, segment=segment)
             for layer in range(N_LAYERS):
-                hit = share * way if at.get(part) == layer else 0.0
-                cell(hit, grid=LAYERS, segment=VALUE, part=part, layer=layer)
-                if part != "KV":
-                    cell(hit, grid=HEADS, segment=VALUE, part=part, layer=layer, head=0, score=2 * hit, linear=-hit)
-            if part != "KV":
-                cell(0.9 * share * way, grid=BANDS, part=part, where="inside")
-                cell(0.1 * share * way, grid=BANDS, part=part, where="outside")
-        cell(0.0, grid=SAME, part="KV")
+                hit = share * (layer == {"K": 3, "V": 2}.get(part))
+                scores = {"head": 0, "score": 2 * hit * way, "linear": hit}
+                cell(hit, Grid.LAYERS, part, segment=VALUE, layer=layer)
+                cell(hit, Grid.HEADS, part, segment=VALUE, layer=layer, **scores)
+            cell(0.9 * share, Grid.BANDS, part, where="inside")
+            cell(0.1 * share, Grid.BANDS, part, where="outside")
+        cell(1.0, Grid.RESIDUAL, "resid_pre", segment=VALUE, layer=0)
+        cell(0.0, Grid.SAME, "KV")
     return pd.DataFrame(rows)
 
 
-def numbers_of(table: pd.DataFrame) -> dict[str, Any]:
-    return analyse(table, None, bands_by_half(table, N_LAYERS), Config(), N_LAYERS)
+def numbers(table: pd.DataFrame) -> Conclusion:
+    """With an example of two slots, of which the second carries half of the way, for the reader."""
+    rows = []
+    for slot, text in ((7, "\n"), (8, "$b <i>")):
+        known = {"cluster": "f0", "way": -5.0, "slot": slot, "text": text, "effect": -2.5 * (slot - 7)}
+        layers = [(Grid.SLOTS, part, layer) for part in ("K", "V") for layer in range(N_LAYERS)]
+        for grid, part, layer in (*layers, *((Grid.TOKENS, part, np.nan) for part in ("K", "V", "KV"))):
+            rows.append({**known, "grid": grid.value, "part": part, "layer": layer, "score": known["effect"]})
+    rows.append({**known, "grid": Grid.TOTAL.value, "part": "KV", "effect": -5.0})
+    return concluded(table, pd.DataFrame(rows), Config(), N_LAYERS)
+
+
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return Config(), numbers(table_with({"K": 0.1, "V": 0.8}))
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Neither K nor V moves the answer, nor do both together."""
+    return numbers(table_with({"K": 0.0, "V": 0.0}, seed=rng, noise=0.3, added=True))
 
 
 def test_known_shares_layers_and_bands_come_back():
-    metrics = numbers_of(table_with({"K": 0.1, "V": 0.8}, {"K": 3, "V": 2}))
-    assert metrics["everything"]["V"]["mean"] == pytest.approx(0.8, abs=0.02)
-    assert metrics["difference"]["mean"] == pytest.approx(0.7, abs=0.03)
-    assert metrics["interaction"]["mean"] == pytest.approx(0.1, abs=0.03)
-    assert metrics["bands"]["V"]["layers"] == [2, 2]
-    assert metrics["bands"]["V"]["halves"] == [[2, 2], [2, 2]]
-    assert metrics["bands"]["V"]["of_whole"]["mean"] == pytest.approx(0.9)
-    assert metrics["bands"]["V"]["outside"]["mean"] == pytest.approx(0.08, abs=0.01)
-    (value,) = [cell for cell in metrics["layers"] if (cell["layer"], cell["part"]) == (2, "V")]
-    assert value["low"] <= value["mean"] <= value["high"]
-    assert metrics["attribution"]["score_V"]["median"] == pytest.approx(1)
-    assert metrics["attribution"]["linear_V"]["median"] == pytest.approx(-1)
+    found = example()[1].findings
+    for name, keys, value in (
+        ("everything", {"part": "V"}, 0.8),
+        ("difference", {}, 0.7),
+        ("interaction", {}, 0.1),
+        ("layer", {"layer": 2, "segment": VALUE, "part": "V"}, 0.8),
+        ("head", {"layer": 2, "head": 0, "part": "V"}, 1.6),
+        ("band", {"part": "V", "where": "outside"}, 0.08),
+        ("of_whole", {"part": "V"}, 0.9),
+        ("agreement", {"score": "score", "part": "V", "quartile": "low"}, 1),
+        ("agreement", {"score": "linear", "part": "V", "quartile": "high"}, -1),
+        ("slot", {"layer": 3, "token": "8 $b <i>", "part": "K"}, 0.5),
+        ("slot", {"layer": 3, "token": "7 ↵", "part": "K"}, 0),
+        ("token", {"seen": "total: KV", "token": "8 $b <i>"}, 1),
+    ):
+        assert found.at(name, **keys).mean == pytest.approx(value, abs=0.03), name
+    assert {finding.value.mean for finding in found.where("band_layer", part="V")} == {2}
 
 
 @pytest.mark.parametrize(
-    ("shares", "start"),
+    ("shares", "words"),
     [
-        ({"K": 0.1, "V": 0.8}, "The fact is read from V, at layer 2: "),
-        ({"K": 0.8, "V": 0.1}, "The fact is read from K, at layer 3: "),
-        ({"K": 0.5, "V": 0.5}, "The fact is not read from one of K and V more than"),
-        ({"K": 0.0, "V": 0.0}, "That K or V alone carries the fact was not detected"),
+        ({"K": 0.1, "V": 0.8}, ("V carries more", "its V alone", "at layer 2: bands", "give 90.0 %")),
+        ({"K": 0.8, "V": 0.1}, ("K carries more", "its K alone", "at layer 3: bands", "give 90.0 %")),
+        ({"K": 0.5, "V": 0.5}, ("not decided",)),
+        ({"K": -0.9, "V": -0.3}, ("V carries more", "That either alone carries the fact was not detected")),
     ],
 )
-def test_the_answer_follows_the_intervals(shares: dict[str, float], start: str):
-    metrics = numbers_of(table_with(shares, {"K": 3, "V": 2}))
-    assert answer(metrics).startswith(start)
-    if "is read from" in start:
-        assert "value's own slots alone gives" in answer(metrics)
-        assert "on the other give 90.0 %" in answer(metrics)
+def test_the_answer_follows_the_intervals(shares: dict[str, float], words: tuple[str, ...], tmp_path: Path):
+    said = answer(STUDY, page_of(STUDY, Config(), numbers(table_with(shares)), tmp_path))
+    assert all(word in said for word in words)
+    assert ("carries most" in said) == (len(words) == 4)
 
 
-def test_what_both_need_and_what_both_do_are_told_apart():
-    needed = findings(numbers_of(table_with({"K": 0.1, "V": 0.5}, {"V": 2})))
-    doubled = findings(numbers_of(table_with({"K": 0.9, "V": 0.9}, {"V": 2})))
-    assert "Part of the effect needs both" in needed[1]
-    assert "each do what the other does" in doubled[1]
-    assert any(
-        "is V of layer 2, head 0: 99" in sentence or "is V of layer 2, head 0: 100" in sentence for sentence in needed
-    )
-    assert any(sentence.startswith("K: single layers do not add up") for sentence in needed)
+def test_what_both_need_and_what_both_do_are_distinguished():
+    for share, said in ((0.3, "part takes both"), (0.5, "not detected"), (0.9, "part is in either")):
+        found = numbers(table_with(dict.fromkeys("KV", share))).findings
+        assert STUDY.claim(found, "interaction") == said
 
 
 def test_few_facts_and_a_broken_control_are_warned_of():
-    few = table_with({"K": 0.1, "V": 0.8}, {"K": 3, "V": 2}, facts=6)
-    assert warnings(numbers_of(few))[0].startswith("6 facts are too few for an interval")
-    assert numbers_of(table_with({"K": 0.1, "V": 0.8}, {}, facts=3))["enough"] is False
-    broken = table_with({"K": 0.1, "V": 0.8}, {"K": 3, "V": 2})
-    broken.loc[(broken["grid"] == WHOLE) & (broken["segment"] == "system"), "effect"] = 0.5
-    assert "Light cone" in warnings(numbers_of(broken))[0]
+    table: Any = table_with({"K": -0.1, "V": 0.8}, facts=6)
+    assert numbers(table).warnings[0].startswith("6 facts are too few for an interval")
+    assert numbers(table).findings.values("band_layer", "part") == ["V"]
+    assert numbers(table[table["pair"] < 3]).facts["enough"] is False
+    table.loc[(table["grid"] == Grid.WHOLE) & (table["segment"] == "system"), "effect"] = 0.5
+    assert [control.holds for control in numbers(table).controls] == [False, True, True]

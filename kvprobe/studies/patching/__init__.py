@@ -1,1 +1,18 @@
-"""From which layers, slots and heads a fact is read, and from K or from V."""
+"""Patching: from which layers, slots and heads is a fact read, and from K or from V?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvprobe.studies.patching.config import Config
+
+if TYPE_CHECKING:
+    from kvprobe.experiments.runs import Run
+    from kvprobe.inference.model import Model
+
+
+def run(config: Config, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None) -> "Run":
+    """Run the study; see `kvprobe.experiments.running.run_study`."""
+    from kvprobe.experiments.running import run_study
+    from kvprobe.studies.patching.study import STUDY
+
+    return run_study(STUDY, config, root, name, model)

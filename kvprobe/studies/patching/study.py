@@ -1,36 +1,103 @@
-"""The patching study from start to report data."""
+"""The patching study: its declaration."""
 
 from pathlib import Path
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.patching.analyse import analyse, bands_by_half
-from kvprobe.studies.patching.collect import cases_of, collect, collect_bands, collect_example
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots.heatmaps import Heatmaps
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.patching.collect import VALUE, collect
+from kvprobe.studies.patching.conclude import conclude
 from kvprobe.studies.patching.config import Config
-from kvprobe.studies.patching.figures import draw_all
-from kvprobe.studies.patching.narrative import narrate
+from kvprobe.wording import percent, points
 
-NAME = "patching"
+STYLES = {"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("black", "D"), "resid_pre": Style("#009e73")}
+SHARE = "share of the way to the donor"
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+def maps(finding: str, columns: str, caption: str, stacked: bool = False) -> Heatmaps:
+    """Layers from below, by something else."""
+    return Heatmaps(
+        file=f"layer_by_{'slot' if stacked else columns}",
+        finding=finding,
+        caption=caption,
+        rows="layer",
+        columns=columns,
+        panel="part",
+        drawn=lambda part: part != "resid_pre",
+        label=SHARE,
+        stacked=stacked,
+    )
 
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    cases = cases_of(config, model.tokenizer)
-    table = collect(model, cases, config, directory)
-    bands = bands_by_half(table, model.geometry.n_layers)
-    table = collect_bands(model, cases, table, bands, directory)
-    example = collect_example(model, cases, table, directory)
-    metrics = analyse(table, example, bands, config, model.geometry.n_layers)
-    directory.save_table("samples", table)
-    if example is not None:
-        directory.save_table("example", example)
-    draw_all(metrics, model.name, directory.path / "figures")
-    directory.finish(metrics, narrate(metrics, config, model, directory.environment).to_dict())
-    return directory
+
+STUDY = Study(
+    name="patching",
+    title="From where a fact is read",
+    question=(
+        "A conversation states a fact and is asked for it two turns later. From which layers, slots and heads of the "
+        "cache is the fact read, and from K or from V?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        Lines(
+            file="whole_by_segment",
+            finding="segment",
+            caption="All layers of a segment swapped at once, with 95 % intervals over facts: 0 is the run unpatched, "
+            "1 the donor. Grey: all slots.",
+            x="segment",
+            line="part",
+            panel="part",
+            x_label="",
+            y_label=SHARE,
+            styles=STYLES,
+            band=("everything", "all slots"),
+            rules=(0.0, 1.0),
+            size=(2.0, 2.6),
+        ),
+        maps("layer", "segment", "One layer of one segment swapped at a time, mean over facts, on one scale."),
+        maps("head", "head", "One KV head of the value's own slots at a time, by attribution, mean over facts."),
+        Lines(
+            file="reader_and_total",
+            finding="layer",
+            caption="The value's own slots by layer. K, V: this layer alone, seen by the suffix. Residual stream: "
+            "all later layers and tokens go on from there. Shaded: 95 % intervals over facts.",
+            x="layer",
+            line="part",
+            panel="segment",
+            where={"segment": VALUE},
+            drawn=lambda part: part != "KV",
+            x_label="layer",
+            y_label=SHARE,
+            styles=STYLES,
+            rules=(0.0,),
+            curves=True,
+        ),
+        maps("slot", "token", "One fact: one layer of one slot at a time, by attribution.", stacked=True),
+    ),
+    claims=(
+        Claim("everything", above="carries the fact", below="moves the answer away", unclear="not detected"),
+        Claim(
+            "difference",
+            above="V carries more than K",
+            below="K carries more than V",
+            unclear="which carries more is not decided",
+        ),
+        Claim("interaction", above="part takes both", below="part is in either", unclear="not detected"),
+    ),
+    labels={
+        "part": {"KV": "K and V", "resid_pre": "residual stream from this layer on"},
+        "score": {"score": "attribution", "linear": "plain gradient"},
+        "seen": {f"{who}: KV": f"{who}: K and V" for who in ("reader", "total")},
+    },
+    written={
+        "of the way": percent,
+        **dict.fromkeys(("difference", "interaction"), points),
+        "summed": lambda share: f"{100 * share.mean:.1f} %",
+        "agreement": lambda rho: f"{rho.mean:.2f}",
+        **dict.fromkeys(
+            ("facts", "able_facts", "runs", "able", "checked", "band_layer"), lambda count: f"{count.mean:.0f}"
+        ),
+    },
+)
