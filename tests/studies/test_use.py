@@ -1,8 +1,7 @@
-"""The use study on a tiny model: what is edited is what its name says, and the sentences follow the numbers."""
+"""The use study on a tiny model: what is edited is what its name says; and what made-up effects decide."""
 
 import dataclasses
-import json
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +10,62 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.use.study as study
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
+from kvprobe.studies import use
 from kvprobe.studies.use import collect as collecting
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
-from kvprobe.studies.use.collect import cases_of, chosen_places, collect_effects, fit_halves
+from kvprobe.studies.use.collect import cases_of, chosen_places, fit_halves
+from kvprobe.studies.use.conclude import NEAR, SITES, concluded
 from kvprobe.studies.use.config import Config
-from kvprobe.studies.use.effects import BOTH, ERASE, FULL, IN_VIEW, STRENGTHS, VIEWS, edited, stage
-from kvprobe.studies.use.figures import SITES
-from kvprobe.studies.use.fit import DIGITS, LEACE, RANDOM, features, labels
-from kvprobe.studies.use.read import PARTS, PLACES, Layout, read_turn
-from kvprobe.studies.use.sentences import answer_probes, answer_swap, answer_use, controls, dose_sentence
-from kvprobe.tasks.passcode import conversation
+from kvprobe.studies.use.effects import (
+    BOTH,
+    CONTROL,
+    DONOR,
+    ERASE,
+    FULL,
+    IN_VIEW,
+    ITSELF,
+    STRENGTHS,
+    SWAP,
+    VIEWS,
+    edited,
+    stage,
+)
+from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, features, labels
+from kvprobe.studies.use.read import PARTS, PLACES, Case, Layout, read_turn
+from kvprobe.studies.use.study import STUDY
 from tests.refusals import refused
-from tests.studies.runs import about, assert_figures, give, interrupted, short_contexts
+from tests.studies.runs import assert_figures, short_contexts
 
 SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
 CONTEXTS = short_contexts(8, longer="so ")
 
 
-def use_short_conversations(patch: pytest.MonkeyPatch, model: Model) -> None:
-    give(patch, model)
-    patch.setattr(collecting, "contexts", lambda: CONTEXTS)
-
-
 @pytest.fixture(scope="module")
 def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        use_short_conversations(patch, roomy)
-        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+        patch.setattr(collecting, "contexts", lambda: CONTEXTS)
+        return use.run(SMALL, tmp_path_factory.mktemp("runs"), model=roomy)
 
 
 @pytest.fixture(scope="module")
-def cases(roomy: Model) -> list[collecting.Case]:
+def cases(roomy: Model) -> list[Case]:
     with pytest.MonkeyPatch.context() as patch:
-        use_short_conversations(patch, roomy)
+        patch.setattr(collecting, "contexts", lambda: CONTEXTS)
         return cases_of(SMALL, roomy.tokenizer)
 
 
 @pytest.fixture(scope="module")
-def reads(roomy: Model, cases: list[collecting.Case]) -> list[dict[str, torch.Tensor]]:
-    return [read_turn(roomy, case.context, case.codes, SMALL.batch) for case in cases]
+def reads(roomy: Model, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    return [read_turn(roomy, case, SMALL.batch) for case in cases]
 
 
-def test_no_code_serves_twice_and_a_pair_differs_in_its_first_digit(cases: list[collecting.Case]):
+def test_no_code_serves_twice_and_a_pair_differs_in_its_first_digit(cases: list[Case]):
     fitted = [code for case in cases for code in case.codes]
     owns = [case.pair[0] for case in cases]
     assert len(set(fitted + owns)) == len(fitted) + len(owns)
@@ -65,10 +73,10 @@ def test_no_code_serves_twice_and_a_pair_differs_in_its_first_digit(cases: list[
 
 
 def test_what_is_read_is_what_each_code_leaves_less_their_average(
-    roomy: Model, cases: list[collecting.Case], reads: list[dict[str, torch.Tensor]]
+    roomy: Model, cases: list[Case], reads: list[dict[str, torch.Tensor]]
 ):
     case, read = cases[1], reads[1]
-    rows = [conversation(case.context, code).tokens(roomy.tokenizer) for code in case.codes]
+    rows = [case.tokens(code, roomy.tokenizer) for code in case.codes]
     layout = Layout.of(rows[0])
     values = torch.stack([roomy.prefill(row[: layout.stop]).values[2][0].transpose(0, 1).flatten(1) for row in rows])
     average = values.mean(0)
@@ -97,37 +105,36 @@ def test_an_eraser_fitted_on_slots_guards_their_mean(reads: list[dict[str, torch
 
 
 def test_an_edit_in_full_holds_the_source_in_its_place_and_nothing_of_it_elsewhere(
-    roomy: Model, cases: list[collecting.Case], reads: list[dict[str, torch.Tensor]]
+    roomy: Model, cases: list[Case], reads: list[dict[str, torch.Tensor]]
 ):
     erasers, case = fit_halves(reads, SMALL)[1], cases[0]
-    scene = stage(roomy, case.context, case.pair, reads[0], case.codes)
+    scene = stage(roomy, case, reads[0], erasers)
     layers = range(roomy.geometry.n_layers)
     for place in PLACES:
         slots = list(scene.layout.places[place])
         others = [slot for slot in range(scene.base.slots) if slot not in slots]
-        full, along = (edited(scene, scene.donor, erasers, place, name, layers) for name in (FULL, LEACE))
+        full, along = (edited(scene, scene.donor, place, name, layers) for name in (FULL, LEACE))
         torch.testing.assert_close(full.values[2][:, :, slots], scene.donor.values[2][:, :, slots])
         for cache in (full, along):
             assert torch.equal(cache.keys[2][:, :, others], scene.base.keys[2][:, :, others])
         assert not torch.equal(along.keys[2][:, :, slots], scene.base.keys[2][:, :, slots])
-    only = edited(scene, scene.donor, erasers, "code", LEACE, [1])
+    only = edited(scene, scene.donor, "code", LEACE, [1])
     assert torch.equal(only.values[2], scene.base.values[2])
     assert not torch.equal(only.values[1], scene.base.values[1])
 
 
 def test_a_run_holds_every_table_and_figure_and_its_controls(finished: Run):
-    metrics = finished.metrics
-    assert all(holds for _, holds in controls(metrics))
-    samples = finished.df()
-    bands = SMALL.bands + 1
+    samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
+    assert [control.holds for control in conclusion.controls] == [True, True]
     assert samples["context"].nunique() == SMALL.contexts
     assert set(samples["view"]) == set(VIEWS)
-    assert len(metrics["erased"]) == len(SITES) * bands * 3
-    assert len(metrics["swapped"]) == len(SITES) * 3
+    assert len(conclusion.findings.where("beyond")) == len(SITES) * (SMALL.bands + 1) * 3
+    assert len(conclusion.findings.where("moved_beyond")) == len(SITES) * 3
     assert len(finished.df("doses")) == SMALL.contexts * len(STRENGTHS) * 2 * 3
     assert_figures(finished, "read_and_used", "by_band", "doses", "probes")
-    assert finished.df("replies")["erased"].nunique() == 1 + 2 * 3
-    json.dumps(finished.report)
+    replies = finished.df("replies")
+    assert len(replies.drop_duplicates(["place", "name"])) == 1 + 2 * 3
+    assert len(replies) == len(conclusion.facts["replies"])
 
 
 def test_no_strength_is_no_edit_and_all_of_it_is_that_of_the_sweep(finished: Run):
@@ -150,107 +157,132 @@ def test_a_probe_of_intact_features_reads_and_that_of_erased_ones_does_not(finis
         assert means[probe, LEACE] < 0.3
 
 
-def test_interrupted_edits_go_on_where_they_stopped_with_the_same_numbers(
-    finished: Run,
-    roomy: Model,
-    cases: list[collecting.Case],
-    reads: list[dict[str, torch.Tensor]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    collect = partial(collect_effects, roomy, cases, reads, fit_halves(reads, SMALL), SMALL, Run(tmp_path))
-    table, calls = interrupted(collect, monkeypatch, collecting, "measure", at=8)
-    # Two conversations were whole; of the third one view was measured twice, and another begun.
-    assert len(calls) == SMALL.contexts * len(VIEWS) + 2
-    pd.testing.assert_frame_equal(table, finished.df())
+def every(**levels: Any) -> pd.DataFrame:
+    """A row for each combination."""
+    return pd.MultiIndex.from_product(levels.values(), names=levels).to_frame(index=False)
 
 
 def test_the_place_of_a_half_is_chosen_on_the_other():
-    rows = []
-    for half in (0, 1):
-        for band in ("0–1", "2–3"):
-            for name, lost in ((LEACE, 5.0 if (half == 0) == (band == "0–1") else 1.0), (f"{RANDOM} 0", 0.5)):
-                row = {"kind": ERASE, "view": IN_VIEW, "place": "code", "band": band, "part": "V", "name": name}
-                rows.append(row | {"half": half, "intact_margin": 9.0, "margin": 9.0 - lost})
-    places = chosen_places(pd.DataFrame(rows))
-    assert places == ((IN_VIEW, "code", "2–3", "V"), (IN_VIEW, "code", "0–1", "V"))
+    table = every(half=(0, 1), band=("0–1", "2–3"), name=(LEACE, RANDOM_0))
+    most = (table["name"] == LEACE) & ((table["half"] == 0) == (table["band"] == "0–1"))
+    table = table.assign(kind=ERASE, view=IN_VIEW, place="code", part="V", intact_margin=9.0, margin=8.0 - 5.0 * most)
+    assert chosen_places(table) == ((IN_VIEW, "code", "2–3", "V"), (IN_VIEW, "code", "0–1", "V"))
 
 
-def metrics_with(
-    code: float = 20.0, after: float = 0.0, masked: float = 0.0, way: bool = True, same: float = 0.1, anew: float = 0.1
-) -> dict[str, Any]:
-    lost = {"code": code, "after": after, "summary": masked}
-    site = {"part": BOTH, "band": EVERY_LAYER}
-    erased = [
-        {"view": view, "place": place, **site, "claim": about(lost[place]), "lost": {FULL: about(lost[place] + 1)}}
-        for view, place in SITES
+Lost = Callable[[str, str, float], float]
+"""Nats that are lost at a site to an edit of this strength."""
+BANDS = (EVERY_LAYER, "0–1", "2–3")
+NAMES = (LEACE, RANDOM_0, "random 1", FULL)
+
+
+def edits(table: pd.DataFrame, lost: Lost, rng: np.random.Generator, way: float) -> pd.DataFrame:
+    """Each conversation's margin is about 20 nats; two codes are so many logits apart with everything in view."""
+    view, place = zip(*table["at"], strict=True)
+    own = rng.normal([20.0, way], [1.0, 0.3], (table["context"].max() + 1, 2))[table["context"]]
+    distance = np.where(np.array(view) == IN_VIEW, own[:, 1], 0.01 * own[:, 0] * (-1) ** table["context"])
+    strength = table.get("strength", pd.Series(1.0, table.index))
+    edit = zip(table["at"].map(SITES), table["name"].str.split().str[0], strength, strict=True)
+    taken = np.array([lost(*each) for each in edit]) + rng.normal(0, 0.05, len(table))
+    turned = table["name"].map({ITSELF: 0.0, DONOR: 1.0, LEACE: 0.9}).fillna(0.1)
+    return table.drop(columns="at").assign(
+        **{"view": view, "place": place, "half": table["context"] % 2, "kl": taken**2, "said": taken < 10},
+        **{"margin": own[:, 0] - taken, "intact_margin": own[:, 0], "intact_said": True},
+        **{"difference": distance * (0.5 - turned), "intact_difference": distance / 2},
+        donor_difference=-distance / 2,
+    )
+
+
+def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float = 8.0, **left: float) -> Conclusion:
+    """What is concluded where edits take this much, give or take noise, and the two probes read this much after
+    LEACE."""
+    case: Any = {"context": range(contexts)}
+    where = {**case, "at": list(SITES), "part": (*PARTS, BOTH)}
+    controls = {"at": [(view, "") for view in VIEWS], "kind": [CONTROL], "name": [ITSELF, DONOR]}
+    samples = [
+        every(**where, kind=[ERASE], band=BANDS, name=(*NAMES, INLP)),
+        every(**where, kind=[SWAP], band=[EVERY_LAYER], name=NAMES),
+        every(**case, **controls, band=[EVERY_LAYER], part=[BOTH]),
     ]
-    share = {LEACE: about(0.9), RANDOM: about(0.1), FULL: about(1.0)}
-    probes = [
-        {"place": place, "part": "V", "probe": probe, "state": state, "accuracy": about(value)}
-        for place in PLACES
-        for probe, after in ((SAME, same), (ANEW, anew))
-        for state, value in ((INTACT, 0.8), (LEACE, after))
-    ]
-    return {
-        "chance": 0.1,
-        "scale": {IN_VIEW: {"margin": about(24.0)}},
-        "erased": erased,
-        "swapped": [{"view": IN_VIEW, "place": "code", **site, "share": share if way else None}],
-        "probes": probes,
+    chosen: Any = {**case, "at": [(IN_VIEW, "code")], "part": ["V"], "band": ["0–1"], "kind": [ERASE, SWAP]}
+    site: Any = {"place": PLACES, "part": PARTS}
+    probes = every(**site, layer=range(3), **case, state=(INTACT, LEACE, RANDOM_0, INLP), probe=(SAME, ANEW))
+    reads = probes["probe"].map({SAME: left.get("same", 0.1), ANEW: left.get("anew", 0.4)})
+    replies = every(context=[0], code=["48213"], place=["code"], name=[LEACE, RANDOM_0], reply=["It is the. Well"])
+    tables = {
+        "samples": edits(pd.concat(samples, ignore_index=True), lost, rng, way),
+        "doses": edits(every(**chosen, name=(LEACE, RANDOM_0, FULL), strength=STRENGTHS), lost, rng, way),
+        "probes": probes.assign(accuracy=rng.binomial(120, reads.where(probes["state"] == LEACE, 0.7)) / 120),
+        "erasers": every(**site, name=(LEACE, RANDOM_0, INLP)).assign(rank=26.0, share=0.4, width=192),
+        "replies": replies,
     }
+    passage = {"segment": "T2", "role": "user", "text": "the code is 48213", "masked": False, "marked": "48213"}
+    return concluded(tables, {"chat": [passage], "layers": 4}, 1e-7)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "The model uses what the probe reads in the code's own slots [+20.00"),
-        ({}, "No use was detected of what the probe reads in its turn after it [+0.00"),
-        ({"after": 0.5}, "a trace (below 5% of the margin) of what the probe reads in its turn after it"),
-        (
-            {"masked": 3.0},
-            "the code's own slots [+20.00 (+19.90 to +20.10); whole vectors +21.00 (+20.90 to +21.10)]; the summary",
-        ),
-        ({"code": -3.0}, "No use was detected of what the probe reads in the code's own slots"),
-    ],
-)
-def test_the_sentence_on_use_follows_the_intervals(settings: dict[str, float], said: str):
-    assert said in answer_use(metrics_with(**settings))
+def dosed(site: str, edit: str, strength: float) -> float:
+    """The code is used in its own slots, in proportion to the strength up to 1; a trace of it after them."""
+    known = {"code": 15.0 * min(strength, 1.0), "after": 0.5}
+    return known.get(site, 0.0) if edit in (LEACE, FULL) else 0.0
 
 
-def test_the_sentence_on_exchange_needs_a_way_to_go():
-    assert "turns the answer 90.0 % (80.0 to 100.0) of the way" in answer_swap(metrics_with())
-    assert "no way for an exchange to go" in answer_swap(metrics_with(way=False))
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return Config(), made_up(dosed, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "and a probe trained anew reads no more"),
-        ({"anew": 0.5}, "a probe trained anew on what is left still reads 50%, 50%, 50%"),
-        ({"same": 0.4}, "The erasure did not take all that the probe reads"),
-    ],
-)
-def test_the_sentence_on_probes_follows_their_accuracy(settings: dict[str, float], said: str):
-    assert said in answer_probes(metrics_with(**settings))
+def noise(rng: np.random.Generator) -> Conclusion:
+    """LEACE takes no more than random subspaces, at any strength, and probes read as much as counts as near chance."""
+    return made_up(lambda *_: float(rng.normal(2.0)), rng, same=NEAR, anew=NEAR)
 
 
-@pytest.mark.parametrize(("bend", "said"), [(1.0, "half of it takes 50%"), (-1.0, "does not always take more")])
-def test_the_sentence_on_doses_follows_the_line(bend: float, said: str):
-    line = {0.0: 0.0, 0.25: 2.5, 0.5: 5.0, 0.75: 5.0 + 2.5 * bend, 1.0: 10.0, 1.5: 12.0, 2.0: 13.0}
-    doses = [
-        {"kind": ERASE, "name": LEACE, "strength": strength, "value": about(line[strength])} for strength in STRENGTHS
-    ]
-    assert said in dose_sentence({"doses": doses})
+def said(folder: Path, conclusion: Conclusion) -> str:
+    run = Run.open(STUDY.name, Config(), "made up", "cpu", folder)
+    run.finish(conclusion.record())
+    return " ".join(answer(STUDY, run).split())
+
+
+def test_the_answer_says_where_the_code_is_used_what_an_exchange_turns_and_what_is_left(tmp_path: Path):
+    words = said(tmp_path, example()[1])
+    assert words.startswith("The model uses what the probe reads in the code's own slots; it uses a trace (below 5 %")
+    assert (
+        "in its turn after it; no use was detected of what the probe reads in its turn after it (code masked)" in words
+    )
+    assert "turns the answer 90.0 % (90.0 to 90.0) of the way to that code, random subspaces 10.0 %." in words
+    assert "more than 15 % of the digits in 0 of 6 cases (places, K and V), and one trained anew in 6 of 6." in words
+
+
+def test_random_subspaces_that_take_more_and_codes_that_do_not_differ_are_said_to(tmp_path: Path):
+    found = made_up(lambda _, edit, __: 3.0 * (edit == "random"), np.random.default_rng(1), way=0.0)
+    words = said(tmp_path, found)
+    assert words.startswith("Erasing what the probe reads takes less than erasing at random in the code's own slots")
+    assert "no way for an exchange to go" in words
+    assert not found.findings.where("turned")
+    assert {finding.value.clusters for finding in found.findings.where("moved")} == {16}
+
+
+def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
+    found = made_up(dosed, np.random.default_rng(2), contexts=6)
+    assert said(tmp_path, found).startswith("Conversations are too few to say whether the model uses")
+    assert "too few for an interval" in found.warnings[0]
+
+
+def test_a_step_is_claimed_where_more_erasure_takes_more_and_random_draws_count_once():
+    found = example()[1].findings
+    claims = {step.keys["strength"]: STUDY.claim(found, "step", **step.keys) for step in found.where("step")}
+    assert claims == dict.fromkeys(STRENGTHS[1:5], "takes more") | dict.fromkeys(STRENGTHS[5:], "not detected")
+    assert found.finding("used", site="code").comparisons == len(SITES)
+    (drawn,) = found.where("lost", site="code", edit="random", band=EVERY_LAYER, part=BOTH)
+    assert drawn.value.clusters == 16
 
 
 def test_digits_that_share_a_token_are_refused(roomy: Model):
-    refused(lambda: read_turn(roomy, CONTEXTS[0], ["48213", "482135"], batch=2), "tokenises digits apart")
+    joined = Case(0, CONTEXTS[0], ("48213", "482135"), ("", ""))
+    refused(lambda: read_turn(roomy, joined, batch=2), "tokenises digits apart")
 
 
 def test_the_seed_decides_the_random_subspaces(reads: list[dict[str, torch.Tensor]]):
     one, same, other = (
-        fit_halves(reads, dataclasses.replace(SMALL, seed=seed))[0]["after", None, "K", f"{RANDOM} 0"].read
+        fit_halves(reads, dataclasses.replace(SMALL, seed=seed))[0]["after", None, "K", RANDOM_0].read
         for seed in (0, 0, 1)
     )
     assert torch.equal(one, same)

@@ -17,8 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.probing.ridge import ridge_probes
-from kvprobe.studies.use.effects import random_names
-from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, Erasers, conversations, features, labels, roles
+from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, Erasers, conversations, features, labels, roles
 from kvprobe.studies.use.read import PARTS, PLACES
 
 INTACT = "intact"
@@ -42,7 +41,7 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
         if role is not None:
             answers, known = answers[-1:], known[-1:]
         states = {INTACT: intact}
-        for name in (LEACE, *random_names(1), INLP):
+        for name in (LEACE, RANDOM_0, INLP):
             eraser = erasers[1 - half][place, role, part, name]
             states[name] = intact - eraser.inside(intact)
         for state, seen in states.items():

@@ -17,6 +17,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
+from kvprobe.studies.use.check import check
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     ERASE,
@@ -25,42 +26,53 @@ from kvprobe.studies.use.effects import (
     STRENGTHS,
     SWAP,
     VIEWS,
+    Scene,
     cell,
     cells,
     edited,
-    held,
     measure,
-    random_names,
-    seen,
     stage,
 )
-from kvprobe.studies.use.fit import INLP, LEACE, Erasers, fit
-from kvprobe.studies.use.read import read_turn
-from kvprobe.tasks.passcode import Context, Encoder, contexts, draw_codes
+from kvprobe.studies.use.fit import LEACE, RANDOM_0, Erasers, fit
+from kvprobe.studies.use.read import Case, read_turn
+from kvprobe.tasks.passcode import Encoder, contexts, draw_codes
 
 SPARE = 64
 """Codes that are there to be a donor's; among so many, some begin with another digit."""
-TOLD = 3
+SHOWN = 3
 """Conversations whose generated replies are shown."""
 NEW_TOKENS = 12
-
-
-@dataclass(frozen=True)
-class Case:
-    """A conversation: the codes with which it is read to fit erasers, and the two that are exchanged."""
-
-    number: int
-    context: Context
-    codes: tuple[str, ...]
-    pair: tuple[str, str]
-
-    @property
-    def half(self) -> int:
-        return self.number % 2
-
+NOTHING = "nothing"
+"""The edit of a reply from the unedited cache."""
 
 Place = tuple[str, str, str, str]
 """View, place, band and part."""
+
+
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Every edit of every conversation (`samples`), one at several strengths (`doses`), what `probes` read, the rank of
+    each of the `erasers`, and some `replies`."""
+    cases = cases_of(config, model.tokenizer)
+    paths = tensor_parts(
+        run,
+        cases,
+        "read",
+        lambda case: read_turn(model, case, config.batch),
+        doing="Reading conversations",
+        unit="conversation",
+    )
+    reads = [load_file(path) for path in paths]
+    fitted = fit_halves(reads, config)
+    probes = check(reads, fitted)
+    bench = Bench(model, config, run, cases, reads, fitted)
+    samples = bench.effects()
+    return {
+        "samples": samples,
+        "doses": bench.doses(chosen_places(samples)),
+        "probes": probes,
+        "erasers": sizes(fitted),
+        "replies": bench.replies(),
+    }
 
 
 def cases_of(config: Config, tokenizer: Encoder) -> list[Case]:
@@ -68,56 +80,88 @@ def cases_of(config: Config, tokenizer: Encoder) -> list[Case]:
     every = contexts()[: config.contexts]
     count = config.contexts * (config.codes + 1) + SPARE
     drawn = draw_codes(count, np.random.default_rng([config.seed, 1]), tokenizer)
-    cut = config.contexts * config.codes
-    fitted, owns, spare = drawn[:cut], drawn[cut : cut + config.contexts], drawn[cut + config.contexts :]
-    found = []
+    owns, spare = drawn[config.contexts * config.codes : -SPARE], drawn[-SPARE:]
+    cases = []
     for number, (context, own) in enumerate(zip(every, owns, strict=True)):
-        codes = fitted[number * config.codes : (number + 1) * config.codes]
-        # Another first digit, so that one token tells the two codes apart.
+        codes = drawn[number * config.codes : (number + 1) * config.codes]
+        # Another first digit, so that one token distinguishes the two codes.
         other = next(code for code in spare if code[0] != own[0])
-        found.append(Case(number, context, tuple(codes), (own, other)))
-    return found
-
-
-def collect_reads(model: Model, cases: Sequence[Case], config: Config, run: Run) -> list[dict[str, Tensor]]:
-    """What `read_turn` gives for each conversation."""
-
-    def read(case: Case) -> dict[str, Tensor]:
-        return read_turn(model, case.context, case.codes, config.batch)
-
-    paths = tensor_parts(run, cases, "read", read, doing="Reading conversations", unit="conversation")
-    return [load_file(path) for path in paths]
+        cases.append(Case(number, context, tuple(codes), (own, other)))
+    return cases
 
 
 def fit_halves(reads: Sequence[Mapping[str, Tensor]], config: Config) -> tuple[Erasers, Erasers]:
     """The erasers of each half of the conversations."""
-    first, second = (
-        fit(reads[half::2], config.randoms, np.random.default_rng([config.seed, 2, half])) for half in (0, 1)
-    )
-    return first, second
+    first, second = (np.random.default_rng([config.seed, 2, half]) for half in (0, 1))
+    return fit(reads[0::2], config.randoms, first), fit(reads[1::2], config.randoms, second)
 
 
-def collect_effects(
-    model: Model,
-    cases: Sequence[Case],
-    reads: Sequence[Mapping[str, Tensor]],
-    erasers: tuple[Erasers, Erasers],
-    config: Config,
-    run: Run,
-) -> pd.DataFrame:
-    """All edits in all conversations, with erasers that were fitted on the other half; see `measure`."""
-    layers = named_bands(model.geometry.n_layers, config.bands)
-    names = [LEACE, INLP, FULL, *random_names(config.randoms)]
+@dataclass(frozen=True)
+class Bench:
+    """What edits are measured with: each conversation with the erasers of the other half."""
 
-    def every(case: Case) -> pd.DataFrame:
-        scene = stage(model, case.context, case.pair, reads[case.number], case.codes)
-        tables = []
-        for view, places in VIEWS.items():
-            others = held(scene, erasers[1 - case.half], places, names, layers[EVERY_LAYER])
-            tables.append(measure(model, scene, view, others, cells(view, scene.layout, layers, config.randoms)))
-        return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
+    model: Model
+    config: Config
+    run: Run
+    cases: Sequence[Case]
+    reads: Sequence[Mapping[str, Tensor]]
+    erasers: tuple[Erasers, Erasers]
 
-    return table_of_parts(run, cases, "effects", every, doing="Erasing and exchanging", unit="conversation")
+    @property
+    def bands(self) -> dict[str, tuple[int, ...]]:
+        return named_bands(self.model.geometry.n_layers, self.config.bands)
+
+    def scene(self, case: Case) -> Scene:
+        return stage(self.model, case, self.reads[case.number], self.erasers[1 - case.half])
+
+    def effects(self) -> pd.DataFrame:
+        """All edits in all conversations; see `measure`."""
+
+        def every(case: Case) -> pd.DataFrame:
+            scene = self.scene(case)
+            wanted = {view: cells(view, scene.layout, self.bands, self.config.randoms) for view in VIEWS}
+            tables = [measure(self.model, scene, view, own) for view, own in wanted.items()]
+            return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
+
+        return table_of_parts(
+            self.run, self.cases, "effects", every, doing="Erasing and exchanging", unit="conversation"
+        )
+
+    def doses(self, places: tuple[Place, Place]) -> pd.DataFrame:
+        """The same edits at several strengths, at the place that the other half chose."""
+
+        def doses(case: Case) -> pd.DataFrame:
+            scene = self.scene(case)
+            view, place, band, part = places[case.half]
+            wanted = [
+                cell(scene.layout, kind, place, name, band, self.bands[band], part)
+                for kind in (ERASE, SWAP)
+                for name in (LEACE, RANDOM_0, FULL)
+            ]
+            tables = [
+                measure(self.model, scene, view, wanted, strength).assign(strength=strength) for strength in STRENGTHS
+            ]
+            return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
+
+        return table_of_parts(self.run, self.cases, "doses", doses, doing="Dose and response", unit="conversation")
+
+    def replies(self) -> pd.DataFrame:
+        """What the model replies, greedily, after edits of all layers, K and V: a row per conversation and edit."""
+        rows, layers = [], self.bands[EVERY_LAYER]
+        for case in self.cases[:SHOWN]:
+            scene = self.scene(case)
+            caches = {("", NOTHING): scene.base} | {
+                (place, name): edited(scene, scene.average, place, name, layers)
+                for place in VIEWS[IN_VIEW]
+                for name in (LEACE, RANDOM_0, FULL)
+            }
+            asked = scene.suffix[: len(scene.suffix) - scene.kept + 1]
+            for (place, name), cache in caches.items():
+                reply = generate(self.model.lanes, [asked], cache, max_new_tokens=NEW_TOKENS).texts[0]
+                rows.append(
+                    {"context": case.number, "code": case.pair[0], "place": place, "name": name, "reply": reply}
+                )
+        return pd.DataFrame(rows)
 
 
 def chosen_places(table: Any) -> tuple[Place, Place]:
@@ -129,53 +173,17 @@ def chosen_places(table: Any) -> tuple[Place, Place]:
     def best(half: int) -> Place:
         by = ["view", "place", "band", "part"]
         means = lost[lost["half"] == half].groupby([*by, "name"])["lost"].mean().unstack("name")
-        return (means[LEACE] - means[random_names(1)[0]]).idxmax()
+        return (means[LEACE] - means[RANDOM_0]).idxmax()
 
     return best(1), best(0)
 
 
-def collect_doses(
-    model: Model,
-    cases: Sequence[Case],
-    reads: Sequence[Mapping[str, Tensor]],
-    erasers: tuple[Erasers, Erasers],
-    places: tuple[Place, Place],
-    config: Config,
-    run: Run,
-) -> pd.DataFrame:
-    """The same edits at several strengths, at the place that the other half chose."""
-    layers = named_bands(model.geometry.n_layers, config.bands)
-    names = [LEACE, *random_names(1), FULL]
-
-    def doses(case: Case) -> pd.DataFrame:
-        scene = stage(model, case.context, case.pair, reads[case.number], case.codes)
-        view, place, band, part = places[case.half]
-        wanted = [
-            cell(scene.layout, kind, place, name, band, layers[band], part) for kind in (ERASE, SWAP) for name in names
-        ]
-        tables = []
-        for strength in STRENGTHS:
-            others = held(scene, erasers[1 - case.half], [place], names, layers[band], strength)
-            tables.append(measure(model, scene, view, others, wanted).assign(strength=strength))
-        return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
-
-    return table_of_parts(run, cases, "doses", doses, doing="Dose and response", unit="conversation")
-
-
-def tell(
-    model: Model, cases: Sequence[Case], reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers]
-) -> pd.DataFrame:
-    """What the model replies, greedily, after edits of all layers, K and V: one row per conversation and edit."""
-    rows, layers = [], range(model.geometry.n_layers)
-    for case in cases[:TOLD]:
-        scene = stage(model, case.context, case.pair, reads[case.number], case.codes)
-        own = erasers[1 - case.half]
-        edits = {"nothing": scene.base}
-        for place in VIEWS[IN_VIEW]:
-            for name in (LEACE, *random_names(1), FULL):
-                edits[f"{place}: {name}"] = edited(scene, scene.average, own, place, name, layers)
-        asked = scene.suffix[: len(scene.suffix) - scene.kept + 1]
-        for edit, cache in edits.items():
-            said = generate(model.lanes, [asked], seen(cache, scene.layout, IN_VIEW), max_new_tokens=NEW_TOKENS)
-            rows.append({"context": case.number, "code": case.pair[0], "erased": edit, "reply": said.texts[0]})
-    return pd.DataFrame(rows)
+def sizes(erasers: tuple[Erasers, Erasers]) -> pd.DataFrame:
+    """Of each eraser: its mean rank over layers, the `share` of the variance that it moves, and of how many dimensions
+    (`width`)."""
+    return pd.DataFrame(
+        {"half": half, "place": place, "role": role, "part": part, "name": name, "width": eraser.mean.shape[-1]}
+        | {"rank": float(eraser.rank.double().mean()), "share": float(eraser.share.mean())}
+        for half, own in enumerate(erasers)
+        for (place, role, part, name), eraser in own.items()
+    )

@@ -21,9 +21,8 @@ from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.patching import Cell
 from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import BYTES, ROWS
-from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, Erasers, roles
-from kvprobe.studies.use.read import PARTS, Layout
-from kvprobe.tasks.passcode import Context, conversation
+from kvprobe.studies.use.fit import INLP, LEACE, RANDOM_0, Erasers, random_names, roles
+from kvprobe.studies.use.read import PARTS, Case, Layout
 from kvprobe.text.tokens import Tokens
 
 BOTH = "KV"
@@ -31,6 +30,13 @@ IN_VIEW, CODE_MASKED, TURN_MASKED = "all in view", "code masked", "turns masked"
 VIEWS = {IN_VIEW: ("code", "after"), CODE_MASKED: ("after",), TURN_MASKED: ("summary",)}
 """What the question can look at: everything; all but the code's own slots; all but the first turn and the code's. And
 the places that are edited in each."""
+SITES = {
+    (IN_VIEW, "code"): "code",
+    (IN_VIEW, "after"): "after",
+    (CODE_MASKED, "after"): "after (code masked)",
+    (TURN_MASKED, "summary"): "summary (turns masked)",
+}
+"""Where an edit may be, by view and place."""
 ERASE, SWAP, CONTROL = "erase", "swap", "control"
 DONOR, ITSELF = "donor", "itself"
 FULL = "full"
@@ -43,6 +49,7 @@ class Scene:
     """A conversation with its code, with another, and with the average of many, up to the question.
 
     Attributes:
+        erasers: of the other half of the conversations.
         suffix: the question and the reply, up to the code's last digit.
         codes: token ids of this run's code, of the other's, and of codes that the true one is held against.
     """
@@ -51,6 +58,7 @@ class Scene:
     base: KVCache
     donor: KVCache
     average: KVCache
+    erasers: Erasers
     suffix: Tokens
     codes: Int[Tensor, "codes code_tokens"]
 
@@ -60,33 +68,24 @@ class Scene:
         return self.codes.shape[1]
 
 
-def stage(
-    model: Model, context: Context, pair: tuple[str, str], read: Mapping[str, Tensor], others: Sequence[str]
-) -> Scene:
-    """The conversation with the first code of a pair, the second being the donor's.
+def stage(model: Model, case: Case, read: Mapping[str, Tensor], erasers: Erasers) -> Scene:
+    """The conversation with the first code of its pair, the second being the donor's.
 
     Args:
         read: what `read_turn` gave for this conversation.
-        others: codes that the true one is held against.
     """
-    rows = [conversation(context, code).tokens(model.tokenizer) for code in pair]
+    rows = [case.tokens(code, model.tokenizer) for code in (*case.pair, *case.codes)]
     layout, answer = Layout.of(rows[0]), rows[0].part("answer")
     prefix = model.prefill(rows[0][: layout.start])
-    both, _ = model.extend(prefix, [row[layout.start : layout.stop] for row in rows])
-    ids = [conversation(context, code).tokens(model.tokenizer).ids[answer] for code in (*pair, *others)]
+    both, _ = model.extend(prefix, [row[layout.start : layout.stop] for row in rows[:2]])
     base, donor = both.rows([0]), both.rows([1])
+    codes = torch.tensor([row.ids[answer] for row in rows], device=model.lanes.device)
     suffix = rows[0][layout.stop : answer.stop - 1]
-    codes = torch.tensor(ids, device=model.lanes.device)
-    return Scene(layout, base, donor, _average(base, read, layout), suffix, codes)
+    return Scene(layout, base, donor, _average(base, read, layout), erasers, suffix, codes)
 
 
-def measure(
-    model: Model, scene: Scene, view: str, others: Mapping[str, KVCache], cells: Sequence[Cell]
-) -> pd.DataFrame:
+def measure(model: Model, scene: Scene, view: str, cells: Sequence[Cell], strength: float = 1.0) -> pd.DataFrame:
     """What is said of the code with each cell of the cache holding something else.
-
-    Args:
-        others: what cells may hold, by `Cell.content`.
 
     Returns:
         One row per cell, with its labels and `part`: `margin` of the true code over others and `intact_margin`, in nats
@@ -95,19 +94,20 @@ def measure(
         holds the code; and `difference`, the logit of the own first digit less that of the donor's, with
         `intact_difference` and `donor_difference`.
     """
-    contents = {**others, DONOR: scene.donor, ITSELF: scene.base}
+    contents = {DONOR: scene.donor, ITSELF: scene.base}
+    layers = sorted({layer for cell in cells for layer in cell.layers})
+    for cell in cells:
+        if cell.content not in contents:
+            source = scene.average if cell.labels["kind"] == ERASE else scene.donor
+            place, name = str(cell.labels["place"]), str(cell.labels["name"])
+            contents[cell.content] = edited(scene, source, place, name, layers, strength)
     reader = Reader(model.lanes, seen(scene.base, scene.layout, view), contents, scene.suffix)
     theirs = Reader(model.lanes, seen(scene.donor, scene.layout, view), {}, scene.suffix).logits([], scene.kept)
     order = sorted(cells, key=lambda cell: cell.layers[0])
     rows = max(1, min(ROWS, BYTES // reader.row_bytes(order)))
     clean = reader.logits([], scene.kept)
-    logits = torch.cat(
-        [
-            clean,
-            theirs,
-            *(reader.logits(order[first : first + rows], scene.kept)[1:] for first in range(0, len(order), rows)),
-        ]
-    )
+    batches = [order[first : first + rows] for first in range(0, len(order), rows)]
+    logits = torch.cat([clean, theirs, *(reader.logits(batch, scene.kept)[1:] for batch in batches)])
     said = use_measurements([logits], scene.codes, [0] * len(logits))
     margin, right = said["margin"][:, 0].sum(1), said["correct"][:, 0]
     kl, _ = divergence(clean[:, 0].expand(len(logits), -1), logits[:, 0])
@@ -138,36 +138,8 @@ def seen(cache: KVCache, layout: Layout, view: str) -> KVCache:
     return cache.mask(slots=chosen(cache, layout.places["code"])) if view == CODE_MASKED else cache
 
 
-def held(
-    scene: Scene,
-    erasers: Erasers,
-    places: Sequence[str],
-    names: Sequence[str],
-    layers: Sequence[int],
-    strength: float = 1.0,
-) -> dict[str, KVCache]:
-    """What a cell of these layers may hold: by `key`, the base with a place's slots edited inside these subspaces."""
-    return {
-        key(kind, place, name): edited(scene, source, erasers, place, name, layers, strength)
-        for kind, source in ((ERASE, scene.average), (SWAP, scene.donor))
-        for place in places
-        for name in names
-        if kind == ERASE or name != INLP
-    }
-
-
-def key(kind: str, place: str, name: str) -> str:
-    return f"{kind} {place} {name}"
-
-
 def edited(
-    scene: Scene,
-    source: KVCache,
-    erasers: Erasers,
-    place: str,
-    name: str,
-    layers: Sequence[int],
-    strength: float = 1.0,
+    scene: Scene, source: KVCache, place: str, name: str, layers: Sequence[int], strength: float = 1.0
 ) -> KVCache:
     """The base with what another cache holds in the slots of a place, inside the subspaces of this name or in full."""
     cache, slots = scene.base, scene.layout.places[place]
@@ -178,7 +150,9 @@ def edited(
         )
         return cache.patch(replace(cache, keys=keys, values=values), slots=chosen(cache, slots), layers=layers)
     for number, role in enumerate(roles(place)):
-        subspaces = {(layer, part): erasers[place, role, part, name].at(layer) for part in PARTS for layer in layers}
+        subspaces = {
+            (layer, part): scene.erasers[place, role, part, name].at(layer) for part in PARTS for layer in layers
+        }
         own = chosen(cache, slots if role is None else slots[number : number + 1])
         cache = interchange(cache, source, subspaces, slots=own, strength=strength)
     return cache
@@ -200,7 +174,7 @@ def cells(view: str, layout: Layout, bands: Mapping[str, tuple[int, ...]], rando
             every = [LEACE, *random_names(randoms), FULL]
             for kind, names in ((ERASE, [*every, INLP]), (SWAP, every)):
                 found += [cell(layout, kind, place, name, EVERY_LAYER, bands[EVERY_LAYER], part) for name in names]
-            names = [LEACE, *random_names(1), *([FULL] if part == BOTH else [])]
+            names = [LEACE, RANDOM_0, *([FULL] if part == BOTH else [])]
             for band, layers in bands.items():
                 if band != EVERY_LAYER:
                     found += [cell(layout, ERASE, place, name, band, layers, part) for name in names]
@@ -213,11 +187,7 @@ def cells(view: str, layout: Layout, bands: Mapping[str, tuple[int, ...]], rando
 
 def cell(layout: Layout, kind: str, place: str, name: str, band: str, layers: tuple[int, ...], part: str) -> Cell:
     labels = {"kind": kind, "place": place, "name": name, "band": band}
-    return Cell(layers, layout.places[place], part, content=key(kind, place, name), labels=labels)
-
-
-def random_names(randoms: int) -> list[str]:
-    return [f"{RANDOM} {draw}" for draw in range(randoms)]
+    return Cell(layers, layout.places[place], part, content=f"{kind} {place} {name}", labels=labels)
 
 
 def _average(base: KVCache, read: Mapping[str, Tensor], layout: Layout) -> KVCache:

@@ -24,6 +24,8 @@ SHRINKAGE = 0.1
 move features of others by many times their variance."""
 DIGITS = 10
 LEACE, INLP, RANDOM = "leace", "inlp", "random"
+RANDOM_0 = f"{RANDOM} 0"
+"""The first of the random subspaces."""
 
 Reads = Sequence[Mapping[str, Tensor]]
 """What `read_turn` gave for each conversation of a half."""
@@ -45,10 +47,14 @@ def fit(half: Reads, randoms: int, rng: np.random.Generator) -> Erasers:
         for role in roles(place):
             for part in PARTS:
                 closed, iterated = _fit_site(half, place, role, part)
-                drawn = {f"{RANDOM} {draw}": random_eraser(closed, rng) for draw in range(randoms)}
-                found = {LEACE: closed, INLP: iterated} | drawn
-                erasers |= {(place, role, part, name): eraser for name, eraser in found.items()}
+                drawn = {name: random_eraser(closed, rng) for name in random_names(randoms)}
+                own = {LEACE: closed, INLP: iterated} | drawn
+                erasers |= {(place, role, part, name): eraser for name, eraser in own.items()}
     return erasers
+
+
+def random_names(randoms: int) -> list[str]:
+    return [f"{RANDOM} {draw}" for draw in range(randoms)]
 
 
 def labels(half: Reads, role: int | None) -> Int[Tensor, "targets samples"]:

@@ -4,7 +4,6 @@ Only how they vary with the code is kept: each slot's average over the codes is 
 is erased later is what a paired probe reads, and a slot from which all is erased holds its conversation's average.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +11,31 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.tasks.passcode import CODE_LENGTH, Context, conversation
+from kvprobe.tasks.passcode import CODE_LENGTH, Context, Encoder, conversation
 from kvprobe.text.tokens import Tokens
 
 PARTS = ("K", "V")
 PLACES = ("code", "after", "summary")
 """The code's own slots; those of its turn after it, with the reply; and the summary of the turn, with the request for
 it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation: the codes with which it is read to fit erasers, and the two that are exchanged."""
+
+    number: int
+    context: Context
+    codes: tuple[str, ...]
+    pair: tuple[str, str]
+
+    @property
+    def half(self) -> int:
+        return self.number % 2
+
+    def tokens(self, code: str, tokenizer: Encoder) -> Tokens:
+        """The conversation with this code."""
+        return conversation(self.context, code).tokens(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -41,8 +58,8 @@ class Layout:
         return cls(code.start, stop, {place: tuple(slots) for place, slots in zip(PLACES, ranges, strict=True)})
 
 
-def read_turn(model: Model, context: Context, codes: Sequence[str], batch: int) -> dict[str, Tensor]:
-    """K and V of one conversation with each of the codes.
+def read_turn(model: Model, case: Case, batch: int) -> dict[str, Tensor]:
+    """K and V of one conversation with each of its codes.
 
     Returns:
         `digits` `[digits, codes]`; and by part (`K`, `V`), KV heads side by side: `average.K` `[layers, slots, width]`
@@ -54,7 +71,7 @@ def read_turn(model: Model, context: Context, codes: Sequence[str], batch: int) 
     Raises:
         UserError: this tokenizer does not tokenise digits apart.
     """
-    rows = [conversation(context, code).tokens(model.tokenizer) for code in codes]
+    rows = [case.tokens(code, model.tokenizer) for code in case.codes]
     layout = Layout.of(rows[0])
     if any(Layout.of(row) != layout for row in rows) or len(layout.places["code"]) != CODE_LENGTH:
         raise UserError(
@@ -66,7 +83,7 @@ def read_turn(model: Model, context: Context, codes: Sequence[str], batch: int) 
         model.capture([row[layout.start : layout.stop] for row in rows[first : first + batch]], ("k", "v"), past=prefix)
         for first in range(0, len(rows), batch)
     ]
-    found = {"digits": torch.tensor([[int(digit) for digit in code] for code in codes]).T}
+    found = {"digits": torch.tensor([[int(digit) for digit in code] for code in case.codes]).T}
     for part, family in zip(PARTS, ("k", "v"), strict=True):
         # layers, codes, slots, width
         vectors = torch.cat([piece.stack(family) for piece in pieces], 1).float().transpose(2, 3).flatten(3)

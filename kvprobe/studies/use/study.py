@@ -1,51 +1,120 @@
-"""The use study from start to report data."""
+"""The use study: its declaration."""
 
 from pathlib import Path
 
-import torch
-
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.use.analyse import analyse
-from kvprobe.studies.use.check import check
-from kvprobe.studies.use.collect import (
-    cases_of,
-    chosen_places,
-    collect_doses,
-    collect_effects,
-    collect_reads,
-    fit_halves,
-    tell,
-)
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.faults.scope import EVERY_LAYER
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
+from kvprobe.studies.use.check import INTACT
+from kvprobe.studies.use.collect import NOTHING, collect
+from kvprobe.studies.use.conclude import NEAR, conclude
 from kvprobe.studies.use.config import Config
-from kvprobe.studies.use.figures import draw_all
-from kvprobe.studies.use.narrative import narrate
+from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SITES, SWAP, TURN_MASKED
+from kvprobe.studies.use.figure import COLOURS, ReadAndUsed
+from kvprobe.studies.use.fit import INLP, LEACE, RANDOM
+from kvprobe.wording import percent, plain, signed
 
-NAME = "use"
+PLACES = {"code": "the code's own slots", "after": "its turn after it", "summary": "the summary"}
+EDITS = {LEACE: "LEACE, the probe's subspace", RANDOM: "random, same rank", INLP: "INLP", FULL: "whole vectors"}
+PARTS = {"K": "K", "V": "V", BOTH: "K and V"}
+MARKERS = {INTACT: "o", LEACE: "s", RANDOM: "^", FULL: "D", INLP: "v"}
+STYLES = {name: Style(colour, MARKERS[name]) for name, colour in COLOURS.items()}
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+def hundredths(value: Estimate) -> str:
+    return signed(value, 2)
 
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    cases = cases_of(config, model.tokenizer)
-    reads = collect_reads(model, cases, config, directory)
-    erasers = fit_halves(reads, config)
-    checked = check(reads, erasers)
-    effects = collect_effects(model, cases, reads, erasers, config, directory)
-    places = chosen_places(effects)
-    doses = collect_doses(model, cases, reads, erasers, places, config, directory)
-    replies = tell(model, cases, reads, erasers)
-    metrics = analyse(effects, doses, checked, places, erasers)
-    metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    for table, rows in (("samples", effects), ("doses", doses), ("probes", checked), ("replies", replies)):
-        directory.save_table(table, rows)
-    draw_all(metrics, directory.path / "figures")
-    report = narrate(metrics, replies, config, model, directory.environment)
-    directory.finish(metrics, report.to_dict())
-    return directory
+
+STUDY = Study(
+    name="use",
+    title="Use of what a probe reads",
+    question=(
+        "A probe reads a 5-digit code in K and V of several slots of a conversation. When the model is asked for the "
+        "code, does it use what the probe reads there? The code is erased from the cache along the probe's subspace, "
+        "or exchanged for another code's, and the model asked again."
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        ReadAndUsed(),
+        Lines(
+            file="by_band",
+            finding="beyond",
+            caption="Nats of the true code's margin lost to LEACE beyond random subspaces, band by band; all other "
+            "layers stay as they were. 95 % intervals over conversations.",
+            x="band",
+            line="part",
+            panel="site",
+            x_label="layers",
+            y_label="margin lost beyond random (nats)",
+            size=(2.2, 2.8),
+        ),
+        Lines(
+            file="doses",
+            finding="dose",
+            caption="At strength 1 all is erased or exchanged; beyond it the difference to the average, or to the "
+            "other code, is exaggerated. Shaded: 95 % intervals over conversations.",
+            x="strength",
+            line="edit",
+            panel="kind",
+            x_label="strength",
+            y_label="",
+            styles=STYLES,
+            curves=True,
+            own_scales=True,
+            size=(3.4, 3.0),
+        ),
+        Lines(
+            file="probes",
+            finding="read_layer",
+            caption="Digits read by the probe that was erased and by one trained anew, intact and after each erasure. "
+            "Dotted: chance. Shaded: 95 % intervals over conversations.",
+            x="layer",
+            line="state",
+            panel="place",
+            row=lambda keys: f"{keys['probe']}, {keys['part']}",
+            x_label="layer",
+            y_label="digits read (share)",
+            styles=STYLES,
+            level=("chance", "chance"),
+            curves=True,
+            limits=(0.0, 1.03),
+            size=(2.6, 2.4),
+        ),
+    ),
+    claims=(
+        Claim("used", above="used", below="random takes more", unclear="not detected"),
+        Claim("left", above="still reads it", below="near chance", unclear="not decided", against=NEAR),
+        Claim("step", above="takes more", below="takes less", unclear="not detected"),
+    ),
+    labels={
+        "view": {
+            IN_VIEW: "everything in view",
+            CODE_MASKED: "the code's own slots masked",
+            TURN_MASKED: "T1 and T2 masked",
+        },
+        "site": {site: site.replace(place, PLACES[place], 1) for (_, place), site in SITES.items()},
+        "place": PLACES,
+        "band": {EVERY_LAYER: "all"},
+        "part": PARTS,
+        "edit": EDITS | {NOTHING: "nothing"},
+        "state": {INTACT: "intact"} | EDITS,
+        "kind": {ERASE: "erased: margin lost (nats)", SWAP: "exchanged: R, share of the way"},
+    },
+    written={
+        "nats": plain,
+        "logits": signed,
+        "": percent,
+        "beyond": hundredths,
+        "used": hundredths,
+        "step": hundredths,
+        "kl": lambda nats: plain(nats, 3),
+        "chance": lambda chance: f"{chance.mean:.0%}",
+        "rank": lambda rank: f"{rank.mean:.0f}",
+        "width": lambda width: f"{width.mean:.0f}",
+        "share": lambda share: f"{share.mean:.0%}",
+    },
+)
