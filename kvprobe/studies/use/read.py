@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.tasks.passcode import CODE_LENGTH, Context, Encoder, conversation
+from kvprobe.tasks.passcode import CODE_LENGTH, Context, conversation
+from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 
 PARTS = ("K", "V")
@@ -33,7 +34,7 @@ class Case:
     def half(self) -> int:
         return self.number % 2
 
-    def tokens(self, code: str, tokenizer: Encoder) -> Tokens:
+    def tokens(self, code: str, tokenizer: Tokenizer) -> Tokens:
         """The conversation with this code."""
         return conversation(self.context, code).tokens(tokenizer)
 
