@@ -13,6 +13,7 @@ from kvprobe.names import one_line, shown, unknown
 if TYPE_CHECKING:
     from kvprobe.experiments.runs import Run
     from kvprobe.experiments.study import Study
+    from kvprobe.inference.model import Model
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class Entry:
             return read_study(self.file)
         return getattr(import_module(f"kvprobe.studies.{self.name}.study"), "STUDY", None)
 
-    def run(self, config: Any, root: Path = Path("runs"), name: str | None = None) -> "Run":
-        """Run it with these settings (or resume) in a directory below `root`."""
+    def run(
+        self, config: Any, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None
+    ) -> "Run":
+        """Run it with these settings (or resume) in a directory below `root`; see `experiments.running.run_study`."""
         study = self.declaration
         if study is None:
             run = import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
@@ -50,7 +53,7 @@ class Entry:
             return run
         from kvprobe.experiments.running import run_study
 
-        return run_study(study, config, root, name)
+        return run_study(study, config, root, name, model)
 
     def write_report(self, run: "Run") -> Path:
         """Write a finished run's `report.html` from its files; see `kvprobe.experiments.page.write_page`."""
