@@ -97,10 +97,11 @@ class Shown(Run):
         return (self.path / file).read_text()
 
 
-def page_of(study: Study[Any], config: Settings, conclusion: Conclusion, folder: Path) -> Shown:
-    """A run with this conclusion, its figures and its page, for which nothing was measured."""
+def page_of(study: Study[Any], config: Settings, conclusion: Conclusion, folder: Path, *, drawn: bool = False) -> Shown:
+    """A run with this conclusion and its page, and perhaps its figures, for which nothing was measured."""
     run = Run.open(study.name, config, "made up", "cpu", folder / "shown")
-    running.draw(study, conclusion.findings, "made up", run.path / "figures")
+    if drawn:
+        running.draw(study, conclusion.findings, "made up", run.path / "figures")
     run.finish(conclusion.record())
     write_page(study, run)
     return Shown(run.path)

@@ -305,7 +305,7 @@ def test_bands_are_not_ranked_by_accuracy_on_a_task_that_the_model_cannot_do(tmp
     assert not {"keys_lost", "layer_keys_lost", "pair_lost"} & set(found.findings.names)
     assert at(found, "accuracy", band="all", noise="layer", parts="k", rate=1.0).mean == 2 / 16
     assert "Faults are not ranked on retrieve" in found.warnings[0]
-    assert page_of(STUDY, MADE_UP, found, tmp_path).read("report.html").count("data:image/png") == 2
+    assert page_of(STUDY, MADE_UP, found, tmp_path, drawn=True).read("report.html").count("data:image/png") == 2
 
 
 def test_broken_rows_count_as_wrong_are_left_out_of_kl_at_all_rates_and_are_named():
@@ -348,7 +348,7 @@ def test_a_control_that_does_not_hold_and_few_items_are_warned_of():
 
 def test_without_kl_bands_are_compared_by_accuracy(tmp_path: Path):
     config = replace(MADE_UP, follow=False)
-    run = page_of(STUDY, config, numbers(config, kl=lambda *_: np.nan), tmp_path)
+    run = page_of(STUDY, config, numbers(config, kl=lambda *_: np.nan), tmp_path, drawn=True)
     assert "(retrieve, accuracy lost)" in answer(STUDY, run)
     assert run.read("report.html").count("data:image/png") == 1
 
@@ -361,7 +361,7 @@ def test_the_articles_table_stands_beside_the_cells_that_were_measured(tmp_path:
     assert found.findings.at("published", **cell).ends == pytest.approx(wilson(12, 100).ends)
     difference = found.findings.at("less_published", **cell)
     assert 0 < difference.low < difference.mean == pytest.approx(0.5 - 0.12)
-    run = page_of(STUDY, config, found, tmp_path)
+    run = page_of(STUDY, config, found, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     shown = {(row[0], row[1]): row[2:] for row in rows if len(row) == 6}
     assert shown["clean", "0 %"][0] == "87.0 % (79.0 to 92.2)"

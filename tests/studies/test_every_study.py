@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,7 @@ def test_a_finished_run_is_found_again_and_not_run(
 DECLARED = [name for name, entry in STUDIES.items() if entry.declaration is not None]
 
 
+@cache
 def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
     """A declared study, and settings with a made-up conclusion in which every part of its page is shown."""
     study = find(name).declaration
@@ -203,7 +205,7 @@ def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path):
     study, config, conclusion = declared(name)
-    shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path)
+    shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path, drawn=True)
     assert answer(study, shown).strip()
     assert ": nan" not in shown.read("report.html")
     phrases = {"above": "above", "below": "below"}.get(outcome, "unclear")
@@ -243,7 +245,7 @@ def test_texts_of_a_run_are_escaped(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_page_is_made_again_from_the_files_alone_and_is_the_same(name: str, tmp_path: Path):
     study, config, conclusion = declared(name)
-    shown = page_of(study, config, conclusion, tmp_path)
+    shown = page_of(study, config, conclusion, tmp_path, drawn=True)
     before = shown.read("report.html")
     assert write_page(study, Run.load(shown.path)).read_text() == before
     pd.testing.assert_frame_equal(Run.load(shown.path).findings, conclusion.findings.frame(), check_dtype=False)

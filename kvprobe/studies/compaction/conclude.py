@@ -35,7 +35,7 @@ OUTCOMES = {
 }
 """What is measured for every arm. An answer is kept as far as its tokens are those given with the full context."""
 NATS = {"kl": "nats per token", "margin": "nats", "logprob": "nats"}
-"""Units of those that are no shares."""
+"""Units of all but shares."""
 HEADLINE = {
     "gap": ("kl", "right_summary", "leave-context-out", "paired", "margin"),
     "beyond": ("right_summary",),
