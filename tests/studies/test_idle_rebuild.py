@@ -1,46 +1,46 @@
-"""The idle-rebuild study on real weights, with shortened sessions: what is shared must equal what is read one by
-one."""
+"""The idle-rebuild study on a tiny model, with shortened sessions: what is shared must equal what is read one by one;
+and what made-up measurements decide."""
 
 import dataclasses
-import json
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-import kvprobe.studies.idle_rebuild.study as study
 from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
+from kvprobe.report.document import passages_of
+from kvprobe.stats import FEWEST
+from kvprobe.studies import idle_rebuild
 from kvprobe.studies.idle_rebuild import collect as collecting
-from kvprobe.studies.idle_rebuild.analyse import SHOWN, Collected, _said_alike, _slope
 from kvprobe.studies.idle_rebuild.collect import (
     AFTER,
     ARMS,
     LISTENERS,
     MEASURED,
+    REFERENCES,
     SHARED,
     SPEAKERS,
+    joined,
     read_session,
     rebuilt,
     relative_distance,
+    tables_of,
 )
+from kvprobe.studies.idle_rebuild.conclude import concluded
 from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS, Config
-from kvprobe.studies.idle_rebuild.narrative import (
-    _controls_section,
-    answer_cause,
-    answer_drift,
-    answer_healing,
-    answer_worse,
-)
+from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
 from tests.refusals import refused
-from tests.studies.runs import about, assert_figures, give, interrupted
+from tests.studies.runs import assert_figures, page_of
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
@@ -65,22 +65,27 @@ SHORT = tuple(map(shortened, sessions()))
 
 
 @pytest.fixture(scope="module")
-def read(smol: Model) -> tuple[dict[str, torch.Tensor], ...]:
+def read(deep: Model) -> tuple[dict[str, torch.Tensor], ...]:
     """What is measured of two sessions; the turns 4 to 8 of the first are measured again below, one by one."""
-    return tuple(read_session(smol, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
+    return tuple(read_session(deep, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
 
 
 @pytest.fixture(scope="module")
-def finished(smol: Model, read: tuple[dict[str, torch.Tensor], ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(deep: Model, read: tuple[dict[str, torch.Tensor], ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        give(patch, smol)
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[SHORT.index(session)])
-        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+        return idle_rebuild.run(SMALL, tmp_path_factory.mktemp("runs"), model=deep)
+
+
+def visible(model: Model, turn: int, *unread: str, mode: str = "contiguous") -> KVCache:
+    """The cache of the first session's question at this turn, read with everything before it that can be seen."""
+    tokens = conversation(SHORT[0]).without(*SUMMARISED, *unread, mode=mode).tokens(model.tokenizer)
+    return model.prefill(tokens[: tokens.part(f"reply{turn}").start - 1])
 
 
 def compacted(model: Model, turn: int) -> KVCache:
-    """The compacted cache of the first session, its question at this turn read: message by message, in one row."""
+    """The same in the compacted run: message by message, in one row."""
     tokens = conversation(SHORT[0]).tokens(model.tokenizer)
     cache = model.prefill(tokens[: tokens.span("summary").stop]).mask(*SUMMARISED)
     for between in range(AFTER[0], turn):
@@ -89,277 +94,219 @@ def compacted(model: Model, turn: int) -> KVCache:
     return cache
 
 
-def visible(model: Model, turn: int, *unread: str, mode: str = "contiguous") -> KVCache:
-    """The same question, read with everything before it that can be seen as one text."""
-    chat = conversation(SHORT[0]).without(*SUMMARISED, *unread, mode=mode)
-    tokens = chat.tokens(model.tokenizer)
-    return model.prefill(tokens[: tokens.part(f"reply{turn}").start - 1])
-
-
-def logits_along(model: Model, cache: KVCache, turn: int) -> torch.Tensor:
-    """The logits that each token of the scripted reply meets, which is read token by token."""
+def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits that each token of the scripted reply meets, which is read token by token; and its surprise."""
     tokens = conversation(SHORT[0]).tokens(model.tokenizer)
     reply, met = tokens.part(f"reply{turn}"), []
     for place in range(reply.start - 1, reply.stop - 1):
-        following = int(cache.ledger.following)
-        cache, logits = model.extend(cache, tokens[place : place + 1].shifted(following))
+        cache, logits = model.extend(cache, tokens[place : place + 1].shifted(int(cache.ledger.following)))
         met.append(logits[0, -1])
-    return torch.stack(met)
-
-
-def reply_ids(model: Model, turn: int) -> list[int]:
-    tokens = conversation(SHORT[0]).tokens(model.tokenizer)
-    return list(tokens.ids[tokens.part(f"reply{turn}")])
+    found = torch.stack(met)
+    return found, -found.log_softmax(-1)[range(len(met)), list(tokens.ids[reply])]
 
 
 @pytest.mark.parametrize("turn", [4, 7])
 @pytest.mark.parametrize(("policy", "mode"), [(RestartRebuilt, "contiguous"), (RestartInPlace, "gapped")])
 def test_a_rebuild_is_a_prefill_of_the_conversation_without_the_hidden_turns(
-    smol: Model, turn: int, policy: type[MaskSpans], mode: str
+    deep: Model, turn: int, policy: type[MaskSpans], mode: str
 ):
-    tokens = conversation(SHORT[0]).tokens(smol.tokenizer)
-    chat = conversation(SHORT[0]).without(*SUMMARISED, mode=mode)
-    fresh = chat.tokens(smol.tokenizer)
-    expected = smol.prefill(fresh[: fresh.span(f"T{turn}").start])
-    kept = smol.prefill(tokens[: tokens.span(f"T{turn}").start])
+    tokens = conversation(SHORT[0]).tokens(deep.tokenizer)
+    fresh = conversation(SHORT[0]).without(*SUMMARISED, mode=mode).tokens(deep.tokenizer)
+    expected = deep.prefill(fresh[: fresh.span(f"T{turn}").start])
+    kept = deep.prefill(tokens[: tokens.span(f"T{turn}").start])
     # Whether the cache to be dropped was compacted does not matter: only its text is read.
-    for start in (kept, smol.apply(MaskSpans(SUMMARISED), kept)):
-        found = smol.apply(policy(SUMMARISED), start)
+    for start in (kept, deep.apply(MaskSpans(SUMMARISED), kept)):
+        found = deep.apply(policy(SUMMARISED), start)
         assert torch.equal(found.ledger.positions, expected.ledger.positions)
         assert torch.equal(found.ledger.tokens, expected.ledger.tokens)
         for one, other in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=ROUND_OFF * float(other.abs().max()))
     if policy is RestartRebuilt:
-        again = rebuilt(smol, tokens, kept, turn)
-        torch.testing.assert_close(again.keys[-1], found.keys[-1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(rebuilt(deep, tokens, kept, turn).keys[-1], found.keys[-1], rtol=0, atol=1e-4)
 
 
-def test_the_divergence_is_that_of_reading_token_by_token(smol: Model, read: tuple[dict, ...]):
+def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: tuple[dict, ...]):
     turn = 6
-    reply, column = reply_ids(smol, turn), MEASURED.index(turn)
-    reference = logits_along(smol, compacted(smol, turn), turn)
+    reference, _ = logits_along(deep, compacted(deep, turn), turn)
     for arms, mode in (((f"rebuilt{AFTER[0]}", f"rebuilt{turn}"), "contiguous"), (("in_place",), "gapped")):
-        logits = logits_along(smol, visible(smol, turn, mode=mode), turn)
+        logits, surprise = logits_along(deep, visible(deep, turn, mode=mode), turn)
         kl, agrees = divergence(reference, logits)
-        surprise = -logits.log_softmax(-1)[range(len(reply)), reply]
         assert kl.mean() > 1e-3
         for arm in arms:
-            place = (ARMS.index(arm), column, slice(len(reply)))
+            place = (ARMS.index(arm), MEASURED.index(turn), slice(len(kl)))
             torch.testing.assert_close(read[0]["kl"][(0, *place)], kl, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(read[0]["nll"][place], surprise, rtol=1e-3, atol=1e-3)
             assert torch.equal(read[0]["agrees"][(0, *place)], agrees.float())
-            assert read[0]["kl"][0, ARMS.index(arm), column, len(reply) :].isnan().all()
+            assert read[0]["kl"][0, ARMS.index(arm), MEASURED.index(turn), len(kl) :].isnan().all()
 
 
-def test_a_question_put_early_is_the_session_without_the_turns_between(smol: Model, read: tuple[dict, ...]):
-    reply = reply_ids(smol, 7)
-    logits = logits_along(smol, visible(smol, 7, "T5", "T6"), 7)
-    surprise = -logits.log_softmax(-1)[range(len(reply)), reply]
-    place = (AFTER.index(7), 1, slice(len(reply)))
+def test_a_question_put_early_is_the_session_without_the_turns_between(deep: Model, read: tuple[dict, ...]):
+    _, surprise = logits_along(deep, visible(deep, 7, "T5", "T6"), 7)
+    place = (AFTER.index(7), 1, slice(len(surprise)))
     torch.testing.assert_close(read[0]["early_nll"][(1, *place)], surprise, rtol=1e-3, atol=1e-3)
     # Put where it belongs, it is the session itself.
     own_place = read[0]["early_kl"][AFTER.index(7), AFTER.index(7)]
-    torch.testing.assert_close(
-        own_place, read[0]["kl"][0, ARMS.index("rebuilt7"), MEASURED.index(7)], rtol=0, atol=0, equal_nan=True
-    )
+    there = read[0]["kl"][0, ARMS.index("rebuilt7"), MEASURED.index(7)]
+    torch.testing.assert_close(own_place, there, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(smol: Model, read: tuple[dict, ...]):
-    alike = _said_alike(read[0]["own_agrees"].double().numpy())
-    tokens = conversation(SHORT[0]).tokens(smol.tokenizer)
-    turn = 6
+def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(deep: Model, read: tuple[dict, ...]):
+    tokens, turn = conversation(SHORT[0]).tokens(deep.tokenizer), 6
     last = tokens[tokens.part(f"reply{turn}").start - 1 :][:1]
     said = []
-    for cache in (compacted(smol, turn), visible(smol, turn)):
-        ids = []
-        asked = last.shifted(int(cache.ledger.following))
+    for cache in (compacted(deep, turn), visible(deep, turn)):
+        ids, asked = [], last.shifted(int(cache.ledger.following))
         for _ in range(SMALL.continuation):
-            cache, logits = smol.extend(cache, asked)
+            cache, logits = deep.extend(cache, asked)
             ids.append(int(logits[0, -1].argmax()))
             asked = type(last).of(ids[-1:], "own", int(cache.ledger.following))
         said.append(ids)
-    same = [one == other for one, other in zip(*said, strict=True)]
-    found = alike[SPEAKERS.index("compacted"), LISTENERS.index("rebuilt"), AFTER.index(turn)]
-    assert found == (same.index(False) if False in same else len(same))
+    same = [*(one == other for one, other in zip(*said, strict=True)), False]
+    own = tables_of(read[0])["samples"].query(f"reply == 'own' and reference == 'compacted' and turn == {turn}")
+    assert own.set_index("arm").loc["rebuilt", "alike"] == same.index(False)
     for row, speaker in enumerate(SPEAKERS):
         assert np.nanmin(read[0]["own_agrees"][row, LISTENERS.index(speaker)]) == 1
 
 
-def test_before_the_compaction_there_is_nothing_to_lose(finished: Run):
-    controls = finished.metrics["controls"]
-    assert controls["rebuilt_before_compaction"] < ROUND_OFF
-    assert controls["rebuilt_before_compaction_from_kept"] < ROUND_OFF
-    assert controls["before_compaction_agreement"] == 1
-    assert controls["whenever"] < ROUND_OFF
-    drift = finished.metrics["drift"]["all"]
-    assert drift["kl_from_compacted"]["rebuilt"]["smallest"] > 100 * ROUND_OFF
-    assert drift["kl_from_compacted"]["compacted"]["largest"] < ROUND_OFF
-    assert drift["kl_from_kept"]["kept"]["largest"] < ROUND_OFF
-
-
-def test_the_light_cone_of_a_rebuild_in_place(smol: Model, read: tuple[dict, ...]):
-    distance = dict(zip(SHARED, read[0]["distance"].unbind(-1), strict=True))
-    assert distance["system"].max() < ROUND_OFF
-    assert distance["summary"][:, 0].max() < ROUND_OFF
-    assert distance["summary"][:, 1:].min() > 100 * ROUND_OFF
-    for turn in AFTER:
-        assert distance[f"T{turn}"][:, :2].max() < ROUND_OFF
-        assert distance[f"T{turn}"][:, 2:].min() > 10 * ROUND_OFF
-    # Keys are compared at equal rotation or not at all.
-    tokens = conversation(SHORT[0]).tokens(smol.tokenizer)
-    kept = smol.prefill(tokens)
-    refused(
-        lambda: relative_distance(
-            smol.apply(RestartRebuilt(SUMMARISED), kept), smol.apply(MaskSpans(SUMMARISED), kept)
-        ),
-        "same positions",
-    )
-
-
-def test_a_run_holds_every_table_number_and_figure(finished: Run):
-    assert finished.finished
-    samples = finished.df()
-    assert set(samples["measure"]) == {"scripted reply", "own reply of the reference", "asked early"}
-    own = samples[samples["measure"] == "own reply of the reference"]
-    assert len(own) == SMALL.sessions * len(SPEAKERS) * len(LISTENERS) * len(AFTER)
-    early = samples[samples["measure"] == "asked early"]
-    assert len(early) == SMALL.sessions * len(AFTER) * (len(AFTER) + 1) // 2
-    tokens = finished.df("tokens")
-    assert set(tokens["condition"]) == set(SHOWN)
-    assert not tokens[["kl", "agrees", "nll"]].isna().any().any()
-    layers = finished.df("layers")
-    assert len(layers) == 2 * 30 * len(SHARED)
-    assert layers[["low", "high"]].isna().all(axis=None), "two sessions are too few for an interval"
-    metrics = finished.metrics
-    assert {row: list(cells) for row, cells in metrics["matrix"].items()} == {
-        f"rebuilt{before}": [str(turn) for turn in MEASURED if turn >= before] for before in MEASURED
-    }
-    assert "2 sessions are too few for an interval" in finished.report["warnings"][0]
-    # Means in the metrics are those of the table.
-    mine = samples.query("measure == 'scripted reply' and condition == 'rebuilt' and reference == 'compacted'")
-    assert mine["kl"].mean() == pytest.approx(metrics["drift"]["all"]["kl_from_compacted"]["rebuilt"]["mean"])
+def test_a_run_holds_every_table_and_figure_and_its_controls_hold(finished: Run):
+    samples, found = finished.df(), Conclusion.of(finished.metrics)
+    counts = samples.groupby("reply").size() / SMALL.sessions
+    assert counts["own"] == len(SPEAKERS) * len(LISTENERS) * len(AFTER)
+    assert counts["early"] == 2 * len(AFTER) * (len(AFTER) + 1) // 2
+    assert set(finished.df("tokens")["arm"]) == {*ARMS, "rebuilt"}
+    assert len(finished.df("layers")) == SMALL.sessions * 2 * 4 * len(SHARED)
+    assert [control.holds for control in found.controls] == [True] * 3
+    findings = found.findings
+    assert findings.at("kl", turns="all", reference="compacted", run="rebuilt").smallest > 100 * ROUND_OFF
+    assert findings.at("kl", turns="all", reference="compacted", run="compacted").largest < ROUND_OFF
+    assert len(findings.where("matrix")) == len(MEASURED) * (len(MEASURED) + 1) // 2
+    assert "2 sessions are too few for an interval" in found.warnings[0]
     assert_figures(finished, "drift_by_turn", "rebuild_matrix", "drift_by_distance", "drift_by_layer", "drift_in_reply")
 
 
-def test_the_reports_maps_are_the_distances_by_layer_and_segment(finished: Run):
-    (section,) = [each for each in finished.report["sections"] if each["title"] == "Where in the cache"]
-    layers = finished.df("layers")
-    for family, found in zip("kv", section["maps"], strict=True):
-        assert found["caption"].startswith(family.upper())
-        assert found["columns"] == ["summary", *(f"T{turn}" for turn in AFTER)]
-        assert found["rows"] == [str(layer) for layer in range(30)]
-        for place, segment in enumerate(found["columns"]):
-            own = layers[(layers["family"] == family) & (layers["segment"] == segment)].sort_values("layer")
-            assert [row[place] for row in found["values"]] == own["distance"].tolist()
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    give(monkeypatch, tiny_llama)
-    monkeypatch.setattr(collecting, "sessions", lambda: SHORT)
-    whole = study.run(SMALL, tmp_path / "whole")
-    run = partial(study.run, SMALL, tmp_path / "stopped")
-    resumed, calls = interrupted(run, monkeypatch, collecting, "read_session", at=2)
-    assert len(calls) == 2 + 1
-    assert json.dumps(resumed.metrics) == json.dumps(whole.metrics)
-
-
-def test_sessions_with_longer_replies_are_joined_without_losing_a_token(tmp_path: Path):
-    paths = []
-    for index, length in enumerate((2, 3)):
-        paths.append(tmp_path / f"{index}.safetensors")
-        save_file({"nll": torch.ones(1, length)}, paths[-1])
-    joined = Collected.load(paths).measured["nll"]
-    assert joined.shape == (2, 1, 3)
-    assert np.isnan(joined[0, 0]).tolist() == [False, False, True]
-
-
-def test_healing_compares_each_question_with_itself_alone():
-    offsets, read = np.array([9.0, 1.0, 5.0])[:, None], np.arange(3)
-    values = np.where(read <= np.arange(3)[:, None], offsets - 0.25 * read, np.nan)
-    np.testing.assert_allclose(_slope(np.stack([values, values + 7])), [-0.25, -0.25])
-
-
-def test_what_was_said_alike_ends_at_the_first_difference_or_with_the_reply():
-    agrees = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, np.nan, np.nan], [1, 1, 1, 1]])
-    assert _said_alike(agrees).tolist() == [2, 0, 2, 4]
+def test_the_light_cone_of_a_rebuild_in_place(deep: Model, read: tuple[dict, ...]):
+    distance = dict(zip(SHARED, read[0]["distance"].unbind(-1), strict=True))
+    assert distance["system"].max() < ROUND_OFF
+    for segment, first in {"summary": 1, **dict.fromkeys(SHARED[2:], 2)}.items():
+        assert distance[segment][:, :first].max() < ROUND_OFF
+        assert distance[segment][:, first:].min() > 10 * ROUND_OFF
+    # Keys are compared at equal rotation or not at all.
+    kept = deep.prefill(conversation(SHORT[0]).tokens(deep.tokenizer))
+    restarted, masked = (deep.apply(policy(SUMMARISED), kept) for policy in (RestartRebuilt, MaskSpans))
+    refused(lambda: relative_distance(restarted, masked), "same positions")
 
 
 def test_every_session_is_eight_turns_with_its_summary_after_the_third():
-    assert len(sessions()) == AVAILABLE_SESSIONS
-    assert len({session.id for session in sessions()}) == AVAILABLE_SESSIONS
+    assert len({session.id for session in sessions()}) == len(sessions()) == AVAILABLE_SESSIONS
     for session in sessions():
         segments = conversation(session).segments
         assert segments == ("system", *SUMMARISED, "summary", *(f"T{turn}" for turn in range(4, TURNS + 1)))
     refused(lambda: dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7]), "has 7 turns; give 8")
 
 
-def metrics_with(
-    drift: float = 0.5, loss: float = 0.0, over: float = 0.0, slope: float = 0.0, whenever: float = 0.0
-) -> dict:
-    """Metrics whose differences are these, each give or take 0.1."""
+# ---- made-up measurements
 
-    runs = dict.fromkeys(SHOWN, about(0.5))
-    return {
-        "precision": 1e-7,
-        "drift": {
-            "all": {
-                "kl_from_compacted": runs,
-                "agreement": runs,
-                "over_control": about(drift),
-                "position": about(0.1),
-                "provenance_over_position": about(over),
-                "nll_difference": {"rebuilt - compacted": about(loss), "compacted - kept": about(0.2)},
-            }
-        },
-        "healing": {"slope": about(slope), "right_after": about(0.3), "at_its_place": about(0.1)},
-        "controls": {"whenever": whenever},
-    }
+LATER = [ARMS.index(f"rebuilt{turn}") for turn in AFTER]
 
 
-@pytest.mark.parametrize(("drift", "start"), [(0.5, "The rebuilt run drifts: "), (0.05, "No drift of the rebuilt")])
-def test_the_sentence_on_drift_follows_the_interval(drift: float, start: str):
-    assert answer_drift(metrics_with(drift=drift)).startswith(start)
+def filled(values: Callable[[tuple[int, ...]], Any], longest: int = 3) -> dict[str, Any]:
+    """A session's tensors with these values wherever a run, turn and token exist; the reply of turn 5 is shorter."""
+    starts = np.array([MEASURED[0], MEASURED[0], AFTER[0], *MEASURED])
+    runs = starts[:, None] <= np.array(MEASURED)
+    there = np.repeat((runs & runs[[ARMS.index(name) for name in REFERENCES], None])[..., None], longest, -1)
+    there[:, :, MEASURED.index(5), -1] = False
+    early = np.repeat(np.tri(len(AFTER), dtype=bool)[..., None], longest, -1)
+    own = np.ones((len(SPEAKERS), len(LISTENERS), len(AFTER), longest), bool)
+    shapes = {"kl": there, "agrees": there, "nll": there[0], "own_kl": own, "own_agrees": own, "early_kl": early}
+    shapes |= {"early_nll": np.stack([early, early]), "distance": np.ones((2, 4, len(SHARED)), bool)}
+    found = {name: np.where(exists, values(exists.shape), np.nan) for name, exists in shapes.items()}
+    return found | {name: np.where(np.isnan(found[name]), np.nan, found[name] > 1) for name in ("agrees", "own_agrees")}
 
 
-@pytest.mark.parametrize(
-    ("loss", "start"),
-    [(0.5, "The rebuild costs: "), (-0.5, "The rebuild does not cost, it helps: "), (0.0, "Neither a cost nor a gain")],
+def tensors(session: int, drift: float, cost: float, position: float, slope: float) -> dict[str, torch.Tensor]:
+    """The rebuilt run is so far from the compacted one, so much worse, and so far from the one rebuilt in place, which
+    is 0.3 from the compacted one."""
+    found, off = filled(np.zeros), 0.02 * (-1) ** session
+    found["kl"][0, LATER] += drift + off
+    found["kl"][0, ARMS.index("in_place")] += 0.3 + off
+    found["kl"][2, LATER] += position
+    found["nll"][LATER] += cost + off
+    found["early_kl"] += (
+        0.4 + (slope + off / 10) * np.arange(len(AFTER))[:, None] + np.arange(len(AFTER))[:, None, None]
+    )
+    found["distance"][:, 1:, 1] = found["distance"][:, 2:, 2:] = 0.3
+    found["agrees"] += 1
+    found["own_agrees"] += 1
+    found["own_agrees"][0, LISTENERS.index("rebuilt"), :, session % 3] = 0
+    return {name: torch.from_numpy(values) for name, values in found.items()}
+
+
+def numbers(measured: list[dict[str, torch.Tensor]]) -> Conclusion:
+    chat = passages_of(conversation(SHORT[0]), masked=SUMMARISED)
+    tables = joined((f"session {number}", tables_of(found)) for number, found in enumerate(measured))
+    return concluded(tables, 1e-7, {"chat": [vars(each) for each in chat], "layers": 4, "window": 16})
+
+
+def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0) -> Conclusion:
+    return numbers([tensors(number, drift, cost, position, slope) for number in range(FEWEST)])
+
+
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return Config(sessions=FEWEST), made_up(cost=-0.2, slope=-0.1)
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """All runs are as far from each other and as surprised as the others, however much was read."""
+    drawn = [filled(lambda shape: rng.gamma(2.0, size=shape)) for _ in range(AVAILABLE_SESSIONS)]
+    return numbers([{name: torch.from_numpy(values) for name, values in found.items()} for found in drawn])
+
+
+def test_numbers_are_those_that_were_put_in():
+    findings = made_up(cost=0.2, slope=-0.25).findings
+    expected = {"drift": 0.5, "cost": 0.2, "cause": 0.2}
+    assert {name: findings.at(name, turns="back").mean for name in expected} == pytest.approx(expected)
+    assert findings.at("by_turn", measure="added", run="rebuilt", turn=5).mean == pytest.approx(0.2)
+    # Questions differ by whole nats, and are compared with themselves alone.
+    assert findings.at("healing", turns="all").mean == pytest.approx(-0.25)
+    assert findings.finding("healing", turns="all").comparisons == 4
+    assert findings.at("change").mean == pytest.approx(-0.25 * 2.5)
+    keys: Any = {"reference": "compacted", "run": "rebuilt"}
+    assert findings.at("own_alike", **keys).mean == pytest.approx(np.mean([number % 3 for number in range(FEWEST)]))
+    assert findings.at("own_identical", **keys).mean == 0
+    assert findings.at("own_identical", reference="kept", run="kept").mean == 1
+    assert findings.at("along", reply="scripted", run="rebuilt", token=3).clusters == FEWEST
+
+
+DRIFTED = (
+    "the rebuilt one drifts: ",
+    "not detectably better or worse",
+    "what it had seen is the larger",
+    "not detectably change",
 )
-def test_the_sentence_on_cost_follows_the_interval(loss: float, start: str):
-    sentence = answer_worse(metrics_with(loss=loss))
-    assert sentence.startswith(start)
-    assert ("fault" in sentence) == (loss < 0)
+COSTLY = ("does not detectably drift: ", "replies worse than that run", "positions are the larger", "summary it grows")
+CHEAP = ("rather than the rebuild's merit", "neither is detectably larger", "summary it shrinks")
 
 
 @pytest.mark.parametrize(
-    ("over", "words"),
-    [(0.5, "had seen than of positions"), (-0.5, "of positions than of"), (0.0, "are indistinguishable")],
-)
-def test_the_sentence_on_the_cause_follows_the_interval(over: float, words: str):
-    assert words in answer_cause(metrics_with(over=over))
-
-
-@pytest.mark.parametrize(
-    ("slope", "start"),
+    ("changes", "phrases"),
     [
-        (-0.5, "The drift heals"),
-        (0.5, "The drift grows"),
-        (0.0, "That the drift heals or grows as turns arrive was not"),
+        ({}, DRIFTED),
+        ({"drift": 0.005, "cost": 0.2, "position": 0.5, "slope": 0.1}, COSTLY),
+        ({"cost": -0.2, "position": 0.3, "slope": -0.1}, CHEAP),
     ],
 )
-def test_the_sentence_on_healing_follows_the_interval(slope: float, start: str):
-    assert answer_healing(metrics_with(slope=slope)).startswith(start)
+def test_the_answer_is_decided_by_intervals(changes: dict[str, float], phrases: tuple[str, ...], tmp_path: Path):
+    shown = page_of(STUDY, Config(sessions=FEWEST), made_up(**changes), tmp_path)
+    said = answer(STUDY, shown)
+    assert [phrase for phrase in phrases if phrase not in said] == []
+    assert ("fault" in said) == (changes.get("cost", 0) < 0)
 
 
-def test_that_the_moment_of_the_rebuild_makes_no_difference_is_said_only_if_it_was_found():
-    assert "makes no difference" in answer_healing(metrics_with(whenever=1e-6))
-    assert "makes no difference" not in answer_healing(metrics_with(whenever=1e-3))
-
-
-def test_the_report_doubts_a_run_whose_controls_fail(finished: Run):
-    metrics = finished.metrics
-    assert sum("The control holds." in point for point in _controls_section(metrics).points) == 3
-    metrics["controls"] |= {"rebuilt_before_compaction": 1e-3, "turns_layers_0_1": 1e-3}
-    assert sum("DOES NOT HOLD" in point for point in _controls_section(metrics).points) == 2
+def test_controls_fail_where_something_differs_that_cannot():
+    measured = [tensors(number, 0.5, 0.0, 0.1, 0.0) for number in range(FEWEST)]
+    assert [control.holds for control in numbers(measured).controls] == [True] * 3
+    measured[0]["kl"][0, ARMS.index("rebuilt3"), 1, 0] = 1e-3
+    measured[1]["kl"][0, ARMS.index("rebuilt4"), MEASURED.index(8)] += 1e-3
+    measured[2]["distance"][1, 1, SHARED.index("T7")] = 1e-3
+    assert [control.holds for control in numbers(measured).controls] == [False] * 3

@@ -49,6 +49,7 @@ class Lines:
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
         rules: values of y at which a thin line is drawn; at 0 by default, where a number is negative.
+        upright: numbers on the x axis of curves at which a dotted line is drawn.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
         x_label, y_label: of the axes.
         log: whether the y axis is logarithmic.
@@ -76,6 +77,7 @@ class Lines:
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
     rules: tuple[float, ...] = ()
+    upright: tuple[float, ...] = ()
     above: tuple[str, str] | None = None
     log: bool = False
     curves: bool = False
@@ -152,6 +154,8 @@ class Lines:
         negative = any(finding.value.mean < 0 for finding in known)
         for value in self.rules or ((0.0,) if negative else ()):
             axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
+        for value in self.upright:
+            axis.axvline(value, color="0.35", ls=":", lw=0.9, zorder=0)
         lines = list(dict.fromkeys(finding.keys[self.line] for finding in known))
         named = any(isinstance(x, str) for x in across)
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):

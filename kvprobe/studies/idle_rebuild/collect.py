@@ -5,12 +5,15 @@ At each turn the runs are held against each other over the scripted reply, and o
 have given themselves. One file per session is kept, so an interrupted collection resumes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
@@ -55,16 +58,78 @@ class Rows:
         return Rows(names, self.cache.rows([self.names.index(name) for name in names]))
 
 
-def collect(model: Model, config: Config, run: Run) -> list[Path]:
-    """One file of tensors per session (see `read_session`), in order."""
-    return tensor_parts(
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Tables of rows, see `tables_of`, whose `sample` is the session."""
+    chosen = sessions()[: config.sessions]
+    paths = tensor_parts(
         run,
-        sessions()[: config.sessions],
+        chosen,
         "session",
         lambda session: read_session(model, session, config.continuation),
         doing="Reading sessions",
         unit="session",
     )
+    return joined((session.id, tables_of(load_file(path))) for session, path in zip(chosen, paths, strict=True))
+
+
+def joined(tables: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> dict[str, pd.DataFrame]:
+    """The tables of all sessions, each named by its id."""
+    named = [{name: table.assign(sample=session) for name, table in own.items()} for session, own in tables]
+    return {name: pd.concat([own[name] for own in named], ignore_index=True) for name in named[0]}
+
+
+def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, pd.DataFrame]:
+    """What `read_session` measured, as rows.
+
+    Returns:
+        `tokens`: one row per token of a reply (`reply`: the scripted one, the reference's own, or the scripted one to a
+        question that was asked early), turn, number of turns `read` since the summary, reference and arm. `samples`:
+        their means by reply, with its number of `tokens` and how many come before the first that differs (`alike`).
+        `layers`: the distances.
+    """
+    found: dict[str, Any] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    scripted = _rows(
+        {"reference": REFERENCES, "arm": ARMS, "turn": MEASURED, "token": None},
+        kl=found["kl"],
+        agrees=found["agrees"],
+        nll=np.broadcast_to(found["nll"], found["kl"].shape),
+    )
+    own = _rows(
+        {"reference": SPEAKERS, "arm": LISTENERS, "turn": AFTER, "token": None},
+        kl=found["own_kl"],
+        agrees=found["own_agrees"],
+    )
+    early = _rows(
+        {"arm": EARLY, "turn": AFTER, "read": range(len(AFTER)), "token": None},
+        kl=np.stack([0 * found["early_kl"], found["early_kl"]]),
+        nll=found["early_nll"],
+    )
+    tables = [
+        early.assign(reply="early", reference="compacted"),
+        *(
+            each.assign(reply=name, read=each["turn"] - AFTER[0])
+            for name, each in (("scripted", scripted), ("own", own))
+        ),
+    ]
+    tokens = pd.concat([table.dropna(subset="kl") for table in tables], ignore_index=True)
+    by_reply = tokens.groupby(["reply", "reference", "arm", "turn", "read"], sort=False)
+    samples = by_reply.agg(kl=("kl", "mean"), agrees=("agrees", "mean"), nll=("nll", "mean"), tokens=("token", "max"))
+    alike = by_reply["agrees"].cumprod()
+    samples["alike"] = alike.groupby([tokens[name] for name in samples.index.names]).sum(min_count=1)
+    layers = range(found["distance"].shape[1])
+    distances = _rows({"family": FAMILIES, "layer": layers, "segment": SHARED}, distance=found["distance"])
+    return {"tokens": tokens, "samples": samples.reset_index(), "layers": distances}
+
+
+def _rows(axes: Mapping[str, Sequence[Any] | None], **values: Float[np.ndarray, "..."]) -> pd.DataFrame:
+    """A row for each number, named along its axes; numbered from 1 along an axis that has no names."""
+    shape = next(iter(values.values())).shape
+    places = np.indices(shape).reshape(len(shape), -1)
+    named = {
+        name: place + 1 if names is None else np.array(names)[place]
+        for (name, names), place in zip(axes.items(), places, strict=True)
+    }
+    return pd.DataFrame({**named, **{key: each.reshape(-1) for key, each in values.items()}})
 
 
 def read_session(model: Model, session: Session, continuation: int) -> dict[str, Tensor]:

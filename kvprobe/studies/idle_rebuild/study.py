@@ -1,35 +1,138 @@
-"""The idle-rebuild study from start to report data."""
+"""The idle-rebuild study: its declaration."""
 
 from pathlib import Path
 
-import torch
-
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.idle_rebuild.analyse import Collected, analyse
-from kvprobe.studies.idle_rebuild.collect import collect
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots import ARM_COLOURS
+from kvprobe.report.plots.heatmaps import Heatmaps
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.idle_rebuild.collect import AFTER, SHARED, collect
+from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.config import Config
-from kvprobe.studies.idle_rebuild.figures import draw_all
-from kvprobe.studies.idle_rebuild.narrative import narrate
+from kvprobe.wording import percent, plain, signed
 
-NAME = "idle_rebuild"
+RUNS = {
+    "kept": Style(ARM_COLOURS["direct"]),
+    "compacted": Style(ARM_COLOURS["masked"], "s"),
+    "in_place": Style("#e69f00", "D"),
+    "rebuilt": Style(ARM_COLOURS["restart"], "^"),
+    "control": Style(ARM_COLOURS["before"], "v", "--"),
+}
+LATER = dict(zip(AFTER, map(Style, ("#443983", "#31688e", "#21918c", "#35b779", "#90d743"), "osD^v"), strict=True))
 
-
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
-
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    analysis = analyse(Collected.load(collect(model, config, directory)), config)
-    directory.save_table("samples", analysis.samples)
-    directory.save_table("tokens", analysis.tokens)
-    directory.save_table("layers", analysis.layers)
-    draw_all(analysis.layers, analysis.metrics, directory.path / "figures")
-    analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    report = narrate(analysis.metrics, analysis.layers, config, model, directory.environment)
-    directory.finish(analysis.metrics, report.to_dict())
-    return directory
+STUDY = Study(
+    name="idle_rebuild",
+    title="Rebuilding an idle session's cache",
+    question=(
+        "After three turns a session is compacted: a summary is written, and the turns it stands for are masked. Later "
+        "it goes idle, its cache is dropped, and what is in view is read anew. Where does the rebuilt run drift from "
+        "the one whose cache was kept?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        Lines(
+            file="drift_by_turn",
+            finding="by_turn",
+            caption="How far the runs are from the compacted one and from the one that saw everything, and the "
+            "surprise at the scripted reply that they add to the compacted run's. Bands are 95 % intervals over "
+            "sessions. The dotted line is the compaction.",
+            x="turn",
+            line="run",
+            panel="measure",
+            x_label="turn",
+            y_label="nats per token of the scripted reply",
+            styles=RUNS,
+            upright=(AFTER[0] - 0.5,),
+            curves=True,
+            size=(3.2, 3.4),
+        ),
+        Lines(
+            file="drift_in_reply",
+            finding="along",
+            caption="Where in a reply the runs part: KL from the compacted run by token, over the turns after the "
+            "compaction. Only places that at least three in four replies reach; bands are 95 % intervals.",
+            x="token",
+            line="run",
+            panel="reply",
+            x_label="token of the reply",
+            y_label="KL from the compacted run (nats)",
+            styles=RUNS,
+            curves=True,
+            log=True,
+            size=(4.0, 3.2),
+        ),
+        Heatmaps(
+            file="rebuild_matrix",
+            finding="matrix",
+            caption="KL(compacted ‖ rebuilt) by the turn before which the cache was dropped (rows) and the turn "
+            "measured (columns), mean over sessions. From row 4 on, after the compaction, columns must be constant.",
+            rows="before",
+            columns="turn",
+            panel="run",
+            label="nats per token",
+        ),
+        Lines(
+            file="drift_by_distance",
+            finding="asked",
+            caption="The same question put after more and more of the session. The last point of each line is the "
+            "question's own place; bands are 95 % intervals.",
+            x="read",
+            line="turn",
+            panel="run",
+            x_label="turns read between the summary and the question",
+            y_label="KL(compacted ‖ rebuilt), nats per token",
+            styles=LATER,
+            curves=True,
+        ),
+        Lines(
+            file="drift_by_layer",
+            finding="distance",
+            caption="How far K and V of the run that was rebuilt in place are from the compacted run's, relative to "
+            "their size, by layer and segment; bands are 95 % intervals. The system prompt stands before everything "
+            "that is hidden, and is not shown.",
+            x="layer",
+            line="segment",
+            panel="family",
+            x_label="layer",
+            y_label="‖rebuilt in place − compacted‖ / ‖compacted‖",
+            drawn=lambda segment: segment != SHARED[0],
+            styles={"summary": Style("#1a1a1a", "s")} | {f"T{turn}": style for turn, style in LATER.items()},
+            curves=True,
+            size=(4.0, 3.4),
+        ),
+    ),
+    claims=(
+        Claim("drift", above="drifts", below="is nearer than the control", unclear="does not detectably drift"),
+        Claim("cost", above="worse", below="better", unclear="not detectably better or worse"),
+        Claim(
+            "cause",
+            above="what it had seen is the larger",
+            below="positions are the larger",
+            unclear="neither is detectably larger",
+        ),
+        Claim("healing", above="grows", below="shrinks", unclear="does not detectably change"),
+    ),
+    labels={
+        **{key: {"in_place": "rebuilt in place"} for key in ("run", "than", "reference")},
+        **dict.fromkeys(("turn", "before"), "turn {}".format),
+        "turns": {"all": "turns 4 to 8", "new": "turn 4 (a new topic)", "back": "turns 5 to 8 (asking back)"},
+        "measure": {
+            "from_compacted": "KL from the compacted run",
+            "from_kept": "KL from the run that saw everything",
+            "added": "surprise added to the compacted run's",
+        },
+        "reply": {"scripted": "the scripted reply", "own": "the reply that the compacted run would give"},
+        "family": {"k": "K (keys)", "v": "V (values)"},
+    },
+    written={
+        **dict.fromkeys(("drift", "cost", "cause", "surprise_over", "change"), signed),
+        **dict.fromkeys(("healing", "cost_healing"), lambda value: signed(value, 4)),
+        **dict.fromkeys(("agreement", "own_agreement", "own_identical"), percent),
+        "own_alike": lambda value: plain(value, 1),
+        "said_again": lambda share: f"{share.mean:.2%}",
+        "nats": lambda value: plain(value, 3),
+    },
+)

@@ -1,0 +1,245 @@
+"""From rows to findings: drift by turn, by cause and by distance, each with its interval over sessions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from kvprobe.experiments.estimands import Difference, Mean, Pooled, Ratio, Rows, Where, beside, chosen, measure
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.inference.model import Model
+from kvprobe.report.document import passages_of
+from kvprobe.report.findings import Findings
+from kvprobe.stats import SHARE
+from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS
+from kvprobe.studies.idle_rebuild.config import Config
+from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
+from kvprobe.wording import few_clusters
+
+SHOWN = ("kept", "compacted", "in_place", "rebuilt", "control")
+"""Runs in tables and figures: `rebuilt` went idle right before the turn, `control` last before the compaction."""
+TURNS = {"all": AFTER, "new": AFTER[:1], "back": AFTER[1:]}
+"""Turns after the compaction: all, the one that opens a new topic, those that ask back."""
+ENOUGH = 0.75
+"""Share of replies that must be long enough for a token's place in the reply to be shown."""
+ROUND_OFF = 100
+"""Steps of the dtype's precision that a control may be off by."""
+
+COMPACTED: Where = {"reference": "compacted"}
+ANSWER: dict[str, Any] = {"together": ("turns",), "family": "answer", "unit": "nats"}
+"""Drift, cost, cause and healing: the answer claims all four, so their intervals hold together."""
+
+
+def _less(name: str, of: str, first: Where, second: Where, **more: Any) -> Difference:
+    """One run less another, by turns; from the compacted run, unless another reference is named."""
+    return Difference(
+        name=name, of=of, by=("turns",), where={**COMPACTED, **first}, less={**COMPACTED, **second}, **more
+    )
+
+
+OF_TURNS = (
+    _less("drift", "kl", {"run": "rebuilt"}, {"run": "control"}, **ANSWER),
+    _less("cost", "nll", {"run": "rebuilt"}, {"run": "compacted"}, **ANSWER),
+    _less("cause", "kl", {"run": "in_place"}, {"run": "rebuilt", "reference": "in_place"}, **ANSWER),
+    Ratio(name="healing", of="kl_by_read", over="spread", where={"reply": "early"}, keys={"turns": "all"}, **ANSWER),
+    Ratio(name="cost_healing", of="added_by_read", over="spread", where={"reply": "early"}, unit="nats"),
+    *(
+        _less("surprise_over", "nll", {"run": run}, {"run": than}, keys={"run": run, "than": than}, unit="nats")
+        for run, than in (
+            ("in_place", "compacted"),
+            ("rebuilt", "in_place"),
+            ("compacted", "kept"),
+            ("rebuilt", "kept"),
+        )
+    ),
+    _less(
+        "nearer_to_kept", "kl", *({"run": run, "reference": "kept"} for run in ("rebuilt", "compacted")), unit="nats"
+    ),
+    Mean(name="kl", of="kl", by=("turns", "reference", "run"), unit="nats"),
+    Mean(name="agreement", of="agrees", by=("turns", "reference", "run"), within=SHARE),
+    Mean(name="surprise", of="nll", by=("turns", "run"), where=COMPACTED, unit="nats"),
+)
+OF_EACH_TURN = (
+    *(
+        Mean(
+            name="by_turn",
+            of=of,
+            by=("run", "turn"),
+            where={"reference": of_what},
+            keys={"measure": measure},
+            unit="nats",
+        )
+        for measure, of, of_what in (
+            ("from_compacted", "kl", "compacted"),
+            ("from_kept", "kl", "kept"),
+            ("added", "added", "compacted"),
+        )
+    ),
+    Mean(name="surprise_by_turn", of="nll", by=("run", "turn"), where=COMPACTED, unit="nats"),
+)
+OF_REBUILDS = (
+    Mean(name="matrix", of="kl", by=("before", "turn"), where=COMPACTED, keys={"run": "rebuilt"}, unit="nats"),
+)
+ASKED: Where = {"turn": AFTER[1:]}
+OF_EARLY = (
+    Mean(name="asked", of="kl", by=("turn", "read"), keys={"run": "rebuilt"}, unit="nats"),
+    Mean(name="asked_at", of="kl", by=("place",), where={**ASKED, "place": ("summary", "own")}, unit="nats"),
+    Difference(
+        name="change", of="kl", where={**ASKED, "place": "own"}, less={**ASKED, "place": "summary"}, unit="nats"
+    ),
+)
+OF_OWN = (
+    Mean(name="own_kl", of="kl", by=("reference", "run"), unit="nats"),
+    Mean(name="own_agreement", of="agrees", by=("reference", "run"), within=SHARE),
+    Mean(name="own_alike", of="alike", by=("reference", "run"), unit="tokens"),
+    Mean(name="own_identical", of="identical", by=("reference", "run"), within=SHARE),
+)
+ALONG: Where = {
+    **COMPACTED,
+    "run": ("kept", "in_place", "rebuilt"),
+    "reply": ("scripted", "own"),
+    "turn": AFTER,
+}
+OF_TOKENS = (Pooled(name="along", of="kl", by=("reply", "run", "token"), unit="nats"),)
+OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segment")),)
+
+
+def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run."""
+    shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
+    chat = passages_of(conversation(sessions()[0]), masked=SUMMARISED)
+    windows = [window for window in model.geometry.windows if window is not None]
+    facts = {
+        "chat": [vars(passage) for passage in chat if passage.segment in shown],
+        "layers": model.geometry.n_layers,
+        "window": min(windows, default=0),
+    }
+    return concluded(tables, torch.finfo(model.lanes.dtype).eps, facts)
+
+
+def concluded(tables: Mapping[str, Rows], precision: float, facts: Mapping[str, Any]) -> Conclusion:
+    """What `conclude` gives, without the model."""
+    findings = found(tables)
+    findings.number("allowed", ROUND_OFF * precision)
+    few = few_clusters(tables["samples"]["sample"].nunique(), "sessions")
+    return Conclusion(findings, list(controls_of(findings)), facts, [few] if few else [])
+
+
+def found(tables: Mapping[str, Rows]) -> Findings:
+    """All numbers of a run, from the tables of `collect`."""
+    samples, tokens = (tables[name].assign(run=run_of(tables[name])) for name in ("samples", "tokens"))
+    scripted, early, own = (samples[samples["reply"] == reply] for reply in ("scripted", "early", "own"))
+    shown = over_compacted(scripted[scripted["run"].isin(SHOWN)])
+    early = by_read(over_compacted(early))
+    rebuilds = scripted[scripted["arm"].str.startswith("rebuilt")]
+    rebuilds = rebuilds.assign(before=rebuilds["arm"].str.removeprefix("rebuilt").astype(int))
+    grouped = [shown[shown["turn"].isin(turns)].assign(turns=name) for name, turns in TURNS.items()]
+    findings = Findings(
+        chain(
+            # Questions that were asked early have no `turns`, and count in the slopes alone.
+            measure(pd.concat([*grouped, early], ignore_index=True), OF_TURNS),
+            measure(shown, OF_EACH_TURN),
+            measure(rebuilds, OF_REBUILDS),
+            measure(early, OF_EARLY),
+            measure(own.assign(identical=own["alike"] >= own["tokens"]), OF_OWN),
+            measure(often(chosen(tokens, ALONG)), OF_TOKENS),
+            measure(tables["layers"], OF_LAYERS),
+        )
+    )
+    add_checks(findings, tokens, scripted, tables["layers"])
+    count = samples["sample"].nunique()
+    findings.number("sessions", count)
+    findings.number("replies", count * len(AFTER))
+    return findings
+
+
+def run_of(rows: Rows) -> Any:
+    """The arm as SHOWN names it; other rebuilds keep their own name."""
+    fresh = (rows["arm"] == "rebuilt" + rows["turn"].astype(str)) & rows["turn"].isin(AFTER)
+    return rows["arm"].mask(fresh, "rebuilt").replace(f"rebuilt{CONTROLS[-1]}", "control")
+
+
+def over_compacted(rows: Rows) -> Rows:
+    """With the surprise that a run adds to the compacted one's."""
+    compacted: Where = {**COMPACTED, "run": "compacted"}
+    return rows.assign(added=rows["nll"] - beside(rows, "nll", compacted, ("sample", "turn", "read")))
+
+
+def by_read(early: Rows) -> Rows:
+    """The rebuilt run asked early, with what makes a slope: by least squares within each question, so that no two
+    questions are compared."""
+    rows = early[early["run"] == "rebuilt"]
+    read = rows["read"] - rows.groupby(["sample", "turn"])["read"].transform("mean")
+    place = np.select([rows["read"] == 0, rows["read"] == rows["turn"] - AFTER[0]], ["summary", "own"], "between")
+    return rows.assign(place=place, kl_by_read=read * rows["kl"], added_by_read=read * rows["added"], spread=read**2)
+
+
+def often(tokens: Rows) -> Rows:
+    """The tokens at places that most replies reach."""
+    replies = tokens["sample"].nunique() * len(AFTER)
+    return tokens[tokens.groupby(["reply", "run", "token"])["kl"].transform("size") >= ENOUGH * replies]
+
+
+def add_checks(findings: Findings, tokens: Rows, scripted: Rows, layers: Rows) -> None:
+    """What must be zero but for round-off, at its largest (`off`), and what it is to be compared with."""
+
+    def largest(turns: Sequence[int] | None, reference: str) -> float:
+        rows = before[before["reference"] == reference]
+        return float((rows if turns is None else rows[rows["turn"].isin(turns)])["kl"].max())
+
+    def distance(segments: tuple[str, ...], *at: int) -> float:
+        return float(chosen(layers, {"segment": segments, "layer": at or every})["distance"].max())
+
+    before = chosen(tokens, {"reply": "scripted", "arm": tuple(f"rebuilt{turn}" for turn in CONTROLS)})
+    rebuilt: Where = {**COMPACTED, "turn": AFTER, "arm": tuple(f"rebuilt{turn}" for turn in AFTER)}
+    whenever = chosen(scripted, rebuilt).groupby(["sample", "turn"])["kl"]
+    own = tokens[(tokens["reply"] == "own") & (tokens["arm"] == tokens["reference"])]
+    later, every = tuple(f"T{turn}" for turn in AFTER), tuple(range(layers["layer"].max() + 1))
+    off = {
+        "from compacted": largest(None, "compacted"),
+        "from kept": largest(CONTROLS, "kept"),
+        "whenever": float((whenever.max() - whenever.min()).max()),
+        "system": distance(("system",)),
+        "summary, layer 0": distance(("summary",), 0),
+        "turns, layers 0 and 1": distance(later, 0, 1),
+    }
+    for check, value in off.items():
+        findings.number("off", value, check=check)
+    findings.number("deepest", distance(("summary",), every[-1]), segment="summary")
+    findings.number("deepest", distance(later, every[-1]), segment="turns")
+    findings.number("same_before", chosen(before, COMPACTED)["agrees"].mean())
+    findings.number("said_again", own["agrees"].mean())
+
+
+def controls_of(findings: Findings) -> Iterator[Control]:
+    allowed = findings.at("allowed").mean
+
+    def control(seen: str, *checks: str) -> Control:
+        off = [findings.at("off", check=check).mean for check in checks]
+        return Control(seen.format(*(f"{value:.1e}" for value in off)), max(off) <= allowed)
+
+    yield control(
+        "Rebuilt before the compaction, when everything was in view: at no token of any turn is the run further than "
+        "{} nats from the compacted one, and before the compaction {} from the kept one (allowed for round-off: "
+        f"{allowed:.1e}); the same token is likeliest in {findings.at('same_before').mean:.2%} of places.",
+        "from compacted",
+        "from kept",
+    )
+    yield control(
+        "Whenever rebuilt: runs rebuilt before different turns after the compaction differ, at any turn, by at most {} "
+        "nats per token.",
+        "whenever",
+    )
+    deepest = [findings.at("deepest", segment=segment).mean for segment in ("summary", "turns")]
+    yield control(
+        "Light cone: rebuilt in place, K and V of the system prompt cannot differ from the compacted ones at any "
+        "layer, those of the summary not at layer 0, those of later turns not at layers 0 and 1. They do by {}, {} and "
+        "{} of their size; at the last layer summary and later turns differ by up to "
+        f"{deepest[0]:.2f} and {deepest[1]:.2f}.",
+        "system",
+        "summary, layer 0",
+        "turns, layers 0 and 1",
+    )
