@@ -39,6 +39,7 @@ from kvprobe.studies.idle_rebuild.conclude import concluded
 from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
+from kvprobe.text.transcript import PositionMode
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, page_of
 
@@ -78,7 +79,7 @@ def finished(deep: Model, read: tuple[dict[str, torch.Tensor], ...], tmp_path_fa
         return idle_rebuild.run(SMALL, tmp_path_factory.mktemp("runs"), model=deep)
 
 
-def visible(model: Model, turn: int, *unread: str, mode: str = "contiguous") -> KVCache:
+def visible(model: Model, turn: int, *unread: str, mode: PositionMode = "contiguous") -> KVCache:
     """The cache of the first session's question at this turn, read with everything before it that can be seen."""
     tokens = conversation(SHORT[0]).without(*SUMMARISED, *unread, mode=mode).tokens(model.tokenizer)
     return model.prefill(tokens[: tokens.part(f"reply{turn}").start - 1])
@@ -108,7 +109,7 @@ def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("turn", [4, 7])
 @pytest.mark.parametrize(("policy", "mode"), [(RestartRebuilt, "contiguous"), (RestartInPlace, "gapped")])
 def test_a_rebuild_is_a_prefill_of_the_conversation_without_the_hidden_turns(
-    deep: Model, turn: int, policy: type[MaskSpans], mode: str
+    deep: Model, turn: int, policy: type[MaskSpans], mode: PositionMode
 ):
     tokens = conversation(SHORT[0]).tokens(deep.tokenizer)
     fresh = conversation(SHORT[0]).without(*SUMMARISED, mode=mode).tokens(deep.tokenizer)
@@ -125,10 +126,17 @@ def test_a_rebuild_is_a_prefill_of_the_conversation_without_the_hidden_turns(
         torch.testing.assert_close(rebuilt(deep, tokens, kept, turn).keys[-1], found.keys[-1], rtol=0, atol=1e-4)
 
 
+READ_AT_ONCE: list[tuple[tuple[str, ...], PositionMode]] = [
+    (("rebuilt4", "rebuilt6"), "contiguous"),
+    (("in_place",), "gapped"),
+]
+"""Arms that must be what reading the visible text of turn 6 at once gives."""
+
+
 def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: tuple[dict, ...]):
     turn = 6
     reference, _ = logits_along(deep, compacted(deep, turn), turn)
-    for arms, mode in (((f"rebuilt{AFTER[0]}", f"rebuilt{turn}"), "contiguous"), (("in_place",), "gapped")):
+    for arms, mode in READ_AT_ONCE:
         logits, surprise = logits_along(deep, visible(deep, turn, mode=mode), turn)
         kl, agrees = divergence(reference, logits)
         assert kl.mean() > 1e-3
@@ -162,7 +170,7 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
             asked = type(last).of(ids[-1:], "own", int(cache.ledger.following))
         said.append(ids)
     same = [*(one == other for one, other in zip(*said, strict=True)), False]
-    own = tables_of(read[0])["samples"].query(f"reply == 'own' and reference == 'compacted' and turn == {turn}")
+    own: Any = tables_of(read[0])["samples"].query(f"reply == 'own' and reference == 'compacted' and turn == {turn}")
     assert own.set_index("arm").loc["rebuilt", "alike"] == same.index(False)
     for row, speaker in enumerate(SPEAKERS):
         assert np.nanmin(read[0]["own_agrees"][row, LISTENERS.index(speaker)]) == 1
@@ -170,7 +178,7 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
 
 def test_a_run_holds_every_table_and_figure_and_its_controls_hold(finished: Run):
     samples, found = finished.df(), Conclusion.of(finished.metrics)
-    counts = samples.groupby("reply").size() / SMALL.sessions
+    counts: Any = samples.groupby("reply").size() / SMALL.sessions
     assert counts["own"] == len(SPEAKERS) * len(LISTENERS) * len(AFTER)
     assert counts["early"] == 2 * len(AFTER) * (len(AFTER) + 1) // 2
     assert set(finished.df("tokens")["arm"]) == {*ARMS, "rebuilt"}

@@ -132,7 +132,7 @@ STUDY = Study(
         **dict.fromkeys(("healing", "cost_healing"), lambda value: signed(value, 4)),
         **dict.fromkeys(("agreement", "own_agreement", "own_identical"), percent),
         "own_alike": lambda value: plain(value, 1),
-        "said_again": lambda share: f"{share.mean:.2%}",
+        "said_again": lambda share: f"{100 * share.mean:.2f} %",
         "nats": lambda value: plain(value, 3),
     },
 )
