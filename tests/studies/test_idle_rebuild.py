@@ -2,15 +2,18 @@
 and what made-up measurements decide."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.estimands import Rows, chosen
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
@@ -27,9 +30,9 @@ from kvprobe.studies.idle_rebuild.collect import (
     LISTENERS,
     MEASURED,
     REFERENCES,
+    REPLY,
     SHARED,
     SPEAKERS,
-    joined,
     read_session,
     rebuilt,
     relative_distance,
@@ -66,16 +69,22 @@ SHORT = tuple(map(shortened, sessions()))
 
 
 @pytest.fixture(scope="module")
-def read(deep: Model) -> tuple[dict[str, torch.Tensor], ...]:
+def read(deep: Model) -> Rows:
     """What is measured of two sessions; the turns 4 to 8 of the first are measured again below, one by one."""
-    return tuple(read_session(deep, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
+    read = (read_session(deep, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
+    return pd.concat([rows.assign(sample=session.id) for rows, session in zip(read, SHORT, strict=False)])
+
+
+def values(rows: Rows, column: str, **where: Any) -> torch.Tensor:
+    """A column of the first session, token by token."""
+    return torch.tensor(chosen(rows, {"sample": SHORT[0].id, **where})[column].to_numpy(float), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, read: tuple[dict[str, torch.Tensor], ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(deep: Model, read: Rows, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "sessions", lambda: SHORT)
-        patch.setattr(collecting, "read_session", lambda _, session, __: read[SHORT.index(session)])
+        patch.setattr(collecting, "read_session", lambda _, session, __: read[read["sample"] == session.id])
         return idle_rebuild.run(SMALL, tmp_path_factory.mktemp("runs"), model=deep)
 
 
@@ -133,7 +142,7 @@ READ_AT_ONCE: list[tuple[tuple[str, ...], PositionMode]] = [
 """Arms that must be what reading the visible text of turn 6 at once gives."""
 
 
-def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: tuple[dict, ...]):
+def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: Rows):
     turn = 6
     reference, _ = logits_along(deep, compacted(deep, turn), turn)
     for arms, mode in READ_AT_ONCE:
@@ -141,24 +150,23 @@ def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: tup
         kl, agrees = divergence(reference, logits)
         assert kl.mean() > 1e-3
         for arm in arms:
-            place = (ARMS.index(arm), MEASURED.index(turn), slice(len(kl)))
-            torch.testing.assert_close(read[0]["kl"][(0, *place)], kl, rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(read[0]["nll"][place], surprise, rtol=1e-3, atol=1e-3)
-            assert torch.equal(read[0]["agrees"][(0, *place)], agrees.float())
-            assert read[0]["kl"][0, ARMS.index(arm), MEASURED.index(turn), len(kl) :].isnan().all()
+            keys = {"reply": "scripted", "turn": turn, "reference": "compacted", "arm": arm}
+            torch.testing.assert_close(values(read, "kl", **keys), kl, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(values(read, "nll", **keys), surprise, rtol=1e-3, atol=1e-3)
+            assert torch.equal(values(read, "agrees", **keys), agrees.float())
 
 
-def test_a_question_put_early_is_the_session_without_the_turns_between(deep: Model, read: tuple[dict, ...]):
+def test_a_question_put_early_is_the_session_without_the_turns_between(deep: Model, read: Rows):
     _, surprise = logits_along(deep, visible(deep, 7, "T5", "T6"), 7)
-    place = (AFTER.index(7), 1, slice(len(surprise)))
-    torch.testing.assert_close(read[0]["early_nll"][(1, *place)], surprise, rtol=1e-3, atol=1e-3)
+    keys: Any = {"turn": 7, "reference": "compacted"}
+    early = values(read, "nll", reply="early", arm="rebuilt", read=1, **keys)
+    torch.testing.assert_close(early, surprise, rtol=1e-3, atol=1e-3)
     # Put where it belongs, it is the session itself.
-    own_place = read[0]["early_kl"][AFTER.index(7), AFTER.index(7)]
-    there = read[0]["kl"][0, ARMS.index("rebuilt7"), MEASURED.index(7)]
-    torch.testing.assert_close(own_place, there, rtol=0, atol=0, equal_nan=True)
+    own_place = values(read, "kl", reply="early", arm="rebuilt", read=3, **keys)
+    assert torch.equal(own_place, values(read, "kl", reply="scripted", arm="rebuilt7", **keys))
 
 
-def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(deep: Model, read: tuple[dict, ...]):
+def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(deep: Model, read: Rows):
     tokens, turn = conversation(SHORT[0]).tokens(deep.tokenizer), 6
     last = tokens[tokens.part(f"reply{turn}").start - 1 :][:1]
     said = []
@@ -170,10 +178,10 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
             asked = type(last).of(ids[-1:], "own", int(cache.ledger.following))
         said.append(ids)
     same = [*(one == other for one, other in zip(*said, strict=True)), False]
-    own: Any = tables_of(read[0])["samples"].query(f"reply == 'own' and reference == 'compacted' and turn == {turn}")
-    assert own.set_index("arm").loc["rebuilt", "alike"] == same.index(False)
-    for row, speaker in enumerate(SPEAKERS):
-        assert np.nanmin(read[0]["own_agrees"][row, LISTENERS.index(speaker)]) == 1
+    own = chosen(tables_of(read)["samples"], {"sample": SHORT[0].id, "reply": "own"})
+    found = chosen(own, {"turn": turn, "reference": "compacted", "arm": "rebuilt"})
+    assert found["alike"].tolist() == [same.index(False)]
+    assert set(own.loc[own["arm"] == own["reference"], "agrees"]) == {1.0}
 
 
 def test_a_run_holds_every_table_and_figure_and_its_controls_hold(finished: Run):
@@ -192,12 +200,11 @@ def test_a_run_holds_every_table_and_figure_and_its_controls_hold(finished: Run)
     assert_figures(finished, "drift_by_turn", "rebuild_matrix", "drift_by_distance", "drift_by_layer", "drift_in_reply")
 
 
-def test_the_light_cone_of_a_rebuild_in_place(deep: Model, read: tuple[dict, ...]):
-    distance = dict(zip(SHARED, read[0]["distance"].unbind(-1), strict=True))
-    assert distance["system"].max() < ROUND_OFF
-    for segment, first in {"summary": 1, **dict.fromkeys(SHARED[2:], 2)}.items():
-        assert distance[segment][:, :first].max() < ROUND_OFF
-        assert distance[segment][:, first:].min() > 10 * ROUND_OFF
+def test_the_light_cone_of_a_rebuild_in_place(deep: Model, read: Rows):
+    for segment, first in {"system": 4, "summary": 1, **dict.fromkeys(SHARED[2:], 2)}.items():
+        distance = values(read, "distance", segment=segment).reshape(2, 4)
+        assert distance[:, :first].max() < ROUND_OFF
+        assert (distance[:, first:] > 10 * ROUND_OFF).all()
     # Keys are compared at equal rotation or not at all.
     kept = deep.prefill(conversation(SHORT[0]).tokens(deep.tokenizer))
     restarted, masked = (deep.apply(policy(SUMMARISED), kept) for policy in (RestartRebuilt, MaskSpans))
@@ -214,49 +221,56 @@ def test_every_session_is_eight_turns_with_its_summary_after_the_third():
 
 # ---- made-up measurements
 
-LATER = [ARMS.index(f"rebuilt{turn}") for turn in AFTER]
+FIRST = {"in_place": AFTER[0]} | {f"rebuilt{turn}": turn for turn in MEASURED}
+"""The first turn of runs that are not there from the beginning."""
+TOKENS = pd.DataFrame(
+    [
+        *(
+            ("scripted", turn, turn - AFTER[0], reference, arm, token)
+            for turn, reference, arm, token in product(MEASURED, REFERENCES, ARMS, (1, 2, 3))
+            if turn >= max(FIRST.get(reference, 0), FIRST.get(arm, 0)) and (turn, token) != (5, 3)
+        ),
+        *(
+            ("own", turn, turn - AFTER[0], reference, arm, token)
+            for turn, reference, arm, token in product(AFTER, SPEAKERS, LISTENERS, (1, 2, 3))
+        ),
+        *(
+            ("early", turn, read, "compacted", arm, token)
+            for turn, read, arm, token in product(AFTER, range(len(AFTER)), ("compacted", "rebuilt"), (1, 2, 3))
+            if read <= turn - AFTER[0]
+        ),
+    ],
+    columns=[*REPLY, "token"],
+).assign(kl=0.0, agrees=1.0, nll=0.0)
+LAYERS = pd.DataFrame(list(product("kv", range(4), SHARED)), columns=["family", "layer", "segment"])
 
 
-def filled(values: Callable[[tuple[int, ...]], Any], longest: int = 3) -> dict[str, Any]:
-    """A session's tensors with these values wherever a run, turn and token exist; the reply of turn 5 is shorter."""
-    starts = np.array([MEASURED[0], MEASURED[0], AFTER[0], *MEASURED])
-    runs = starts[:, None] <= np.array(MEASURED)
-    there = np.repeat((runs & runs[[ARMS.index(name) for name in REFERENCES], None])[..., None], longest, -1)
-    there[:, :, MEASURED.index(5), -1] = False
-    early = np.repeat(np.tri(len(AFTER), dtype=bool)[..., None], longest, -1)
-    own = np.ones((len(SPEAKERS), len(LISTENERS), len(AFTER), longest), bool)
-    shapes = {"kl": there, "agrees": there, "nll": there[0], "own_kl": own, "own_agrees": own, "early_kl": early}
-    shapes |= {"early_nll": np.stack([early, early]), "distance": np.ones((2, 4, len(SHARED)), bool)}
-    found = {name: np.where(exists, values(exists.shape), np.nan) for name, exists in shapes.items()}
-    return found | {name: np.where(np.isnan(found[name]), np.nan, found[name] > 1) for name in ("agrees", "own_agrees")}
-
-
-def tensors(session: int, drift: float, cost: float, position: float, slope: float) -> dict[str, torch.Tensor]:
+def measured(session: int, drift: float, cost: float, position: float, slope: float) -> Rows:
     """The rebuilt run is so far from the compacted one, so much worse, and so far from the one rebuilt in place, which
     is 0.3 from the compacted one."""
-    found, off = filled(np.zeros), 0.02 * (-1) ** session
-    found["kl"][0, LATER] += drift + off
-    found["kl"][0, ARMS.index("in_place")] += 0.3 + off
-    found["kl"][2, LATER] += position
-    found["nll"][LATER] += cost + off
-    found["early_kl"] += (
-        0.4 + (slope + off / 10) * np.arange(len(AFTER))[:, None] + np.arange(len(AFTER))[:, None, None]
-    )
-    found["distance"][:, 1:, 1] = found["distance"][:, 2:, 2:] = 0.3
-    found["agrees"] += 1
-    found["own_agrees"] += 1
-    found["own_agrees"][0, LISTENERS.index("rebuilt"), :, session % 3] = 0
-    return {name: torch.from_numpy(values) for name, values in found.items()}
+    rows, off = TOKENS.copy(), 0.02 * (-1) ** session
+    scripted, early, own = (rows["reply"] == reply for reply in ("scripted", "early", "own"))
+    later = scripted & rows["arm"].isin([f"rebuilt{turn}" for turn in AFTER])
+    rows.loc[later & (rows["reference"] == "compacted"), "kl"] = drift + off
+    rows.loc[scripted & (rows["arm"] == "in_place") & (rows["reference"] == "compacted"), "kl"] = 0.3 + off
+    rows.loc[later & (rows["reference"] == "in_place"), "kl"] = position
+    rows.loc[later, "nll"] = cost + off
+    rows.loc[early, "kl"] = rows["turn"] + (slope + off / 10) * rows["read"]
+    said = own & (rows["reference"] == "compacted") & (rows["arm"] == "rebuilt")
+    rows.loc[said & (rows["token"] == 1 + session % 3), "agrees"] = 0.0
+    cone = [{"system": 4, "summary": 1}.get(segment, 2) for segment in LAYERS["segment"]]
+    differ = LAYERS["layer"] >= cone
+    return pd.concat([rows, LAYERS.assign(distance=0.3 * differ)], ignore_index=True)
 
 
-def numbers(measured: list[dict[str, torch.Tensor]]) -> Conclusion:
+def numbers(sessions: Sequence[Rows]) -> Conclusion:
     chat = passages_of(conversation(SHORT[0]), masked=SUMMARISED)
-    tables = joined((f"session {number}", tables_of(found)) for number, found in enumerate(measured))
+    tables = tables_of(pd.concat([rows.assign(sample=f"session {number}") for number, rows in enumerate(sessions)]))
     return concluded(tables, 1e-7, {"chat": [vars(each) for each in chat], "layers": 4, "window": 16})
 
 
 def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0) -> Conclusion:
-    return numbers([tensors(number, drift, cost, position, slope) for number in range(FEWEST)])
+    return numbers([measured(number, drift, cost, position, slope) for number in range(FEWEST)])
 
 
 def example() -> tuple[Config, Conclusion]:
@@ -266,8 +280,11 @@ def example() -> tuple[Config, Conclusion]:
 
 def noise(rng: np.random.Generator) -> Conclusion:
     """All runs are as far from each other and as surprised as the others, however much was read."""
-    drawn = [filled(lambda shape: rng.gamma(2.0, size=shape)) for _ in range(AVAILABLE_SESSIONS)]
-    return numbers([{name: torch.from_numpy(values) for name, values in found.items()} for found in drawn])
+    drawn = []
+    for _ in range(AVAILABLE_SESSIONS):
+        random = dict(zip(("kl", "nll"), rng.gamma(2.0, size=(2, len(TOKENS))), strict=True))
+        drawn.append(pd.concat([TOKENS.assign(**random), LAYERS.assign(distance=0.0)], ignore_index=True))
+    return numbers(drawn)
 
 
 def test_numbers_are_those_that_were_put_in():
@@ -312,9 +329,10 @@ def test_the_answer_is_decided_by_intervals(changes: dict[str, float], phrases: 
 
 
 def test_controls_fail_where_something_differs_that_cannot():
-    measured = [tensors(number, 0.5, 0.0, 0.1, 0.0) for number in range(FEWEST)]
-    assert [control.holds for control in numbers(measured).controls] == [True] * 3
-    measured[0]["kl"][0, ARMS.index("rebuilt3"), 1, 0] = 1e-3
-    measured[1]["kl"][0, ARMS.index("rebuilt4"), MEASURED.index(8)] += 1e-3
-    measured[2]["distance"][1, 1, SHARED.index("T7")] = 1e-3
-    assert [control.holds for control in numbers(measured).controls] == [False] * 3
+    sound = [measured(number, 0.5, 0.0, 0.1, 0.0) for number in range(FEWEST)]
+    assert [control.holds for control in numbers(sound).controls] == [True] * 3
+    compacted = (sound[0]["reply"] == "scripted") & (sound[0]["reference"] == "compacted")
+    sound[0].loc[compacted & (sound[0]["arm"] == "rebuilt3") & (sound[0]["turn"] == 6), "kl"] = 1e-3
+    sound[1].loc[compacted & (sound[1]["arm"] == "rebuilt4") & (sound[1]["turn"] == 8), "kl"] += 1e-3
+    sound[2].loc[(sound[2]["segment"] == "T7") & (sound[2]["layer"] == 1), "distance"] = 1e-3
+    assert [control.holds for control in numbers(sound).controls] == [False] * 3

@@ -5,20 +5,18 @@ At each turn the runs are held against each other over the scripted reply, and o
 have given themselves. One file per session is kept, so an interrupted collection resumes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import tensor_parts
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -37,11 +35,13 @@ REFERENCES = ("compacted", "kept", "in_place")
 SPEAKERS = ("compacted", "kept")
 """Runs whose own replies the others are held against."""
 LISTENERS = ("kept", "compacted", "in_place", "rebuilt")
-EARLY = ("compacted", "rebuilt")
-"""Runs that are asked each question early, too."""
 SHARED = ("system", "summary", *(f"T{turn}" for turn in AFTER))
 """Segments that a compacted and a rebuilt cache both hold."""
 FAMILIES = ("k", "v")
+REPLY = ("reply", "turn", "read", "reference", "arm")
+"""Columns that say which reply a row is of, and which two runs are held against each other there."""
+Scores = Mapping[str, Float[Tensor, "reply vocab"]]
+"""The logits that the tokens of a reply met, by run."""
 
 
 @dataclass(frozen=True)
@@ -59,93 +59,46 @@ class Rows:
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
-    """Tables of rows, see `tables_of`, whose `sample` is the session."""
-    chosen = sessions()[: config.sessions]
-    paths = tensor_parts(
-        run,
-        chosen,
-        "session",
-        lambda session: read_session(model, session, config.continuation),
-        doing="Reading sessions",
-        unit="session",
+    """Tables of rows, see `tables_of`."""
+    return tables_of(
+        table_of_parts(
+            run,
+            sessions()[: config.sessions],
+            "session",
+            lambda session: read_session(model, session, config.continuation).assign(sample=session.id),
+            doing="Reading sessions",
+            unit="session",
+        )
     )
-    return joined((session.id, tables_of(load_file(path))) for session, path in zip(chosen, paths, strict=True))
 
 
-def joined(tables: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> dict[str, pd.DataFrame]:
-    """The tables of all sessions, each named by its id."""
-    named = [{name: table.assign(sample=session) for name, table in own.items()} for session, own in tables]
-    return {name: pd.concat([own[name] for own in named], ignore_index=True) for name in named[0]}
+def tables_of(read: Any) -> dict[str, pd.DataFrame]:
+    """What `read_session` gave of all sessions: `tokens`, `layers`, and `samples`, the means of `tokens` by reply, with
+    the number of its `tokens` and how many come before the first that differs (`alike`)."""
+    each = read["layer"].isna()
+    layers = read.loc[~each, ["sample", "family", "layer", "segment", "distance"]].astype({"layer": int})
+    tokens = read.loc[each, ["sample", *REPLY, "token", "kl", "agrees", "nll"]]
+    tokens = tokens.astype(dict.fromkeys(("turn", "read", "token"), int)).reset_index(drop=True)
+    by_reply = tokens.assign(alike=tokens.groupby(["sample", *REPLY])["agrees"].cumprod())
+    samples = by_reply.groupby(["sample", *REPLY], sort=False, as_index=False).agg(
+        **{name: (name, "mean") for name in ("kl", "agrees", "nll")}, alike=("alike", "sum"), tokens=("token", "max")
+    )
+    return {"tokens": tokens, "samples": samples, "layers": layers}
 
 
-def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, pd.DataFrame]:
-    """What `read_session` measured, as rows.
+def read_session(model: Model, session: Session, continuation: int) -> pd.DataFrame:
+    """All measurements of one session.
 
     Returns:
-        `tokens`: one row per token of a reply (`reply`: the scripted one, the reference's own, or the scripted one to a
-        question that was asked early), turn, number of turns `read` since the summary, reference and arm. `samples`:
-        their means by reply, with its number of `tokens` and how many come before the first that differs (`alike`).
-        `layers`: the distances.
-    """
-    found: dict[str, Any] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
-    scripted = _rows(
-        {"reference": REFERENCES, "arm": ARMS, "turn": MEASURED, "token": None},
-        kl=found["kl"],
-        agrees=found["agrees"],
-        nll=np.broadcast_to(found["nll"], found["kl"].shape),
-    )
-    own = _rows(
-        {"reference": SPEAKERS, "arm": LISTENERS, "turn": AFTER, "token": None},
-        kl=found["own_kl"],
-        agrees=found["own_agrees"],
-    )
-    early = _rows(
-        {"arm": EARLY, "turn": AFTER, "read": range(len(AFTER)), "token": None},
-        kl=np.stack([0 * found["early_kl"], found["early_kl"]]),
-        nll=found["early_nll"],
-    )
-    tables = [
-        early.assign(reply="early", reference="compacted"),
-        *(
-            each.assign(reply=name, read=each["turn"] - AFTER[0])
-            for name, each in (("scripted", scripted), ("own", own))
-        ),
-    ]
-    tokens = pd.concat([table.dropna(subset="kl") for table in tables], ignore_index=True)
-    by_reply = tokens.groupby(["reply", "reference", "arm", "turn", "read"], sort=False)
-    samples = by_reply.agg(kl=("kl", "mean"), agrees=("agrees", "mean"), nll=("nll", "mean"), tokens=("token", "max"))
-    alike = by_reply["agrees"].cumprod()
-    samples["alike"] = alike.groupby([tokens[name] for name in samples.index.names]).sum(min_count=1)
-    layers = range(found["distance"].shape[1])
-    distances = _rows({"family": FAMILIES, "layer": layers, "segment": SHARED}, distance=found["distance"])
-    return {"tokens": tokens, "samples": samples.reset_index(), "layers": distances}
-
-
-def _rows(axes: Mapping[str, Sequence[Any] | None], **values: Float[np.ndarray, "..."]) -> pd.DataFrame:
-    """A row for each number, named along its axes; numbered from 1 along an axis that has no names."""
-    shape = next(iter(values.values())).shape
-    places = np.indices(shape).reshape(len(shape), -1)
-    named = {
-        name: place + 1 if names is None else np.array(names)[place]
-        for (name, names), place in zip(axes.items(), places, strict=True)
-    }
-    return pd.DataFrame({**named, **{key: each.reshape(-1) for key, each in values.items()}})
-
-
-def read_session(model: Model, session: Session, continuation: int) -> dict[str, Tensor]:
-    """All measurements of one session; NaN where a run, turn or token does not exist.
-
-    Returns:
-        Of the scripted replies `kl` (from each of REFERENCES to each of ARMS) and `agrees` (whether both would say the
-        same token next) `[references, arms, turns, tokens]` and `nll` `[arms, turns, tokens]`, for turns 2 to 8.
-        Of the replies that SPEAKERS would give, `own_kl` and `own_agrees` (whether a listener would say that very
-        token) `[speakers, listeners, turns, continuation]`, for turns 4 to 8. Of turns 4 to 8 asked when only so many
-        of the turns after the summary were read, `early_kl` (compacted to rebuilt) `[turns, read, tokens]` and
-        `early_nll` `[arms, turns, read, tokens]`. And `distance` `[families, layers, segments]`, how far K and V of the
-        run that was rebuilt in place are from those of the compacted one, relative to their size.
+        One row per `token` of a `reply`, arm and reference: `kl` from the reference, whether both would say the same
+        token (`agrees`), and `nll`. Replies are the `scripted` ones of turns 2 to 8, after so many turns `read` since
+        the summary (below 0 before it); the reference's `own`, which the arm reads; and, of turns 4 to 8, the scripted
+        ones to questions that were asked `early`, when fewer turns were read. And one row per family, layer and
+        segment: the `distance` of K or V of the run that was rebuilt in place from those of the compacted one, relative
+        to their size.
     """
     tokens = conversation(session).tokens(model.tokenizer)
-    found = _Findings(tokens, continuation)
+    found = _Measured(tokens)
     runs = [Rows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
     waiting: dict[int, list[Rows]] = {}
     for turn in MEASURED:
@@ -160,7 +113,7 @@ def read_session(model: Model, session: Session, continuation: int) -> dict[str,
                 reply = tokens.part(f"reply{later}")
                 exchange = tokens[tokens.span(f"T{later}").start : reply.stop - 1]
                 _, scores = read_on(model, [pair], exchange, logits=reply.stop - reply.start)
-                found.early(later, turn - AFTER[0], scores["compacted"], scores[fresh])
+                found.early(later, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
         asked, _ = read_on(model, runs, question(tokens, turn))
         if turn in AFTER:
             others = asked[1].only("compacted", "in_place", fresh)
@@ -168,7 +121,7 @@ def read_session(model: Model, session: Session, continuation: int) -> dict[str,
         runs, scores = _answered(model, asked, tokens, turn)
         if turn in AFTER:
             found.scripted(turn, scores)
-            found.early(turn, turn - AFTER[0], scores["compacted"], scores[fresh])
+            found.early(turn, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
         else:
             found.scripted(turn, {**scores, "compacted": scores["kept"]})
     for speaker in SPEAKERS:
@@ -176,7 +129,13 @@ def read_session(model: Model, session: Session, continuation: int) -> dict[str,
             _, scores = read_on(model, waiting[turn], _said(tokens, turn, own), logits=len(own))
             found.own(turn, speaker, own, scores)
     distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache)
-    return {name: tensor.contiguous().cpu() for name, tensor in {**found.tensors, "distance": distance}.items()}
+    distances = [
+        {"family": family, "layer": layer, "segment": segment, "distance": float(value)}
+        for family, layers in zip(FAMILIES, distance, strict=True)
+        for layer, values in enumerate(layers)
+        for segment, value in zip(SHARED, values, strict=True)
+    ]
+    return pd.concat([*found.tables, pd.DataFrame(distances)], ignore_index=True)
 
 
 def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
@@ -272,59 +231,37 @@ def _said(tokens: Tokens, turn: int, reply: Sequence[int]) -> Tokens:
     return last + Tokens.of(reply[:-1], "own", last.following)
 
 
-class _Findings:
-    """The tensors that `read_session` returns, filled in turn by turn."""
+class _Measured:
+    """The rows that `read_session` returns, turn by turn."""
 
-    def __init__(self, tokens: Tokens, continuation: int) -> None:
+    def __init__(self, tokens: Tokens) -> None:
         self._replies = {turn: list(tokens.ids[tokens.part(f"reply{turn}")]) for turn in MEASURED}
-        longest = max(map(len, self._replies.values()))
-        early = (len(AFTER), len(AFTER), longest)
-        shapes = {
-            "kl": (len(REFERENCES), len(ARMS), len(MEASURED), longest),
-            "agrees": (len(REFERENCES), len(ARMS), len(MEASURED), longest),
-            "nll": (len(ARMS), len(MEASURED), longest),
-            "own_kl": (len(SPEAKERS), len(LISTENERS), len(AFTER), continuation),
-            "own_agrees": (len(SPEAKERS), len(LISTENERS), len(AFTER), continuation),
-            "early_kl": early,
-            "early_nll": (len(EARLY), *early),
-        }
-        self.tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+        self.tables: list[pd.DataFrame] = []
 
-    def scripted(self, turn: int, scores: dict[str, Float[Tensor, "reply vocab"]]) -> None:
+    def scripted(self, turn: int, scores: Scores) -> None:
         """What the runs say of a turn's scripted reply."""
-        reply, column = self._replies[turn], MEASURED.index(turn)
-        for name, logits in scores.items():
-            arm = ARMS.index(name)
-            self.tensors["nll"][arm, column, : len(reply)] = _surprise(logits, reply)
-            for index, reference in enumerate(REFERENCES):
-                if reference in scores:
-                    kl, agrees = divergence(scores[reference], logits)
-                    self.tensors["kl"][index, arm, column, : len(reply)] = kl
-                    self.tensors["agrees"][index, arm, column, : len(reply)] = agrees.float()
+        for arm, logits in scores.items():
+            nll = _surprise(logits, self._replies[turn])
+            for reference in (name for name in REFERENCES if name in scores):
+                kl, agrees = divergence(scores[reference], logits)
+                self._add("scripted", turn, turn - AFTER[0], reference, arm, kl=kl, agrees=agrees, nll=nll)
 
-    def own(
-        self, turn: int, speaker: str, reply: Sequence[int], scores: dict[str, Float[Tensor, "reply vocab"]]
-    ) -> None:
+    def own(self, turn: int, speaker: str, reply: Sequence[int], scores: Scores) -> None:
         """What the listeners say of a reply that the speaker would have given."""
         said = torch.tensor(reply, device=scores[speaker].device)
-        for index, listener in enumerate(LISTENERS):
-            place = (SPEAKERS.index(speaker), index, AFTER.index(turn), slice(len(reply)))
-            self.tensors["own_kl"][place] = divergence(scores[speaker], scores[listener])[0]
-            self.tensors["own_agrees"][place] = (scores[listener].argmax(-1) == said).float()
+        for arm in LISTENERS:
+            kl, _ = divergence(scores[speaker], scores[arm])
+            self._add("own", turn, turn - AFTER[0], speaker, arm, kl=kl, agrees=scores[arm].argmax(-1) == said)
 
-    def early(
-        self,
-        turn: int,
-        read: int,
-        compacted: Float[Tensor, "reply vocab"],
-        rebuilt: Float[Tensor, "reply vocab"],
-    ) -> None:
+    def early(self, turn: int, read: int, scores: Scores) -> None:
         """What two runs say of a turn's scripted reply when they have read so many turns after the summary."""
-        reply = self._replies[turn]
-        place = (AFTER.index(turn), read, slice(len(reply)))
-        self.tensors["early_kl"][place] = divergence(compacted, rebuilt)[0]
-        for arm, logits in enumerate((compacted, rebuilt)):
-            self.tensors["early_nll"][arm][place] = _surprise(logits, reply)
+        for arm, logits in scores.items():
+            kl, _ = divergence(scores["compacted"], logits)
+            self._add("early", turn, read, "compacted", arm, kl=kl, nll=_surprise(logits, self._replies[turn]))
+
+    def _add(self, *reply: str | int, **values: Tensor) -> None:
+        table = pd.DataFrame({name: value.double().cpu().numpy() for name, value in values.items()})
+        self.tables.append(table.assign(**dict(zip(REPLY, reply, strict=True)), token=range(1, len(table) + 1)))
 
 
 def _surprise(logits: Float[Tensor, "reply vocab"], reply: Sequence[int]) -> Float[Tensor, "reply"]:
