@@ -3,6 +3,7 @@
 make figures
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -12,14 +13,14 @@ import kvprobe.studies.compaction.study as compaction
 import kvprobe.studies.features.study as features
 import kvprobe.studies.filter_poison.study as filter_poison
 import kvprobe.studies.idle_rebuild.study as idle_rebuild
-import kvprobe.studies.leakage.study as leakage
 import kvprobe.studies.multihop.study as multihop
 import kvprobe.studies.patching.study as patching
 import kvprobe.studies.use.study as use
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
-from kvprobe.studies import bands, bitflips, policies, robustness
+from kvprobe.studies import bands, bitflips, leakage, policies, robustness
 from kvprobe.studies import dangling as dangling_study
 from kvprobe.studies import memory as memory_study
 from kvprobe.studies.bands.config import Config as BandsConfig
@@ -32,7 +33,8 @@ from kvprobe.studies.features.config import Config as FeaturesConfig
 from kvprobe.studies.filter_poison.config import Config as FilterPoisonConfig
 from kvprobe.studies.idle_rebuild.config import Config as IdleConfig
 from kvprobe.studies.leakage.config import Config as LeakageConfig
-from kvprobe.studies.leakage.figures import accuracy_by_layer, heatmap
+from kvprobe.studies.leakage.study import STUDY as LEAKAGE
+from kvprobe.studies.leakage.study import by_layer
 from kvprobe.studies.memory.config import Config as MemoryConfig
 from kvprobe.studies.multihop.config import Config as MultihopConfig
 from kvprobe.studies.patching.config import Config as PatchingConfig
@@ -46,15 +48,16 @@ RUNS = GALLERY.parent / "runs"
 
 def main() -> None:
     matplotlib.use("Agg")
-    finished = leakage.run(LeakageConfig(), RUNS)
-    probes, metrics = finished.df("probes"), finished.metrics
-    probes = probes[probes["read"] == "mean"]
-    save(accuracy_by_layer(probes, metrics["chance"], ["v"]), GALLERY / "leakage")
-    save(heatmap(probes, metrics), GALLERY / "leakage_by_segment")
-    topic = leakage.run(LeakageConfig(secret="topic"), RUNS)
-    probes = topic.df("probes")
-    probes = probes[probes["read"] == "mean"]
-    save(accuracy_by_layer(probes, topic.metrics["chance"], ["resid_post"]), GALLERY / "leakage_topic")
+    for config, family, name in (
+        (LeakageConfig(), "v", "leakage"),
+        (LeakageConfig(secret="topic"), "resid_post", "leakage_topic"),
+    ):
+        finished = leakage.run(config, RUNS)
+        lines = replace(by_layer(name, "mean", ""), where={"read": "mean", "family": family})
+        drawn = lines.draw(Conclusion.of(finished.metrics).findings, LEAKAGE.label, config.model)
+        assert drawn is not None
+        save(drawn, GALLERY / name)
+    copy(leakage.run(LeakageConfig(), RUNS), "layer_by_segment", "leakage_by_segment")
     copy(use.run(UseConfig(), RUNS), "read_and_used", "use")
     finished = multihop.run(MultihopConfig(), RUNS)
     copy(finished, "by_distance", "multihop")
