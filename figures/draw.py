@@ -3,22 +3,24 @@
 make figures
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
 
 from kvprobe.experiments.presets import presets
+from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.study import Conclusion
 from kvprobe.memory.budget import budget
 from kvprobe.report.plots import memory, save
 from kvprobe.studies import find
+from kvprobe.studies.leakage.study import STUDY, by_layer
 
 GALLERY = Path(__file__).resolve().parent
 RUNS = GALLERY.parent / "runs"
 FIGURES = {
-    "leakage": ("leakage", "accuracy_by_layer_mean"),
     "leakage_by_segment": ("leakage", "layer_by_segment"),
-    "leakage_topic": ("leakage-topic", "accuracy_by_layer_mean"),
     "use": ("use", "read_and_used"),
     "multihop": ("multihop", "by_distance"),
     "multihop_transfer": ("multihop", "transfer"),
@@ -45,17 +47,30 @@ FIGURES = {
     "payload_or_pointer": ("dangling", "memos"),
 }
 """By file: the preset, and the figure of its run."""
+FAMILIES = {"leakage": ("leakage", "v"), "leakage_topic": ("leakage-topic", "resid_post")}
+"""By file: the preset of a leakage run, and the family that is drawn of its accuracy by layer."""
 
 
 def main() -> None:
     matplotlib.use("Agg")
     save(memory(budget("google/gemma-3-27b-it", memory="80GB")), GALLERY / "memory")
+    for name, (preset, family) in FAMILIES.items():
+        run = run_of(preset)
+        lines = replace(by_layer(name, "mean", ""), where={"read": "mean", "family": family})
+        drawn = lines.draw(Conclusion.of(run.metrics).findings, STUDY.label, str(run.config["settings"]["model"]))
+        assert drawn is not None
+        save(drawn, GALLERY / name)
     for name, (preset, figure) in FIGURES.items():
-        chosen = presets()[preset]
-        study = find(chosen.study)
-        run = study.run(from_mapping(study.config, chosen.settings), RUNS)
+        run = run_of(preset)
         for suffix in (".png", ".svg"):
             (GALLERY / f"{name}{suffix}").write_bytes((run.path / "figures" / f"{figure}{suffix}").read_bytes())
+
+
+def run_of(preset: str) -> Run:
+    """The run of a preset."""
+    chosen = presets()[preset]
+    study = find(chosen.study)
+    return study.run(from_mapping(study.config, chosen.settings), RUNS)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def sparse_table(
     """One row per k of `kvprobe.probing.curves.chosen_curves`."""
     rows = []
     for k, (best, random) in curves.items():
-        accuracy, low, high = held_out_means(best, clusters, SHARE)
+        accuracy, low, high = map(float, held_out_means(best, clusters, SHARE))
         rows.append({"split": split, "k": k, "accuracy": accuracy, "low": low, "high": high, "random": random.mean()})
     return pd.DataFrame(rows)
 

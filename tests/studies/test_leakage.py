@@ -1,51 +1,54 @@
-"""The leakage study on real weights, small: what is shared must equal what is read one by one."""
+"""The leakage study on real weights, small: what is shared must equal what is read one by one; and what made-up tables
+decide."""
 
-import dataclasses
-import json
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.leakage.analyse as analysing
-import kvprobe.studies.leakage.figures as drawing
-import kvprobe.studies.leakage.study as study
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
-from kvprobe.models.lens import Family
 from kvprobe.probing.features import read_outs
-from kvprobe.stats import Estimate
-from kvprobe.studies.leakage import collect as collecting
-from kvprobe.studies.leakage.analyse import ARMS, CHANGED
-from kvprobe.studies.leakage.answers import answer_probe, answer_use
-from kvprobe.studies.leakage.collect import FAMILIES, USE_ARMS, read_context
+from kvprobe.probing.splits import SPLITS
+from kvprobe.report.document import passages_of
+from kvprobe.report.findings import Findings
+from kvprobe.stats import FEWEST
+from kvprobe.studies import leakage
+from kvprobe.studies.leakage import reading
+from kvprobe.studies.leakage.collect import ARMS, CHANGED
+from kvprobe.studies.leakage.conclude import concluded
 from kvprobe.studies.leakage.config import Config
-from kvprobe.studies.leakage.figures import FAMILY_NAMES
+from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, HIDDEN_SEGMENTS, USE_ARMS, read_context
+from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, give, interrupted
+from tests.studies.runs import assert_figures, interrupted, page_of
 
 SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
-KEYS_AND_VALUES: tuple[Family, ...] = ("k", "v")
-
-
-def without_residual(patch: pytest.MonkeyPatch, smol: Model, *, drawn: bool = True) -> None:
-    """Runs of K and V alone, or with no figure drawn: probes of the residual stream take most of the time."""
-    give(patch, smol)
-    for module in (collecting, analysing, drawing):
-        patch.setattr(module, "FAMILIES", KEYS_AND_VALUES)
-    if not drawn:
-        patch.setattr(study, "draw_all", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
-def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def without_residual() -> Iterator[None]:
+    """Runs of K and V alone: probes of the residual stream take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        without_residual(patch, smol)
-        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+        patch.setattr(reading, "FAMILIES", ("k", "v"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(smol: Model, without_residual: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return leakage.run(SMALL, tmp_path_factory.mktemp("runs"), model=smol)
 
 
 @pytest.fixture(scope="module")
@@ -94,49 +97,6 @@ def test_the_full_arm_is_no_distance_from_itself_and_the_others_are(read: dict[s
     assert (read["kl"][:, 1:] > 0.1).all()
 
 
-def test_a_run_holds_every_table_number_and_figure(finished: Run):
-    assert finished.finished
-    probes = finished.df("probes")
-    sites = 30 * 2 * len(KEYS_AND_VALUES)
-    assert len(probes) == sites * (len(ARMS) + len(CHANGED)) * 3
-    assert ((probes["low"] <= probes["accuracy"]) & (probes["accuracy"] <= probes["high"])).all()
-    samples = finished.df()
-    assert len(samples) == 48 * (len(USE_ARMS) + len(ARMS))
-    assert samples.groupby(["measure", "condition"]).size().eq(48).all()
-    assert_figures(finished, "accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use")
-    assert len(list((finished.path / "probes").glob("*/card.yaml"))) == 5
-    assert finished.metrics["light_cone"]["layers_0_1"] < 1e-5
-    assert finished.metrics["light_cone"]["last_layer"] > 1e-4
-
-
-def test_the_reports_maps_are_the_probes_accuracies_above_chance(finished: Run):
-    (section,) = [each for each in finished.report["sections"] if each["title"] == "What a linear probe reads"]
-    assert [each["caption"].split(":")[0] for each in section["maps"]] == [
-        FAMILY_NAMES[family] for family in KEYS_AND_VALUES
-    ]
-    values = section["maps"][1]
-    probes = finished.df("probes").query("family == 'v' and read == 'mean' and split == 'leave-context-out'")
-    for arm, segment in (("masked", "T3 masked"), ("hidden", "T2 after it")):
-        column = [row[values["columns"].index(segment)] for row in values["values"]]
-        assert column == pytest.approx(list(probes[probes["arm"] == arm].sort_values("layer")["accuracy"] - 0.1))
-    assert values["rows"] == [str(layer) for layer in range(30)]
-
-
-def test_a_leak_is_stated_with_its_split_floor_selectivity_and_use(finished: Run):
-    answer = finished.report["answer"]
-    assert all(word in answer for word in ("chance", "restart floor", "selectivity", "not trained on", "nats"))
-    readings = finished.df("readings")
-    kinds = {"retained", "restart", "before", "embedding", "hash control", "context", "text", "majority"}
-    assert set(readings[readings["arm"] == "masked"]["reading"]) == kinds
-    (section,) = [each for each in finished.report["sections"] if each["title"] == "What else would be read"]
-    assert len(section["tables"][0]["rows"]) == len(kinds)
-    for split, arms in finished.metrics["scan"].items():
-        assert arms["masked"]["sites"] == 120
-        own = readings[(readings["arm"] == "direct") & (readings["split"] == split)].set_index("reading")
-        leak = own.loc["retained", "accuracy"] - own.loc["restart", "accuracy"]
-        assert finished.metrics["leak"][split]["direct"]["mean"] == pytest.approx(leak)
-
-
 def test_each_floor_is_the_same_tokens_computed_without_the_hidden_turns(smol: Model, read: dict[str, torch.Tensor]):
     tokens = conversation(contexts()[0], CODES[0]).without("T1", "T2").tokens(smol.tokenizer)
     for arm, segment in (("direct restart", "summary2"), ("restart", "T3")):
@@ -144,143 +104,6 @@ def test_each_floor_is_the_same_tokens_computed_without_the_hidden_turns(smol: M
         stop = tokens.part("answer").start if segment == "T3" else span.stop
         fresh = smol.capture(tokens[:stop], ["v"], segments=[segment])
         close(read[f"{arm}.v"], read_outs(fresh.stack("v")))
-
-
-def test_other_secrets_run_and_an_untrained_model_is_read_beside_them(
-    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    without_residual(monkeypatch, smol, drawn=False)
-    config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
-    run = study.run(config, tmp_path)
-    readings = run.df("readings").query("arm == 'masked' and split == 'paired'").set_index("reading")["accuracy"]
-    assert "untrained" in readings
-    assert "topics" in run.report["answer"]
-    margin = run.metrics["use"]["full"]["margin"]
-    assert margin["mean"] > 1
-    assert margin["low"] is None  # three conversations are too few for an interval
-    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
-
-
-def test_the_hidden_turn_itself_is_read_and_the_floor_is_not(finished: Run):
-    random = finished.metrics["accuracy"]["random"]
-    assert random["hidden"]["low"] > finished.metrics["chance"]
-    for arm in ("restart", "before"):
-        assert random[arm]["mean"] < 0.2
-
-
-def test_with_everything_in_view_the_model_knows_the_code(finished: Run):
-    use = finished.metrics["use"]
-    assert use["full"]["token_accuracy"]["mean"] > 0.9
-    assert use["restart"]["token_accuracy"]["mean"] < 0.3
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_numbers(
-    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    without_residual(monkeypatch, smol, drawn=False)
-    small = dataclasses.replace(SMALL, contexts=4, samples=32)
-    whole = study.run(small, tmp_path / "whole")
-    run = partial(study.run, small, tmp_path / "stopped")
-    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", at=3)
-    assert len(calls) == 3 + 2
-    assert json.dumps(resumed.metrics) == json.dumps(whole.metrics)
-
-
-def test_one_context_says_that_it_does_not_generalise(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    without_residual(monkeypatch, smol, drawn=False)
-    run = study.run(dataclasses.replace(SMALL, contexts=1, samples=40), tmp_path)
-    assert list(run.metrics["accuracy"]) == ["random"]
-    assert "does not say" in run.report["warnings"][0]
-    assert "in this one conversation" in run.report["answer"]
-
-
-def metrics_with(
-    leak: float,
-    paired: float = 0.0,
-    gain: float = 0.0,
-    split: str = "leave-context-out",
-    changed: float | None = None,
-    permuted: bool = True,
-    interval: bool = True,
-) -> dict:
-    """Metrics whose differences are these, each give or take 0.1.
-
-    Args:
-        permuted: whether labels permuted within conversations are read worse.
-        interval: whether there are conversations enough for one.
-    """
-
-    def of(mean: float) -> dict[str, float]:
-        ends = (mean - 0.1, mean + 0.1) if interval else ()
-        return Estimate(mean, *ends, clusters=8 if interval else 5, smallest=mean - 0.2, largest=mean + 0.2).record()
-
-    confirmed = {"confirmed": permuted}
-    accuracy = {"masked": of(0.3), "restart": of(0.1), "masked less restart": of(0.3)}
-    arm = {"token_accuracy": of(0.5), "margin": of(5.0)}
-    return {
-        "secret": "code",
-        "chance": 0.1,
-        "headline_split": split,
-        "accuracy": {split: accuracy, "paired": accuracy},
-        "claims": {
-            "leak": of(leak) | confirmed,
-            "changed": of(leak if changed is None else changed) | confirmed,
-            "inside": of(paired) | confirmed,
-            "use": of(gain),
-        },
-        "selectivity": {split: {"masked": of(leak)}},
-        "use": {"full": arm, "retained": arm, "restart": arm},
-    }
-
-
-@pytest.mark.parametrize(
-    ("leak", "paired", "start", "end"),
-    [
-        (0.2, 0.2, "Information leaks: ", "centred on other secrets of the same conversation, a probe reads"),
-        (0.2, 0.0, "Information leaks: ", "not significantly more than the floor."),
-        (0.0, 0.2, "No leak that a probe can read in new", "Something of the code is there all the same"),
-        (0.0, 0.0, "No leak that a probe can read in new", "not significantly more than the floor."),
-        (-0.2, 0.0, "No leak that a probe can read in new", "doubt the run"),
-    ],
-)
-def test_the_sentence_on_leakage_follows_the_intervals(leak: float, paired: float, start: str, end: str):
-    sentence = answer_probe(metrics_with(leak, paired))
-    assert sentence.startswith(start)
-    assert end.lower() in sentence.lower()
-    assert ("all the same" in sentence) == (leak <= 0.1 < paired)
-
-
-def test_what_differs_from_the_restart_is_enough_for_a_leak():
-    sentence = answer_probe(metrics_with(0.0, 0.2, changed=0.2))
-    assert sentence.startswith("Information leaks to anyone who has the visible text, too: ")
-    assert "all the same" not in sentence
-
-
-def test_a_leak_that_permuted_labels_do_not_confirm_is_not_claimed():
-    assert answer_probe(metrics_with(0.2, 0.2, permuted=False)).startswith("No leak that a probe can read")
-
-
-def test_of_few_conversations_ranges_are_given_and_nothing_is_claimed():
-    metrics = metrics_with(0.5, 0.5, 0.5, interval=False)
-    assert answer_probe(metrics).startswith("Whether information leaks cannot be said from so few conversations: ")
-    assert answer_use(metrics).startswith("Whether the model uses what is left cannot be said")
-    assert "range +30.0 to +70.0 over 5; too few for an interval" in answer_probe(metrics)
-
-
-@pytest.mark.parametrize(("leak", "start"), [(0.2, "Information leaks within"), (0.0, "No leak was detected in this")])
-def test_with_one_conversation_nothing_is_said_of_others(leak: float, start: str):
-    sentence = answer_probe(metrics_with(leak, split="random"))
-    assert sentence.startswith(start)
-    assert "not trained on" not in sentence
-    assert "stranger" not in sentence
-
-
-@pytest.mark.parametrize(
-    ("gain", "start"),
-    [(0.5, "The model uses some"), (0.0, "No use by the model"), (-0.5, "The retained cache turns the model away")],
-)
-def test_the_sentence_on_use_follows_the_interval(gain: float, start: str):
-    assert answer_use(metrics_with(0.0, gain=gain)).startswith(start)
 
 
 def test_a_preference_for_some_digits_is_no_knowledge_of_the_code():
@@ -300,3 +123,204 @@ def test_a_preference_for_some_digits_is_no_knowledge_of_the_code():
 
 def test_codes_that_shift_the_tokens_around_them_are_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
     refused(lambda: read_context(smol, contexts()[0], ["48213", "482135"], batch=2), "digits")
+
+
+def test_a_run_holds_every_table_number_and_figure(finished: Run):
+    sites = 30 * 2 * 2
+    assert len(finished.df("probes")) == sites * (len(ARMS) + len(CHANGED)) * len(SPLITS)
+    samples = finished.df()
+    assert samples.groupby("condition").size().to_dict() == {
+        **dict.fromkeys(("full", "retained"), 48),
+        **dict.fromkeys((*ARMS, *CHANGED.values()), 48 * 5 * len(SPLITS)),
+        "restart": 48 * (5 * len(SPLITS) + 1),
+    }
+    assert_figures(finished, "accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use")
+    assert len(list((finished.path / "probes").glob("*/card.yaml"))) == 5
+    assert (finished.path / "report.html").read_text().count('data-component="HeatMap"') == 2
+    concluded = Conclusion.of(finished.metrics)
+    assert [control.holds for control in concluded.controls] == [True]
+    assert concluded.findings.at("reach", layers="last").mean > 1e-4
+
+
+def test_numbers_are_those_of_the_probings(finished: Run):
+    findings, readings = Conclusion.of(finished.metrics).findings, finished.df("readings")
+    assert set(findings.values("accuracy", "reading", arm="masked")) == set(READINGS) - {"untrained"}
+    for finding in findings.where("leak"):
+        lead = findings.at("lead", reading="restart", **finding.keys)
+        assert finding.value.mean == pytest.approx(lead.mean)
+        assert finding.value.low < lead.low
+        assert finding.value.high > lead.high
+    own = readings[(readings["arm"] == "direct") & (readings["split"] == "random")].set_index("reading")["accuracy"]
+    lead = findings.at("lead", arm="direct", split="random", reading="restart").mean
+    assert lead == pytest.approx(own["retained"] - own["restart"])
+    assert findings.at("accuracy", arm="hidden", split="random", reading="retained").low > 0.1
+    for floor in ("restart", "before"):
+        assert findings.at("accuracy", arm="masked", split="random", reading=floor).mean < 0.2
+    assert findings.at("token_accuracy", condition="full").mean > 0.9
+    assert findings.at("token_accuracy", condition="restart").mean < 0.3
+
+
+def test_other_secrets_run_beside_an_untrained_model_and_resume(
+    smol: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
+    config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
+    run = partial(leakage.run, config, tmp_path, model=smol)
+    resumed, calls = interrupted(run, monkeypatch, reading, "read_context", at=5)
+    assert len(calls) == 5 + 2
+    findings = Conclusion.of(resumed.metrics).findings
+    assert findings.get("accuracy", arm="masked", split="paired", reading="untrained")
+    margin = findings.at("margin", condition="full")
+    assert margin.mean > 1
+    assert not margin.has_interval  # three conversations are too few
+    assert "of the topics" in answer(STUDY, resumed)
+    assert set(resumed.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
+
+
+def test_one_context_says_that_it_does_not_generalise(
+    smol: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
+    run = leakage.run(replace(SMALL, contexts=1, samples=40), tmp_path, model=smol)
+    conclusion = Conclusion.of(run.metrics)
+    assert conclusion.findings.values("accuracy", "split") == ["random"]
+    assert conclusion.findings.at("leak", arm="masked", split="random").clusters == 40
+    assert "does not say" in conclusion.warnings[0]
+    assert "within this one conversation" in answer(STUDY, run)
+
+
+# ---- made-up tables
+
+PROBED = ("masked", "direct", "hidden", *CHANGED.values())
+WIDE = {"low": 0.2, "high": 0.4, "smallest": 0.1, "largest": 0.5}
+
+
+def tables(
+    leak: float,
+    inside: float = 0.0,
+    use: float = 0.0,
+    *,
+    changed: float | None = None,
+    p: float = 0.02,
+    count: int = FEWEST,
+    noise: np.random.Generator | None = None,
+) -> dict[str, pd.DataFrame]:
+    """What probes read above the floor, and what masking adds to the margin, give or take 0.01 (or noise).
+
+    Args:
+        inside: in the paired split.
+        changed: less the restart; as much as `leak` by default.
+        p: of labels permuted within conversations.
+        count: of conversations.
+    """
+    headline, splits = ("random", ("random",)) if count == 1 else ("leave-context-out", SPLITS)
+    masked_changed = leak if changed is None else changed
+    leads = {("masked", headline): leak, (CHANGED["masked"], headline): masked_changed, ("masked", "paired"): inside}
+    per_context = 40 // count
+    known = [{"sample": n, "context": n // per_context, "secret": "4-8"} for n in range(count * per_context)]
+
+    def off(each: dict[str, Any]) -> float:
+        return float(noise.normal()) if noise else 0.01 * (-1) ** (each["sample" if count == 1 else "context"])
+
+    samples = [
+        {**each, "measure": "use", "condition": condition, "logprob": margin - 9, "margin": margin + off(each)}
+        | {"kl_from_full": 0.5, "token_accuracy": 0.5}
+        for each in known
+        for condition, margin in (("full", 5.0), ("retained", use))
+    ]
+    at_restart = {"logprob": -9.0, "margin": 0.0, "kl_from_full": 0.6, "token_accuracy": 0.1}
+    samples += [{**each, "measure": "use", "condition": "restart", **at_restart} for each in known]
+    sites = [(arm, split) for arm in (*PROBED, "before", "restart") for split in splits]
+    samples += [
+        {**each, "measure": "probe", "condition": arm, "split": split, "place": place, "floor": 0.1}
+        | {"right": 0.1 + leads.get((arm, split), 0.0) + (0.1 if noise else 1) * off(each)}
+        for each in known
+        for arm, split in sites
+        for place in ("1", "2")
+    ]
+    probes = [
+        {"arm": arm, "split": split, "family": family, "read": slots, "layer": layer, "accuracy": 0.3, **WIDE}
+        | {"p_family": p if arm in (*FLOORS, *CHANGED.values()) else nan}
+        for arm, split in sites
+        for family in FAMILIES
+        for slots in ("mean", "last")
+        for layer in (0, 1)
+    ]
+    at = [{"arm": arm, "split": split} for arm in PROBED for split in splits]
+    ends = {f"{name}_{end}": value for name in ("accuracy", "bits", "lead") for end, value in WIDE.items()}
+    each = {
+        "samples": samples,
+        "probes": probes,
+        "readings": [
+            {**own, "reading": name, "accuracy": 0.3, "bits": 0.3, "lead": nan if name == "retained" else 0.3, **ends}
+            for own in at
+            for name in READINGS
+        ],
+        "codelength": [{**own, "bits": 3.0, "context_bits": 3.3, "uniform_bits": 3.4} for own in at],
+        "sparse": [
+            {**own, "k": k, "accuracy": 0.3, "low": 0.2, "high": 0.4, "random": 0.1} for own in at for k in (1, 8)
+        ],
+        "picks": [{**own, "fold": fold, "family": "v", "layer": 1, "read": "mean"} for own in at for fold in (0, 1)],
+        "reach": [{"family": "k", "layer": layer, "varies": 0.1 * (layer > 1)} for layer in (0, 1, 2)],
+    }
+    return {name: pd.DataFrame(rows) for name, rows in each.items()}
+
+
+def numbers(made_up: Any) -> tuple[Config, Conclusion]:
+    config = Config(contexts=made_up["samples"]["context"].nunique(), samples=len(made_up["samples"]))
+    chat = passages_of(conversation(contexts()[0], CODES[0]), masked=HIDDEN_SEGMENTS, marked=CODES[0])
+    return config, concluded(made_up, config, 1e-7, {"chat": [vars(each) for each in chat], "layers": 2})
+
+
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return numbers(tables(0.2, 0.2, 0.5))
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """No probe reads more than the floor, and masking adds nothing to the margin."""
+    return numbers(tables(0.0, count=20, noise=rng))[1]
+
+
+def test_claims_hold_together_and_numbers_are_those_that_were_put_in():
+    findings: Findings = example()[1].findings
+    expected = {("masked", "leave-context-out"), (CHANGED["masked"], "leave-context-out"), ("masked", "paired")}
+    assert {(each.keys["arm"], each.keys["split"]) for each in findings.where("leak")} == expected
+    for claimed, mean in ((findings.finding("use"), 0.5), *((each, 0.2) for each in findings.where("leak"))):
+        assert claimed.comparisons == 4
+        assert claimed.value.mean == pytest.approx(mean)
+    assert findings.at("by_place", place="2").mean == pytest.approx(0.3)
+    assert findings.at("gained", measure="kl_from_full").mean == pytest.approx(-0.1)
+    assert findings.at("picked", arm="masked", split="paired", family="v", layer=1, read="mean").mean == 2
+
+
+LEAKS, NONE, USES = "Information leaks:", "No leak was detected:", "The model uses some of what is left:"
+CENTRED = "centred on other secrets of the same conversation, information leaks"
+
+
+@pytest.mark.parametrize(
+    ("made_up", "said", "unsaid"),
+    [
+        (tables(0.2, 0.2, 0.5), (LEAKS, CENTRED, USES, "in view gives 5"), ()),
+        (tables(0.2), (LEAKS, "conversation, no leak was detected", "No use by the model"), (CENTRED,)),
+        (tables(0.0, 0.2), (NONE, CENTRED), ()),
+        (tables(-0.1, 0.0, -0.5), ("doubt the run", "The retained cache turns the model away"), (LEAKS,)),
+        (tables(0.0, changed=0.2), (NONE, "from the visible text, information leaks"), (LEAKS,)),
+        (tables(0.2, p=0.1), ("A leak is not confirmed",), (LEAKS, "information leaks")),
+        (tables(0.5, 0.5, 0.5, count=5), (NONE, "No use by the model"), (LEAKS, "information leaks")),
+        (tables(0.2, count=1), ("Information leaks within this one conversation",), ("not trained on", "visible text")),
+    ],
+)
+def test_the_answer_follows_intervals_and_permuted_labels(
+    made_up: Any, said: tuple[str, ...], unsaid: tuple[str, ...], tmp_path: Path
+):
+    config, conclusion = numbers(made_up)
+    page = answer(STUDY, page_of(STUDY, config, conclusion, tmp_path))
+    assert [phrase for phrase in said if phrase not in page] == []
+    assert [phrase for phrase in unsaid if phrase in page] == []
+
+
+def test_slots_that_vary_where_they_cannot_fail_the_control():
+    made_up = tables(0.2)
+    made_up["reach"]["varies"] += 1e-3
+    assert [control.holds for control in numbers(made_up)[1].controls] == [False]

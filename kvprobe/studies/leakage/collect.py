@@ -1,143 +1,174 @@
-"""Reading the conversations: features of every arm, and what the model itself makes of the hidden secret.
+"""Conversations are read, probes are fitted with all their controls for every arm, and the probes are kept."""
 
-Each context is read once up to the secret. The secrets are rows of one batch from there on, and each row's T3 is read
-twice: with T1 and T2 masked, and with everything in view. The restart arms never see a secret before T3, so they are
-computed once per context. One file per context is kept, so an interrupted run resumes.
-"""
-
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float
-from torch import Tensor
+import pandas as pd
 
-from kvprobe.errors import UserError
-from kvprobe.experiments.parts import tensor_parts
+from kvprobe.experiments.publishing import PROBES
 from kvprobe.experiments.runs import Run
-from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import use_measurements
-from kvprobe.models.lens import Family
-from kvprobe.probing.features import read_outs
+from kvprobe.probes.candidate import candidate_probe
+from kvprobe.probes.card import Arm, Training
+from kvprobe.probing.claims import FLOOR, Probing
+from kvprobe.probing.controls import random_model
+from kvprobe.probing.differences import less_restart, nothing
+from kvprobe.probing.probe import embeddings
+from kvprobe.probing.probe_features import probe_features
+from kvprobe.probing.splits import centred_within
+from kvprobe.stats import estimate
 from kvprobe.studies.leakage.config import Config
-from kvprobe.tasks.passcode import Context, conversation
-from kvprobe.tasks.secrets import secret
-from kvprobe.text.tokens import Tokens
+from kvprobe.studies.leakage.reading import FLOORS, USE_ARMS, Parts, read
 
-FAMILIES: tuple[Family, ...] = ("k", "v", "resid_post")
-PER_CONTEXT = ("before", "direct restart", "restart")
-"""Arms that the secret cannot reach: one vector per context."""
-PER_SECRET = ("hidden", "direct", "masked")
-USE_ARMS = ("full", "retained", "restart")
-HIDDEN_SEGMENTS = ("T1", "T2")
+ARMS = ("before", "hidden", "direct", "masked", "restart")
+CHANGED = {"masked": "masked less restart", "direct": "direct less restart"}
+"""Arms of what the hidden turns changed: slots less those of their restart."""
+UNTRAINED = "untrained"
+KEPT: dict[str, tuple[str, Arm, str]] = {
+    "masked": ("T3", "retained", "the {secret} that a turn stated before it was masked"),
+    "direct": ("summary2", "direct", "the {secret} that a turn stated, from the summary that is read after it"),
+    "hidden": ("T2", "hidden", "the {secret} that a turn states, from that turn itself"),
+}
+"""Of the probes that are kept, by arm: the segment, what the model sees there, and what is read."""
+Probings = Mapping[str, Probing]
 
 
-def collect(model: Model, config: Config, run: Run, part: str = "context") -> list[Path]:
-    """One file of tensors per context (see `read_context`), in order.
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Tables of rows, see `tables_of`; the probes of a run of several conversations are written into it."""
+    parts = read(model, config, run, "context")
+    untrained = read(random_model(model, config.seed), config, run, UNTRAINED) if config.untrained else None
+    probings = probings_of(model, parts, untrained, config)
+    if config.contexts > 1:
+        keep_probes(model, parts, probings, config, run)
+    return tables_of(parts, probings)
+
+
+def probings_of(model: Model, parts: Parts, untrained: Parts | None, config: Config) -> dict[str, Probing]:
+    """By arm, what probes make of it.
 
     Args:
-        part: what the files are called.
+        untrained: what a model before training gave on the same conversations.
     """
-    hidden = secret(config.secret)
-    per_context = config.samples // config.contexts
-    texts = hidden.draw(config.contexts, per_context, np.random.default_rng([config.seed, 1]), model.tokenizer)
+    rng = np.random.default_rng([config.seed, 2])
+    probings = {}
+    for arm in ("masked", "direct", "hidden"):
+        features, floors = parts.features(arm), {}
+        if arm in FLOORS:
+            floors = {FLOOR: parts.features(FLOORS[arm]), "embedding": embeddings(model, features)}
+            if untrained is not None:
+                floors[UNTRAINED] = untrained.features(arm)
+        if arm == "masked":
+            floors["before"] = parts.features("before")
+        # The ceiling needs no p-values.
+        count, note = config.permutations if arm in FLOORS else 0, f"Fitting probes, {arm}"
+        probings[arm] = probe_features(features, floors, folds=config.folds, permutations=count, rng=rng, note=note)
+    # In one conversation the restart is one vector, and taking it away changes nothing.
+    for arm, name in CHANGED.items() if config.contexts > 1 else ():
+        changed, count = less_restart(parts.features(arm), parts.features(FLOORS[arm])), config.permutations
+        floors, note = {FLOOR: nothing(changed)}, f"Fitting probes, {name}"
+        probings[name] = probe_features(changed, floors, folds=config.folds, permutations=count, rng=rng, note=note)
+    return probings
 
-    def read(conversation: tuple[Context, Sequence[str]]) -> dict[str, Tensor]:
-        context, secrets = conversation
-        labels = torch.tensor([hidden.labels(text) for text in secrets])
-        return {**read_context(model, context, secrets, config.batch), "labels": labels}
 
-    conversations = list(zip(hidden.contexts, texts, strict=False))
-    return tensor_parts(run, conversations, part, read, doing="Reading conversations", unit="context")
+def tables_of(parts: Parts, probings: Probings) -> dict[str, pd.DataFrame]:
+    """What was read, and by which probes.
 
+    `samples` has two kinds of rows (`measure`). Of `use`, one per sample and cache (`condition`): what the model makes
+    of the secret. Of `probe`, one per sample, place of the secret, split and arm (`condition`): whether the probe that
+    was chosen on inner folds reads it right, and whether one of the restart does (`floor`).
 
-def read_context(model: Model, context: Context, secrets: Sequence[str], batch: int) -> dict[str, Tensor]:
-    """Features and use measurements for one context and its secrets.
-
-    Returns:
-        `arm.family` of shape `[rows, layers, reads, dim]` with one row per secret, or one in all for the arms that
-        the secret cannot reach; `text.direct` and `text.masked`, the tokens that these arms read; and per use arm and
-        secret `logprob` and `correct` `[secrets, arms, tokens]` (of the true secret, token by token, the true tokens
-        before it given), `margin` of the same shape (that log-probability less the mean over the conversation's other
-        secrets' tokens) and `kl` `[secrets, arms]` (from the full context's distribution of the first such token to the
-        arm's).
+    The others have a column `arm`. `probes`, `readings`, `codelength` and `sparse` are those of
+    `kvprobe.probing.claims.Probing`; `picks` has the site that each fold chose; `reach` has how far K and V of T3 vary
+    with the secret, relative to their size, at layers 0 and 1 (which it cannot reach) and at the last.
     """
-    whole = [conversation(context, text).tokens(model.tokenizer) for text in secrets]
-    start, third = whole[0].part("code").start, whole[0].span("T3").start
-    answer, summary = whole[0].part("answer"), whole[0].span("summary2")
-    code_tokens = answer.stop - answer.start
+    summary, floors = ("codelength", "sparse"), probings["masked"].floors
+    by_site: dict[str, Any] = {arm: probing.table for arm, probing in probings.items()}
+    by_site |= {arm: floors[floors["floor"] == arm].drop(columns="floor") for arm in ("before", FLOOR)}
+    drawn = [*ARMS, *(arm for arm in CHANGED.values() if arm in by_site)]
+    picks = [
+        {"arm": arm, "split": split, "fold": fold, "family": family, **site._asdict()}
+        for arm, probing in probings.items()
+        for split, own in probing.picks.items()
+        for fold, (family, site) in enumerate(own)
+    ]
+    return {
+        "samples": samples_of(parts, probings),
+        "probes": joined({arm: by_site[arm] for arm in drawn}),
+        "readings": joined({arm: probing.summary for arm, probing in probings.items()}),
+        **{name: joined({arm: getattr(probing, name) for arm, probing in probings.items()}) for name in summary},
+        "picks": pd.DataFrame(picks),
+        "reach": reach_of(parts),
+    }
 
-    _refuse_shifted(whole)
-    prefix = model.capture(whole[0][:start], FAMILIES, segments=["summary1"], keep_cache=True)
-    restart_tokens = conversation(context, secrets[0]).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
-    restart_answer = restart_tokens.part("answer").start
-    restart = model.capture(restart_tokens[:restart_answer], FAMILIES, segments=["summary2", "T3"], keep_cache=True)
-    length = summary.stop - summary.start
-    features = {}
-    for family in FAMILIES:
-        again = restart.stack(family)
-        features[f"before.{family}"] = read_outs(prefix.stack(family))
-        features[f"direct restart.{family}"] = read_outs(again[..., :length, :])
-        features[f"restart.{family}"] = read_outs(again[..., length:, :])
-    features["text.direct"] = torch.tensor(whole[0].ids[summary])
-    features["text.masked"] = torch.tensor(whole[0].ids[third : answer.start])
 
-    every = torch.tensor([row.ids[answer] for row in whole])
-    pieces: list[dict[str, Tensor]] = []
-    for first in range(0, len(secrets), batch):
-        rows = whole[first : first + batch]
-        turn = model.capture([row[start:third] for row in rows], FAMILIES, past=prefix.cache, keep_cache=True)
-        assert turn.cache is not None
-        # The last code token is never fed: its probability is read off the token before it.
-        asked = [row[third : answer.stop - 1] for row in rows]
-        masked = model.capture(
-            asked,
-            FAMILIES,
-            slots=range(answer.start - third),
-            past=turn.cache.mask(*HIDDEN_SEGMENTS),
-            logits=code_tokens,
+def joined(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The tables of several arms."""
+    return pd.concat([table.assign(arm=arm) for arm, table in tables.items()], ignore_index=True)
+
+
+def samples_of(parts: Parts, probings: Probings) -> pd.DataFrame:
+    """One row per sample and cache, and one per sample, place, split and arm; see `tables_of`."""
+    secrets = ["-".join(parts.target.classes[label] for label in row) for row in parts.labels.tolist()]
+    samples = {"sample": np.arange(len(secrets)), "context": parts.contexts, "secret": secrets}
+    use = {name: parts.tensor(name).double() for name in ("logprob", "margin", "correct", "kl")}
+    tables = [
+        pd.DataFrame(
+            {
+                **samples,
+                "measure": "use",
+                "condition": arm,
+                "logprob": use["logprob"][:, index].sum(1),
+                "margin": use["margin"][:, index].sum(1),
+                "kl_from_full": use["kl"][:, index],
+                "token_accuracy": use["correct"][:, index].mean(1),
+            }
         )
-        _, full_logits = model.extend(turn.cache, asked, logits=code_tokens)
-        restart_logits = _restart_logits(model, restart, rows, answer)
-
-        read = summary.start - start
-        piece = {}
-        for family in FAMILIES:
-            turned = turn.stack(family)
-            piece[f"hidden.{family}"] = read_outs(turned[..., code_tokens:read, :])
-            piece[f"direct.{family}"] = read_outs(turned[..., read:, :])
-            piece[f"masked.{family}"] = read_outs(masked.stack(family))
-        mine = list(range(first, first + len(rows)))
-        piece |= use_measurements([full_logits, masked.logits, restart_logits], every.to(model.lanes.device), mine)
-        pieces.append(piece)
-
-    joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    return {name: tensor.contiguous().cpu() for name, tensor in (features | joined).items()}
+        for index, arm in enumerate(USE_ARMS)
+    ]
+    known = {(split, arm): (probing, "retained") for arm, probing in probings.items() for split in probing.picks}
+    known |= {
+        (split, arm): (probings["masked"], arm) for split in probings["masked"].picks for arm in ("before", FLOOR)
+    }
+    for (split, arm), (probing, reading) in known.items():
+        keys = {**samples, "measure": "probe", "condition": arm, "split": split}
+        for index, place in enumerate(parts.target.places):
+            right, floor = (probing.right.get((split, name)) for name in (reading, FLOOR))
+            assert right is not None
+            held = np.nan if floor is None else floor[index].astype(float)
+            tables.append(pd.DataFrame({**keys, "place": place, "right": right[index].astype(float), "floor": held}))
+    return pd.concat(tables, ignore_index=True)
 
 
-def _restart_logits(
-    model: Model, restart: Captured, rows: Sequence[Tokens], answer: slice
-) -> Float[Tensor, "rows code_tokens vocab"]:
-    """The restart arm's distributions of each code token, the true ones before it given."""
-    first = restart.logits.expand(len(rows), -1, -1)
-    if answer.stop - answer.start == 1:
-        return first
-    given = [row[answer.start : answer.stop - 1] for row in rows]
-    _, following = model.extend(restart.cache, given, logits=len(given[0]))
-    return torch.cat([first, following], 1)
+def reach_of(parts: Parts) -> pd.DataFrame:
+    """How far K and V of T3 vary with the secret; the largest number over what probes read of them."""
+    rows = []
+    for family in ("k", "v"):
+        vectors = parts.tensor(f"masked.{family}")
+        for layer in dict.fromkeys((0, 1, vectors.shape[1] - 1)):
+            own = vectors[:, layer]
+            varies = centred_within(own, parts.contexts).abs().max() / own.abs().max()
+            rows.append({"arm": "masked", "family": family, "layer": layer, "varies": float(varies)})
+    return pd.DataFrame(rows)
 
 
-def _refuse_shifted(rows: Sequence[Tokens]) -> None:
-    """All secrets of a context must stand at the same slots, with the same tokens around them."""
-
-    def around(row: Tokens) -> tuple:
-        known = tuple(token for token, part in zip(row.ids, row.parts, strict=True) if part is None)
-        return known, row.parts, row.segments
-
-    if any(around(row) != around(rows[0]) for row in rows):
-        raise UserError(
-            "This tokenizer joins some secrets with the text around them (the digits of codes, say), so they would "
-            "shift the tokens after them; use a model that tokenises them apart."
-        )
+def keep_probes(model: Model, parts: Parts, probings: Probings, config: Config, run: Run) -> None:
+    """Train a probe for each arm on all samples, and write it with its card into the run."""
+    margin = parts.tensor("margin").double().sum(2)
+    gained = margin[:, USE_ARMS.index("retained")] - margin[:, USE_ARMS.index("restart")]
+    use = estimate(gained.numpy(), parts.contexts)
+    for arm, (segment, seen, what) in KEPT.items():
+        restart = parts.features(FLOORS[arm]) if arm in FLOORS else None
+        for changed in (False, True) if arm in CHANGED else (False,):
+            probe = candidate_probe(
+                model,
+                parts.features(arm),
+                probings[CHANGED[arm] if changed else arm],
+                Training("leakage", what.format(secret=config.secret), segment, seen),
+                restart=restart,
+                less_restart=changed,
+                use=use if arm == "masked" else None,
+                folds=config.folds,
+                seed=config.seed,
+            )
+            probe.save(run.path / PROBES / probe.name)

@@ -1,46 +1,124 @@
-"""The leakage study from start to report data."""
+"""The leakage study: its declaration."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.probing.controls import random_model
-from kvprobe.studies.leakage.analyse import Collected, analyse
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.findings import Key
+from kvprobe.report.plots import ARM_COLOURS
+from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.leakage.collect import collect
+from kvprobe.studies.leakage.conclude import conclude
 from kvprobe.studies.leakage.config import Config
-from kvprobe.studies.leakage.figures import draw_all
-from kvprobe.studies.leakage.narrative import narrate
-from kvprobe.studies.leakage.probes import keep_probes
-from kvprobe.tasks.secrets import secret
+from kvprobe.studies.leakage.figures import LayerBySegment, Use
+from kvprobe.wording import percent, plain, points, signed
 
-NAME = "leakage"
+FAMILIES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
+ARMS = {
+    "hidden": "T2 itself, after the secret",
+    "direct": "direct: summary 2, saw T2",
+    "masked": "masked: T3, cannot see T2",
+    "restart": "restart: T3 recomputed (floor)",
+    "before": "before: summary 1",
+    "direct less restart": "direct, less its restart",
+    "masked less restart": "masked, less its restart",
+}
+READINGS = {
+    "retained": "the slots themselves",
+    "restart": "the restart: these tokens computed without T1 and T2",
+    "before": "the slots of summary 1, before the secret was stated",
+    "embedding": "input embeddings of these tokens",
+    "untrained": "the same slots in a model of random weights",
+    "hash control": "the slots, asked for labels that can only be memorised",
+    "context": "no slots: the commonest label of the conversation",
+    "text": "no slots: the commonest label of this text",
+    "majority": "no slots: the commonest label",
+}
 
 
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
+def family(keys: Mapping[str, Key]) -> str:
+    return FAMILIES[str(keys["family"])]
 
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    target = secret(config.secret).target
-    collected = Collected.load(collect(model, config, directory), target)
-    untrained = None
-    if config.untrained:
-        blank = random_model(model, config.seed)
-        untrained = Collected.load(collect(blank, config, directory, "untrained"), target)
-    analysis = analyse(model, collected, untrained, config)
-    directory.save_table("samples", analysis.samples)
-    directory.save_table("probes", analysis.probes)
-    directory.save_table("readings", analysis.readings)
-    draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
-    analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    if config.contexts > 1:
-        keep_probes(model, collected, analysis, config, directory)
-    report = narrate(analysis, config, model, directory.environment)
-    directory.finish(analysis.metrics, report.to_dict())
-    return directory
+
+def by_layer(file: str, read: str, slots: str) -> Lines:
+    """Accuracy by layer from one way to read a segment's slots, families down, splits across."""
+    return Lines(
+        file=file,
+        finding="site",
+        caption=f"Accuracy per label by layer, {slots}. Bands are 95 % intervals, dots are chance. The splits are "
+        "explained below.",
+        x="layer",
+        line="arm",
+        panel="split",
+        row=family,
+        where={"read": read},
+        x_label="layer",
+        y_label="accuracy per label",
+        styles={arm: Style(ARM_COLOURS[arm], "") for arm in ARMS},
+        level=("chance", "chance"),
+        curves=True,
+        size=(2.9, 2.4),
+    )
+
+
+STUDY = Study(
+    name="leakage",
+    title="Leakage after masking",
+    question=(
+        "A conversation holds a secret in one turn (T2): a random number, name or word. The turn is summarised without "
+        "it and then masked. How much of it can still be read from the KV cache of the turns that stay, and does the "
+        "model use it?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        by_layer("accuracy_by_layer_mean", "mean", "a segment's slots averaged"),
+        by_layer("accuracy_by_layer_last", "last", "from a segment's last slot"),
+        LayerBySegment(),
+        Use(),
+    ),
+    claims=(
+        Claim(
+            "leak",
+            above="information leaks",
+            below="less than the floor, which cannot be information: doubt the run",
+            unclear="no leak was detected",
+        ),
+        Claim(
+            "use",
+            above="the model uses some of what is left",
+            below="the retained cache turns the model away from the secret",
+            unclear="no use by the model was detected",
+        ),
+    ),
+    labels={
+        "arm": ARMS,
+        "reading": READINGS,
+        "family": FAMILIES,
+        "condition": {"full": "everything in view", "retained": "T1 and T2 masked", "restart": "restart (recomputed)"},
+        "code": {
+            "bits": "from the slots",
+            "context_bits": "from the conversation alone",
+            "uniform_bits": "uniform code",
+        },
+        "hidden": {
+            "code": "a random 5-digit number",
+            "name": "a random person's name",
+            "topic": "a random word on one of eight topics",
+            "sentiment": "a random word for a good or a bad mood",
+        },
+        "labels": {"code": "digits", "name": "first names", "topic": "topics", "sentiment": "moods"},
+    },
+    written={
+        **dict.fromkeys(("accuracy", "site", "by_place", "token_accuracy", "sparse"), percent),
+        **dict.fromkeys(("lead", "leak"), points),
+        **dict.fromkeys(("gained", "use"), signed),
+        "bits": plain,
+        "codelength": lambda value: f"{value.mean:.2f}",
+        "sparse_random": lambda value: f"{100 * value.mean:.0f} %",
+        **dict.fromkeys(("sites", "detected", "lowest_layer"), lambda value: f"{value.mean:g}"),
+        "chance": lambda value: f"{100 * value.mean:g} %",
+    },
+)
