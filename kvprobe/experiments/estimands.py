@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from kvprobe.probing.intervals import held_out
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.stats import UNBOUNDED, Estimate, estimate, jackknife, ratio, wilson
 
@@ -68,6 +69,16 @@ class Mean(Estimand):
     def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
         known = values[np.isfinite(values)]
         return Cell(self, keys, len(known), lambda count: estimate(known, None, self.within, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Mean):
+    """The mean over clusters of what a probe that was trained on others reads; see `kvprobe.probing.intervals`."""
+
+    def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
+        known = values[np.isfinite(values)]
+        clusters = np.arange(len(known))
+        return Cell(self, keys, len(known), lambda count: held_out(known, clusters, self.within, count))
 
 
 @dataclass(frozen=True, kw_only=True)
