@@ -18,7 +18,7 @@ from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, estimate
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.features.reading import HIDDEN_SEGMENTS, READERS, SPLICED, UNTOUCHED
+from kvprobe.studies.features.reading import HIDDEN_SEGMENTS, READERS, UNTOUCHED
 from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.wording import few_clusters, percent
 
@@ -26,6 +26,8 @@ FLIPS = 1999
 """Sign flips of the null; no p can be below 1 / (FLIPS + 1)."""
 ROUND_OFF = 100
 """Steps of the dtype's precision that a control may vary by."""
+STEP = 0.125
+"""Of a histogram, in powers of ten."""
 COUNTED = 2
 """Claims that are counts: that latents differ, and that raw dimensions do."""
 CODE = "48213"
@@ -88,19 +90,16 @@ def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**
     findings.number("chance", 1 / DIGITS)
     add_latents(findings, tables)
     add_differences(findings, tables, comparisons, config.seed)
-    places, activating = findings.values("unexplained", "place"), tables["activating"]
     chat = passages_of(conversation(contexts()[0], CODE), masked=HIDDEN_SEGMENTS, marked=CODE, only_in=("T2", "T3"))
     facts: dict[str, Any] = {
-        "places": places,
         "chat": [vars(passage) for passage in chat],
         "exchanged": EXCHANGED,
         "flips": FLIPS,
         "level": LEVEL,
-        "spliced": SPLICED,
         "shown": tables["shown"][["place", "why", "latent"]].to_dict("records"),
         "texts": [
             {**row, "view": json.loads(row["view"])}
-            for row in activating[["place", "latent", "words", "view"]].to_dict("records")
+            for row in tables["activating"][["place", "latent", "words", "view"]].to_dict("records")
         ],
         "trained_on": [json.loads(notes) for notes in tables["dictionaries"]["notes"]],
         "layers": layers,
@@ -125,17 +124,17 @@ def ahead(samples: Rows, where: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 
 def add_latents(findings: Findings, tables: Mapping[str, Rows]) -> None:
-    """How often each is active in the conversations, and how many hardly ever or nearly always; and of those that stand
-    out, how often they are active in the recorded texts, and the share of their variance between digits (`eta`)."""
+    """How many latents are active how often in the conversations: hardly ever, nearly always, and by the logarithm of
+    the share of tokens, in steps. Of those that stand out, how often they are active in the recorded texts, and the
+    share of their variance that lies between digits (`eta`)."""
     for place, own in tables["latents"].groupby("place", sort=False):
-        for latent, density in zip(own["latent"], own["density"], strict=True):
-            findings.number("density", density, place=place, latent=int(latent))
-        for of, count in (
-            ("all", len(own)),
-            ("silent", (own["density"] == 0).sum()),
-            ("dense", (own["density"] > 0.5).sum()),
-        ):
+        density = own["density"].to_numpy(float)
+        counts = {"all": len(density), "silent": (density == 0).sum(), "dense": (density > 0.5).sum()}
+        for of, count in counts.items():
             findings.number("latents", count, place=place, of=of)
+        steps, sizes = np.unique(np.floor(np.log10(density[density > 0]) / STEP), return_counts=True)
+        for step, count in zip(steps.tolist(), sizes, strict=True):
+            findings.number("densities", count, place=place, above=step * STEP)
     for name, table, of in (("recorded", "activating", "density"), ("eta", "shown", "eta")):
         for row in tables[table].dropna(subset=of).to_dict("records"):
             findings.number(name, row[of], place=row["place"], latent=row["latent"])
@@ -144,7 +143,8 @@ def add_latents(findings: Findings, tables: Mapping[str, Rows]) -> None:
 def add_differences(findings: Findings, tables: Mapping[str, Rows], comparisons: int, seed: int) -> None:
     """Of every place, segment and reader: how many columns differ at the level, and where it is shared with all that
     the answer claims; how many are not always zero; how few hold half of the squared difference. The means of each
-    latent, and the difference of those that stand out. And the largest difference where there can be none."""
+    latent, p of those that differ, and the difference of those that stand out. The largest difference where there can
+    be none."""
     shown = {(row["place"], row["why"], row["latent"]) for row in tables["shown"].to_dict("records")}
     for (place, segment, reader), own in tables["means"].groupby(["place", "segment", "reader"], sort=False):
         retained, restart = (
@@ -165,9 +165,12 @@ def add_differences(findings: Findings, tables: Mapping[str, Rows], comparisons:
         }.items():
             findings.number("count", count, **keys, reader=reader, of=of)
         for latent in np.flatnonzero(alive).tolist() if reader == "latents" else ():
-            for name, value in (("retained", retained.mean(0)), ("restart", restart.mean(0)), ("p", p)):
-                findings.number(name, value[latent], **keys, latent=latent)
-            if (place, segment, latent) in shown:
+            findings.number("retained", retained[:, latent].mean(), **keys, latent=latent)
+            findings.number("restart", restart[:, latent].mean(), **keys, latent=latent)
+            stands_out = (place, segment, latent) in shown
+            if stands_out or p[latent] <= LEVEL:
+                findings.number("p", p[latent], **keys, latent=latent)
+            if stands_out:
                 findings.add(Finding("difference", {**keys, "latent": latent}, estimate(change[:, latent])))
 
 

@@ -9,6 +9,7 @@ from kvprobe.experiments.study import Labels
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import styled
+from kvprobe.studies.features.conclude import STEP
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,20 @@ class Differences:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
-        if "p" not in findings:
+        segments, places = (findings.values("retained", key) for key in ("segment", "place"))
+        if not places:
             return None
-        segments, places = (findings.values("p", key) for key in ("segment", "place"))
         with styled():
             figure, grid = plt.subplots(
                 len(segments), len(places), figsize=(3.3 * len(places), 6.2), squeeze=False, layout="constrained"
             )
             for row, segment in enumerate(segments):
                 for axis, place in zip(grid[row], places, strict=True):
-                    restart, retained, p = (
-                        np.array([each.value.mean for each in findings.where(name, segment=segment, place=place)])
-                        for name in ("restart", "retained", "p")
-                    )
+                    both = findings.where("retained", segment=segment, place=place)
+                    known = [
+                        [findings.get(name, **each.keys) for name in ("restart", "retained", "p")] for each in both
+                    ]
+                    restart, retained, p = np.array([[each.mean if each else 1 for each in row] for row in known]).T
                     drawn, differs = (restart > 0) & (retained > 0), p <= LEVEL
                     for some, colour, label in (
                         (drawn & ~differs, "0.7", "no difference found"),
@@ -42,8 +44,8 @@ class Differences:
                     ):
                         axis.scatter(restart[some], retained[some], s=7, color=colour, label=label, lw=0)
                     if drawn.any():
-                        both = np.concatenate([restart[drawn], retained[drawn]])
-                        axis.plot([both.min(), both.max()], [both.min(), both.max()], color="0.4", lw=0.8)
+                        ends = np.concatenate([restart[drawn], retained[drawn]])
+                        axis.plot([ends.min(), ends.max()], [ends.min(), ends.max()], color="0.4", lw=0.8)
                     axis.set(xscale="log", yscale="log", title=f"{place}: {labels('segment', segment)}")
                     axis.set_xlabel("mean activation, restart")
                 grid[row, 0].set_ylabel("mean activation, retained")
@@ -63,15 +65,18 @@ class Densities:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
-        places = findings.values("density", "place")
+        places = findings.values("densities", "place")
         if not places:
             return None
         with styled():
             figure, axes = plt.subplots(1, len(places), figsize=(3.3 * len(places), 2.4), squeeze=False, sharey=True)
             for axis, place in zip(axes[0], places, strict=True):
-                known = np.array([each.value.mean for each in findings.where("density", place=place)])
-                axis.hist(np.log10(known[known > 0]), bins=30, color="#0072b2")
-                axis.set_title(f"{place}: {(known == 0).sum()} of {len(known)} silent")
+                bars = {each.keys["above"]: each.value.mean for each in findings.where("densities", place=place)}
+                axis.bar(bars.keys(), bars.values(), STEP, align="edge", color="#0072b2")
+                silent, width = (
+                    labels("of", findings.at("latents", place=place, of=of).mean) for of in ("silent", "all")
+                )
+                axis.set_title(f"{place}: {silent} of {width} silent")
                 axis.set_xlabel("share of tokens (log 10)")
             axes[0, 0].set_ylabel("latents")
             figure.tight_layout()

@@ -120,6 +120,5 @@ STUDY = Study(
         "difference": signed,
         "active": lambda count: f"{count.mean:.1f}",
         "loss_added": lambda loss: plain(loss, 3),
-        "kl": lambda kl: plain(kl, 3),
     },
 )
