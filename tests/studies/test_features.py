@@ -55,14 +55,15 @@ def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finished: Run, wordy: Model):
-    found, means, samples = Conclusion.of(finished.metrics), finished.df("means"), finished.df()
+    found = Conclusion.of(finished.metrics)
+    means, samples, exchanges = (pd.DataFrame(finished.df(name)) for name in ("means", "samples", "exchanges"))
     columns = len(RESTARTED) * (16 + 2 * SMALL.width) + 16  # the last where nothing may differ
     assert len(means) == SMALL.contexts * columns
-    curves = samples.groupby(["arm", "split", "reader", "k"])["sample"].nunique()
+    curves: Any = samples.groupby(["arm", "split", "reader", "k"])["sample"].nunique()
     assert curves.eq(SMALL.contexts * SMALL.codes).all()
     assert len(curves) == len(ARMS) * len(SPLITS) * (2 * len(READERS) + len(PARTS))
     assert set(found.findings.values("accuracy", "k")) == {1, SMALL.width, 16}
-    assert finished.df("exchanges").groupby(["place", "set"])["context"].nunique().eq(SMALL.contexts).all()
+    assert set(exchanges.groupby(["place", "set"])["context"].nunique()) == {SMALL.contexts}
     assert_figures(finished, "differences", "densities", "exchange", *(f"curves_{split}" for split in SPLITS))
     assert not (finished.path / "parts").exists()
     kept = Dictionary.load(finished.path / "dictionaries" / "v.1", wordy)
@@ -116,7 +117,7 @@ def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_a
     # Below layer 2 the values of T3 cannot have seen the hidden turns, and there is nothing to exchange.
     features = Dictionary(identity(16), preparing.Place("v", 2))
     sets = {"v.2": {"all": range(32), "none": []}}
-    found = exchange(wordy, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
+    found: Any = exchange(wordy, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
     assert found["all"] == pytest.approx(found["whole"], rel=1e-3)
     assert found["none"] == pytest.approx(found["retained"], rel=1e-6)
     assert abs(found["whole"] - found["retained"]) > 1e-4
@@ -124,7 +125,7 @@ def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_a
 
 def test_after_the_last_layer_the_whole_exchange_is_the_restart_itself(wordy: Model):
     features = Dictionary(identity(32), preparing.Place("resid_post", 2))
-    found = exchange(wordy, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
+    found: Any = exchange(wordy, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
     assert found["retained"] > 1e-3
     assert found["whole"] < 1e-5
 
@@ -191,7 +192,10 @@ def made_up(
     activating = table(latent=(0, 3)).assign(density=0.1, words="' gate', ' code'", view=json.dumps(VIEW))
     notes = {"place": config.places, "notes": json.dumps({"kvprobe_tokens": 500_000, "kvprobe_recorded": 101_463})}
     tables = {"texts": texts, "means": means, "samples": samples, "exchanges": exchanges, "shown": shown}
-    tables |= {"latents": table("density", latent=range(4)), "activating": activating}
+    tables |= {
+        "latents": table("density", latent=range(4)).assign(density=lambda rows: rows["density"] / 8),
+        "activating": activating,
+    }
     return concluded({**tables, "dictionaries": pd.DataFrame(notes)}, config)
 
 
@@ -232,7 +236,7 @@ def test_the_answer_follows_the_intervals(sign: int, phrase: str, tmp_path: Path
     ("wrong", "holds"), [({}, [True, True]), ({"off": 1e-3}, [False, True]), ({"turned": 1.0}, [True, False])]
 )
 def test_a_difference_where_there_can_be_none_and_a_turned_dictionary_as_good_fail_controls(
-    wrong: dict[str, float], holds: list[bool]
+    wrong: dict[str, Any], holds: list[bool]
 ):
     found = made_up(TWO, {}, **wrong)
     assert [control.holds for control in found.controls] == holds * 2

@@ -134,7 +134,7 @@ def add_latents(findings: Findings, tables: Mapping[str, Rows]) -> None:
             findings.number("latents", count, place=place, of=of)
         steps, sizes = np.unique(np.floor(np.log10(density[density > 0]) / STEP), return_counts=True)
         for step, count in zip(steps.tolist(), sizes, strict=True):
-            findings.number("densities", count, place=place, above=step * STEP)
+            findings.number("densities", count, place=place, reader="latents", above=step * STEP)
     for name, table, of in (("recorded", "activating", "density"), ("eta", "shown", "eta")):
         for row in tables[table].dropna(subset=of).to_dict("records"):
             findings.number(name, row[of], place=row["place"], latent=row["latent"])

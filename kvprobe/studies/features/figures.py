@@ -1,4 +1,4 @@
-"""The features study's own figures: both arms' means of each latent, and how often latents are active."""
+"""The features study's own figure: both arms' means of each latent."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,6 @@ from kvprobe.experiments.study import Labels
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import styled
-from kvprobe.studies.features.conclude import STEP
 
 
 @dataclass(frozen=True)
@@ -50,34 +49,7 @@ class Differences:
                     axis.set_xlabel("mean activation, restart")
                 grid[row, 0].set_ylabel("mean activation, retained")
             handles, names = grid[0, 0].get_legend_handles_labels()
-            figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, markerscale=2)
-        return figure
-
-
-@dataclass(frozen=True)
-class Densities:
-    """How often latents are active: a histogram for each place."""
-
-    file: str = "densities"
-    caption: str = "In how many tokens of the conversations each latent is active."
-
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
-        """The figure; None where nothing of it was measured."""
-        import matplotlib.pyplot as plt
-
-        places = findings.values("densities", "place")
-        if not places:
-            return None
-        with styled():
-            figure, axes = plt.subplots(1, len(places), figsize=(3.3 * len(places), 2.4), squeeze=False, sharey=True)
-            for axis, place in zip(axes[0], places, strict=True):
-                bars = {each.keys["above"]: each.value.mean for each in findings.where("densities", place=place)}
-                axis.bar(bars.keys(), bars.values(), STEP, align="edge", color="#0072b2")
-                silent, width = (
-                    labels("of", findings.at("latents", place=place, of=of).mean) for of in ("silent", "all")
-                )
-                axis.set_title(f"{place}: {silent} of {width} silent")
-                axis.set_xlabel("share of tokens (log 10)")
-            axes[0, 0].set_ylabel("latents")
-            figure.tight_layout()
+            figure.legend(
+                handles, names, loc="outside lower center", ncols=min(2, len(places)), frameon=False, markerscale=2
+            )
         return figure

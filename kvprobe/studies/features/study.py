@@ -8,7 +8,7 @@ from kvprobe.stats import Estimate
 from kvprobe.studies.features.collect import PARTS, collect
 from kvprobe.studies.features.conclude import conclude
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.features.figures import Densities, Differences
+from kvprobe.studies.features.figures import Differences
 from kvprobe.studies.features.prepare import inputs
 from kvprobe.wording import percent, plain, points, span
 
@@ -33,7 +33,7 @@ CURVES = tuple(
         x_label="latents or dimensions",
         y_label="accuracy per digit",
         level=("chance", "chance"),
-        size=(2.9, 2.5),
+        size=(3.2, 2.5),
         styles={"latents": Style("#d55e00"), "raw": Style("#0072b2", "s"), "turned": Style("#8c8c8c", "^")},
     )
     for split, said in SPLITS.items()
@@ -75,7 +75,18 @@ STUDY = Study(
             own_scales=True,
         ),
         Differences(),
-        Densities(),
+        Lines(
+            file="densities",
+            finding="densities",
+            caption="In how many tokens of the conversations latents are active: how many latents by the logarithm of "
+            "the share of tokens, in steps of an eighth.",
+            x="above",
+            line="reader",
+            panel="place",
+            x_label="share of tokens (log 10)",
+            y_label="latents",
+            curves=True,
+        ),
         *CURVES,
     ),
     claims=(
