@@ -132,9 +132,10 @@ def add_latents(findings: Findings, tables: Mapping[str, Rows]) -> None:
         counts = {"all": len(density), "silent": (density == 0).sum(), "dense": (density > 0.5).sum()}
         for of, count in counts.items():
             findings.number("latents", count, place=place, of=of)
-        steps, sizes = np.unique(np.floor(np.log10(density[density > 0]) / STEP), return_counts=True)
-        for step, count in zip(steps.tolist(), sizes, strict=True):
-            findings.number("densities", count, place=place, reader="latents", above=step * STEP)
+        steps = np.floor(np.log10(density[density > 0]) / STEP).astype(int)
+        first = int(steps.min(initial=0))
+        for step, count in enumerate(np.bincount(steps - first)):
+            findings.number("densities", count, place=place, reader="latents", above=(first + step) * STEP)
     for name, table, of in (("recorded", "activating", "density"), ("eta", "shown", "eta")):
         for row in tables[table].dropna(subset=of).to_dict("records"):
             findings.number(name, row[of], place=row["place"], latent=row["latent"])
