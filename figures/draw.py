@@ -25,7 +25,7 @@ FIGURES = {
     "multihop": ("multihop", "by_distance"),
     "multihop_transfer": ("multihop", "transfer"),
     "features": ("features", "differences"),
-    "features_sparse": ("features", "curves_resid_post_7"),
+    "features_sparse": ("features", "curves_paired"),
     "memory_times": ("memory", "times"),
     "memory_growth": ("memory-gemma3", "growth"),
     "mask_or_restart": ("compaction", "arms"),

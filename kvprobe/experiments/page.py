@@ -104,6 +104,7 @@ class _Page:
             "warnings": self.conclusion.warnings,
             "pieces": lambda passage: pieces(filled(Passage, passage, "a passage", LIMITS)),
             "attention": lambda record: self.view(filled(AttentionView, record, "a view of attention", LIMITS)),
+            "coloured": lambda record: self.view(filled(TokenView, record, "a coloured text", LIMITS)),
             "reproduced": reproduced(self.study.command, self.config, self.run.environment),
         }
         if block is None:

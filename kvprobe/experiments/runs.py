@@ -169,7 +169,7 @@ class Run:
         return {name: self.df(name) for name in names} if names != ["samples"] else self.df()
 
     def part(self, name: str) -> Path:
-        """Where a part, an intermediate file, lies until the run is finished."""
+        """Where a part, an intermediate file or folder, lies until the run is finished."""
         folder = self.path / "parts"
         folder.mkdir(exist_ok=True)
         return folder / name
@@ -201,11 +201,8 @@ class Run:
         if report is not None:
             write_whole(self.path / "report.json", json.dumps(report, indent=2))
         write_whole(self.path / "metrics.json", json.dumps(metrics, indent=2))
-        folder = self.path / "parts"
-        if folder.is_dir():
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+        if (folder := self.path / "parts").is_dir():
+            shutil.rmtree(folder)
 
     def _mismatch(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str | None:
         """Why the run that is here is not the one that was asked for; None if it is."""

@@ -1,8 +1,12 @@
-"""The features study: a whole run on a tiny model, what it does on made-up numbers, and what is said of them."""
+"""The features study: a whole run on a tiny model, what each arm reads, and what is concluded from made-up numbers."""
 
 import dataclasses
 import json
+import re
+from functools import cache
+from itertools import product
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -10,104 +14,80 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.features.analyse as analysing
 import kvprobe.studies.features.collect as collecting
 import kvprobe.studies.features.prepare as preparing
-import kvprobe.studies.features.study as study
-from kvprobe.experiments.presets import presets
+import kvprobe.studies.features.reading as reading
+from kvprobe.experiments import running
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import from_mapping
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
-from kvprobe.report.page import write_report
 from kvprobe.saes import Dictionary
-from kvprobe.studies.features.analyse import ARMS, PARTS, differing, fewest
-from kvprobe.studies.features.collect import READERS, RESTARTED, exchange, read_context, restarted
+from kvprobe.studies.features import run
+from kvprobe.studies.features.collect import ARMS, PARTS
+from kvprobe.studies.features.conclude import concluded, fewest, p_values
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.features.narrative import answer_differs, answer_tells, controls
 from kvprobe.studies.features.prepare import hand_written
+from kvprobe.studies.features.reading import READERS, RESTARTED, exchange, read_context, restarted
+from kvprobe.studies.features.study import STUDY
 from kvprobe.tasks.passcode import contexts, conversation
-from tests.models import llama
 from tests.refusals import refused
 from tests.saes.test_quality import identity
-from tests.studies.runs import assert_figures, give, interrupted
+from tests.studies.runs import assert_figures, page_of
 
 SMALL = Config(places=("v.1",), width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")
 
 
-@pytest.fixture(scope="module")
-def tiny_with_words(smol: Model) -> Model:
-    """A tiny random model that reads real conversations."""
-    return llama(seed=1, tokenizer=smol.tokenizer, vocab_size=len(smol.tokenizer), initializer_range=0.4)
-
-
 @pytest.fixture(autouse=True, scope="module")
-def few_texts(tiny_with_words: Model) -> Any:
+def few_texts() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        give(patch, tiny_with_words)
         patch.setattr(preparing, "hand_written", lambda model: hand_written(model)[:4])
-        patch.setattr(collecting, "SPLICED", 2)
-        patch.setattr(analysing, "KS", (1,))
+        patch.setattr(reading, "SPLICED", 2)
+        patch.setattr(collecting, "KS", (1,))
         yield
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(SMALL, tmp_path_factory.mktemp("runs"), model=wordy)
 
 
-def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finished: Run, tiny_with_words: Model):
-    differences, curves, exchanges = (finished.df(name) for name in ("differences", "curves", "exchanges"))
-    assert len(differences) == len(RESTARTED) * (16 + 2 * SMALL.width)
+def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finished: Run, wordy: Model):
+    found = Conclusion.of(finished.metrics)
+    means, samples, exchanges = (pd.DataFrame(finished.df(name)) for name in ("means", "samples", "exchanges"))
+    columns = len(RESTARTED) * (16 + 2 * SMALL.width) + 16  # the last where nothing may differ
+    assert len(means) == SMALL.contexts * columns
+    curves: Any = samples.groupby(["arm", "split", "reader", "k"])["sample"].nunique()
+    assert curves.eq(SMALL.contexts * SMALL.codes).all()
     assert len(curves) == len(ARMS) * len(SPLITS) * (2 * len(READERS) + len(PARTS))
-    assert set(curves["k"]) == {1, SMALL.width, 16}
-    assert ((curves["low"] <= curves["accuracy"]) & (curves["accuracy"] <= curves["high"])).all()
-    assert exchanges.groupby(["place", "set"])["context"].nunique().eq(SMALL.contexts).all()
-    assert_figures(finished, "differences", "densities", "exchange", "curves_v_1")
-    assert not (finished.path / "shards").exists()
-    kept = Dictionary.load(finished.path / "dictionaries" / "v.1", tiny_with_words)
+    assert set(found.findings.values("accuracy", "k")) == {1, SMALL.width, 16}
+    assert set(exchanges.groupby(["place", "set"])["context"].nunique()) == {SMALL.contexts}
+    assert_figures(finished, "differences", "densities", "exchange", *(f"curves_{split}" for split in SPLITS))
+    assert not (finished.path / "parts").exists()
+    kept = Dictionary.load(finished.path / "dictionaries" / "v.1", wordy)
     assert (kept.width, str(kept.place)) == (SMALL.width, "v.1")
-    assert finished.metrics["untouched"]["v.1"] < 1e-4
-    page = write_report(finished.path, finished.report).read_text()
-    assert "Which latents differ" in page
-    assert page.count('data-component="ColoredTokensMulti"') > 2
+    assert found.findings.at("round_off", place="v.1").mean < 1e-4
+    assert (finished.path / "report.html").read_text().count('data-component="ColoredTokensMulti"') > 2
 
 
-def test_an_interrupted_run_goes_on_with_the_same_numbers(
-    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_dictionaries_are_trained_once_and_can_be_studied_again_but_only_one_of_a_place(
+    finished: Run, wordy: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    starts: list[None] = []
-
-    def run() -> Run:
-        if starts:  # the second start trains nothing again
-            monkeypatch.setattr(preparing, "train", None)
-            monkeypatch.setattr(study, "draw_all", lambda *_: None)
-        starts.append(None)
-        return study.run(SMALL, tmp_path)
-
-    resumed, calls = interrupted(run, monkeypatch, collecting, "read_context", at=4)
-    assert len(calls) == 4 + 5
-    assert json.dumps(resumed.metrics) == json.dumps(finished.metrics)
-
-
-def test_dictionaries_of_a_run_can_be_studied_again_but_only_one_of_a_place(
-    finished: Run, tiny_with_words: Model, tmp_path: Path
-):
+    monkeypatch.setattr(preparing, "train", None)
+    again = Run(copytree(finished.path, tmp_path / "again"))
+    assert [str(each.place) for each in preparing.prepare(wordy, SMALL, again)[0]] == ["v.1"]
     folder = finished.path / "dictionaries" / "v.1"
     config = dataclasses.replace(SMALL, dictionaries=(str(folder),))
-    (loaded,), shards = preparing.prepare(tiny_with_words, config, Run(tmp_path))
+    (loaded,), shards = preparing.prepare(wordy, config, Run(tmp_path))
     assert loaded.place in shards.places
-    refused(
-        lambda: preparing.prepare(
-            tiny_with_words, dataclasses.replace(config, dictionaries=(str(folder), f"{folder}/")), Run(tmp_path)
-        ),
-        "Two dictionaries read v.1",
-    )
+    twice = dataclasses.replace(config, dictionaries=(str(folder), f"{folder}/"))
+    refused(lambda: preparing.prepare(wordy, twice, Run(tmp_path)), "Two dictionaries read v.1")
 
 
-def test_each_arm_is_what_reading_the_conversation_by_itself_gives(tiny_with_words: Model):
-    model, context = tiny_with_words, contexts()[0]
+def test_each_arm_is_what_reading_the_conversation_by_itself_gives(wordy: Model):
+    model, context = wordy, contexts()[0]
     features = Dictionary(identity(32), preparing.Place("resid_post", 1))
     found = read_context(model, context, CODES, {"resid_post.1": (features, features.rotated(0))})
     tokens = conversation(context, CODES[1]).tokens(model.tokenizer)
@@ -133,34 +113,31 @@ def test_each_arm_is_what_reading_the_conversation_by_itself_gives(tiny_with_wor
         )
 
 
-def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_are_nothing(tiny_with_words: Model):
+def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_are_nothing(wordy: Model):
     # Below layer 2 the values of T3 cannot have seen the hidden turns, and there is nothing to exchange.
     features = Dictionary(identity(16), preparing.Place("v", 2))
     sets = {"v.2": {"all": range(32), "none": []}}
-    found = exchange(tiny_with_words, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
+    found: Any = exchange(wordy, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
     assert found["all"] == pytest.approx(found["whole"], rel=1e-3)
     assert found["none"] == pytest.approx(found["retained"], rel=1e-6)
     assert abs(found["whole"] - found["retained"]) > 1e-4
 
 
-def test_after_the_last_layer_the_whole_exchange_is_the_restart_itself(tiny_with_words: Model):
+def test_after_the_last_layer_the_whole_exchange_is_the_restart_itself(wordy: Model):
     features = Dictionary(identity(32), preparing.Place("resid_post", 2))
-    found = exchange(tiny_with_words, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
+    found: Any = exchange(wordy, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
     assert found["retained"] > 1e-3
     assert found["whole"] < 1e-5
 
 
 def test_a_planted_difference_is_found_and_noise_is_not():
-    rng = np.random.default_rng(0)
-    restart = rng.random((40, 60))
-    retained = restart + rng.normal(0, 0.1, (40, 60))
-    retained[:, 7] += 0.2
-    retained[:, 9] -= 0.2
-    restart[:, 11] = retained[:, 11] = 0
-    table = differing(retained, restart, 0)
-    assert table.loc[table["p_family"] <= 0.05, "latent"].tolist() == [7, 9]
-    assert table.loc[11, "p_family"] == 1
-    assert table.loc[7, "low"] > 0 > table.loc[9, "high"]
+    change = np.random.default_rng(0).normal(0, 0.1, (40, 60))
+    change[:, 7] += 0.2
+    change[:, 9] -= 0.2
+    change[:, 11] = 0
+    p = p_values(change, 0)
+    assert np.flatnonzero(p <= 0.05).tolist() == [7, 9]
+    assert p[11] == 1
 
 
 def test_under_the_null_the_family_is_wrong_one_time_in_twenty():
@@ -170,80 +147,96 @@ def test_under_the_null_the_family_is_wrong_one_time_in_twenty():
         # Columns that go together, as latents do, of very different sizes.
         change = rng.normal(size=(20, 3)) @ rng.normal(size=(3, 12)) + rng.normal(size=(20, 12))
         change *= np.exp(rng.normal(size=12))
-        table = differing(change, np.zeros_like(change), seed)
-        found += bool((table["p_family"] <= 0.05).any())
+        found += bool((p_values(change, seed) <= 0.05).any())
     assert found <= 13
 
 
 def test_the_fewest_that_hold_half():
-    assert fewest(np.array([1.0, 5.0, 2.0, 1.0])) == 1
-    assert fewest(np.ones(10)) == 5
-    assert fewest(np.array([3.0, 3.0, 1.0])) == 2
+    assert [fewest(np.array(values)) for values in ([1.0, 5, 2, 1], [1.0] * 10, [3.0, 3, 1])] == [1, 5, 2]
 
 
-def curves_with(latent: float, raw: float, new: float = 0.1) -> pd.DataFrame:
-    """Accuracies give or take 0.02."""
-    rows = []
-    for reader, single in (("latents", latent), ("raw", raw), ("reconstruction", 0.3), ("remainder", 0.2)):
-        for arm, split in (("hidden", "paired"), ("T3", "leave-context-out"), ("restart T3", "leave-context-out")):
-            value = single if arm == "hidden" else new if arm == "T3" else 0.1
-            about = {"place": "v.7", "arm": arm, "split": split, "reader": reader}
-            for k in (1, 64):
-                rows.append({**about, "k": k, "accuracy": value, "low": value - 0.02, "high": value + 0.02})
-    return pd.DataFrame(rows)
+TWO = Config(contexts=16, codes=4, places=("resid_post.7", "v.7"))
+ONE = dataclasses.replace(TWO, places=("v.7",))
+VIEW = {"caption": "Latent 0.", "tokens": ["the ", "code"], "labels": ["activation"], "values": [[0.0, 1.0]]}
+EFFECTS = {"single": 0.4, "seen": 0.4, "beyond": 0.7, "differ": 0.5}
 
 
-def of(mean: float) -> dict[str, float]:
-    return {"mean": mean, "low": mean - 0.04, "high": mean + 0.04}
+def made_up(
+    config: Config, effects: dict[str, float], seed: int = 0, off: float = 0.0, turned: float = 5.0
+) -> Conclusion:
+    """The conclusion of tables with these effects at every place, the fourth on the first latent of T3."""
+    effect, rng = {name: effects.get(name, 0.0) for name in EFFECTS}, np.random.default_rng(seed)
+    hard, cases = rng.uniform(0.2, 0.4, config.contexts), range(config.contexts)
 
+    def table(*columns: str, **keys: Any) -> Any:
+        rows = pd.DataFrame(list(product(config.places, *keys.values())), columns=["place", *keys])
+        return rows.assign(**{name: rng.uniform(1, 2, len(rows)) for name in columns})
 
-@pytest.mark.parametrize(
-    ("latent", "raw", "new", "said"),
-    [
-        (
-            0.4,
-            0.2,
-            0.1,
-            [
-                "tells a digit better at v.7",
-                "30.0 % (28.0 to 32.0) of the digits from all",
-                "are not significantly read above",
-            ],
-        ),
-        (0.2, 0.4, 0.1, ["tells a digit worse at v.7", "are not significantly read above"]),
-        (0.30, 0.31, 0.1, ["does not tell a digit significantly better or worse", "are not significantly read above"]),
-        (0.30, 0.31, 0.3, ["T3's latents read above the recomputed floor"]),
-    ],
-)
-def test_the_sentence_on_single_latents_follows_the_intervals(latent: float, raw: float, new: float, said: list[str]):
-    claims = {"single": {"v.7": of(latent - raw)}, "read": {"v.7": of(new - 0.1)}}
-    sentence = answer_tells(curves_with(latent, raw, new), {"places": ["v.7"], "claims": claims})
-    assert all(words in sentence for words in said)
-
-
-@pytest.mark.parametrize(
-    ("apart", "said"), [(0.3, "more than"), (-0.3, "less than"), (0.0, "not significantly more or less")]
-)
-def test_the_sentence_on_what_matters_follows_the_interval(apart: float, said: str):
-    entry = {"claim": of(apart), "sets": {"differing": of(0.3), "whole": of(0.5)}}
-    counts = {"T3": {reader: {"claimed": 3, "alive": 9} for reader in READERS}}
-    metrics = {"places": ["v.7"], "exchange": {"v.7": entry}, "differing": {"v.7": counts}, "exchanged": 32}
-    assert said in answer_differs(metrics)
-
-
-def test_a_difference_where_there_can_be_none_is_a_control_that_fails():
-    judged = {
-        "unexplained": {"mean": 0.1, "low": 0.1, "high": 0.1},
-        "unexplained_turned": {"mean": 1.0, "low": 1.0, "high": 1.0},
+    texts = table("error", "clean", "spliced", "zero", "kl_spliced", "kl_zero", text=cases)
+    texts = texts.assign(
+        mean=2, kl_mean=20, variance=9, turned=turned * texts["error"], active=64, tokens=9, predicted=9
+    )
+    means = table("restart", segment=(*RESTARTED, reading.UNTOUCHED), reader=READERS, context=cases, latent=range(4))
+    means = means[(means["segment"] != reading.UNTOUCHED) | (means["reader"] == "raw")]
+    planted = effect["differ"] * ((means["segment"] == "T3") & (means["latent"] == 0)) + rng.normal(0, 0.1, len(means))
+    means["retained"] = means["restart"] + planted.where(means["segment"] != reading.UNTOUCHED, off)
+    samples = table(arm=ARMS, split=SPLITS, reader=(*READERS, *PARTS), k=(1, 4), sample=range(16 * config.codes))
+    samples = samples.assign(context=samples["sample"] // config.codes, every=samples["k"] == 4)
+    ahead = effect["single"] * ((samples["arm"] == "hidden") & (samples["reader"] == "latents") & (samples["k"] == 1))
+    ahead += effect["seen"] * ((samples["arm"] == "T3") & samples["every"])
+    samples["right"] = rng.binomial(5, np.clip(hard[samples["context"]] + ahead, 0, 1)) / 5
+    exchanges = table("kl", set=("retained", "whole", "all", "differing", *["random"] * 4), context=cases)
+    exchanges["kl"] -= effect["beyond"] * (exchanges["set"] == "differing")
+    shown = table(why=(*RESTARTED, "digits"), latent=(0, 3))
+    shown["eta"] = np.where(shown["why"] == "digits", 0.1, np.nan)
+    activating = table(latent=(0, 3)).assign(density=0.1, words="' gate', ' code'", view=json.dumps(VIEW))
+    notes = {"place": config.places, "notes": json.dumps({"kvprobe_tokens": 500_000, "kvprobe_recorded": 101_463})}
+    tables = {"texts": texts, "means": means, "samples": samples, "exchanges": exchanges, "shown": shown}
+    tables |= {
+        "latents": table("density", latent=range(4)).assign(density=lambda rows: rows["density"] / 8),
+        "activating": activating,
     }
-    metrics = {"places": ["v.7"], "precision": 1e-7, "untouched": {"v.7": 1e-6}, "quality": {"v.7": judged}}
-    assert all(holds for _, holds in controls(metrics))
-    assert [holds for _, holds in controls({**metrics, "untouched": {"v.7": 1e-3}})] == [False, True]
+    return concluded({**tables, "dictionaries": pd.DataFrame(notes)}, config)
 
 
-def test_presets_fit_the_study():
-    for name, preset in presets().items():
-        if preset.study == "features":
-            config = from_mapping(Config, preset.settings)
-            assert preset.minutes, name
-            assert config.trains or preset.minutes <= 3
+@cache
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return ONE, made_up(ONE, EFFECTS)
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Conversations differ, and nothing else."""
+    return made_up(TWO, {}, int(rng.integers(2**32)))
+
+
+def test_findings_are_what_was_put_in():
+    found, t3 = example()[1].findings, {"place": "v.7", "segment": "T3"}
+    for name in ("single", "seen"):
+        assert found.at(name, place="v.7").mean == pytest.approx(0.4, abs=0.1)
+    assert [found.at("count", **t3, reader="latents", of=of).mean for of in ("claimed", "half")] == [1, 1]
+    assert found.at("difference", **t3, latent=0).mean == pytest.approx(0.5, abs=0.1)
+    differing, random = (found.at("carried", **t3, set=name).mean for name in ("differing", "random"))
+    assert found.at("beyond", place="v.7").mean == pytest.approx(differing - random)
+    # Three claims, and two counts.
+    assert [found.finding(name, place="v.7").comparisons for name in ("single", "seen", "beyond")] == [5] * 3
+
+
+@pytest.mark.parametrize(("sign", "phrase"), [(1, "above"), (-1, "below"), (0, "unclear")])
+def test_the_answer_follows_the_intervals(sign: int, phrase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(running, "draw", lambda *_: None)
+    effects = {name: sign * effect for name, effect in EFFECTS.items()}
+    said = answer(STUDY, page_of(STUDY, TWO, made_up(TWO, effects), tmp_path))
+    assert f"At resid_post.7, {abs(sign)} of 4 latents" in said
+    verdicts = re.findall(r"(?:most carry|hidden number|T3's latents) ([a-z ]+) at resid_post.7 and v.7", said)
+    assert verdicts == [getattr(claim, phrase) for claim in STUDY.claims]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "holds"), [({}, [True, True]), ({"off": 1e-3}, [False, True]), ({"turned": 1.0}, [True, False])]
+)
+def test_a_difference_where_there_can_be_none_and_a_turned_dictionary_as_good_fail_controls(
+    wrong: dict[str, Any], holds: list[bool]
+):
+    found = made_up(TWO, {}, **wrong)
+    assert [control.holds for control in found.controls] == holds * 2

@@ -1,12 +1,12 @@
-"""The conversations through the dictionaries: latents of every arm beside the raw activations, and what latents do to
-the answer.
+"""From dictionaries to tables: what they reconstruct, what they read in every arm, what probes read in that, and what
+the answer becomes when latents are exchanged.
 
-Segments are read as in the leakage study: each context once up to the code, the codes as rows of one batch from there
-on, and T3 with T1 and T2 masked. The restart arm, which never sees them, is computed once per context. A segment's
-slots are averaged after they were encoded. One file per context is kept, so an interrupted run resumes.
+Dictionaries, activations and one file per conversation are kept, so an interrupted run resumes.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,204 +14,224 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
 from torch import Tensor
+from tqdm import tqdm
 
-from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts, tensor_parts
+from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.inference.capture import Captured, Port, editing
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import relative_entropy
-from kvprobe.saes import Dictionary, reconstruction, splice
-from kvprobe.saes.places import joined, port_of
+from kvprobe.probing.ridge import ridge_probes
+from kvprobe.probing.sparse import eta_squared, sparse_hits
+from kvprobe.probing.splits import SPLITS, Split, fold_numbers, paired_features
+from kvprobe.report.views.latents import latent_view, peak_words
+from kvprobe.saes import Dictionary, Shards, activating
 from kvprobe.studies.features.config import Config
-from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
-from kvprobe.text.tokens import Tokens
+from kvprobe.studies.features.prepare import prepare
+from kvprobe.studies.features.reading import (
+    PER_CODE,
+    READERS,
+    RESTARTED,
+    UNTOUCHED,
+    Sets,
+    exchange,
+    judge,
+    read_context,
+    samples_of,
+)
+from kvprobe.tasks.passcode import Context, conversation
 
-HIDDEN_SEGMENTS = ("T1", "T2")
-PER_CODE = ("hidden", "summary2", "T3")
-"""Slots of T2 after the code; of summary 2, which saw T2; of T3 up to the answer, which cannot see it."""
-RESTARTED = ("summary2", "T3")
-UNTOUCHED = "system"
-"""A segment before everything that is hidden: nothing may differ there."""
-READERS = ("latents", "raw", "turned")
-"""What is read: latents, the activations themselves, and the latents of the dictionary turned at random."""
-SPLICED = 12
-"""Conversations in which the reconstruction takes the place of the activation."""
-
-
-def samples_of(model: Model, config: Config) -> list[tuple[Context, list[str]]]:
-    """Each context with its codes."""
-    codes = draw_codes(config.contexts * config.codes, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    chosen = contexts()[: config.contexts]
-    return [(context, codes[at * config.codes : (at + 1) * config.codes]) for at, context in enumerate(chosen)]
-
-
-def collect(model: Model, dictionaries: Sequence[Dictionary], config: Config, run: Run) -> list[Path]:
-    """One file of tensors per context (see `read_context`), in order."""
-    readers = {str(each.place): (each, each.rotated(config.seed)) for each in dictionaries}
-    return tensor_parts(
-        run,
-        samples_of(model, config),
-        "context",
-        lambda sample: read_context(model, *sample, readers),
-        doing="Reading conversations",
-        unit="conversation",
-    )
+KS = (1, 4, 16, 64)
+ARMS = (*PER_CODE, "restart T3")
+PARTS = ("reconstruction", "remainder")
+"""Of the raw activation: what the dictionary makes of it, and what it leaves out."""
+DIGITS = 10
+Case = tuple[int, tuple[Context, list[str]]]
+EXCHANGED = 32
+"""Latents of a set that is exchanged."""
+DRAWS = 4
+"""Random sets."""
+SHOWN = 6
+"""Latents of a kind whose texts the report shows."""
 
 
-def read_context(
-    model: Model, context: Context, codes: Sequence[str], readers: Mapping[str, tuple[Dictionary, Dictionary]]
-) -> dict[str, Tensor]:
-    """Means over the slots of each segment.
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """What was measured.
 
     Returns:
-        `place.arm.reader` of shape `[codes, dim]`, with one row for the arms `restart summary2`, `restart T3`, `system`
-        and `restart system`; and `digits` `[codes, 5]`.
+        `texts` and `latents`: what `reading.judge` finds. `means`: per place, segment, reader, context and latent (or
+        raw dimension), its mean in both arms. `samples`: per code, place, arm, split, reader and k, the share of its
+        digits that a probe reads, with the best k and with random ones. `exchanges`: see `reading.exchange`. `shown`:
+        latents that stand out, by what; `activating`: the texts that they are active in. `dictionaries`: their notes.
     """
-    whole = [conversation(context, code).tokens(model.tokenizer) for code in codes]
-    start, third = whole[0].part("code").start, whole[0].span("T3").start
-    after_code, answer = whole[0].part("code").stop - start, whole[0].part("answer").start
-    second = whole[0].span("summary2").start - start
-    wanted = wanted_at([features for features, _ in readers.values()])
-    prefix = model.capture(whole[0][:start], **wanted, segments=[UNTOUCHED], keep_cache=True)
-    alone = restarted(model, context, codes[0])
-    restart = model.capture(alone, **wanted)
-    turn = model.capture([row[start:third] for row in whole], **wanted, past=prefix.cache, keep_cache=True)
-    assert turn.cache is not None
-    masked = model.capture([row[third:answer] for row in whole], **wanted, past=turn.cache.mask(*HIDDEN_SEGMENTS))
-
-    spans: dict[str, tuple[Captured, slice]] = {
-        "hidden": (turn, slice(after_code, second)),
-        "summary2": (turn, slice(second, None)),
-        "T3": (masked, slice(None)),
-        "restart summary2": (restart, alone.span("summary2")),
-        "restart T3": (restart, slice(alone.span("T3").start, None)),
-        # The first slot is no business of a dictionary.
-        UNTOUCHED: (prefix, slice(1, None)),
-        f"restart {UNTOUCHED}": (restart, slice(1, alone.span(UNTOUCHED).stop)),
-    }
-    found: dict[str, Tensor] = {}
-    for name, (features, turned) in readers.items():
-        for arm, (captured, slots) in spans.items():
-            raw = joined(captured[features.place.family, features.place.layer])[:, slots].float()
-            found[f"{name}.{arm}.raw"] = raw.mean(1)
-            found[f"{name}.{arm}.latents"] = features.encode(raw).float().mean(1)
-            found[f"{name}.{arm}.turned"] = turned.encode(raw).float().mean(1)
-    found["digits"] = torch.tensor([[int(digit) for digit in code] for code in codes])
-    return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-
-
-def wanted_at(dictionaries: Sequence[Dictionary]) -> dict[str, Any]:
-    """What `kvprobe.inference.capture` is to capture for these."""
-    places = [features.place for features in dictionaries]
-    return {"families": sorted({place.family for place in places}), "layers": [place.layer for place in places]}
-
-
-def restarted(model: Model, context: Context, code: str) -> Tokens:
-    """The conversation without its hidden segments, up to the answer."""
-    tokens = conversation(context, code).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
-    return tokens[: tokens.part("answer").start]
-
-
-def collect_quality(model: Model, dictionaries: Sequence[Dictionary], config: Config, run: Run) -> pd.DataFrame:
-    """Of the conversations with everything in view. Per place: one row per text (`grid` is texts) with what
-    `reconstruction` finds, `turned` (that of the turned dictionary) and, for the first few, what `splice` finds; and
-    one per latent (`grid` is latents)."""
-    texts = [conversation(context, codes[0]).tokens(model.tokenizer) for context, codes in samples_of(model, config)]
-
-    def measure(features: Dictionary) -> pd.DataFrame:
-        found = reconstruction(model, features, texts)
-        turned = reconstruction(model, features.rotated(config.seed), texts)
-        rows = found.texts.assign(grid="texts", turned=turned.texts["error"])
-        rows = rows.join(splice(model, features, texts[:SPLICED]))
-        latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": found.density})
-        return pd.concat([rows, latents], ignore_index=True).assign(place=str(features.place))
-
-    return table_of_parts(run, dictionaries, "quality", measure, doing="Judging dictionaries", unit="dictionary")
-
-
-class Collected:
-    """All contexts together, one tensor at a time."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    def __call__(self, place: object, arm: str, reader: str) -> Float[Tensor, "rows dim"]:
-        """Means of an arm's slots, one row per code or per context."""
-        return self._joined(f"{place}.{arm}.{reader}")
-
-    @property
-    def digits(self) -> Int[Tensor, "digits samples"]:
-        return self._joined("digits").T.contiguous()
-
-    @property
-    def contexts(self) -> Int[np.ndarray, "samples"]:
-        """Number of the context of each sample."""
-        count = len(self._joined("digits")) // len(self._paths)
-        return np.repeat(np.arange(len(self._paths)), count)
-
-    def _joined(self, name: str) -> Tensor:
-        pieces = []
-        for path in self._paths:
-            with safe_open(path, framework="pt") as file:
-                pieces.append(file.get_tensor(name))
-        return torch.cat(pieces)
-
-
-Sets = Mapping[str, Mapping[str, Sequence[int]]]
-"""Latents by place and by the name of the set."""
-
-
-def collect_exchanges(
-    model: Model, dictionaries: Sequence[Dictionary], by_half: Mapping[int, Sets], config: Config, run: Run
-) -> pd.DataFrame:
-    """The answer of the retained arm when T3's latents are those of the restart arm, for sets of latents found on the
-    other half of the contexts: one row per context, place and set (see `exchange`)."""
+    dictionaries, shards = prepare(model, config, run)
     cases = list(enumerate(samples_of(model, config)))
+    texts = [conversation(context, codes[0]).tokens(model.tokenizer) for _, (context, codes) in cases]
+    turned = {str(each.place): (each, each.rotated(config.seed)) for each in dictionaries}
 
-    def measure(case: tuple[int, tuple[Context, list[str]]]) -> pd.DataFrame:
+    def judged(features: Dictionary) -> pd.DataFrame:
+        return judge(model, features, texts, config.seed)
+
+    def read(case: Case) -> dict[str, Tensor]:
+        return read_context(model, *case[1], turned)
+
+    def exchanged(case: Case) -> pd.DataFrame:
         number, (context, codes) = case
         return exchange(model, dictionaries, context, codes[0], by_half[1 - number % 2]).assign(context=number)
 
-    return table_of_parts(run, cases, "exchange", measure, doing="Exchanging latents", unit="conversation")
+    quality: Any = table_of_parts(run, dictionaries, "quality", judged, doing="Judging dictionaries", unit="dictionary")
+    paths = tensor_parts(run, cases, "context", read, doing="Reading conversations", unit="conversation")
+    by_half = sets_by_half(paths, dictionaries, config)
+    exchanges = table_of_parts(run, cases, "exchange", exchanged, doing="Exchanging latents", unit="conversation")
+    shown = pd.concat([standing_out(paths, features) for features in dictionaries], ignore_index=True)
+    return {
+        **{grid: quality[quality["grid"] == grid].dropna(axis=1, how="all") for grid in ("texts", "latents")},
+        "means": means_of(paths, dictionaries),
+        "samples": decoded(paths, dictionaries, config),
+        "exchanges": exchanges,
+        "shown": shown,
+        "activating": pd.concat([texts_of(model, each, shards, shown) for each in dictionaries], ignore_index=True),
+        "dictionaries": pd.DataFrame({"place": turned.keys(), "notes": map(notes_of, dictionaries)}),
+    }
 
 
-def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context, code: str, sets: Sets) -> pd.DataFrame:
-    """KL from the restart arm's predictions to those of the retained arm, mean over T3's slots: as it is (`retained`),
-    with T3's whole activations at the place taken from the restart arm (`whole`), and with only what a set of latents
-    makes of the difference. Of a set's name the first word counts, so that there may be several draws of one sort."""
-    tokens = conversation(context, code).tokens(model.tokenizer)
-    third, answer = tokens.span("T3").start, tokens.part("answer").start
-    asked, alone = tokens[third:answer], restarted(model, context, code)
-    past = model.prefill(tokens[:third]).mask(*HIDDEN_SEGMENTS)
-    wanted = wanted_at(dictionaries)
-    restart = model.capture(alone, **wanted, slots=range(alone.span("T3").start, len(alone)), logits=len(asked))
-    retained = model.capture(asked, **wanted, past=past)
-    target = restart.logits[0].float().log_softmax(-1)
-    rows = []
+def notes_of(features: Dictionary) -> str:
+    """What it was trained on, as its files say."""
+    return json.dumps(dict(features.sae.cfg.metadata.items()), default=str)
+
+
+Means = Float[np.ndarray, "contexts dim"]
+
+
+def pair_of(paths: Sequence[Path], place: object, segment: str, reader: str) -> tuple[Means, Means]:
+    """Retained and restart, the codes of a context averaged."""
+    retained, restart = (
+        tensor_of_parts(paths, f"{place}.{arm}{segment}.{reader}").double() for arm in ("", "restart ")
+    )
+    return retained.unflatten(0, (len(restart), -1)).mean(1).numpy(), restart.numpy()
+
+
+def means_of(paths: Sequence[Path], dictionaries: Sequence[Dictionary]) -> pd.DataFrame:
+    """Everything that both arms have, and the activations where they may not differ."""
+    tables = []
+    read = [*((segment, reader) for segment in RESTARTED for reader in READERS), (UNTOUCHED, "raw")]
     for features in dictionaries:
-        place = features.place
-        there, here = (joined(each[place.family, place.layer])[0].float() for each in (restart, retained))
-        moved, directions = features.encode(there) - features.encode(here), features.directions
-        shifts = {"retained": torch.zeros_like(here), "whole": there - here}
-        for name, latents in sets[str(place)].items():
-            columns = torch.tensor(list(latents), dtype=torch.long, device=moved.device)
-            shifts[name] = moved[:, columns] @ directions[columns]
-        found = _shifted(model, past, asked, port_of(model.lanes, place), torch.stack(list(shifts.values())))
-        kl = relative_entropy(target.expand_as(found), found).mean(1)
-        rows += [
-            {"place": str(place), "set": name.split()[0], "kl": value}
-            for name, value in zip(shifts, kl.tolist(), strict=True)
-        ]
-    return pd.DataFrame(rows)
+        for segment, reader in read:
+            retained, restart = pair_of(paths, features.place, segment, reader)
+            context, latent = (places.ravel() for places in np.indices(retained.shape))
+            about = {"place": str(features.place), "segment": segment, "reader": reader}
+            values = {"retained": retained.ravel(), "restart": restart.ravel()}
+            tables.append(pd.DataFrame({"context": context, "latent": latent, **values}).assign(**about))
+    return pd.concat(tables, ignore_index=True)
 
 
-def _shifted(
-    model: Model, past: KVCache, asked: Tokens, port: Port, shifts: Float[Tensor, "rows slots dim"]
-) -> Float[Tensor, "rows slots vocab"]:
-    """Log-probabilities after each slot of T3 with these added to what is computed at a port, row by row."""
-    with editing(model.lanes, port, lambda tensor: tensor + shifts.to(tensor).view(tensor.shape)):
-        _, logits = model.extend(past, [asked] * len(shifts), logits=len(asked))
-    return logits.float().log_softmax(-1)
+def by_change(retained: Means, restart: Means) -> Int[np.ndarray, "alive"]:
+    """The latents that are ever active, those that differ most on average first."""
+    alive = np.flatnonzero((retained.mean(0) != 0) | (restart.mean(0) != 0))
+    return alive[np.argsort(-np.abs((retained - restart).mean(0)[alive]), kind="stable")]
+
+
+def sets_by_half(paths: Sequence[Path], dictionaries: Sequence[Dictionary], config: Config) -> dict[int, Sets]:
+    """The latents that differ most in T3 on the even and on the odd contexts alone, so that what is found on one half
+    can be tested on the other; as many others at random, and all; by place."""
+    found: dict[int, dict[str, dict[str, list[int]]]] = {0: {}, 1: {}}
+    for features in dictionaries:
+        retained, restart = pair_of(paths, features.place, "T3", "latents")
+        for half in (0, 1):
+            ranked = by_change(retained[half::2], restart[half::2])
+            top, others = ranked[:EXCHANGED], ranked[EXCHANGED:]
+            rng = np.random.default_rng([config.seed, 9, half])
+            sets = {"differing": top.tolist(), "all": list(range(features.width))}
+            for draw in range(DRAWS):
+                sets[f"random {draw}"] = rng.permutation(others)[:EXCHANGED].tolist()
+            found[half][str(features.place)] = sets
+    return dict(found)
+
+
+def standing_out(paths: Sequence[Path], features: Dictionary) -> pd.DataFrame:
+    """The latents that differ most in each segment, and those of whose variance within conversations most lies between
+    digits in T2 itself (`eta`)."""
+    rows: list[dict[str, Any]] = []
+    for segment in RESTARTED:
+        # By size and not by p, of which many are the least that the flips allow.
+        ranked = by_change(*pair_of(paths, features.place, segment, "latents"))
+        rows += [{"why": segment, "latent": latent} for latent in ranked[:SHOWN].tolist()]
+    labels, contexts = codes_of(paths)
+    read = tensor_of_parts(paths, f"{features.place}.hidden.latents")[None]
+    between = eta_squared(read, labels, DIGITS, contexts=contexts)[0].mean(0)
+    best = between.topk(min(SHOWN, len(between)))
+    rows += [
+        {"why": "digits", "latent": latent, "eta": value}
+        for latent, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return pd.DataFrame(rows).assign(place=str(features.place))
+
+
+def texts_of(model: Model, features: Dictionary, shards: Shards, shown: pd.DataFrame) -> pd.DataFrame:
+    """Of each latent that stands out: how often it is active in the recorded texts, and where most."""
+    latents = shown.loc[shown["place"] == str(features.place), "latent"].unique().tolist()
+    rows = []
+    for found in activating(features, shards, latents):
+        view = asdict(latent_view(found, model.tokenizer)) if found.examples else None
+        words = peak_words(found, model.tokenizer)
+        rows.append({"latent": found.latent, "density": found.density, "words": words, "view": json.dumps(view)})
+    return pd.DataFrame(rows).assign(place=str(features.place))
+
+
+def codes_of(paths: Sequence[Path]) -> tuple[Int[Tensor, "digits samples"], Int[np.ndarray, "samples"]]:
+    """The digits of each sample, and the number of its context."""
+    digits = tensor_of_parts(paths, "digits").T.contiguous()
+    return digits, np.repeat(np.arange(len(paths)), digits.shape[1] // len(paths))
+
+
+def decoded(paths: Sequence[Path], dictionaries: Sequence[Dictionary], config: Config) -> pd.DataFrame:
+    """What probes read on the k best latents or raw dimensions, chosen in each training part, and on all; on all
+    dimensions of the reconstruction, and of what it leaves out."""
+    labels, contexts = codes_of(paths)
+    rng = np.random.default_rng([config.seed, 5])
+    folds = {split: fold_numbers(split, contexts, config.folds, rng) for split in SPLITS}
+    tables = []
+    with tqdm(total=len(dictionaries) * len(ARMS), desc="Fitting probes", unit="arm") as bar:
+        for features in dictionaries:
+            for arm in ARMS:
+                rows = {reader: tensor_of_parts(paths, f"{features.place}.{arm}.{reader}") for reader in READERS}
+                # Of means, as decoding is linear; constants are nothing to a probe.
+                rows["reconstruction"] = rows["latents"] @ features.directions.cpu().float()
+                rows["remainder"] = rows["raw"] - rows["reconstruction"]
+                for reader, read in rows.items():
+                    every = read if len(read) == len(contexts) else read[torch.from_numpy(contexts)]
+                    ks = [k for k in KS if k < every.shape[1]] if reader in READERS else []
+                    for split in SPLITS:
+                        table = curve(every, labels, contexts, folds[split], split, ks, config.seed)
+                        about = {"place": str(features.place), "arm": arm, "reader": reader, "split": split}
+                        tables.append(table.assign(**about))
+                bar.update()
+    return pd.concat(tables, ignore_index=True)
+
+
+def curve(
+    features: Float[Tensor, "samples dim"],
+    labels: Int[Tensor, "digits samples"],
+    contexts: Int[np.ndarray, "samples"],
+    folds: Int[np.ndarray, "samples"],
+    split: Split,
+    ks: Sequence[int],
+    seed: int,
+) -> pd.DataFrame:
+    """The share of each sample's digits that is `right` for each k, and for k `random` dimensions; the rows of `every`
+    are of all dimensions."""
+    read = paired_features(features[None], contexts) if split == "paired" else features[None]
+    size = features.square().mean().sqrt()[None]
+    whole = ridge_probes(read, labels, torch.from_numpy(folds), DIGITS, size=size).predicted[0]
+    known = {"sample": range(len(contexts)), "context": contexts}
+    hits = sparse_hits(read, labels, folds, DIGITS, ks=ks, rng=np.random.default_rng([seed, 6]))[1] if ks else {}
+    tables = [
+        pd.DataFrame({**known, "k": k, "every": False, "right": best[0], "random": random[0]})
+        for k, (best, random) in hits.items()
+    ]
+    right = whole.eq(labels).double().mean(0).numpy()
+    tables.append(
+        pd.DataFrame(
+            {**known, "k": features.shape[1], "every": True, "right": right, "random": np.full(len(right), np.nan)}
+        )
+    )
+    return pd.concat(tables, ignore_index=True)

@@ -44,16 +44,15 @@ def prepare(model: Model, config: Config, run: Run) -> tuple[list[Dictionary], S
     return loaded, record(model, texts, places, recording(run))
 
 
-def content_of(config: Config) -> str:
+def inputs(config: Config) -> dict[str, str]:
     """A digest of the files of the dictionaries that a config names; none of those that are trained."""
-    if config.trains:
-        return ""
-    return digest([content_digest(name).encode() for name in config.dictionaries])
+    names = () if config.trains else config.dictionaries
+    return {"dictionaries": digest([content_digest(name).encode() for name in names]) if names else ""}
 
 
 def recording(run: Run) -> Path:
     """Where activations lie until the run is finished."""
-    return run.path / "shards"
+    return run.part("shards")
 
 
 def hand_written(model: Model) -> list[Tokens]:

@@ -1,110 +1,135 @@
-"""The features study from start to report data."""
+"""The features study: its declaration."""
 
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.inference.model import Model
-from kvprobe.probing.sparse import eta_squared
-from kvprobe.report.document import TokenView
-from kvprobe.report.views.latents import latent_view, peak_words
-from kvprobe.saes import Dictionary, Shards, activating
-from kvprobe.studies.features.analyse import Analysis, analyse, exchanged, halved
-from kvprobe.studies.features.collect import RESTARTED, Collected, collect, collect_exchanges, collect_quality
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
+from kvprobe.studies.features.collect import PARTS, collect
+from kvprobe.studies.features.conclude import conclude
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.features.figures import draw_all
-from kvprobe.studies.features.narrative import narrate
-from kvprobe.studies.features.prepare import content_of, prepare, recording
+from kvprobe.studies.features.figures import Differences
+from kvprobe.studies.features.prepare import inputs
+from kvprobe.wording import percent, plain, points, span
 
-NAME = "features"
-EXCHANGED = 32
-"""Latents of a set that is exchanged."""
-DRAWS = 4
-"""Random sets."""
-SHOWN = 6
-"""Latents of a kind whose texts the report shows."""
-
-
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
-
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name, {"dictionaries": content_of(config)})
-    if directory.finished:
-        return directory
-    dictionaries, shards = prepare(model, config, directory)
-    quality = collect_quality(model, dictionaries, config, directory)
-    collected = Collected(collect(model, dictionaries, config, directory))
-    analysis = analyse(collected, dictionaries, quality, config)
-    exchanges = collect_exchanges(model, dictionaries, sets_by_half(collected, dictionaries, config), config, directory)
-    metrics = analysis.metrics
-    metrics["exchange"], metrics["exchanged"] = exchanged(exchanges), EXCHANGED
-    looked_at = {str(each.place): shown(model, each, shards, collected, analysis) for each in dictionaries}
-    metrics["shown"] = {place: rows for place, (rows, _) in looked_at.items()}
-    metrics["precision"] = float(torch.finfo(model.lanes.dtype).eps)
-    metrics["trained_on"] = [dict(each.sae.cfg.metadata.items()) for each in dictionaries]
-    directory.save_table("samples", quality)
-    directory.save_table("differences", analysis.differences)
-    directory.save_table("curves", analysis.curves)
-    directory.save_table("exchanges", exchanges)
-    draw_all(analysis.differences, analysis.curves, quality, metrics, directory.path / "figures")
-    views = {place: views for place, (_, views) in looked_at.items()}
-    report = narrate(metrics, analysis.curves, config, model, directory.environment, views)
-    directory.finish(metrics, report.to_dict())
-    shutil.rmtree(recording(directory))
-    return directory
+SLOTS = {
+    "hidden": "T2 itself, after the code",
+    "summary2": "summary 2, which saw T2",
+    "T3": "T3, which cannot see T2",
+    "restart T3": "T3 recomputed (floor)",
+}
+SPLITS = {"paired": "centred on other codes", "leave-context-out": "new conversations", "random": "same conversations"}
+CURVES = tuple(
+    Lines(
+        file=f"curves_{split}",
+        finding="accuracy",
+        caption=f"Accuracy per digit by the number of latents or dimensions, {said} ({split}); the last point of a "
+        "line is of all. 95 % intervals.",
+        x="k",
+        line="reader",
+        panel="arm",
+        row=lambda keys: str(keys["place"]),
+        where={"split": split},
+        x_label="latents or dimensions",
+        y_label="accuracy per digit",
+        level=("chance", "chance"),
+        size=(3.2, 2.5),
+        styles={"latents": Style("#d55e00"), "raw": Style("#0072b2", "s"), "turned": Style("#8c8c8c", "^")},
+    )
+    for split, said in SPLITS.items()
+)
 
 
-def sets_by_half(
-    collected: Collected, dictionaries: Sequence[Dictionary], config: Config
-) -> dict[int, dict[str, dict[str, list[int]]]]:
-    """The latents that differ most in T3 on each half of the contexts, as many others at random, and all; by place."""
-    found: dict[int, dict[str, dict[str, list[int]]]] = {0: {}, 1: {}}
-    for features in dictionaries:
-        halves: dict[int, Any] = dict(halved(collected, str(features.place), "T3", config))
-        for half, table in halves.items():
-            alive = table[(table["retained"] != 0) | (table["restart"] != 0)]
-            ranked = alive["latent"].to_numpy()[np.argsort(-alive["difference"].abs().to_numpy(), kind="stable")]
-            top, others = ranked[:EXCHANGED], ranked[EXCHANGED:]
-            rng = np.random.default_rng([config.seed, 9, half])
-            sets = {"differing": top.tolist(), "all": list(range(features.width))}
-            for draw in range(DRAWS):
-                sets[f"random {draw}"] = rng.permutation(others)[:EXCHANGED].tolist()
-            found[half][str(features.place)] = sets
-    return found
+def signed(value: Estimate) -> str:
+    """For activations, which are of any size."""
+    return f"{value.mean:+.3g} ({span(value, '{:+.3g}'.format)})"
 
 
-def shown(
-    model: Model, features: Dictionary, shards: Shards, collected: Collected, analysis: Analysis
-) -> tuple[list[dict[str, Any]], list[TokenView]]:
-    """The latents that differ most in each segment, and those that tell most of the digits in T2 itself: what to say of
-    each, and the texts that they are most active in."""
-    own: Any = analysis.differences
-    own = own[(own["place"] == str(features.place)) & (own["reader"] == "latents")]
-    rows: list[dict[str, Any]] = []
-    for segment in RESTARTED:
-        table = own[own["segment"] == segment]
-        # By size and not by p, of which many are the least that the flips allow.
-        table = table.loc[table["difference"].abs().sort_values(ascending=False).index].head(SHOWN)
-        rows += [{"why": segment, **row} for row in table.to_dict("records")]
-    read = collected(str(features.place), "hidden", "latents")[None]
-    told = eta_squared(read, collected.digits, 10, contexts=collected.contexts)[0].mean(0)
-    best = told.topk(min(SHOWN, len(told)))
-    rows += [
-        {"why": "digits", "latent": latent, "eta": value}
-        for latent, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    latents = list(dict.fromkeys(int(row["latent"]) for row in rows))
-    found = dict(zip(latents, activating(features, shards, latents), strict=True))
-    for row in rows:
-        each = found[int(row["latent"])]
-        row["density"], row["words"] = each.density, peak_words(each, model.tokenizer)
-    return rows, [latent_view(each, model.tokenizer) for each in found.values() if each.examples]
+STUDY = Study(
+    name="features",
+    title="Sparse features after masking",
+    question=(
+        "A turn that holds a random number is summarised without it and then masked. In terms of sparse features: "
+        "which latents differ between the cache that saw the turn and one recomputed without it, on the same text; do "
+        "single latents show the number better than single dimensions do; and do the latents that differ matter to the "
+        "answer?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    inputs=inputs,
+    figures=(
+        Lines(
+            file="exchange",
+            finding="carried",
+            caption="How much of the distance between the retained and the recomputed run's predictions goes away when "
+            "T3's latents are taken from the recomputed run, by which are taken. 95 % intervals over conversations.",
+            x="set",
+            line="segment",
+            panel="place",
+            x_label="",
+            y_label="share of KL that goes away",
+            styles={"T3": Style("#0072b2")},
+            rules=(0.0,),
+            own_scales=True,
+        ),
+        Differences(),
+        Lines(
+            file="densities",
+            finding="densities",
+            caption="In how many tokens of the conversations latents are active: how many latents by the logarithm of "
+            "the share of tokens, in steps of an eighth.",
+            x="above",
+            line="reader",
+            panel="place",
+            x_label="share of tokens (log 10)",
+            y_label="latents",
+            curves=True,
+        ),
+        *CURVES,
+    ),
+    claims=(
+        Claim(
+            "beyond",
+            above="more than random ones",
+            below="less than random ones",
+            unclear="not detectably more or less than random ones",
+        ),
+        Claim("single", above="better", below="worse", unclear="not detectably better or worse"),
+        Claim(
+            "seen",
+            above="above the recomputed floor",
+            below="below the recomputed floor",
+            unclear="not detectably above the recomputed floor",
+        ),
+    ),
+    labels={
+        **dict.fromkeys(("arm", "segment"), SLOTS),
+        "reader": {
+            "latents": "latents",
+            "raw": "raw dimensions",
+            "turned": "latents of a turned dictionary",
+            PARTS[0]: "reconstruction",
+            PARTS[1]: "what it leaves out",
+        },
+        "set": {
+            "whole": "the whole activation",
+            "all": "all latents",
+            "differing": "latents that differ most",
+            "random": "random latents",
+        },
+        "split": SPLITS,
+    },
+    written={
+        **dict.fromkeys(("unexplained", "unexplained_turned", "recovered", "carried", "accuracy", "whole"), percent),
+        **dict.fromkeys(("beyond", "single", "seen"), points),
+        **dict.fromkeys(("latents", "count"), lambda count: f"{count.mean:,.0f}"),
+        **dict.fromkeys(("recorded", "eta"), lambda share: f"{100 * share.mean:.2g} %"),
+        **dict.fromkeys(("retained", "restart"), lambda value: f"{value.mean:.3g}"),
+        "p": lambda p: f"{p.mean:.4f}",
+        "difference": signed,
+        "active": lambda count: f"{count.mean:.1f}",
+        "loss_added": lambda loss: plain(loss, 3),
+    },
+)
