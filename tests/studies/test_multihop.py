@@ -153,7 +153,7 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(tmp_path: Path):
-    config = Config(sessions=12, samples=240, folds=3, families=("v",))
+    config = Config(sessions=12, samples=120, folds=3, families=("v",))
     found = concluded(collecting.tables(list(planted(config, tmp_path)), config), config).findings
 
     def means(name: str, **keys: str) -> np.ndarray:
@@ -195,7 +195,8 @@ def finished(shallow: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_holds_every_table_number_and_figure(finished: Run):
-    probes, read, samples = finished.df("probes"), finished.df("read"), finished.df()
+    tables: list[Any] = [finished.df(name) for name in ("probes", "read", "samples")]
+    probes, read, samples = tables
     assert len(probes) == len(PLACES) * 2 * len(SPLITS) * SHALLOW * 2
     assert ((probes["low"] <= probes["accuracy"] + 1e-9) & (probes["accuracy"] <= probes["high"] + 1e-9)).all()
     assert len(samples) == 32 * len(USE_ARMS)
@@ -213,7 +214,7 @@ def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
     """The conclusion where this is read, by row, and cached; K and V vary so much below the light cone too."""
 
     def crossed(**columns: Any) -> pd.DataFrame:
-        made = pd.MultiIndex.from_product(columns.values(), names=columns).to_frame(index=False)
+        made = pd.MultiIndex.from_product(list(columns.values()), names=list(columns)).to_frame(index=False)
         return made.assign(session=made["sample"] // 3) if "sample" in made else made
 
     cases, places = range(MADE_UP.samples), pd.DataFrame(PLACES, columns=["arm", "distance"])
@@ -244,7 +245,7 @@ def leaking(reach: dict[str, int], gains: dict[str, float], varies: float = 0.0)
     )
 
 
-EVERYWHERE, NOWHERE = (dict.fromkeys(("all", *ARMS), distance) for distance in (7, -1))
+EVERYWHERE, NOWHERE = ({"all": reach} | {str(arm): reach for arm in ARMS} for reach in (7, -1))
 
 
 @cache

@@ -117,11 +117,11 @@ def fitted(parts: Parts, folds: Folds) -> dict[str, pd.DataFrame]:
     """The tables of what probes read; see `tables`."""
     found: dict[str, list[pd.DataFrame]] = defaultdict(list)
     inner: dict[tuple[Split, Place], Tensor] = {}
-    sites: tuple[Pick, ...] = ()
+    sites: list[Pick] = []
     for at in tqdm(PLACES, desc="Fitting probes", unit="place"):
         for condition in CONDITIONS:
             features = parts.features(condition, at, parts.families)
-            sites = features.family_sites
+            sites = list(features.family_sites)
             for split in SPLITS:
                 known: dict[str, Any] = {"condition": condition, "arm": at[0], "distance": at[1], "split": split}
                 fits = fit_sites(features, split, folds[split])
