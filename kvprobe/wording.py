@@ -56,9 +56,15 @@ def whiskers(values: Mapping[str, Any]) -> list[list[float]]:
     return [[values["mean"] - low], [high - values["mean"]]]
 
 
-def verdict(value: Estimate, above: str, below: str, neither: str, against: float = 0.0) -> str:
-    """One of three phrases, by the side of a value on which the interval lies; without an interval, `neither`."""
-    return above if value.above(against) else below if value.below(against) else neither
+def verdict(
+    value: Estimate, above: str, below: str, neither: str, against: float = 0.0, *, negligible: float = 0.0
+) -> str:
+    """One of three phrases, by the side of a value on which the interval lies; without an interval, `neither`.
+
+    Args:
+        negligible: by how much the whole interval must lie beyond the value.
+    """
+    return above if value.above(against + negligible) else below if value.below(against - negligible) else neither
 
 
 def few_clusters(count: int, of: str) -> str | None:

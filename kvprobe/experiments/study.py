@@ -38,6 +38,7 @@ class Claim:
     Attributes:
         finding: its name; its interval must hold together with those of all findings that it is chosen from.
         against: the value; 1 for a ratio.
+        negligible: how far beyond it the interval must lie, where rounding alone can move numbers.
     """
 
     finding: str
@@ -45,6 +46,7 @@ class Claim:
     below: str
     unclear: str
     against: float = 0.0
+    negligible: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,8 @@ class Study(Generic[Config]):
         if not finding.comparisons:
             raise UserError(f"Nothing may be claimed of {name!r}; give its estimand `together`, as () for all of them.")
         claim = {claim.finding: claim for claim in self.claims}[name]
-        phrase = verdict(finding.value, claim.above, claim.below, claim.unclear, claim.against)
+        phrase = verdict(
+            finding.value, claim.above, claim.below, claim.unclear, claim.against, negligible=claim.negligible
+        )
         labels = {key: self.label(key, value) for key, value in keys.items()}
         return phrase.format(value=self.write(finding), **labels)

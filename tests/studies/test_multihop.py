@@ -1,41 +1,42 @@
-"""The multihop study: reading against the plain way, the light cone, planted leaks, a whole run, and what is said of
-it."""
+"""The multihop study: reading against the plain way, the light cone, planted leaks, a whole run, and what the page
+says of it."""
 
 import dataclasses
-import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import kvprobe.studies.multihop.collect as collecting
-import kvprobe.studies.multihop.narrative as telling
-import kvprobe.studies.multihop.study as study
+import kvprobe.studies.multihop.conclude as concluding
 from kvprobe.cache.cache import KVCache
+from kvprobe.experiments import running
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
-from kvprobe.report.page import write_report
-from kvprobe.stats import Estimate
-from kvprobe.studies.multihop.analyse import Analysis, analyse
+from kvprobe.studies import multihop
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer, summaries_seen
-from kvprobe.studies.multihop.collect import PLACES, SHOWN, USE_ARMS, name_of, place, read_session
-from kvprobe.studies.multihop.collected import Collected
+from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
+from kvprobe.studies.multihop.conclude import concluded
 from kvprobe.studies.multihop.config import Config
-from kvprobe.studies.multihop.figures import accuracies
-from kvprobe.studies.multihop.narrative import answer_new, answer_paired, answer_use, in_words, reach
+from kvprobe.studies.multihop.reading import PLACES, SHOWN, USE_ARMS, name_of, place, read_session
+from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
 from tests.models import llama, tiny_tokenizer
-from tests.studies.runs import assert_figures, give, interrupted
+from tests.studies.runs import assert_figures, page_of
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
+MADE_UP = Config(sessions=12, samples=36, folds=3)
 CODES = ("48213", "90577", "33662")
 N_LAYERS, SHALLOW = 10, 3
 ROUND_OFF = 1e-5
@@ -43,16 +44,10 @@ ROUND_OFF = 1e-5
 each_arm = pytest.mark.parametrize("arm", ARMS)
 
 
-def made_up(number: int) -> Session:
+def session_of(number: int) -> Session:
     first = Turn("code {code} so", "well", "a code")
     later = [Turn("and" + " the" * turn, "it is", "so" + " be" * (turn % 3)) for turn in range(1, TURNS)]
     return Session(f"made-{number}", "be kind" + " so" * number, "so?", "what is it?", "it is", (first, *later))
-
-
-@pytest.fixture(autouse=True)
-def short_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (collecting, telling):
-        monkeypatch.setattr(module, "sessions", lambda: tuple(made_up(number) for number in range(30)))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,7 @@ def deep() -> Model:
 
 @pytest.fixture(scope="module")
 def read(deep: Model) -> dict[str, torch.Tensor]:
-    return read_session(deep, made_up(1), CODES, ("k", "v"), batch=2)
+    return read_session(deep, session_of(1), CODES, ("k", "v"), batch=2)
 
 
 def plainly(model: Model, tokens: Tokens, arm: Arm) -> tuple[list[dict[str, torch.Tensor]], KVCache]:
@@ -85,6 +80,13 @@ def plainly(model: Model, tokens: Tokens, arm: Arm) -> tuple[list[dict[str, torc
     return found, cache
 
 
+def logprob(model: Model, cache: KVCache, tokens: Tokens) -> torch.Tensor:
+    """Of the code at the end of the question."""
+    question, code = tokens.span("Q"), tokens.part("answer")
+    _, logits = model.extend(cache, tokens[question.start : code.stop - 1], logits=5)
+    return logits[0].log_softmax(-1).gather(1, torch.tensor(tokens.ids[code])[:, None])[:, 0]
+
+
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
 
@@ -93,27 +95,22 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 @pytest.mark.parametrize("condition", ["retained", "restart"])
 def test_shared_and_evicted_slots_change_nothing(deep: Model, read: dict[str, torch.Tensor], arm: Arm, condition: str):
     row = 2 if condition == "retained" else 0
-    chat = conversation(made_up(1), CODES[2])
+    chat = conversation(session_of(1), CODES[2])
     tokens = (chat if condition == "retained" else chat.without("T1")).tokens(deep.tokenizer)
     expected, cache = plainly(deep, tokens, arm)
     for distance in DISTANCES:
         for family in ("k", "v"):
             close(read[name_of(condition, place(arm, distance), family)][row], expected[distance][family])
-    question, answer = tokens.span("Q"), tokens.part("answer")
-    _, logits = deep.extend(cache, tokens[question.start : answer.stop - 1], logits=5)
-    logprob = logits[0].log_softmax(-1).gather(1, torch.tensor(tokens.ids[answer])[:, None])[:, 0]
-    close(read["logprob"][2, USE_ARMS.index(arm if condition == "retained" else f"restart, {arm}")], logprob)
+    asked = USE_ARMS.index(arm if condition == "retained" else f"restart, {arm}")
+    close(read["logprob"][2, asked], logprob(deep, cache, tokens))
 
 
 def test_shown_the_first_turn_the_question_alone_sees_it_again(deep: Model, read: dict[str, torch.Tensor]):
-    tokens = conversation(made_up(1), CODES[0]).tokens(deep.tokenizer)
+    tokens = conversation(session_of(1), CODES[0]).tokens(deep.tokenizer)
     _, cache = plainly(deep, tokens, "open")
     seen = cache.ledger.in_segments(["system", TURN_NAMES[0], *SUMMARY_NAMES])
     again = dataclasses.replace(cache, ledger=dataclasses.replace(cache.ledger, live=seen[None, :, None, :]))
-    question, answer = tokens.span("Q"), tokens.part("answer")
-    _, logits = deep.extend(again, tokens[question.start : answer.stop - 1], logits=5)
-    logprob = logits[0].log_softmax(-1).gather(1, torch.tensor(tokens.ids[answer])[:, None])[:, 0]
-    close(read["logprob"][0, USE_ARMS.index(SHOWN)], logprob)
+    close(read["logprob"][0, USE_ARMS.index(SHOWN)], logprob(deep, again, tokens))
 
 
 def test_each_forced_hop_costs_a_layer_and_nothing_varies_below(read: dict[str, torch.Tensor]):
@@ -131,64 +128,57 @@ def test_each_forced_hop_costs_a_layer_and_nothing_varies_below(read: dict[str, 
                     assert varying[lowest:].min() > ROUND_OFF
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Analysis]:
-    """The analysis of features that hold all digits: at distance 0 in one frame; from 1 on in another; where hops are
-    forced up to distance 2 alone. Every session adds an offset of its own. The restart holds nothing but that."""
-
-    def build(config: Config) -> Analysis:
-        rng = np.random.default_rng(5)
-        codes = rng.integers(0, 10, (config.sessions, config.samples // config.sessions, 5))
-        frames = rng.normal(size=(2, 5, 10, 64))
-        folder = tmp_path_factory.mktemp("parts")
-        paths = []
-        for session, own in enumerate(codes):
-            tensors: dict[str, torch.Tensor] = {"digits": torch.from_numpy(own)}
-            for at in PLACES:
-                offset = rng.normal(size=(1, 2, 2, 64)) * 3
-                held = frames[min(at[1], 1)][np.arange(5), own].sum(1)[:, None, None] * (
-                    at[0] != "hop-forced" or at[1] <= 2
-                )
-                held = held * np.array([0, 1])[:, None, None]  # layer 0 holds nothing
-                noise = rng.normal(size=(len(own), 2, 2, 64)) * 0.3
-                tensors[name_of("retained", at, "v")] = torch.from_numpy((offset + held + noise).astype(np.float32))
-                tensors[name_of("restart", at, "v")] = torch.from_numpy(offset.astype(np.float32))
-            for name in ("logprob", "margin", "correct"):
-                tensors[name] = torch.from_numpy(rng.normal(size=(len(own), len(USE_ARMS), 5)).astype(np.float32))
-            tensors["kl"] = torch.rand(len(own), len(USE_ARMS))
-            paths.append(folder / f"{session}.safetensors")
-            save_file(tensors, paths[-1])
-        return analyse(Collected.load(paths, config), config)
-
-    return build
+def planted(config: Config, folder: Path) -> Iterator[Path]:
+    """Parts with features that hold all digits: at distance 0 in one frame; from 1 on in another; where hops are forced
+    up to distance 2 alone. Every session adds an offset of its own. The restart holds nothing but that."""
+    rng = np.random.default_rng(5)
+    codes = rng.integers(0, 10, (config.sessions, config.samples // config.sessions, 5))
+    frames = rng.normal(size=(2, 5, 10, 64))
+    for number, own in enumerate(codes):
+        tensors: dict[str, torch.Tensor] = {"digits": torch.from_numpy(own)}
+        for at in PLACES:
+            offset = rng.normal(size=(1, 2, 2, 64)) * 3
+            held = frames[min(at[1], 1)][np.arange(5), own].sum(1)[:, None, None] * (
+                at[0] != "hop-forced" or at[1] <= 2
+            )
+            held = held * np.array([0, 1])[:, None, None]  # layer 0 holds nothing
+            noise = rng.normal(size=(len(own), 2, 2, 64)) * 0.3
+            tensors[name_of("retained", at, "v")] = torch.from_numpy((offset + held + noise).astype(np.float32))
+            tensors[name_of("restart", at, "v")] = torch.from_numpy(offset.astype(np.float32))
+        for name in ("logprob", "margin", "correct"):
+            tensors[name] = torch.from_numpy(rng.integers(-64, 64, (len(own), len(USE_ARMS), 5)) / 64)
+        tensors["kl"] = torch.from_numpy(rng.random((len(own), len(USE_ARMS))))
+        save_file(tensors, folder / str(number))
+        yield folder / str(number)
 
 
-def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(
-    planted: Callable[[Config], Analysis],
-):
-    metrics = planted(Config(sessions=12, samples=240, folds=3, families=("v",))).metrics
-    mean = {
-        (split, arm): [each["mean"] for each in metrics["accuracy"][split][arm]] for split in SPLITS for arm in ARMS
-    }
+def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(tmp_path: Path):
+    config = Config(sessions=12, samples=120, folds=3, families=("v",))
+    found = concluded(collecting.tables(list(planted(config, tmp_path)), config), config).findings
+
+    def means(name: str, **keys: str) -> np.ndarray:
+        return np.array([each.value.mean for each in found.where(name, **keys)])
+
+    retained, restart = ({"condition": condition} for condition in CONDITIONS)
     for arm in ("open", "skip"):
-        assert min(mean["paired", arm]) > 0.9
-        assert min(mean["leave-context-out", arm]) > 0.3
-        assert reach(metrics, arm) == list(DISTANCES)
-    assert min(mean["paired", "hop-forced"][:3]) > 0.9
-    assert max(mean["paired", "hop-forced"][3:]) < 0.2
-    for split in SPLITS:
-        for arm in ARMS:
-            assert max(each["mean"] for each in metrics["floor"][split][arm]) < 0.2
-            assert all(each["low"] <= each["mean"] <= each["high"] for each in metrics["leak"][split][arm])
-    assert min(each["mean"] for each in metrics["bits"]["paired"]["open"]) > 2
-    assert all(abs(each["mean"]) < 0.2 for each in metrics["floor_bits"]["paired"]["open"])
-    assert [each["low"] > 0.5 for each in metrics["versus"]["paired"]["skip"]] == [False] * 3 + [True] * 5
-    table = accuracies(metrics["transfer"]["paired"]["open"])
-    assert table[1:, 1:].min() > 0.9
-    assert table[0, 0] > 0.9
+        assert means("read", split="paired", arm=arm, **retained).min() > 0.9
+        assert means("read", split="leave-context-out", arm=arm, **retained).min() > 0.3
+    assert all(found.at("leak", split="paired", arm=arm, distance=distance).above() for arm, distance in PLACES[:8])
+    hops = means("read", split="paired", arm="hop-forced", **retained)
+    assert hops[:3].min() > 0.9 > 0.2 > hops[3:].max()
+    assert max(means("read", **restart).max(), means("floor").max()) < 0.2
+    assert means("bits", split="paired", arm="open", **retained).min() > 2
+    assert np.abs(means("bits", split="paired", arm="open", **restart)).max() < 0.2
+    direct = found.where("direct", split="paired", arm="skip")
+    assert [each.value.above(0.5) for each in direct] == [False] + [True] * 5
+    assert found.at("beyond", split="paired", arm="open").mean > 0.8
+    table, forced = (means("transfer", split="paired", arm=arm).reshape(8, 8) for arm in ("open", "hop-forced"))
+    assert min(table[1:, 1:].min(), table[0, 0]) > 0.9
     assert max(table[0, 1:].max(), table[1:, 0].max()) < 0.4
-    assert {pick["layer"] for pick in metrics["transfer"]["paired"]["open"]["picks"]} == {1}
-    assert accuracies(metrics["transfer"]["paired"]["hop-forced"])[1, 3:].max() < 0.25
+    assert forced[1, 3:].max() < 0.25
+    elsewhere = found.at("transfer_mean", split="paired", arm="open", tested_at="another").mean
+    assert elsewhere == pytest.approx(table[~np.eye(8, dtype=bool)].mean())
+    assert found.values("transfer_picked", "layer", split="paired", arm="open") == [1]
 
 
 @pytest.fixture(scope="module")
@@ -199,105 +189,107 @@ def shallow() -> Model:
 @pytest.fixture(scope="module")
 def finished(shallow: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        give(patch, shallow)
-        for module in (collecting, telling):
-            patch.setattr(module, "sessions", lambda: tuple(made_up(number) for number in range(30)))
-        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+        for module in (collecting, concluding):
+            patch.setattr(module, "sessions", lambda: tuple(session_of(number) for number in range(30)))
+        return multihop.run(SMALL, tmp_path_factory.mktemp("runs"), model=shallow)
 
 
 def test_a_run_holds_every_table_number_and_figure(finished: Run):
-    assert finished.finished
-    probes = finished.df("probes")
+    tables: list[Any] = [finished.df(name) for name in ("probes", "read", "samples")]
+    probes, read, samples = tables
     assert len(probes) == len(PLACES) * 2 * len(SPLITS) * SHALLOW * 2
     assert ((probes["low"] <= probes["accuracy"] + 1e-9) & (probes["accuracy"] <= probes["high"] + 1e-9)).all()
-    samples = finished.df()
-    assert samples.groupby("measure").size().to_dict() == {
-        "use": 32 * len(USE_ARMS),
-        "probe": 32 * len(PLACES) * 2 * len(SPLITS),
+    assert len(samples) == 32 * len(USE_ARMS)
+    assert samples.groupby("session")["sample"].nunique().tolist() == [4] * 8
+    assert len(read) == 32 * len(PLACES) * 2 * len(SPLITS)
+    found = Conclusion.of(finished.metrics)
+    assert [control.holds for control in found.controls] == [True]
+    assert found.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
+    gain = samples.groupby("condition")["margin"].mean()
+    assert found.findings.at("gain", arm="skip").mean == pytest.approx(gain["skip"] - gain["restart, skip"], abs=1e-9)
+    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "use", "said")
+
+
+def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
+    """The conclusion where this is read, by row, and cached; K and V vary so much below the light cone too."""
+
+    def crossed(**columns: Any) -> pd.DataFrame:
+        made = pd.MultiIndex.from_product(list(columns.values()), names=list(columns)).to_frame(index=False)
+        return made.assign(session=made["sample"] // 3) if "sample" in made else made
+
+    cases, places = range(MADE_UP.samples), pd.DataFrame(PLACES, columns=["arm", "distance"])
+    layers = places.merge(crossed(family=["v"], layer=range(N_LAYERS)), how="cross")
+    asked = crossed(sample=cases, condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
+    picks = places.merge(crossed(split=SPLITS, picks=("read", "transfer")), "cross")
+    read = places.merge(crossed(split=SPLITS, condition=CONDITIONS, sample=cases), "cross")
+    transfer = crossed(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases)
+    tables = {
+        "samples": asked.assign(margin=margin),
+        "read": read.assign(accuracy=accuracy, bits=0.5),
+        "transfer": transfer.assign(accuracy=0.2),
+        "picks": picks.assign(family="v", layer=1, read="mean"),
+        "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
+        "variation": layers.assign(variation=varies),
     }
-    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "use")
-    assert "The control holds" in json.dumps(finished.report)
-    assert finished.metrics["light_cone"]["hop-forced"][SHALLOW]["there"] is None
-    assert "hop-forced: only the last summary in view" in write_report(finished.path, finished.report).read_text()
+    return concluded(tables, MADE_UP)
 
 
-def test_an_interrupted_reading_goes_on_where_it_stopped(
-    shallow: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    collect = partial(collecting.collect, shallow, SMALL, Run(tmp_path))
-    paths, calls = interrupted(collect, monkeypatch, collecting, "read_session", at=2)
-    found = Collected.load(paths, SMALL)
-    assert len(calls) == 2 + 7
-    assert [len(codes) for _, _, codes, *_ in calls] == [4] * 9
-    assert found.contexts.tolist() == [session for session in range(8) for _ in range(4)]
-    assert ["".join(map(str, row)) for row in found.digits[4:8]] == calls[1][2] == calls[2][2]
+def leaking(reach: dict[str, int], gains: dict[str, float], varies: float = 0.0) -> Conclusion:
+    """The conclusion where the code is read up to these distances, by arm, and caches give its margin these gains."""
+    return made_up(
+        lambda rows: np.where(
+            (rows["condition"] == "retained") & (rows["distance"] <= rows["arm"].map(reach)), 0.5, 0.1
+        ),
+        lambda rows: rows["condition"].map(gains).fillna(0.0),
+        varies,
+    )
 
 
-def metrics_with(
-    leaks: dict[str, list[float]], beyond: float = 0.0, gains: tuple[float, ...] = (0.0, 0.0, 0.0)
-) -> dict[str, Any]:
-    """Metrics with these paired leaks by arm, give or take 0.1."""
-
-    def of(mean: float) -> dict[str, float]:
-        return Estimate(mean, mean - 0.1, mean + 0.1, clusters=30, smallest=mean - 0.5, largest=mean + 0.5).record()
-
-    each = {arm: [of(leak) for leak in own] for arm, own in leaks.items()}
-    floor = {arm: [of(0.1)] * len(DISTANCES) for arm in ARMS}
-    straight = [of(one - other) for one, other in zip(leaks["skip"], leaks["hop-forced"], strict=True)]
-    return {
-        "chance": 0.1,
-        "accuracy": {"leave-context-out": each, "paired": each},
-        "floor": {"paired": floor},
-        "leak": {"leave-context-out": each, "paired": each},
-        "claims": {
-            "beyond": {arm: of(beyond) for arm in ARMS},
-            "reach": each,
-            "straight": straight,
-            "use": {arm: of(gain) for arm, gain in zip(ARMS, gains, strict=True)},
-        },
-        "use": {SHOWN: {"margin": of(20.0)}},
-    }
+EVERYWHERE, NOWHERE = ({"all": reach} | {str(arm): reach for arm in ARMS} for reach in (7, -1))
 
 
-ALL, FEW, NONE = [0.5] * 8, [0.5] * 3 + [0.0] * 5, [0.0] * 8
+@cache
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return MADE_UP, leaking({**EVERYWHERE, "hop-forced": 3}, {})
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Sessions differ in nothing but chance, and so do conditions and arms."""
+    return made_up(lambda rows: rng.binomial(5, 0.1, len(rows)) / 5, lambda rows: rng.normal(size=len(rows)))
 
 
 @pytest.mark.parametrize(
-    ("leaks", "said"),
+    ("distances", "gains", "way", "use"),
     [
-        ({"open": ALL, "hop-forced": FEW, "skip": ALL}, "at distances 0 to 2 only; what comes straight from the first "
-        "summary is more"),
-        ({"open": ALL, "hop-forced": ALL, "skip": FEW}, "at every distance; what comes straight from the first summary "
-        "is not significantly more"),
-        ({"open": NONE, "hop-forced": NONE, "skip": NONE}, "reads nothing significant beyond the first summary"),
+        (EVERYWHERE | {"hop-forced": 3}, {"open": 0.5}, "distances 0 to 3 if only the last does, so that every hop is "
+         "forced; what comes straight from the first is detectably more than what comes by hops at distances 4 to 7.",
+         "uses a little of it in the arm open."),
+        (EVERYWHERE | {"skip": 2}, {"open": 0.5, "skip": 0.5, "hop-forced": -0.5}, "0 to 2 if only the first does",
+         "in the arms open and skip, and is turned away from it in the arm hop-forced."),
+        (NOWHERE | {"all": 0}, {"hop-forced": -0.5}, "at distance 0 if all", "No use by the model was detected; in"),
+        (NOWHERE, {"open": 5e-4, "skip": -5e-4}, "at no distance if all", "does not detectably use any of it."),
     ],
 )  # fmt: skip
-def test_the_sentence_on_hops_follows_the_intervals(leaks: dict[str, list[float]], said: str):
-    assert said in answer_paired(metrics_with(leaks))
+def test_the_answer_follows_the_intervals(
+    distances: dict[str, int],
+    gains: dict[str, float],
+    way: str,
+    use: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(running, "draw", lambda *_: None)
+    said = answer(STUDY, page_of(STUDY, MADE_UP, leaking(distances, gains), tmp_path))
+    assert way in said
+    assert use in said
 
 
-@pytest.mark.parametrize(
-    ("beyond", "said"), [(0.2, "more than the floor in the arms"), (0.0, "not significantly more than the floor")]
-)
-def test_the_sentence_on_new_sessions_follows_the_intervals(beyond: float, said: str):
-    assert said in answer_new(metrics_with(dict.fromkeys(ARMS, ALL), beyond))
+def test_the_intervals_of_the_answer_hold_together():
+    found = example()[1].findings
+    assert {each.comparisons for each in found.where("leak", split="paired")} == {3 + len(PLACES) + 6 + 3}
+    assert {each.comparisons for each in found.where("direct", split="random")} == {12}
 
 
-@pytest.mark.parametrize(
-    ("gains", "start"),
-    [
-        ((0.5, 0.0, 0.0), "The model uses a little of it in the arm open ("),
-        ((0.5, 0.0, 0.5), "The model uses a little of it in the arms open and skip ("),
-        ((0.0, 0.0, 0.0), "No use of it"),
-        ((0.0, -0.5, 0.0), "No use by the model was detected; in the arm hop-forced"),
-        ((0.1005, -0.1005, 0.0), "No use of it"),  # intervals above zero, but by less than rounding would do
-    ],
-)
-def test_the_sentence_on_use_follows_the_intervals(gains: tuple[float, ...], start: str):
-    assert answer_use(metrics_with(dict.fromkeys(ARMS, ALL), gains=gains)).startswith(start)
-
-
-def test_runs_of_distances_are_joined():
-    assert in_words([]) == "none"
-    assert in_words([2]) == "2"
-    assert in_words([0, 1, 2, 5, 7]) == "0 to 2, 5 and 7"
+def test_a_code_that_varies_below_the_light_cone_fails_the_control():
+    assert [leaking(EVERYWHERE, {}, varies).controls[0].holds for varies in (1e-6, 1e-3)] == [True, False]

@@ -1,181 +1,180 @@
-"""Reading the sessions: K and V of every summary in every arm, and what the model itself makes of the code at the end.
+"""From sessions to tables: each is read once, then probes are fitted on what all of them hold.
 
-Each session is read once up to the code. The codes are rows of one batch from there on, and the arms fork where they
-begin to differ. The restart arm, which never sees the first turn, is read once per session. What is masked for good is
-evicted, which is the same and costs less. One file per session is kept, so an interrupted run resumes.
+One file per session is kept, so an interrupted run resumes.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm import tqdm
 
-from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import tensor_parts
+from kvprobe.experiments.parts import tensor_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
-from kvprobe.probing.features import read_outs
-from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_seen
+from kvprobe.probing.features import Features, Site
+from kvprobe.probing.fits import chosen, fit_sites
+from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
+from kvprobe.probing.transfer import transferred
+from kvprobe.studies.multihop.arms import ARMS, DISTANCES
 from kvprobe.studies.multihop.config import Config
-from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation, sessions
+from kvprobe.studies.multihop.reading import PLACES, USE_ARMS, Place, name_of, place, read_session
+from kvprobe.tasks.designs import Target
+from kvprobe.tasks.hops import sessions
 from kvprobe.tasks.passcode import draw_codes
-from kvprobe.text.tokens import Tokens
 
-SHOWN = "T1 shown"
-"""The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the
-code."""
-USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
-
-Place = tuple[str, int]
-"""Arm and distance."""
+TARGET = Target("code", tuple("0123456789"))
+CONDITIONS = ("retained", "restart")
+TRANSFERRED: tuple[Split, ...] = ("leave-context-out", "paired")
+Pick = tuple[Family, Site]
+Folds = Mapping[Split, Int[np.ndarray, "samples"]]
 
 
-def place(arm: Arm, distance: int) -> Place:
-    """Under which name features are kept: those before the fork belong to all arms."""
-    return (arm if distance >= FORK else "all"), distance
-
-
-PLACES: tuple[Place, ...] = tuple(dict.fromkeys(place(arm, distance) for arm in ARMS for distance in DISTANCES))
-
-
-def collect(model: Model, config: Config, run: Run) -> list[Path]:
-    """One file of tensors per session (see `read_session`), in order."""
-    per_session = config.samples // config.sessions
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """What was measured; see `tables`."""
     codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    chosen = sessions()[: config.sessions]
+    of_session = np.array_split(np.array(codes), config.sessions)
 
     def read(index: int) -> dict[str, Tensor]:
-        own_codes = codes[index * per_session : (index + 1) * per_session]
-        return read_session(model, chosen[index], own_codes, config.families, config.batch)
+        return read_session(model, sessions()[index], of_session[index].tolist(), config.families, config.batch)
 
-    return tensor_parts(run, range(config.sessions), "session", read, doing="Reading sessions", unit="session")
+    cases = range(config.sessions)
+    return tables(tensor_parts(run, cases, "session", read, doing="Reading sessions", unit="session"), config)
 
 
-def read_session(
-    model: Model, session: Session, codes: Sequence[str], families: Sequence[Family], batch: int
-) -> dict[str, Tensor]:
-    """Features and use measurements for one session and its codes.
+def tables(paths: Sequence[Path], config: Config) -> dict[str, pd.DataFrame]:
+    """The tables of sessions whose parts were written.
 
     Returns:
-        `retained.arm.distance.family` of shape `[codes, layers, reads, dim]` for each of `PLACES`, and the same with
-        `restart` and one row; `digits` `[codes, digits]`; and what `use_measurements` gives for `USE_ARMS`.
+        `samples`: per code and cache, what the model makes of the code. `read`: per code, condition, arm, distance and
+        split, the share of digits that the probe reads which was chosen on the inner fold, and its bits per digit.
+        `transfer`: the same of a probe trained at one distance and tested at another. `picks`: the sites that folds
+        chose. `probes`: accuracy of every probe. `variation`: how far what it reads varies with the code.
     """
-    whole = agreeing(session, codes, model.tokenizer)
-    layout = whole[0]
-    start, second = layout.part("code").start, layout.span(TURN_NAMES[1]).start
-    without = conversation(session, codes[0]).without(TURN_NAMES[0]).tokens(model.tokenizer)
-    afresh = without[: without.span(TURN_NAMES[1]).start]
-
-    restart = onwards(
-        model, model.capture(afresh, families, segments=SUMMARY_NAMES[:1], keep_cache=True), layout, families
-    )
-    prefix = model.prefill(layout[:start])
-    every_code = torch.tensor([row.ids[layout.part("answer")] for row in whole], device=model.lanes.device)
-    pieces = []
-    for first in range(0, len(codes), batch):
-        rows = whole[first : first + batch]
-        begun = model.capture(
-            [row[start:second] for row in rows], families, past=prefix, segments=SUMMARY_NAMES[:1], keep_cache=True
-        )
-        retained = onwards(model, begun, layout, families)
-        caches = {SHOWN: _with_all_in_view(retained.caches["open"])} | dict(retained.caches)
-        asked = [*caches.values(), *restart.caches.values()]
-        logits = [code_logits(model, cache, rows) for cache in asked]
-        mine = range(first, first + len(rows))
-        pieces.append(retained.named("retained") | use_measurements(logits, every_code, mine))
-
-    digits = torch.tensor([[int(digit) for digit in code] for code in codes])
-    joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    tensors = joined | restart.named("restart") | {"digits": digits}
-    return {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    digits = tensor_of_parts(paths, "digits")
+    owners = np.repeat(np.arange(len(paths)), len(digits) // len(paths))
+    rng = np.random.default_rng([config.seed, 2])
+    folds: Folds = {split: fold_numbers(split, owners, config.folds, rng) for split in SPLITS}
+    parts = Parts(paths, config.families, digits.T.contiguous(), owners)
+    return {"samples": used(parts), **fitted(parts, folds)}
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A session that was followed to its end in every arm.
+class Parts:
+    """What all sessions hold; features are read from their files when they are asked for.
 
     Attributes:
-        features: what probes read of each summary.
-        caches: what the last question sees.
+        labels: the digits.
+        owners: number of each sample's session.
     """
 
-    features: Mapping[tuple[Place, Family], Float[Tensor, "rows layers reads dim"]]
-    caches: Mapping[str, KVCache]
+    paths: Sequence[Path]
+    families: Sequence[Family]
+    labels: Int[Tensor, "digits samples"]
+    owners: Int[np.ndarray, "samples"]
 
-    def named(self, condition: str) -> dict[str, Tensor]:
-        """The features under the names of their file."""
-        return {name_of(condition, *key): tensor for key, tensor in self.features.items()}
+    def numbers(self, name: str) -> Float[np.ndarray, "samples *arms_tokens"]:
+        return tensor_of_parts(self.paths, name).double().numpy()
 
+    def features(self, condition: str, at: Place, families: Sequence[Family]) -> Features:
+        """What probes read at a place. A restart has one row for each session."""
+        tensors: dict[Family, Tensor] = {
+            family: tensor_of_parts(self.paths, name_of(condition, at, family)) for family in families
+        }
+        rows = self.owners if condition == "restart" else np.arange(len(self.owners))
+        return Features.of_read_outs(tensors, rows, self.labels, self.owners, TARGET)
 
-def name_of(condition: str, at: Place, family: str) -> str:
-    """The name of features in a session's file."""
-    return f"{condition}.{at[0]}.{at[1]}.{family}"
-
-
-def onwards(model: Model, begun: Captured, layout: Tokens, families: Sequence[Family]) -> Followed:
-    """Follow a session from its second turn on in every arm.
-
-    Args:
-        begun: of the tokens before; its first turn, where there is one, is hidden now.
-        layout: the tokens of the session, of which all from the second turn up to the answer hold no code.
-    """
-    assert begun.cache is not None
-    features: dict[tuple[Place, Family], Tensor] = {}
-
-    def note(at: Place, captured: Captured) -> KVCache:
-        features.update({(at, family): read_outs(captured.stack(family)) for family in families})
-        assert captured.cache is not None
-        return captured.cache
-
-    def read_turn(cache: KVCache, arm: Arm, distance: int) -> KVCache:
-        tokens = layout[layout.span(TURN_NAMES[distance]).start : layout.span(SUMMARY_NAMES[distance]).stop]
-        past, named = in_view(cache, arm, distance + 1), SUMMARY_NAMES[distance : distance + 1]
-        rows = [tokens] * cache.batch
-        return note(place(arm, distance), model.capture(rows, families, past=past, segments=named, keep_cache=True))
-
-    cache = note(place("open", 0), begun)
-    if TURN_NAMES[0] in cache.ledger.names:
-        cache = cache.mask(TURN_NAMES[0])
-    forked = read_turn(cache, "open", 1)
-    caches = {}
-    for arm in ARMS:
-        cache = forked
-        for distance in DISTANCES[FORK:]:
-            cache = read_turn(cache, arm, distance)
-        caches[arm] = in_view(cache, arm, TURNS + 1)
-    return Followed(features, caches)
+    def vectors(self, at: Place, pick: Pick, split: Split) -> tuple[Float[Tensor, "samples dim"], Float[Tensor, ""]]:
+        """What a probe at one site reads, and its root mean square before any centring."""
+        family, site = pick
+        features = self.features("retained", at, (family,))
+        seen = features.tensors[family][:, features.sites[family].index(site)].contiguous()
+        return (centred_within(seen, self.owners) if split == "paired" else seen), seen.square().mean().sqrt()
 
 
-def in_view(cache: KVCache, arm: Arm, turn: int) -> KVCache:
-    """The cache of what is seen while this turn is read. In the arm `open` the first turn stays, masked, to be shown
-    again."""
-    kept = ("system", *(TURN_NAMES[:1] if arm == "open" else ()), *summaries_seen(arm, turn))
-    return cache.select(*(name for name in kept if name in cache.ledger.names))
+def used(parts: Parts) -> pd.DataFrame:
+    """A row for each code and cache that the model was asked with."""
+    index = pd.MultiIndex.from_product([range(len(parts.owners)), USE_ARMS], names=["sample", "condition"])
+    columns = {
+        **{name: parts.numbers(name).sum(-1) for name in ("logprob", "margin")},
+        "token_accuracy": parts.numbers("correct").mean(-1),
+        "kl": parts.numbers("kl"),
+    }
+    rows = pd.DataFrame({name: values.ravel() for name, values in columns.items()}, index).reset_index()
+    codes = np.array(["".join(map(str, digits)) for digits in parts.labels.T.tolist()])
+    return rows.assign(session=parts.owners[rows["sample"]], code=codes[rows["sample"]])
 
 
-def _with_all_in_view(cache: KVCache) -> KVCache:
-    return replace(cache, ledger=replace(cache.ledger, live=torch.ones_like(cache.ledger.live)))
+def fitted(parts: Parts, folds: Folds) -> dict[str, pd.DataFrame]:
+    """The tables of what probes read; see `tables`."""
+    found: dict[str, list[pd.DataFrame]] = defaultdict(list)
+    inner: dict[tuple[Split, Place], Tensor] = {}
+    sites: list[Pick] = []
+    for at in tqdm(PLACES, desc="Fitting probes", unit="place"):
+        for condition in CONDITIONS:
+            features = parts.features(condition, at, parts.families)
+            sites = list(features.family_sites)
+            for split in SPLITS:
+                known: dict[str, Any] = {"condition": condition, "arm": at[0], "distance": at[1], "split": split}
+                fits = fit_sites(features, split, folds[split])
+                best = chosen(fits, folds[split])
+                read = {
+                    "sample": range(len(parts.owners)),
+                    "session": parts.owners,
+                    "accuracy": best.predicted.eq(parts.labels).double().mean(0).numpy(),
+                    "bits": best.information.double().numpy(),
+                }
+                found["read"].append(pd.DataFrame(read).assign(**known))
+                found["probes"].append(fits.accuracies(parts.labels, parts.owners).drop(columns="head").assign(**known))
+                if condition == "retained":
+                    inner[split, at] = fits.inner_accuracy
+                    found["picks"].append(named(best.picks).assign(picks="read", **known))
+            if condition == "retained":
+                found["variation"].append(varying(features).assign(arm=at[0], distance=at[1]))
+    for split in TRANSFERRED:
+        for arm in tqdm(ARMS, desc=f"Testing probes at other distances, {split}", unit="arm"):
+            of_distance = [inner[split, place(arm, distance)] for distance in DISTANCES]
+            picks = [sites[index] for index in torch.stack(of_distance).mean(0).argmax(0).tolist()]
+            found["picks"].append(named(picks).assign(picks="transfer", arm=arm, split=split))
+            found["transfer"].append(carried(parts, arm, split, picks, folds[split]).assign(arm=arm, split=split))
+    return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
 
 
-def code_logits(model: Model, cache: KVCache, rows: Sequence[Tokens]) -> Float[Tensor, "rows code_tokens vocab"]:
-    """The distribution of each code token at the end of the question, the true ones before it given.
+def named(picks: Sequence[Pick]) -> pd.DataFrame:
+    """The site of each test fold."""
+    rows = [(fold, family, site.layer, site.read) for fold, (family, site) in enumerate(picks)]
+    return pd.DataFrame(rows, columns=["fold", "family", "layer", "read"])
 
-    Args:
-        cache: of one row, which all of `rows` share, or of as many.
-    """
-    question, answer = rows[0].span("Q").start, rows[0].part("answer")
-    asked, first = model.extend(cache, [rows[0][question : answer.start]] * cache.batch)
-    first = first.expand(len(rows), -1, -1)
-    # The last code token is never fed: its probability is read off the token before it.
-    given = [row[answer.start : answer.stop - 1] for row in rows]
-    if not len(given[0]):
-        return first
-    _, following = model.extend(asked, given, logits=len(given[0]))
-    return torch.cat([first, following], 1)
+
+def varying(features: Features) -> pd.DataFrame:
+    """How far what probes read varies with the code, relative to its size: the largest over samples and numbers."""
+    tables = []
+    for family, tensor in features.tensors.items():
+        sizes = centred_within(tensor, features.contexts).abs().amax((0, 2)) / tensor.abs().amax((0, 2))
+        sites = pd.DataFrame(features.sites[family]).drop(columns="head")
+        tables.append(sites.assign(family=family, variation=sizes.numpy()))
+    return pd.concat(tables)
+
+
+def carried(
+    parts: Parts, arm: Any, split: Split, picks: Sequence[Pick], folds: Int[np.ndarray, "samples"]
+) -> pd.DataFrame:
+    """Share of digits read by probes trained at each distance and tested at each, all at the site of their fold."""
+    right = np.empty((len(DISTANCES), len(DISTANCES), len(folds)))
+    for pick in set(picks):
+        vectors = [parts.vectors(place(arm, distance), pick, split) for distance in DISTANCES]
+        seen, size = (torch.stack(each) for each in zip(*vectors, strict=True))
+        predicted = transferred(seen, parts.labels, torch.from_numpy(folds), len(TARGET.classes), size)
+        own = np.isin(folds, [fold for fold, other in enumerate(picks) if other == pick])
+        right[..., own] = predicted.eq(parts.labels).double().mean(2).numpy()[..., own]
+    index = pd.MultiIndex.from_product([DISTANCES, DISTANCES, range(len(folds))], names=["trained", "tested", "sample"])
+    rows = pd.DataFrame({"accuracy": right.ravel()}, index).reset_index()
+    return rows.assign(session=parts.owners[rows["sample"]])

@@ -1,35 +1,118 @@
-"""The multihop study from start to report data."""
+"""The multihop study: its declaration."""
 
 from pathlib import Path
 
-import torch
-
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.runs import Run
-from kvprobe.studies.multihop.analyse import analyse
-from kvprobe.studies.multihop.collect import collect
-from kvprobe.studies.multihop.collected import Collected
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots.bars import Bars
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.multihop.collect import TARGET, collect
+from kvprobe.studies.multihop.conclude import ALL, conclude
 from kvprobe.studies.multihop.config import Config
-from kvprobe.studies.multihop.figures import draw_all
-from kvprobe.studies.multihop.narrative import narrate
+from kvprobe.studies.multihop.figures import Grids
+from kvprobe.studies.multihop.reading import USE_ARMS
+from kvprobe.wording import percent, plain, points, signed
 
-NAME = "multihop"
+FAMILIES = {
+    "k_pre": "K before rotary embedding",
+    "k": "K (keys)",
+    "v": "V (values)",
+    "resid_post": "residual stream",
+}
+LATER = "turns after the hidden one"
 
-
-def run(config: Config, root: Path = Path("runs"), name: str | None = None) -> Run:
-    """Run the study (or resume, or find it finished) and return its directory.
-
-    Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
-    """
-    model, directory = begin(NAME, config, root, name)
-    if directory.finished:
-        return directory
-    analysis = analyse(Collected.load(collect(model, config, directory), config), config)
-    analysis.metrics["precision"] = torch.finfo(model.lanes.dtype).eps
-    directory.save_table("samples", analysis.samples)
-    directory.save_table("probes", analysis.probes)
-    draw_all(analysis.probes, analysis.metrics, directory.path / "figures")
-    report = narrate(analysis.metrics, analysis.probes, config, model, directory.environment)
-    directory.finish(analysis.metrics, report.to_dict())
-    return directory
+STUDY = Study(
+    name="multihop",
+    title="Leak against distance",
+    question=(
+        "A session has eight turns. Each is summarised and then masked; the first holds a random 5-digit number that "
+        "no summary mentions. How many turns later can it still be read from the KV cache of a summary, and does it "
+        "come straight from the first summary or by hops from one summary to the next?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    folder=Path(__file__).parent,
+    figures=(
+        Lines(
+            file="by_distance",
+            finding="read",
+            caption="Digits read by distance, for three ways to hold samples out. open: all earlier summaries in view; "
+            "hop-forced: the last alone; skip: the first alone. Dashed black: the restart floor, mean over all "
+            "summaries; grey: chance. Shaded: 95 % intervals over sessions.",
+            x="distance",
+            line="arm",
+            panel="split",
+            where={"condition": "retained"},
+            x_label=LATER,
+            y_label="digits read (share)",
+            styles={"open": Style("#0072b2"), "hop-forced": Style("#d55e00", "s"), "skip": Style("#cc79a7", "^")},
+            band=("floor", "restart floor"),
+            rules=(TARGET.chance,),
+            curves=True,
+            own_scales=True,
+        ),
+        *(
+            Grids(
+                file=f"by_layer_{family}",
+                finding="by_layer",
+                caption=f"{name}, paired, slots averaged. Below the green line the code cannot reach.",
+                rows="layer",
+                columns="distance",
+                axes=("layer", LATER),
+                down="family",
+                label="digits read above chance, points",
+                where={"family": family},
+                edge=int(family == "resid_post"),
+            )
+            for family, name in FAMILIES.items()
+        ),
+        Grids(
+            file="transfer",
+            finding="transfer",
+            caption="Digits read, in percent, by the distance trained at and the distance tested at.",
+            rows="trained",
+            columns="tested",
+            axes=("trained so many turns after", "tested so many turns after"),
+            down="split",
+            label="digits read, %",
+            pale=TARGET.chance,
+        ),
+        Bars(
+            "use",
+            "gain",
+            "arm",
+            "margin of the true code over others,\nmasked less restarted (nats)",
+            "Margin gained by masking instead of restarting; zero is no use. 95 % intervals that hold together.",
+        ),
+        Bars(
+            "said",
+            "token_accuracy",
+            "condition",
+            "code tokens right (share)",
+            "How many code tokens are the likeliest, the true ones before given; a guess among digits is 0.1.",
+        ),
+    ),
+    claims=(
+        *(
+            Claim(name, above="above the floor", below="below the floor", unclear="not detected")
+            for name in ("leak", "beyond")
+        ),
+        Claim("direct", above="more without hops", below="less without hops", unclear="not detected"),
+        Claim("gain", above="used", below="turned away", unclear="no use detected", negligible=1e-3),
+    ),
+    labels={
+        "arm": {ALL: "all arms"},
+        "condition": {name: name.replace(", ", ",\n") for name in USE_ARMS},
+        "split": {"leave-context-out": "new sessions", "paired": "paired (centred in session)"},
+        "family": FAMILIES,
+    },
+    written={
+        **dict.fromkeys(("read", "floor", "token_accuracy", "transfer", "transfer_mean"), percent),
+        **dict.fromkeys(("leak", "beyond", "direct"), points),
+        "logprob": plain,
+        "gain": signed,
+        "gain_logprob": signed,
+        "margin": lambda value: signed(value, 2),
+        "kl": lambda value: plain(value, 3),
+    },
+)

@@ -1,0 +1,144 @@
+"""From tables to findings: what is read at each distance, by which way it came, and whether the model uses it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Rows, Total, beside, measure
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.inference.model import Model
+from kvprobe.probing.intervals import INFORMATION
+from kvprobe.probing.ridge import VARIANCE_FLOOR
+from kvprobe.probing.splits import SPLITS
+from kvprobe.report.document import passages_of
+from kvprobe.report.findings import Findings
+from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.multihop.arms import ARMS, DISTANCES, lowest_layer
+from kvprobe.studies.multihop.collect import TARGET
+from kvprobe.studies.multihop.config import Config
+from kvprobe.studies.multihop.reading import PLACES
+from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
+from kvprobe.wording import few_clusters
+
+AT = ("split", "arm", "distance")
+SITE = ("family", "layer", "read")
+ALL = "all"
+"""The arm of what is the same in all of them."""
+ROUND_OFF = 100
+"""Steps of the dtype's precision that a control may vary by."""
+
+
+def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run."""
+    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, model.geometry.n_layers)
+
+
+def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**-23, layers: int = 2) -> Conclusion:
+    """What `conclude` gives, without the model.
+
+    Args:
+        tables: see `kvprobe.studies.multihop.collect.tables`.
+        precision: of the model's dtype.
+    """
+    findings = measure(prepared(tables), estimands())
+    for finding in [*measure(tested(tables["transfer"]), TRANSFER), *measure(tables["picks"].assign(folds=1), PICKS)]:
+        findings.add(finding)
+    findings.number("chance", TARGET.chance)
+    add_layers(findings, tables["probes"])
+    control = light_cone(findings, tables["variation"], ROUND_OFF * precision)
+    chat = conversation(sessions()[0], code := str(tables["samples"]["code"][0]))
+    passages = passages_of(chat, masked=TURN_NAMES, marked=code, only_in=(TURN_NAMES[0], "Q"))
+    few = few_clusters(config.sessions, "sessions")
+    facts: dict[str, Any] = {"chat": list(map(vars, passages)), "layers": layers, "variance_floor": VARIANCE_FLOOR}
+    return Conclusion(findings, [control], facts, [few] if few else [])
+
+
+def prepared(tables: Mapping[str, Rows]) -> Rows:
+    """All rows, by kind: `place`, what is read at each place; `arm`, the same with what all arms share in each of them;
+    `use`. `leak` is what is read beyond the restart, `direct` what is read beyond the arm in which hops are forced."""
+    read = tables["read"].copy()
+    at_restart = beside(read, "accuracy", {"condition": "restart"}, ("sample", *AT))
+    forced = {"condition": "retained", "arm": "hop-forced"}
+    read["leak"] = read["accuracy"] - at_restart
+    read["direct"] = read["accuracy"] - beside(read, "accuracy", forced, ("sample", "split", "distance"))
+    by_arm = [read[read["arm"].isin((ALL, arm))].assign(arm=arm, kind="arm") for arm in ARMS]
+    rows = pd.concat([read.assign(kind="place"), *by_arm, tables["samples"].assign(kind="use", distance=0)])
+    return rows.reset_index(drop=True)
+
+
+def estimands() -> Iterator[Estimand]:
+    """The intervals that the answer is chosen from hold together, and so do those of the rest of a table."""
+
+    def family(name: str, headline: bool) -> dict[str, Any]:
+        together = {"together": (), "family": "headline"} if headline else {"together": ("split",), "family": name}
+        return {"cluster": "session", **together}
+
+    by = ("condition", *AT)
+    yield HeldOut(name="read", of="accuracy", by=by, where={"kind": "arm"}, cluster="session", within=SHARE)
+    yield HeldOut(name="bits", of="bits", by=by, where={"kind": "arm"}, cluster="session", within=INFORMATION)
+    restart = {"kind": "place", "condition": "restart"}
+    yield HeldOut(name="floor", of="accuracy", by=("split",), where=restart, cluster="session", within=SHARE)
+    for split in SPLITS:
+        place, arm = ({"kind": kind, "condition": "retained", "split": split} for kind in ("place", "arm"))
+        later = {**arm, "distance": tuple(DISTANCES[1:])}
+        leak = family("leak", split == "paired")
+        yield HeldOut(name="leak", of="leak", by=AT, where=place, within=DIFFERENCE, **leak)
+        beyond = family("beyond", split == "leave-context-out")
+        yield HeldOut(name="beyond", of="leak", by=("split", "arm"), where=later, within=DIFFERENCE, **beyond)
+        for way in ("open", "skip"):
+            direct = family("direct", (split, way) == ("paired", "skip"))
+            yield HeldOut(name="direct", of="direct", by=AT, where={**place, "arm": way}, within=DIFFERENCE, **direct)
+    for name in ("logprob", "margin", "kl", "token_accuracy"):
+        known: dict[str, Any] = {"unit": "nats"} if name != "token_accuracy" else {"within": SHARE}
+        yield Mean(name=name, of=name, by=("condition",), where={"kind": "use"}, cluster="session", **known)
+    for name in ARMS:
+        masked, restarted = ({"kind": "use", "condition": condition} for condition in (name, f"restart, {name}"))
+        pair: dict[str, Any] = {"where": masked, "less": restarted, "keys": {"arm": name}, "unit": "nats"}
+        yield Difference(name="gain", of="margin", **pair, **family("gain", True))
+        yield Difference(name="gain_logprob", of="logprob", cluster="session", **pair)
+
+
+def tested(transfer: Rows) -> Rows:
+    """Transfer, and whether a probe was trained where it is tested."""
+    return transfer.assign(tested_at=np.where(transfer["trained"] == transfer["tested"], "the same", "another"))
+
+
+TRANSFER: tuple[Estimand, ...] = tuple(
+    HeldOut(name=name, of="accuracy", by=("split", "arm", *by), cluster="session", within=SHARE)
+    for name, by in (("transfer", ("trained", "tested")), ("transfer_mean", ("tested_at",)))
+)
+PICKS: tuple[Estimand, ...] = (
+    Total(name="picked", of="folds", by=(*AT, *SITE), where={"picks": "read"}),
+    Total(name="transfer_picked", of="folds", by=("split", "arm", *SITE), where={"picks": "transfer"}),
+)
+
+
+def add_layers(findings: Findings, probes: Rows) -> None:
+    """Accuracy above chance of the probe of averaged slots at every layer, paired, in each arm."""
+    own = probes[(probes["condition"] == "retained") & (probes["split"] == "paired") & (probes["read"] == "mean")]
+    for arm in ARMS:
+        for row in own[own["arm"].isin((ALL, arm))].itertuples():
+            keys = {"family": row.family, "arm": arm, "layer": row.layer, "distance": row.distance}
+            findings.number("by_layer", row.accuracy - TARGET.chance, **keys)
+
+
+def light_cone(findings: Findings, variation: Rows, allowed: float) -> Control:
+    """Whether the code stays out of the layers that it cannot reach; how far K and V vary with it becomes findings."""
+    varies = variation[variation["family"] != "resid_post"].groupby(["arm", "distance", "layer"])["variation"].max()
+    worst = 0.0
+    for arm, distance in PLACES:
+        own, lowest = varies[arm, distance], lowest_layer(next(each for each in ARMS if arm in (ALL, each)), distance)
+        findings.number("lowest", lowest, arm=arm, distance=distance)
+        worst = max(worst, below := float(own[own.index < lowest].max()))
+        for layers, value in {"below": below, "there": own.get(lowest), "last": own.iloc[-1]}.items():
+            if value is not None:
+                findings.number("variation", value, arm=arm, distance=distance, layers=layers)
+    return Control(
+        "Light cone: a slot that attends to slots which vary with the code from layer l on does so itself from layer "
+        f"l + 1 on. Below the layers that the code can so reach, K and V vary with it by at most {worst:.1e} of their "
+        f"size (allowed for round-off: {allowed:.1e}).",
+        worst <= allowed,
+    )
