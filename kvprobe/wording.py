@@ -1,18 +1,9 @@
 """How reports write numbers."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from math import isnan, nan
-from typing import Any
+from collections.abc import Callable
+from math import isnan
 
 from kvprobe.stats import FEWEST, Estimate
-
-
-def estimate_of(values: Mapping[str, Any]) -> Estimate:
-    """An estimate from its entry in `metrics.json`; other keys of the entry are ignored."""
-    known = {field.name: values[field.name] for field in dataclasses.fields(Estimate) if field.name in values}
-    missing: Any = nan
-    return Estimate(**{name: missing if value is None else value for name, value in known.items()})
 
 
 def percent(value: Estimate) -> str:
@@ -43,17 +34,6 @@ def span(value: Estimate, written: Callable[[float], str]) -> str:
     if isnan(value.smallest):
         return "no interval"
     return f"range {written(value.smallest)} to {written(value.largest)} over {value.clusters}; too few for an interval"
-
-
-def ends(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Ends of the error bar of a number in `metrics.json`: its interval, or the range where there is none."""
-    return estimate_of(values).ends
-
-
-def whiskers(values: Mapping[str, Any]) -> list[list[float]]:
-    """Distances of `ends` below and above the number, in the form that matplotlib's error bars take."""
-    low, high = ends(values)
-    return [[values["mean"] - low], [high - values["mean"]]]
 
 
 def verdict(

@@ -35,7 +35,7 @@ def write_page(study: Study[Any], run: Run) -> Path:
     made = _Page(study, run)
     text = made.rendered()
     return write_whole(
-        run.path / "report.html", render("study_frame.html.j2", made.parts, title=made.title, body=Markup(text))
+        run.path / "report.html", render("report.html.j2", made.parts, title=made.title, body=Markup(text))
     )
 
 

@@ -2,18 +2,10 @@
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.experiments.settings import Settings, types_of
-from kvprobe.report.document import Section
-
-SAME = "On a CPU, the same command with the same seed on the same machine gives the same numbers."
-
-
-def reproduce_section(study: str, config: Settings, environment: Mapping[str, Any], also: Sequence[str]) -> Section:
-    """The command, versions and machine of a run, and what else there is to know."""
-    return Section(title="Reproduce", paragraphs=[SAME], points=[*reproduced(study, config, environment), *also])
 
 
 def reproduced(study: str, config: Settings, environment: Mapping[str, Any]) -> list[str]:

@@ -23,8 +23,9 @@ from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, repl
 from kvprobe.fingerprint import differing
 from kvprobe.report.findings import Findings
 
-FORMAT = 2
-"""Of run directories. The first recorded neither what the settings' files held nor the model's config and tokenizer."""
+FORMAT = 3
+"""Of run directories. The first recorded neither what the settings' files held nor the model's config and tokenizer;
+the second had its numbers in another shape."""
 MOST_BYTES = 2**28
 """Of a JSON file of a run that is read at all."""
 PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
@@ -37,7 +38,7 @@ class Run:
     """A run directory.
 
     Attributes:
-        path: holds `config.yaml`, `env.json`, `samples.parquet`, `figures/`, `report.json`, `metrics.json` and
+        path: holds `config.yaml`, `env.json`, `samples.parquet` and other tables, `figures/`, `metrics.json` and
             `report.html`; and `parts/` while the run is unfinished.
         begun: the environment that it was opened with; None for a run that is only read.
     """
@@ -144,17 +145,12 @@ class Run:
         """The run's numbers as a tidy table: one row each, with its name, keys, interval and unit.
 
         Raises:
-            UserError: the run's study keeps its numbers otherwise; see `metrics`.
+            UserError: the run has none, as one of an earlier version.
         """
         metrics = self.metrics
         if "findings" not in metrics:
-            raise UserError(f"{self.path} has no table of findings; its numbers are in its metrics.")
+            raise UserError(f"{self.path} has no table of findings; an earlier version made it, so run it again.")
         return Findings.from_records(metrics["findings"]).frame()
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """What the report page says, as data; see `kvprobe.report.document`."""
-        return self._json("report.json")
 
     def df(self, table: str = "samples") -> pd.DataFrame:
         """A table of the run: `samples` has one row per sample and condition."""
@@ -196,10 +192,8 @@ class Run:
         with replacing(self.path / f"{table}.parquet") as partial:
             rows.to_parquet(partial, index=False)
 
-    def finish(self, metrics: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> None:
-        """Write the results, of which the metrics come last and make the run finished; drop the intermediate ones."""
-        if report is not None:
-            write_whole(self.path / "report.json", json.dumps(report, indent=2))
+    def finish(self, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics, which make the run finished; drop the intermediate results."""
         write_whole(self.path / "metrics.json", json.dumps(metrics, indent=2))
         if (folder := self.path / "parts").is_dir():
             shutil.rmtree(folder)
@@ -210,9 +204,7 @@ class Run:
             return f"{self.path} holds a run with other settings; choose another --out."
         before, way_out = self.environment, "delete it to start afresh, or choose another --name."
         if before.get("format") != FORMAT:
-            return (
-                f"{self.path} was begun by another version of kvprobe, which recorded less of what it ran on; {way_out}"
-            )
+            return f"{self.path} was begun by another version of kvprobe, whose runs are of another format; {way_out}"
         if before["model"] != environment["model"]:
             difference = differing(before["model"], environment["model"])
             return f"{self.path} was begun with another model (it differs in {difference}); {way_out}"

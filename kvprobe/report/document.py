@@ -1,14 +1,9 @@
-"""A report as data, which a study makes of its numbers and `kvprobe.report.page` renders.
+"""What pages show beside numbers, as data. All text in it is plain and untrusted; the renderer escapes it."""
 
-All text in it is plain and untrusted; the renderer escapes it.
-"""
-
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from kvprobe.plain_data import Limits, filled
+from kvprobe.plain_data import Limits
 from kvprobe.text.transcript import Message, Transcript
 
 LIMITS = Limits(text=2**25, entries=100_000)
@@ -126,41 +121,3 @@ class AttentionView:
     damaged: Sequence[int] = ()
     index: Sequence[Sequence[int | float | None]] | None = None
     index_name: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading and what follows it, in this order."""
-
-    title: str
-    paragraphs: Sequence[str] = ()
-    passages: Sequence[Passage] = ()
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    points: Sequence[str] = ()
-    maps: Sequence[HeatMap] = ()
-    views: Sequence[TokenView] = ()
-    heads: Sequence[AttentionView] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """A report page: the question, the answer in a sentence or two, and the sections that support it."""
-
-    title: str
-    question: str
-    answer: str
-    warnings: Sequence[str] = ()
-    sections: Sequence[Section] = field(default_factory=tuple)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` made; a section may lack maps, views and heads.
-
-        Raises:
-            UserError: anything else; see `kvprobe.plain_data.filled`.
-        """
-        return filled(cls, data, "the report", LIMITS)

@@ -1,55 +1,14 @@
-"""The report page of a run: one self-contained HTML file, everything escaped, nothing fetched."""
+"""Pictures and marked text in pages, which hold all that they show."""
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvprobe.errors import UserError
-from kvprobe.files import write_whole
-from kvprobe.report.document import Figure, Passage, Report
-from kvprobe.report.views.page import Part, render
+from kvprobe.report.document import Figure, Passage
 
 LARGEST_FIGURE = 2**25
 """Bytes."""
-
-
-def write_report(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Render a run's `report.html` from its report as data; nothing is computed again.
-
-    Args:
-        folder: of the run; its figures are in `figures/`.
-        content: what `Report.to_dict` gave.
-
-    Raises:
-        UserError: `content` is not a report, or a figure is missing.
-    """
-    report = Report.from_dict(content)
-
-    page = render(
-        "report.html.j2",
-        _parts(report),
-        title=report.title,
-        report=report,
-        pieces=pieces,
-        picture=partial(picture, folder / "figures"),
-    )
-    return write_whole(folder / "report.html", page)
-
-
-def write_views(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Write the maps, token views and attention of a run's report as `views.html`, a page of their own.
-
-    Raises:
-        UserError: `content` is not a report, or has no views.
-    """
-    report = Report.from_dict(content)
-    parts = _parts(report)
-    if not parts:
-        raise UserError(f"The report of {folder} has no views; see its figures with `kvprobe report {folder}`.")
-    return write_whole(folder / "views.html", render("page.html.j2", parts, title=report.title))
 
 
 def picture(figures: Path, figure: Figure) -> str:
@@ -66,10 +25,6 @@ def picture(figures: Path, figure: Figure) -> str:
     if path.stat().st_size > LARGEST_FIGURE:
         raise UserError(f"{path} is larger than {LARGEST_FIGURE // 2**20} MiB; run the study again.")
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-
-
-def _parts(report: Report) -> list[Part]:
-    return [part for section in report.sections for part in (*section.maps, *section.views, *section.heads)]
 
 
 @dataclass(frozen=True)

@@ -36,47 +36,37 @@ class Entry:
         return import_module(f"kvprobe.studies.{self.name}.config").Config
 
     @property
-    def declaration(self) -> "Study[Any] | None":
-        """The study itself; None for one that is not yet a declaration."""
+    def declaration(self) -> "Study[Any]":
+        """The study itself."""
         if self.file is not None:
             return read_study(self.file)
-        return getattr(import_module(f"kvprobe.studies.{self.name}.study"), "STUDY", None)
+        return import_module(f"kvprobe.studies.{self.name}.study").STUDY
 
     def run(
         self, config: Any, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None
     ) -> "Run":
         """Run it with these settings (or resume) in a directory below `root`; see `experiments.running.run_study`."""
-        study = self.declaration
-        if study is None:
-            run = import_module(f"kvprobe.studies.{self.name}.study").run(config, root, name)
-            self.write_report(run)
-            return run
         from kvprobe.experiments.running import run_study
 
-        return run_study(study, config, root, name, model)
+        return run_study(self.declaration, config, root, name, model)
 
     def write_report(self, run: "Run") -> Path:
         """Write a finished run's `report.html` from its files; see `kvprobe.experiments.page.write_page`."""
         from kvprobe.experiments.page import write_page
-        from kvprobe.report.page import write_report
 
-        study = self.declaration
-        return write_report(run.path, run.report) if study is None else write_page(study, run)
+        return write_page(self.declaration, run)
 
     def write_views(self, run: "Run") -> Path:
         """Write the views of a run's page as `views.html`; see `kvprobe.experiments.page.write_views`."""
-        from kvprobe.experiments import page
-        from kvprobe.report.page import write_views
+        from kvprobe.experiments.page import write_views
 
-        study = self.declaration
-        return write_views(run.path, run.report) if study is None else page.write_views(study, run)
+        return write_views(self.declaration, run)
 
     def answer(self, run: "Run") -> str:
         """What a finished run found, in short."""
         from kvprobe.experiments.page import answer
 
-        study = self.declaration
-        return run.report["answer"] if study is None else answer(study, run)
+        return answer(self.declaration, run)
 
 
 STUDIES = {

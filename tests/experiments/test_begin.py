@@ -21,7 +21,6 @@ from kvprobe.tasks.jsonl import JSONLines
 from kvprobe.tasks.task import items_digest
 from tests.models import llama, tiny_tokenizer
 from tests.refusals import refused
-from tests.studies.runs import begins
 
 LINES = [
     '{"prompt": "the old mill", "answer": "a"}',
@@ -107,7 +106,7 @@ def test_studies_of_tasks_tie_their_runs_to_what_the_files_hold(
         seen.append(given[4])
         raise UserError("Far enough.")
 
-    monkeypatch.setattr(begins(study), "begin", stop)
+    monkeypatch.setattr(running, "begin", stop)
     for lines in (LINES, LINES[::-1]):
         path.write_text("\n".join(lines))
         refused(lambda: entry.run(config, tmp_path), "Far enough.")

@@ -10,21 +10,18 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 import yaml
 
 from kvprobe import cli
 from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import Settings, from_mapping
+from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
 from kvprobe.probes.card import ProbeInput
-from kvprobe.report.document import Figure, HeatMap, Passage, Report, Section, Table, TokenView
-from kvprobe.report.page import write_report
-from kvprobe.report.views import heads_view
 from kvprobe.studies import find
+from kvprobe.studies.leakage.study import STUDY
 from tests.probes.made_probes import made_probe
-from tests.refusals import refused
+from tests.studies.test_leakage import example
 
 DEEP = '{"a": ' * 100_000
 NASTY: list[Any] = [
@@ -51,13 +48,13 @@ NASTY: list[Any] = [
     "<script>",
     [float("nan")],
 ]
+FIGURE = f"figures/{STUDY.figures[0].file}.png"
 FILES = (
     "config.yaml",
     "env.json",
     "metrics.json",
-    "report.json",
     "samples.parquet",
-    "figures/line.png",
+    FIGURE,
     "probes/one/card.yaml",
     "probes/one/weights.safetensors",
 )
@@ -67,22 +64,13 @@ KINDS = ("value", "missing", "extra", "bytes", "cut", "folder", "gone", "deep", 
 @pytest.fixture(scope="module")
 def whole(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small finished run with everything that a run can hold."""
-    run = Run.open("leakage", Settings(), tiny_llama.fingerprint, "cpu, float32", tmp_path_factory.mktemp("runs"), "r")
-    (run.path / "figures" / "line.png").write_bytes(b"\x89PNG")
+    config, conclusion = example()
+    folder = tmp_path_factory.mktemp("runs")
+    run = Run.open("leakage", config, tiny_llama.fingerprint, "cpu, float32", folder, "r")
+    (run.path / FIGURE).write_bytes(b"\x89PNG")
     made_probe(tiny_llama, ProbeInput("v", 1, None, "mean"), name="one").save(run.path / "probes" / "one")
     run.save_table("samples", pd.DataFrame({"sample": [0, 1]}))
-    section = Section(
-        "A section",
-        ["A paragraph."],
-        [Passage("T1", "user", "The code is 4.", True, "4")],
-        [Table(["a"], [["b"]], "c")],
-        [Figure("line", "A line.")],
-        ["A point."],
-        [HeatMap("m", ["1"], ["1", "2"], [[0.5, None]], "nats", "row", "column")],
-        [TokenView("t", ["a", "b"], ["l"], [[0.5, 1.0]])],
-        [heads_view(torch.eye(2)[None, None], ["a", "b"])],
-    )
-    run.finish({"accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}}, Report("t", "q", "a", ["w"], [section]).to_dict())
+    run.finish(conclusion.record())
     return run.path
 
 
@@ -156,7 +144,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(
     command: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     folder = shutil.copytree(whole, tmp_path / "run")
-    for file in ("report.json", "env.json"):
+    for file in ("metrics.json", "env.json"):
         (folder / file).write_text(DEEP)
     monkeypatch.setattr(cli, "_add_run_commands", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["kvprobe", command, str(folder)])
@@ -173,18 +161,6 @@ def test_a_folder_that_was_not_altered_is_read_by_every_command(whole: Path, tmp
     cli.view(folder)
     cli.publish(folder, to=tmp_path / "published")
     assert (tmp_path / "published" / "one" / "card.yaml").is_file()
-
-
-@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "deeper/../../secret", "linked", ".."])
-def test_a_figure_outside_the_run_is_never_read(whole: Path, tmp_path: Path, file: str):
-    folder = shutil.copytree(whole, tmp_path / "run")
-    (folder / "secret.png").write_bytes(b"secret")
-    (folder / "figures" / "deeper").mkdir()
-    (folder / "figures" / "linked.png").symlink_to(folder / "secret.png")
-    report = json.loads((folder / "report.json").read_text())
-    report["sections"][0]["figures"][0]["file"] = file
-    (folder / "report.json").write_text(json.dumps(report))
-    refused(lambda: write_report(folder, Run.load(folder).report), "not a file in")
 
 
 SETTINGS: list[Any] = [

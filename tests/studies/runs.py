@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -16,17 +15,10 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
-from kvprobe.stats import Estimate
-from kvprobe.studies import find
 from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.passcode import Context
 
 Result = TypeVar("Result")
-
-
-def begins(study: str) -> ModuleType:
-    """The module that calls `begin` for a study."""
-    return running if find(study).declaration else import_module(f"kvprobe.studies.{study}.study")
 
 
 def give(patch: pytest.MonkeyPatch, model: Model) -> None:
@@ -74,22 +66,6 @@ def interrupted(
     return run(), calls
 
 
-def resumed_after(study: ModuleType, config: Settings, root: Path, step: str, measured: tuple[ModuleType, str]) -> Run:
-    """A run that was interrupted at one step of its study and started again, with nothing measured a second time."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, step, stop)
-        with pytest.raises(KeyboardInterrupt):
-            study.run(config, root)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*measured, stop)
-        patch.setattr(study, "draw_all", lambda *_: None)
-        return study.run(config, root)
-
-
 class Shown(Run):
     """A finished run that was made of a conclusion in hand."""
 
@@ -112,11 +88,6 @@ def assert_figures(run: Run, *names: str) -> None:
     for name in names:
         assert (run.path / "figures" / f"{name}.png").stat().st_size > 5_000
         assert (run.path / "figures" / f"{name}.svg").is_file()
-
-
-def about(mean: float, margin: float = 0.1, **more: Any) -> dict[str, Any]:
-    """The record of an estimate whose interval is this much to either side."""
-    return Estimate(mean, mean - margin, mean + margin, **more).record()
 
 
 def made_up_fact(number: int, kind: str = "code", values: tuple[str, str] = ("b", "d"), padding: int = 0) -> Fact:

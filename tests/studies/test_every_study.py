@@ -23,7 +23,7 @@ from kvprobe.studies import STUDIES, Entry, find
 from tests.frozen import MODULES
 from tests.refusals import refused
 from tests.studies.outcomes import FORGED, OUTCOMES, with_failed_controls, with_forged_texts, with_outcome
-from tests.studies.runs import begins, give, page_of
+from tests.studies.runs import give, page_of
 
 FAMILY = "expected false, or a fault and a percentage above 0, up to 100"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -184,25 +184,21 @@ def test_a_finished_run_is_found_again_and_not_run(
         return model, run
 
     with monkeypatch.context() as patch:
-        patch.setattr(begins(name), "begin", finished_at_once)
+        patch.setattr(running, "begin", finished_at_once)
         first = study.run(study.config(), tmp_path)
     assert study.run(study.config(), tmp_path).path == first.path
     assert Run.load(first.path).metrics == {"chance": 0.5}
-
-
-DECLARED = [name for name, entry in STUDIES.items() if entry.declaration is not None]
 
 
 @cache
 def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
     """A declared study, and settings with a made-up conclusion in which every part of its page is shown."""
     study = find(name).declaration
-    assert study is not None
     return (study, *import_module(f"tests.studies.{MODULES[name]}").example())
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path):
     study, config, conclusion = declared(name)
     shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path, drawn=True)
@@ -215,7 +211,7 @@ def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path):
         assert said in page, claim
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", STUDIES)
 def test_nothing_may_be_claimed_that_does_not_hold_together(name: str):
     study, _, conclusion = declared(name)
     for claim in study.claims:
@@ -224,7 +220,7 @@ def test_nothing_may_be_claimed_that_does_not_hold_together(name: str):
         assert all(finding.comparisons > 0 for finding in findings), claim
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_control_that_fails_is_a_warning_at_the_top(name: str, tmp_path: Path):
     study, config, conclusion = declared(name)
     assert conclusion.controls
@@ -234,7 +230,7 @@ def test_a_control_that_fails_is_a_warning_at_the_top(name: str, tmp_path: Path)
     assert page.index("A control fails") < page.index("<h2>")
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", STUDIES)
 def test_texts_of_a_run_are_escaped(name: str, tmp_path: Path):
     study, config, conclusion = declared(name)
     page = page_of(study, config, with_forged_texts(conclusion), tmp_path).read("report.html")
@@ -242,7 +238,7 @@ def test_texts_of_a_run_are_escaped(name: str, tmp_path: Path):
     assert html.escape(FORGED) in page
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_page_is_made_again_from_the_files_alone_and_is_the_same(name: str, tmp_path: Path):
     study, config, conclusion = declared(name)
     shown = page_of(study, config, conclusion, tmp_path, drawn=True)
@@ -251,7 +247,7 @@ def test_a_page_is_made_again_from_the_files_alone_and_is_the_same(name: str, tm
     pd.testing.assert_frame_equal(Run.load(shown.path).findings, conclusion.findings.frame(), check_dtype=False)
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", STUDIES)
 def test_an_altered_run_is_refused_in_a_sentence(name: str, tmp_path: Path):
     study, config, conclusion = declared(name)
     shown = page_of(study, config, conclusion, tmp_path)
