@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -26,44 +25,32 @@ def give(patch: pytest.MonkeyPatch, model: Model) -> None:
     patch.setattr(beginning, "load", lambda *_, **__: model)
 
 
-def run_on(model: Model, study: ModuleType, config: Settings, root: Path) -> Run:
-    """A study's run on a model in hand."""
-    with pytest.MonkeyPatch.context() as patch:
-        give(patch, model)
-        return study.run(config, root)
+def in_steps(run: Callable[[], Run]) -> Run:
+    """What a run gives that is interrupted after the first part of each of its stages and started again.
 
-
-def interrupted(
-    run: Callable[[], Result],
-    patch: pytest.MonkeyPatch,
-    module: ModuleType,
-    name: str,
-    at: int,
-    instead: Callable[..., Any] | None = None,
-) -> tuple[Result, list[tuple[Any, ...]]]:
-    """What a run gives that was interrupted at one call of this function and then started again.
-
-    Args:
-        at: which call is interrupted, counted from 1.
-        instead: what the other calls give, where measuring again would take long.
-
-    Returns:
-        What the second start gives, and the arguments of all calls.
+    No part is written twice.
     """
-    calls: list[tuple[Any, ...]] = []
-    function = instead or getattr(module, name)
+    written: Counter[str] = Counter()
+    stages: set[str] = set()
+    whole = Run.write_part
 
-    def stopping(*arguments: Any, **settings: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return function(*arguments, **settings)
+    def stopping(self: Run, name: str, write: Callable[[Path], object]) -> Path:
+        new, stage = not self.part(name).is_file(), name.partition("-")[2]
+        path = whole(self, name, write)
+        written[name] += new
+        if stage in stages:
+            return path
+        stages.add(stage)
+        raise KeyboardInterrupt
 
-    patch.setattr(module, name, stopping)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert len(calls) == at
-    return run(), calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "write_part", stopping)
+        while True:
+            with suppress(KeyboardInterrupt):
+                finished = run()
+                assert stages
+                assert set(written.values()) == {1}
+                return finished
 
 
 class Shown(Run):

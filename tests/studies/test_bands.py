@@ -30,7 +30,7 @@ from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import prompt
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
-from tests.studies.runs import assert_figures, gsm8k_questions, page_of
+from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_of
 
 
 def test_bands_cover_the_layers_once_under_the_names_of_the_reported_table():
@@ -82,7 +82,8 @@ def config(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def finished(deep: Model, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return bands.run(config, tmp_path_factory.mktemp("runs"), model=deep)
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: bands.run(config, root, model=deep))
 
 
 def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):

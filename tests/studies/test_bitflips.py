@@ -27,7 +27,7 @@ from kvprobe.studies.bitflips.study import STUDY
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from kvprobe.text.tokens import Tokens
-from tests.studies.runs import assert_figures, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(tasks=("retrieve",), samples=2, dtypes=("bf16", "fp16"), flips=1, error_rates=(1e-3, 1e-1))
 SHAPE = Geometry(n_layers=6, n_heads=2, n_kv_heads=2, d_head=8, d_model=16, windows=(None,) * 6, max_position=None)
@@ -35,7 +35,8 @@ SHAPE = Geometry(n_layers=6, n_heads=2, n_kv_heads=2, d_head=8, d_model=16, wind
 
 @pytest.fixture(scope="module")
 def finished(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return bitflips.run(SMALL, tmp_path_factory.mktemp("runs"), model=tiny_llama)
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: bitflips.run(SMALL, root, model=tiny_llama))
 
 
 def a_sample(number: int) -> Sample:

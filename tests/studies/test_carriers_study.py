@@ -30,7 +30,7 @@ from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
 from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
-from tests.studies.runs import assert_figures, page_of, short_contexts
+from tests.studies.runs import assert_figures, in_steps, page_of, short_contexts
 
 SMALL = Config(contexts=2, bands=2)
 PAIR = ("48213", "90577")
@@ -46,7 +46,8 @@ def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setattr(collecting, "contexts", lambda: CONTEXTS)
         patch.setattr(collecting, "compactions", lambda: FOLLOWING)
         patch.setattr(collecting, "draw_codes", lambda count, *_: (list(PAIR) * count)[:count])
-        return carriers.run(SMALL, tmp_path_factory.mktemp("runs"), model=roomy)
+        root = tmp_path_factory.mktemp("runs")
+        return in_steps(lambda: carriers.run(SMALL, root, model=roomy))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, L
 from kvprobe.studies.compaction.study import STUDY
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
-from tests.studies.runs import assert_figures, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(contexts=3, samples=30, folds=3, continuation=4, answer=3, batch=7)
 ANSWERING = dataclasses.replace(SMALL, answer=8)
@@ -39,7 +39,8 @@ def read(wordy: Model) -> Read:
 
 @pytest.fixture(scope="module")
 def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(SMALL, tmp_path_factory.mktemp("runs"), model=wordy)
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: run(SMALL, root, model=wordy))
 
 
 def test_the_answers_are_where_the_questions_say_they_are():

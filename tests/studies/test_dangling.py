@@ -25,7 +25,7 @@ from kvprobe.studies.dangling.study import STUDY
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import VERBS
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, assert_figures, page_of
+from tests.studies.runs import FOUR_FACTS, assert_figures, in_steps, page_of
 
 SMALL = Config(kinds=("code",), prompts=4, rescued=(1, 2, 4), random=3, memos=0)
 MADE_UP = Config(rescued=(1, 2), random=3)
@@ -40,7 +40,8 @@ def four_facts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(deep: Model, four_facts: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return dangling.run(SMALL, tmp_path_factory.mktemp("runs"), model=deep)
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: dangling.run(SMALL, root, model=deep))
 
 
 @pytest.fixture(scope="module")

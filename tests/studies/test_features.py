@@ -34,7 +34,7 @@ from kvprobe.studies.features.study import STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.refusals import refused
 from tests.saes.test_quality import identity
-from tests.studies.runs import assert_figures, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(places=("v.1",), width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")
@@ -51,7 +51,8 @@ def few_texts() -> Any:
 
 @pytest.fixture(scope="module")
 def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(SMALL, tmp_path_factory.mktemp("runs"), model=wordy)
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: run(SMALL, root, model=wordy))
 
 
 def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finished: Run, wordy: Model):

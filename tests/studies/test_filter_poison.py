@@ -28,7 +28,7 @@ from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, heads_by_half
 from kvprobe.studies.filter_poison.study import STUDY
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, assert_figures, give, page_of
+from tests.studies.runs import FOUR_FACTS, assert_figures, give, in_steps, page_of
 
 SMALL = Config(kinds=("code",), prompts=4, families=("zeros:50", "distractor:50", FALSE), suffix=3, top=3, random=4)
 N_LAYERS, N_HEADS = 4, 4
@@ -44,7 +44,8 @@ def four_facts(deep: Model) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return filter_poison.run(SMALL, tmp_path_factory.mktemp("runs"))
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: filter_poison.run(SMALL, root))
 
 
 # ---- a whole run

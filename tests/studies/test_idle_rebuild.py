@@ -44,7 +44,7 @@ from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
@@ -85,7 +85,8 @@ def finished(deep: Model, read: Rows, tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[read["sample"] == session.id])
-        return idle_rebuild.run(SMALL, tmp_path_factory.mktemp("runs"), model=deep)
+        root = tmp_path_factory.mktemp("runs")
+        return in_steps(lambda: idle_rebuild.run(SMALL, root, model=deep))
 
 
 def visible(model: Model, turn: int, *unread: str, mode: PositionMode = "contiguous") -> KVCache:

@@ -3,7 +3,6 @@ decide."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, HIDDEN_SEGMENTS, U
 from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, interrupted, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
@@ -48,7 +47,8 @@ def without_residual() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(smol: Model, without_residual: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return leakage.run(SMALL, tmp_path_factory.mktemp("runs"), model=smol)
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: leakage.run(SMALL, root, model=smol))
 
 
 @pytest.fixture(scope="module")
@@ -160,21 +160,19 @@ def test_numbers_are_those_of_the_probings(finished: Run):
     assert findings.at("token_accuracy", condition="restart").mean < 0.3
 
 
-def test_other_secrets_run_beside_an_untrained_model_and_resume(
+def test_other_secrets_run_beside_an_untrained_model(
     smol: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
     config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
-    run = partial(leakage.run, config, tmp_path, model=smol)
-    resumed, calls = interrupted(run, monkeypatch, reading, "read_context", at=5)
-    assert len(calls) == 5 + 2
-    findings = Conclusion.of(resumed.metrics).findings
+    run = leakage.run(config, tmp_path, model=smol)
+    findings = Conclusion.of(run.metrics).findings
     assert findings.get("accuracy", arm="masked", split="paired", reading="untrained")
     margin = findings.at("margin", condition="full")
     assert margin.mean > 1
     assert not margin.has_interval  # three conversations are too few
-    assert "of the topics" in answer(STUDY, resumed)
-    assert set(resumed.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
+    assert "of the topics" in answer(STUDY, run)
+    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
 
 
 def test_one_context_says_that_it_does_not_generalise(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import budget
 from kvprobe.stats import estimate
-from kvprobe.studies.memory import collect as collecting
 from kvprobe.studies.memory.conclude import concluded, slopes
 from kvprobe.studies.memory.config import Config
 from kvprobe.studies.memory.study import STUDY
-from tests.studies.runs import assert_figures, give, interrupted, page_of, run_on
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=2)
 PARTS = ("weights", "cache", "reading", "generating", "peak")
@@ -29,9 +27,8 @@ PARTS = ("weights", "cache", "reading", "generating", "peak")
 
 @pytest.fixture(scope="module")
 def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    with pytest.MonkeyPatch.context() as patch:
-        give(patch, smol)
-        return study.run(SMALL, tmp_path_factory.mktemp("runs"))
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: study.run(SMALL, root, model=smol))
 
 
 def times(cached: Callable[[int], float], anew: Callable[[int], float], repeats: int = 8) -> pd.DataFrame:
@@ -84,13 +81,6 @@ def test_the_figures_are_drawn_and_the_tables_kept(finished: Run):
     assert_figures(finished, "stack", "generating", "growth", "times")
     assert len(finished.df("growth")) == SMALL.new + 1
     assert set(finished.df("times")["length"]) == {8, 32, 96}
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = partial(run_on, smol, study, SMALL, tmp_path)
-    resumed, calls = interrupted(run, monkeypatch, collecting, "measure", at=2)
-    assert resumed.finished
-    assert len(calls) == len(SMALL.contexts) + 1
 
 
 def test_the_slope_is_the_power_of_the_length_over_its_longer_half():

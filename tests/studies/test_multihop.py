@@ -33,7 +33,7 @@ from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
 from tests.models import llama, tiny_tokenizer
-from tests.studies.runs import assert_figures, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
 MADE_UP = Config(sessions=12, samples=36, folds=3)
@@ -191,7 +191,8 @@ def finished(shallow: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for module in (collecting, concluding):
             patch.setattr(module, "sessions", lambda: tuple(session_of(number) for number in range(30)))
-        return multihop.run(SMALL, tmp_path_factory.mktemp("runs"), model=shallow)
+        root = tmp_path_factory.mktemp("runs")
+        return in_steps(lambda: multihop.run(SMALL, root, model=shallow))
 
 
 def test_a_run_holds_every_table_number_and_figure(finished: Run):

@@ -21,7 +21,7 @@ from kvprobe.studies.patching.conclude import concluded
 from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.study import STUDY
 from kvprobe.tasks.facts import Fact, pair
-from tests.studies.runs import assert_figures, made_up_fact, page_of
+from tests.studies.runs import assert_figures, in_steps, made_up_fact, page_of
 
 N_LAYERS = 4
 SMALL = Config(kinds=("code", "name"), facts=3, step=2, check=8)
@@ -61,7 +61,8 @@ def run_tiny(model: Model, chosen: tuple[Fact, ...], root: Path, config: Config 
 
 @pytest.fixture(scope="module")
 def finished(deep: Model, tiny_facts: tuple[Fact, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_tiny(deep, tiny_facts, tmp_path_factory.mktemp("runs"))
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: run_tiny(deep, tiny_facts, root))
 
 
 def test_a_run_leaves_what_the_model_cannot_do_out_of_the_maps_and_shows_all_others(finished: Run):

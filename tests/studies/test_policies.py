@@ -25,7 +25,7 @@ from kvprobe.studies.policies.study import STUDY
 from kvprobe.tasks.instructions import DEPTHS, VALUES, instructions, needles
 from kvprobe.text.tokens import Tokens
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, page_of
+from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
 MEASURED = ("sliding", RANDOM, RANDOM_SINKS, "quantise")
@@ -63,7 +63,8 @@ def run_few(model: Model, root: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_few(wordy, tmp_path_factory.mktemp("runs"))
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: run_few(wordy, root))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments import trials
 from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
@@ -20,6 +19,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import Draws
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.strike import corrupt
+from kvprobe.inference import trials
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.report.findings import Findings
@@ -34,7 +34,7 @@ from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from tests.models import N_LAYERS
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, gsm8k_questions, interrupted, page_of
+from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_of
 
 SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
 
@@ -146,13 +146,8 @@ def test_the_nan_is_named_and_not_counted_among_rows_that_broke(finished: Run):
     assert not any("were not finite" in warning for warning in Conclusion.of(finished.metrics).warnings)
 
 
-def test_an_interrupted_run_goes_on_with_the_same_numbers(
-    finished: Run, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    again, calls = interrupted(
-        lambda: robustness.run(SMALL, tmp_path, model=tiny_llama), monkeypatch, trials, "answer", at=2
-    )
-    assert [sample.number for _, sample, *_ in calls] == [0, 1, 1]
+def test_an_interrupted_run_goes_on_with_the_same_numbers(finished: Run, tiny_llama: Model, tmp_path: Path):
+    again = in_steps(lambda: robustness.run(SMALL, tmp_path, model=tiny_llama))
     pd.testing.assert_frame_equal(again.df(), finished.df())
     assert again.metrics == finished.metrics
 

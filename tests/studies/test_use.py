@@ -40,7 +40,7 @@ from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, features, lab
 from kvprobe.studies.use.read import PARTS, PLACES, Case, Layout, read_turn
 from kvprobe.studies.use.study import STUDY
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, short_contexts
+from tests.studies.runs import assert_figures, in_steps, short_contexts
 
 SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
 CONTEXTS = short_contexts(8, longer="so ")
@@ -50,7 +50,8 @@ CONTEXTS = short_contexts(8, longer="so ")
 def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "contexts", lambda: CONTEXTS)
-        return use.run(SMALL, tmp_path_factory.mktemp("runs"), model=roomy)
+        root = tmp_path_factory.mktemp("runs")
+        return in_steps(lambda: use.run(SMALL, root, model=roomy))
 
 
 @pytest.fixture(scope="module")
