@@ -10,6 +10,7 @@ import pytest
 
 import kvprobe.experiments.begin as beginning
 from kvprobe.errors import UserError
+from kvprobe.experiments import running
 from kvprobe.experiments.begin import begin
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
@@ -70,7 +71,7 @@ def test_a_run_is_neither_resumed_nor_shown_for_another_model(
     table_of_parts(run, [0], "answers", lambda _: pd.DataFrame({"a": [1]}), doing="Answering", unit="prompt")
     if finished:
         run.save_table("samples", pd.DataFrame({"a": [1]}))
-        run.finish({}, {})
+        run.finish({})
     again = load(copy.deepcopy(model.lanes.plain), tokenizer=tiny_tokenizer())
     assert opened(again, tmp_path, monkeypatch).path == run.path
     refused(lambda: opened(other(), tmp_path, monkeypatch), re.compile(f"another model \\(it differs in {said}\\)"))

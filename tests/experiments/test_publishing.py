@@ -32,7 +32,7 @@ def run(tiny_llama: Model, tmp_path: Path) -> Run:
     run = Run.open("leakage", Settings(seed=3), tiny_llama.fingerprint, "cpu, float32", tmp_path / "runs")
     for name in ("one", "two"):
         made_probe(tiny_llama, VALUES, name=name, scale=len(name + name[0])).save(run.path / "probes" / name)
-    run.finish({}, {"answer": ""})
+    run.finish({})
     return run
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_has_nothing_to_publish_is_refused(run: Run, tmp_path: Path):
     refused(lambda: publish(run, tmp_path), "ran on 0123456789abcdef")
     bare = Run.open("leakage", Settings(seed=3), "x", "cpu", tmp_path / "runs", "bare")
     refused(lambda: publish(bare, tmp_path), "unfinished")
-    bare.finish({}, {})
+    bare.finish({})
     refused(lambda: publish(bare, tmp_path), "has no probes")
 
 

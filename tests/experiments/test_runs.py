@@ -58,7 +58,7 @@ def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else
         lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"}),
         "its tasks held something else",
     )
-    run.finish({}, {})
+    run.finish({})
     refused(
         lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "two"}),
         "its tasks held something else",
@@ -68,7 +68,7 @@ def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else
 def test_a_run_of_an_older_format_is_neither_resumed_nor_shown_for_a_new_one(tmp_path: Path):
     run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
     run.part("piece").write_text("kept")
-    run.finish({"accuracy": 0.5}, {})
+    run.finish({"accuracy": 0.5})
     environment = run.environment
     del environment["format"], environment["inputs"]
     (run.path / "env.json").write_text(json.dumps(environment))
@@ -168,7 +168,7 @@ def test_finishing_writes_results_and_drops_intermediate_ones(tmp_path: Path):
     run.part("piece").write_text("kept")
     assert not run.finished
     run.save_table("samples", pd.DataFrame({"sample": [0, 1]}))
-    run.finish({"accuracy": 0.5}, {"title": "t"})
+    run.finish({"accuracy": 0.5})
     loaded = Run.load(run.path)
     assert loaded.finished
     assert loaded.metrics == {"accuracy": 0.5}

@@ -182,7 +182,7 @@ def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in()
         (DEEPSEEK, {"policy": "SinkWindow(4, 60)"}, "SinkWindow(4, 60)"),
         (QWEN, {"policy": "Quantise(4)"}, "Quantise(4)"),
         (QWEN, {"block": 0}, "block"),
-        (QWEN, {"batched_tokens": 0}, "batched tokens"),
+        (QWEN, {"batched_tokens": 0}, "batched_tokens"),
     ],
 )
 def test_caches_that_vllm_lacks_are_refused_in_a_sentence(name: str, choices: dict[str, int | str], said: str):

@@ -417,7 +417,7 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
     table["score_strict"], table["score_flexible"] = table["score_exact"], True
     found = concluded(table, config)
-    run = page_of(STUDY, config, found, tmp_path)
+    run = page_of(STUDY, config, found, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}
     assert beside["zeros", "10 %"] == ["62.0 % (52.2 to 70.9)", "60.0 % (38.7 to 78.1)", "overlap"]
