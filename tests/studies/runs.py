@@ -1,7 +1,9 @@
 """What the tests of all studies share: runs on a model in hand, runs that stop midway, and made-up material."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
