@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -18,9 +18,6 @@ from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
 from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.passcode import Context
-
-Result = TypeVar("Result")
-
 
 def give(patch: pytest.MonkeyPatch, model: Model) -> None:
     """Let a study that loads any model get this one."""
