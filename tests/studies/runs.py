@@ -19,6 +19,7 @@ from kvprobe.inference.model import Model
 from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.passcode import Context
 
+
 def give(patch: pytest.MonkeyPatch, model: Model) -> None:
     """Let a study that loads any model get this one."""
     patch.setattr(beginning, "load", lambda *_, **__: model)
