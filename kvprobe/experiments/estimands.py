@@ -41,6 +41,7 @@ class Estimand(ABC):
         together: keys among whose equal values the intervals of a family hold together (Bonferroni), `()` for the whole
             family; None for each by itself, about which nothing may be claimed.
         family: its name, which estimands of other names may share; that of the findings by default.
+        claims: how many its intervals hold together over, where the family is not all measured at once.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Estimand(ABC):
     unit: str = ""
     together: tuple[str, ...] | None = None
     family: str = ""
+    claims: int = 0
 
     @abstractmethod
     def cells(self, rows: Rows) -> "list[Cell]":
@@ -211,9 +213,9 @@ def measure(rows: Rows, estimands: Iterable[Estimand]) -> Findings:
     sizes = Counter(cell.family for cell in cells)
     findings = Findings()
     for cell in cells:
-        count = 0 if cell.family is None else sizes[cell.family]
-        value, estimand = cell.estimated(max(1, count)), cell.estimand
-        findings.add(Finding(estimand.name, cell.keys, value, estimand.unit, count))
+        estimand = cell.estimand
+        count = estimand.claims or (0 if cell.family is None else sizes[cell.family])
+        findings.add(Finding(estimand.name, cell.keys, cell.estimated(max(1, count)), estimand.unit, count))
     return findings
 
 

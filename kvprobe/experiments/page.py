@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, Template, TemplateError
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
 from kvprobe import wording
@@ -54,7 +54,7 @@ def write_views(study: Study[Any], run: Run) -> Path:
 
 def answer(study: Study[Any], run: Run) -> str:
     """The answer of a run's page, as plain text."""
-    return str(Markup(_Page(study, run).rendered("answer")).striptags())
+    return str(Markup(_Page(study, run).rendered(answering=True)).striptags())
 
 
 @dataclass
@@ -78,8 +78,8 @@ class _Page:
     def findings(self) -> Findings:
         return self.conclusion.findings
 
-    def rendered(self, block: str | None = None) -> str:
-        """The page's body, or one block of it."""
+    def rendered(self, answering: bool = False) -> str:
+        """The page's body, or its answer alone."""
         own = [FileSystemLoader(self.study.folder)] if self.study.folder else []
         loader = ChoiceLoader([*own, PackageLoader("kvprobe.report")])
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -87,7 +87,7 @@ class _Page:
         environment.filters["label"] = lambda value, key: self.study.label(key, value)
         try:
             template = environment.get_template("page.html.j2" if own else "study.html.j2")
-            return self._filled(template, block)
+            return template.render(self._known, answering=answering)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Files of a run are untrusted: facts of another shape fail anywhere in a template.
             raise UserError(
@@ -95,8 +95,10 @@ class _Page:
                 f"altered, or the page is wrong, so run the study again."
             ) from error
 
-    def _filled(self, template: Template, block: str | None) -> str:
-        values: dict[str, Any] = {
+    @property
+    def _known(self) -> dict[str, Any]:
+        """What templates may name."""
+        return {
             **{name: getattr(self, name) for name in ("study", "config", "findings", "title", "figures")},
             **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "tokens", "view")},
             "facts": self.conclusion.facts,
@@ -107,12 +109,6 @@ class _Page:
             "coloured": lambda record: self.view(filled(TokenView, record, "a coloured text", LIMITS)),
             "reproduced": reproduced(self.study.command, self.config, self.run.environment),
         }
-        if block is None:
-            return template.render(values)
-        context = template.new_context(values)
-        for _ in template.root_render_func(context):
-            pass  # what the page defines before its blocks is known to them only then
-        return "".join(context.blocks[block][0](context))
 
     @property
     def figures(self) -> dict[str, Figure]:

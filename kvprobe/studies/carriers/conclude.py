@@ -27,12 +27,15 @@ from kvprobe.wording import few_clusters
 
 BOTH = "both"
 """The two questions together."""
+HEADLINE = 5
+"""Claims of the answer, whose intervals hold together: that the summary carries more than later turns, in two
+directions; V against K, which is claimed only if four gaps agree; which band leads; and the code."""
 COMPARED = (
-    ("group", "summary", "later turns"),
-    ("group", "summary text", "summary delimiters"),
-    ("part", "V", "K"),
+    ("group", "summary", "later turns", (BOTH,)),
+    ("group", "summary text", "summary delimiters", ()),
+    ("part", "V", "K", QUESTIONS),
 )
-"""Pairs of what is swapped at all layers."""
+"""Pairs of what is swapped at all layers, and the questions of which the answer speaks."""
 NEGLIGIBLE = 1e-3
 """Nats per token below which there is hardly an effect to carry."""
 ROUND_OFF = 100
@@ -68,7 +71,7 @@ ESTIMANDS: tuple[Estimand, ...] = (
 """Of swaps between the two caches, and of the caches themselves."""
 OF_CODES: tuple[Estimand, ...] = (
     Mean(name="code_in_view", of="way", where=ALL_AFTER, unit="logits"),
-    Mean(name="code_masked", of="masked", where=ALL_AFTER, unit="logits", together=()),
+    Mean(name="code_masked", of="masked", where=ALL_AFTER, unit="logits", claims=HEADLINE),
     Mean(name="code_effect", of="effect", by=("group", "part", "direction"), unit="logits"),
     Ratio(name="code_share", of="effect", over="way", by=("group",)),
 )
@@ -133,20 +136,22 @@ def add_sizes(findings: Findings, swaps: Rows) -> None:
 
 
 def add_gaps(findings: Findings, rows: Rows) -> None:
-    """By how much one share exceeds another of the same sweeps; one family for each comparison."""
-    for key, first, second in COMPARED:
-        where, keys = {**ALL_AFTER, key: first}, {"first": first, "second": second}
+    """By how much one share exceeds another of the same sweeps. Those of the answer hold together with all that it
+    claims; of the others, those of one comparison hold together over directions and questions."""
+    for key, first, second, answered in COMPARED:
         ahead = ahead_of(rows, {**ALL_AFTER, key: second})
-        add(
-            findings, ahead, Ratio(name="gap", of="ahead", over="way", by=SWAP[:2], where=where, keys=keys, together=())
-        )
+        others = tuple(question for question in (*QUESTIONS, BOTH) if question not in answered)
+        known: dict[str, Any] = {"by": SWAP[:2], "keys": {"first": first, "second": second}}
+        for questions, family in ((answered, {"claims": HEADLINE}), (others, {"together": ()})):
+            where = {**ALL_AFTER, key: first, "question": questions}
+            add(findings, ahead, Ratio(name="gap", of="ahead", over="way", where=where, **known, **family))
 
 
 def add_leads(findings: Findings, rows: Rows) -> None:
     """By how much the band with the largest share exceeds each other one.
 
     `lead` is claimed: the gap to the band that it exceeds least clearly. It is above zero only if all gaps are, so it
-    need not be corrected for their number.
+    counts once in what the answer claims.
     """
     for direction in DIRECTIONS:
         shares = findings.where("band_share", direction=direction, **ALL_AFTER)
@@ -154,11 +159,13 @@ def add_leads(findings: Findings, rows: Rows) -> None:
         first = max(known, key=lambda finding: finding.value.mean).keys["band"] if known else None
         for other in (finding.keys["band"] for finding in known if finding.keys["band"] != first):
             where, ahead = {"direction": direction, "band": first}, ahead_of(rows, {"band": other})
-            gap = Ratio(name="ahead", of="ahead", over="way", where=where, keys={**where, "other": other})
+            gap = Ratio(
+                name="ahead", of="ahead", over="way", where=where, keys={**where, "other": other}, claims=HEADLINE
+            )
             add(findings, ahead, gap)
         if gaps := findings.where("ahead", direction=direction):
             nearest = min(gaps, key=lambda finding: finding.value.ends[0])
-            findings.add(replace(nearest, name="lead", comparisons=1))
+            findings.add(replace(nearest, name="lead"))
 
 
 def ahead_of(rows: Rows, where: Mapping[str, Key]) -> Rows:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,11 @@ def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**
     one = ahead(samples, {"arm": "hidden", "split": "paired", "k": 1}, {"reader": "raw"})
     new = {"every": True, "split": "leave-context-out", "reader": "latents"}
     floor = ahead(samples, new, {"arm": "restart T3"})
-    claims = [*SINGLE.cells(one), *SEEN.cells(floor), *BEYOND.cells(exchanges)]
-    comparisons = COUNTED + len(claims)
-    for cell in claims:
-        findings.add(Finding(cell.estimand.name, cell.keys, cell.estimated(comparisons), comparisons=comparisons))
+    claims = ((one, SINGLE), (floor, SEEN), (exchanges, BEYOND))
+    comparisons = COUNTED + len(claims) * texts["place"].nunique()
+    for rows, estimand in claims:
+        for finding in measure(rows, [replace(estimand, claims=comparisons)]):
+            findings.add(finding)
     findings.number("chance", 1 / DIGITS)
     add_latents(findings, tables)
     add_differences(findings, tables, comparisons, config.seed)

@@ -43,7 +43,8 @@ PROMPT: dict[str, Any] = {"over": "damage", "cluster": "prompt"}
 DAMAGE = Mean(name="damage", of="damage", by=("family",), cluster="prompt", unit="nats")
 NOISED = Ratio(name="noised", of="noised", by=("band", "family"), where={"kind": "band"}, **PROMPT)
 REMOVED = Ratio(name="removed", of="gone", by=("family", "sort", "heads"), **PROMPT)
-BEYOND = Ratio(name="beyond", of="beyond", by=("sort",), where={"family": ALL, "heads": CHOSEN}, **PROMPT)
+EVERY: Where = {"family": ALL, "heads": CHOSEN}
+BEYOND = Ratio(name="beyond", of="beyond", by=("sort",), where=EVERY, claims=CLAIMS, **PROMPT)
 ONE: Where = {"single": True, "heads": CHOSEN}
 BEYOND_ONE = Ratio(name="beyond_one", of="beyond", by=("family", "sort"), where=ONE, together=(), **PROMPT)
 
@@ -159,10 +160,8 @@ def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, Heads]) ->
     """The index of each set on the half that it was not found on, that of random heads, and the difference; how many
     random sets go as far; which heads both halves chose, and how many random ones are of the chosen."""
     rows = prepared(table)
-    for finding in measure(rows, [REMOVED, BEYOND_ONE]):
+    for finding in measure(rows, [REMOVED, BEYOND, BEYOND_ONE]):
         findings.add(finding)
-    for cell in BEYOND.cells(rows):
-        findings.add(Finding("beyond", cell.keys, cell.estimated(CLAIMS), comparisons=CLAIMS))
     for (family, sort), own in rows[rows["heads"] == RANDOM].groupby(["family", "sort"], sort=False):
         keys, sums = {"family": family, "sort": sort}, own.groupby("draw")[["gone", "damage"]].sum()
         further = sums["gone"] / sums["damage"] - findings.at("removed", **keys, heads=CHOSEN).mean
