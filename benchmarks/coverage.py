@@ -2,7 +2,7 @@
 false one.
 
 Every quantity is simulated from a distribution whose truth is known, at 4, 8, 16 and 48 clusters, and given to the very
-functions that the studies call. The tables go into docs/intervals.md.
+functions that the studies call. The tables go into docs/results/coverage.md.
 
     make benchmark          or          python benchmarks/coverage.py [--quick]
 """
@@ -19,7 +19,7 @@ from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, 
 from kvprobe.studies.bands.statistics import newcombe, spearman, statistic
 from kvprobe.studies.policies.conclude import least_memory
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "intervals.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "coverage.md"
 CLUSTERS = (4, 8, 16, 48)
 REPETITIONS, QUICK = 4000, 300
 FAMILIES = (1, 4, 9, 24, 64)

@@ -1,4 +1,4 @@
-"""The budget beside the formulas of two public calculators, on configs from the hub, as the table of docs/memory.md.
+"""The budget beside the formulas of two public calculators, on configs from the hub; a table of docs/results/memory.md.
 
 Each model has the longest context that it was trained for, one conversation, and two bytes a number. The formulas are
 applied to the config as it is published, without the fields that it leaves out:

@@ -2,7 +2,7 @@
 
 The delete-one-cluster jackknife needs only a statistic's value without each cluster, so it serves means, differences,
 ratios, slopes and refitted probes. The quantile is Student's t, and the end on the side of a long tail is moved out.
-Fewer than `FEWEST` clusters give a range and no interval. docs/intervals.md reports the measured coverage.
+Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage.md reports the measured coverage.
 """
 
 from dataclasses import asdict, dataclass
@@ -101,8 +101,8 @@ def interval(
     times Student's t, with one degree of freedom fewer than clusters. The end on the side of the longer tail is moved
     out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide most of
     their skewness; it is enlarged less in a limited range. Clusters that are all alike at 0 or 1 can be so by chance:
-    with a limited range the interval is then as wide as Wilson's for 0 successes in as many trials. docs/intervals.md
-    reports the coverage.
+    with a limited range the interval is then as wide as Wilson's for 0 successes in as many trials.
+    docs/results/coverage.md reports the coverage.
 
     Args:
         within: the natural range of the quantities, `SHARE` or `DIFFERENCE`, which limits the intervals.

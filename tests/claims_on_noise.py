@@ -1,4 +1,4 @@
-"""How often each declared study claims anything where there is nothing: the table in docs/intervals.md.
+"""How often each declared study claims anything where there is nothing: the table in docs/results/coverage.md.
 
     python -m tests.claims_on_noise [REPETITIONS [STUDY ...]]
 

@@ -1,6 +1,6 @@
 """Every causal language model of transformers is compared with one pass from scratch, or refused.
 
-    python -m tests.every_model > docs/models.md
+    python -m tests.every_model > docs/reference/models.md
 
 For each class, kvprobe reads a tiny random model in both lanes: after slots were masked, after they were evicted, after
 a gap was closed, beside a longer row, and token by token. The expected numbers are computed without a cache and without

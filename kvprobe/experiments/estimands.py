@@ -1,8 +1,8 @@
 """Estimands: from rows, one per sample and condition, to findings with intervals over clusters.
 
 A cluster (an item, a conversation) counts once: its rows are averaged first. Conditions of the same clusters are
-compared by pairing, either as a column that `beside` adds, or as a `Difference`. docs/intervals.md reports how well the
-intervals cover.
+compared by pairing, either as a column that `beside` adds, or as a `Difference`. docs/results/coverage.md reports how
+well the intervals cover.
 """
 
 from abc import ABC, abstractmethod

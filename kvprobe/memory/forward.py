@@ -3,7 +3,7 @@
 The counts follow the decoder layers of transformers 5.23 line by line, in inference mode. While a layer's MLP runs,
 these are in memory: the embeddings, the layer's input, the residual stream after attention, its norm, and three tensors
 as wide as the MLP. While a sliding layer attends, its mask is there twice, as booleans and as floats. Measured on
-SmolLM2 and on Gemma 3, and on small random models (docs/memory.md).
+SmolLM2 and on Gemma 3, and on small random models (docs/results/memory.md).
 """
 
 from dataclasses import dataclass, replace

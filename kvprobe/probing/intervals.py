@@ -6,7 +6,7 @@ contexts look more independent than they are. Where there is nothing to read, th
 contexts, of which each context sees half: its variance is then up to twice that of independent contexts. Where training
 has nothing more to learn, it is that of independent contexts. `SHARED` lies between, as the correction of Nadeau and
 Bengio (2003) does for random splits. Leaving each context out and fitting again costs more and gives intervals that are
-too wide (99.5 % and more), because a hit is not a smooth function of the training set. docs/intervals.md has the
+too wide (99.5 % and more), because a hit is not a smooth function of the training set. docs/results/coverage.md has the
 measured coverage.
 """
 

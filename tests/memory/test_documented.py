@@ -11,7 +11,7 @@ from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.widths import FOLLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "memory.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from tests.every_model import ALLOWED, UNBUILT, examine
 from tests.models.every import NAMES, tiny
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 LISTED = dict(re.findall(r"^\| (\S+) \| \S+ \| ([^|]+) \|", PAGE, re.MULTILINE))
 
 

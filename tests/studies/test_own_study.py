@@ -18,7 +18,7 @@ from kvprobe.inference.model import Model
 from kvprobe.studies import find, read_study
 from tests.refusals import refused
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "studies.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "studies.md"
 
 
 @pytest.fixture(scope="module")
