@@ -1,5 +1,6 @@
 # make demo   a fresh machine to a leakage report on real weights
-# make test   lint and tests, in an environment of its own making
+# make test   lint, spelling and tests, in an environment of its own making
+# make docs   the documentation as a site that opens from a folder: site/index.html
 #
 # A GPU user chooses another build of torch:  make demo TORCH=torch
 
@@ -10,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint format figures benchmark clean
+.PHONY: demo test lint docs figures benchmark clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/kvprobe run leakage
@@ -20,6 +21,7 @@ test: $(VENV)/.developed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/codespell
 	PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.developed
@@ -27,6 +29,9 @@ lint: $(VENV)/.developed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-cache
+
+docs: $(VENV)/.documented
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 figures: $(VENV)/.installed
 	$(PY) figures/draw.py
@@ -43,7 +48,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/coverage_probes.py
 
 clean:
-	rm -rf $(VENV) build dist runs .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist runs site .ruff_cache .pytest_cache .hypothesis
 
 # Remembers which torch was asked for by name; a plain `make` keeps what there is.
 $(VENV)/.choice: FORCE
@@ -66,4 +71,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.developed: $(VENV)/.installed
 	$(PIP) install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(PIP) install --quiet --editable '.[docs]'
 	touch $@

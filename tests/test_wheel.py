@@ -1,6 +1,8 @@
 """The wheel holds everything that `kvprobe run leakage` needs, and works from wherever it is unpacked."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -41,6 +43,30 @@ def test_presets_probes_texts_and_types_are_inside(unpacked: Path):
 
 def test_nothing_but_kvprobe_is_importable(unpacked: Path):
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"kvprobe"}
+
+
+def test_the_readme_of_the_package_has_no_relative_link(unpacked: Path):
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    text = metadata.read_text(encoding="utf-8")
+    assert "# kvprobe\n" in text
+    assert not re.search(r"\]\((?!https?://)", text)
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ("[rooms](docs/a.md#b)", "[rooms](https://example.org/k/blob/HEAD/docs/a.md#b)"),
+        ("![one](figures/a.png)", "![one](https://example.org/k/raw/HEAD/figures/a.png)"),
+        ("[there](https://example.org)", "[there](https://example.org)"),
+    ],
+)
+def test_its_links_lead_into_the_repository_where_there_is_one(page: str, shown: str):
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    assert build.absolute(page, "https://example.org/k/") == shown
 
 
 def test_the_command_finds_its_presets_there(unpacked: Path, tmp_path: Path):

@@ -42,7 +42,7 @@ WORDS = re.compile(
 """A space in a pattern is any space, also a new line, within a comment too."""
 
 PAGES = [
-    ROOT / "README.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("figures", "probes", "models/features", "models/ordinal")),
 ]
