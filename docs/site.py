@@ -35,6 +35,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links in the repository into links in the site, and fill the API page."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     source = DOCS / page.file.src_uri
     source = source if source.exists() else ROOT / page.file.src_uri
 
