@@ -18,7 +18,7 @@ from coverage import table, write
 from kvprobe.probing.claims import FLOOR
 from kvprobe.probing.controls import hash_control
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.fits import Fits, chosen, fit_sites
+from kvprobe.probing.fits import Fits, chosen, fit_sites, fit_tasks
 from kvprobe.probing.intervals import INFORMATION, held_out
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
@@ -76,9 +76,8 @@ def coverage(contexts: int, each: int, signal: float, split: Split, draws: int, 
         control = torch.cat(
             [hash_control(features.labels, features.contexts.tolist(), CLASSES, seed) for seed in range(4)]
         )
-        fits = fit_sites(features, split, fold)
+        fits, memorised = fit_tasks(features, split, fold, [features.labels, control])
         others = fit_sites(floor, split, fold)
-        memorised = fit_sites(features, split, fold, labels=control)
         for first in range(0, SITES * designs, SITES):
             read, blind, learnt = (chosen(_some(each, first), fold) for each in (fits, others, memorised))
             hits, floored = (_hits(own.predicted, features.labels) for own in (read, blind))

@@ -129,11 +129,12 @@ def plain_ports(
 ) -> dict[tuple[Family, int], Port | None]:
     """Where the plain model computes each family; None where only a TransformerLens hook shows it."""
     ports: dict[tuple[Family, int], Port | None] = {}
+    hooked = lanes.hooked  # once, because it looks whether any weight was written
     for family in families:
-        if not lanes.hooked.fires(family):
+        if not hooked.fires(family):
             raise UserError(f"This model does not compute {family!r}, as its blocks are built otherwise; leave it out.")
         for layer in layers:
-            port = lanes.hooked.plain_port(family, layer)
+            port = hooked.plain_port(family, layer)
             if port is not None:
                 try:
                     lanes.plain.get_submodule(port[0])

@@ -98,7 +98,7 @@ def fitted_probe(
 
     fits = []
     for penalty, of_penalty in zip(penalties, evidence, strict=True):
-        temperature = fit_temperature(of_penalty[:1], prior, labels)[0]
+        temperature = fit_temperature(of_penalty[:1], prior, labels, torch.zeros_like(fold))[0, :, 0]
         posterior = (prior + of_penalty / temperature[:, None, None]).log_softmax(-1)
         fits.append((float(posterior[0].gather(-1, labels[..., None]).mean()), penalty, temperature, posterior))
     # Of equally good penalties the largest.

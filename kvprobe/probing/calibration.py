@@ -7,7 +7,8 @@ frequencies alone. Without it, a few samples that a probe reads confidently and 
 that reads nothing falls back on the frequencies, not on a uniform guess, so its information is exactly zero.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvprobe.probing.linear import check_problem, log_frequency
 from kvprobe.probing.ridge import RidgeEvidence, ridge_evidence
+from kvprobe.threads import one_thread
 
 COLDEST, HOTTEST = 1e-3, 1e3
 """Bounds of the search for the best temperature; at the hottest, nothing is left of the evidence."""
@@ -68,7 +70,7 @@ def calibrated_probes(
     contexts: Int[np.ndarray, "samples"] | None = None,
     size: Float[Tensor, "probes"] | None = None,
 ) -> CalibratedResult:
-    """Cross-validated probes of every target, with calibrated probabilities, a few probes at a time.
+    """Cross-validated probes of every target, with calibrated probabilities.
 
     Args:
         features: the work is done on their device.
@@ -82,91 +84,99 @@ def calibrated_probes(
         UserError: fewer than three folds or an empty one, a context in two folds, labels out of range or of one
             class, fewer samples than classes, or features that are not finite.
     """
-    check_problem(labels, folds, classes, contexts)
-    count, targets = int(folds.max()) + 1, len(labels)
-    out = CalibratedResult(
-        torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device),
-        features.new_empty(len(features), *labels.shape),
-        features.new_empty(len(features), *labels.shape),
-        _base_bits(labels, folds, classes).to(features.dtype),
-        features.new_empty(len(features), count),
-        features.new_empty(len(features), count),
-        features.new_empty(len(features), targets, count),
-    )
-    chunk = _chunk(features, targets * classes)
+    return calibrated_tasks(features, [labels], folds, classes, contexts=contexts, size=size)[0]
+
+
+@one_thread()
+def calibrated_tasks(
+    features: Float[Tensor, "probes samples dim"],
+    tasks: Sequence[Int[Tensor, "_ samples"]],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    *,
+    contexts: Int[np.ndarray, "samples"] | None = None,
+    size: Float[Tensor, "probes"] | None = None,
+) -> list[CalibratedResult]:
+    """`calibrated_probes` of several tasks (the labels of each) from the same features, a few probes at a time."""
+    for labels in tasks:
+        check_problem(labels, folds, classes, contexts)
+    chunk, results = _chunk(features, classes * sum(map(len, tasks))), []
     for first in range(0, len(features), chunk):
         here = slice(first, first + chunk)
-        seen = features[here]
-        result = ridge_evidence(seen, labels, folds, classes, size=None if size is None else size[here])
-        temperature, log_probability = calibrated(result, labels, folds, classes)
-        out.predicted[here] = result.predicted
-        out.confidence[here] = log_probability.gather(-1, result.predicted[..., None])[..., 0].exp()
-        out.bits[here] = -log_probability.gather(-1, _true_classes(log_probability, labels))[..., 0] / log(2)
-        out.inner_accuracy[here] = result.inner_accuracy
-        out.penalty[here] = result.penalty
-        out.temperature[here] = temperature
-    return out
+        fitted = ridge_evidence(features[here], tasks, folds, classes, size=None if size is None else size[here])
+        results.append([_calibrated(*pair, folds, classes) for pair in zip(fitted, tasks, strict=True)])
+    return [joined(parts) for parts in zip(*results, strict=True)]
 
 
-def calibrated(
+def joined(parts: Sequence[CalibratedResult]) -> CalibratedResult:
+    """The results of several batches of probes of one task."""
+    names = ("predicted", "confidence", "bits", "inner_accuracy", "penalty", "temperature")
+    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def _calibrated(
     result: RidgeEvidence, labels: Int[Tensor, "targets samples"], folds: Int[Tensor, "samples"], classes: int
-) -> tuple[Float[Tensor, "probes targets folds"], Float[Tensor, "probes targets samples classes"]]:
-    """Temperature by outer fold, and the log probabilities of every sample's classes, on its test fold."""
+) -> CalibratedResult:
+    """Probabilities of every sample's classes, by the temperature of its test fold."""
     count = int(folds.max()) + 1
-    temperatures, out = [], torch.empty_like(result.evidence)
+    before, base = result.evidence.new_empty(2, *labels.shape, classes)  # the fold before a sample's chose by it
     for fold in range(count):
-        inner, test = folds == (fold + 1) % count, folds == fold
-        prior = log_frequency(labels[:, ~inner & ~test], classes)[:, None].to(out.dtype)
-        temperature = fit_temperature(result.inner_evidence[:, :, inner], prior, labels[:, inner])
-        prior = log_frequency(labels[:, ~test], classes)[:, None].to(out.dtype)
-        posterior = (prior + result.evidence[:, :, test] / temperature[..., None, None]).log_softmax(-1)
-        rare = 1 / (int(inner.sum()) + 1)
-        out[:, :, test] = torch.logaddexp(posterior + log(1 - rare), prior + log(rare))
-        temperatures.append(temperature)
-    return torch.stack(temperatures, -1), out
+        test, inner = folds == fold, folds == (fold + 1) % count
+        base[:, test] = log_frequency(labels[:, ~test], classes)[:, None].to(base.dtype)
+        before[:, inner] = log_frequency(labels[:, ~inner & ~test], classes)[:, None].to(base.dtype)
+    chosen_by = (folds - 1) % count
+    temperature = fit_temperature(result.inner_evidence, before, labels, chosen_by)
+    posterior = (base + result.evidence / temperature[..., folds, None]).log_softmax(-1)
+    rare = (1 / (torch.bincount(chosen_by, minlength=count) + 1)).to(base.dtype)[folds, None]
+    log_probability = torch.logaddexp(posterior + torch.log1p(-rare), base + rare.log())
+    return CalibratedResult(
+        predicted=result.predicted,
+        confidence=log_probability.gather(-1, result.predicted[..., None])[..., 0].exp(),
+        bits=-_of_truth(log_probability, labels) / log(2),
+        base_bits=-base.gather(-1, labels[..., None])[..., 0] / log(2),
+        inner_accuracy=result.inner_accuracy,
+        penalty=result.penalty,
+        temperature=temperature,
+    )
 
 
 def fit_temperature(
     evidence: Float[Tensor, "probes targets samples classes"],
-    prior: Float[Tensor, "targets 1 classes"],
+    prior: Float[Tensor, "targets _ classes"],
     labels: Int[Tensor, "targets samples"],
-) -> Float[Tensor, "probes targets"]:
-    """The temperature of least cross-entropy of softmax(prior + evidence / temperature), by bisection.
+    groups: Int[Tensor, "samples"],
+) -> Float[Tensor, "probes targets groups"]:
+    """The temperature of least cross-entropy of softmax(prior + evidence / temperature) in each group of samples, by
+    bisection.
 
     Cross-entropy is convex in the inverse temperature, so the sign of its slope says on which side the minimum is.
     """
-    truth = evidence.gather(-1, _true_classes(evidence, labels))[..., 0].mean(-1)
+    members = torch.nn.functional.one_hot(groups).to(evidence.dtype)
+    truth = _of_truth(evidence, labels) @ members
+    # A softmax over any but the last axis is several times faster.
+    evidence, prior = evidence.mT.contiguous(), prior.mT.contiguous()
     low = torch.full_like(truth, log(COLDEST))
     high = torch.full_like(truth, log(HOTTEST))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        probability = (prior + evidence * (-middle).exp()[..., None, None]).softmax(-1)
-        hotter = (probability * evidence).sum(-1).mean(-1) >= truth
+        sharpness = (-middle).exp()[..., None, groups]
+        probability = (prior + evidence * sharpness).softmax(-2)
+        hotter = (probability * evidence).sum(-2) @ members >= truth
         low, high = torch.where(hotter, middle, low), torch.where(hotter, high, middle)
     return high.exp()
 
 
-def _true_classes(
+def _of_truth(
     scores: Float[Tensor, "probes targets samples classes"], labels: Int[Tensor, "targets samples"]
-) -> Int[Tensor, "probes targets samples 1"]:
-    return labels.expand(len(scores), -1, -1)[..., None]
-
-
-def _base_bits(
-    labels: Int[Tensor, "targets samples"], folds: Int[Tensor, "samples"], classes: int
-) -> Float[Tensor, "targets samples"]:
-    """Surprisal of each label, given the class frequencies of the other folds."""
-    out = torch.empty(labels.shape, device=labels.device)
-    for fold in range(int(folds.max()) + 1):
-        test = folds == fold
-        out[:, test] = -log_frequency(labels[:, ~test], classes).gather(1, labels[:, test]) / log(2)
-    return out
+) -> Float[Tensor, "probes targets samples"]:
+    """Each sample's score of its true class."""
+    return scores.gather(-1, labels.expand(len(scores), -1, -1)[..., None])[..., 0]
 
 
 def _chunk(features: Float[Tensor, "probes samples dim"], outputs: int) -> int:
     """How many probes to solve at once."""
     _, samples, dim = features.shape
-    per_probe = features.element_size() * (samples * (2 * dim + 6 * outputs) + 4 * dim * dim + 20 * dim * outputs)
+    per_probe = features.element_size() * (samples * (2 * dim + 9 * outputs) + 4 * dim * dim + 4 * dim * outputs)
     room = _CHUNK_BYTES
     if features.device.type == "cuda":
         room = int(_DEVICE_SHARE * torch.cuda.mem_get_info(features.device)[0])

@@ -24,6 +24,7 @@ from kvprobe.probing.intervals import INFORMATION, held_out_means
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
 from kvprobe.probing.splits import Split
+from kvprobe.threads import one_thread
 
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
 """Where blocks end, as shares of the samples (Voita and Titov 2020, section 2.2)."""
@@ -53,6 +54,7 @@ class Description:
         return self.table
 
 
+@one_thread()
 def description(
     features: Float[Tensor, "probes samples dim"],
     labels: Int[Tensor, "targets samples"],

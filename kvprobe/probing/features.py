@@ -17,7 +17,7 @@ from kvprobe.tasks.designs import Target
 READS = ("mean", "last")
 """How a segment's slots become one vector: their mean, or the last one."""
 
-_CHUNK_BYTES = 60_000_000
+_CHUNK_BYTES = 20_000_000
 
 
 class Site(NamedTuple):
@@ -79,9 +79,12 @@ class Features:
         pairs: list[tuple[Family, Site]] = [(family, site) for family in self.tensors for site in self.sites[family]]
         return tuple(pairs)
 
-    def batches(
-        self, family: Family, split: Split
-    ) -> Iterator[tuple[slice, Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]]:
+    def every_batch(self, split: Split) -> "Iterator[Batch]":
+        """`batches` of all families, in the order of `family_sites`."""
+        for family in self.tensors:
+            yield from self.batches(family, split)
+
+    def batches(self, family: Family, split: Split) -> "Iterator[Batch]":
         """A few sites at a time, to limit memory: their indices, what they read (centred within context for the paired
         split), and its root mean square before that."""
         tensor = self.tensors[family]
@@ -98,6 +101,10 @@ class Features:
         """What the probe at one site reads: centred within context for the paired split, with round-off set to zero."""
         seen = self.tensors[family][:, self.sites[family].index(site)][torch.from_numpy(self.rows)][None]
         return paired_features(seen, self.contexts) if split == "paired" else seen
+
+
+Batch = tuple[slice, Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]
+"""Indices of a few sites of a family, what probes read there, and its root mean square."""
 
 
 def read_outs(stacked: Tensor) -> Float[Tensor, "rows layers reads dim"]:

@@ -5,7 +5,7 @@ All that probes read passes through here: `kvprobe.probing.probe_features` and t
 tables of accuracies from the same fits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.models.lens import Family
-from kvprobe.probing.calibration import calibrated_probes
-from kvprobe.probing.features import Features, Site
+from kvprobe.probing.calibration import CalibratedResult, calibrated_tasks, joined
+from kvprobe.probing.features import Batch, Features, Site
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.permutation import permuted_hits
 from kvprobe.probing.splits import Split
 from kvprobe.stats import SHARE
+from kvprobe.threads import side_by_side
 
 
 @dataclass(frozen=True)
@@ -79,41 +80,48 @@ class Chosen:
         return max(self.picks, key=self.picks.count)
 
 
-def fit_sites(
+def fit_sites(features: Features, split: Split, folds: Int[np.ndarray, "samples"]) -> Fits:
+    """Cross-validated, calibrated probes at every site; raises as `fit_tasks` does."""
+    return fit_tasks(features, split, folds, [features.labels])[0]
+
+
+def fit_tasks(
     features: Features,
     split: Split,
     folds: Int[np.ndarray, "samples"],
+    tasks: Sequence[Int[Tensor, "_ samples"]],
     *,
-    labels: Int[Tensor, "targets samples"] | None = None,
     done: Callable[[int], object] = lambda probes: None,
-) -> Fits:
-    """Cross-validated, calibrated probes at every site.
+) -> list[Fits]:
+    """`fit_sites` for several tasks, the labels of each; what does not depend on labels is computed once.
 
     Args:
-        labels: those of the features by default; a control task has others.
         done: called with the number of probes that were just fitted.
 
     Raises:
         UserError: see `calibrated_probes`.
     """
-    labels = features.labels if labels is None else labels
-    contexts = None if split == "random" else features.contexts
-    predicted, information, inner = [], [], []
-    for family in features.tensors:
-        for _, seen, size in features.batches(family, split):
-            result = calibrated_probes(
-                seen,
-                labels.to(seen.device),
-                torch.from_numpy(folds).to(seen.device),
-                len(features.target.classes),
-                contexts=contexts,
-                size=size,
-            )
-            predicted.append(result.predicted.cpu())
-            information.append(result.information.mean(1).cpu())
-            inner.append(result.inner_accuracy.cpu())
-            done(len(seen))
-    return Fits(features.family_sites, torch.cat(predicted), torch.cat(information), torch.cat(inner))
+    contexts, classes = None if split == "random" else features.contexts, len(features.target.classes)
+
+    def fitted(batch: Batch) -> list[CalibratedResult]:
+        _, seen, size = batch
+        numbers, here = torch.from_numpy(folds).to(seen.device), [labels.to(seen.device) for labels in tasks]
+        return calibrated_tasks(seen, here, numbers, classes, contexts=contexts, size=size)
+
+    results = []
+    for batch in side_by_side(fitted, features.every_batch(split)):
+        results.append(batch)
+        done(len(tasks) * len(batch[0].predicted))
+    whole = [joined(parts) for parts in zip(*results, strict=True)]
+    return [
+        Fits(
+            features.family_sites,
+            result.predicted.cpu(),
+            result.information.mean(1).cpu(),
+            result.inner_accuracy.cpu(),
+        )
+        for result in whole
+    ]
 
 
 def chosen(fits: Fits, folds: Int[np.ndarray, "samples"]) -> Chosen:
@@ -141,10 +149,15 @@ def permuted_scores(
     done: Callable[[int], object] = lambda probes: None,
 ) -> Float[np.ndarray, "assignments sites"]:
     """`kvprobe.probing.permutation.permuted_hits` at every site."""
+    classes = len(features.target.classes)
+
+    def permuted(batch: Batch) -> Float[np.ndarray, "assignments probes"]:
+        _, seen, size = batch
+        labels, numbers = features.labels.to(seen.device), torch.from_numpy(folds).to(seen.device)
+        return permuted_hits(seen, labels, numbers, classes, orders, size)
+
     scores = []
-    for family in features.tensors:
-        for _, seen, size in features.batches(family, split):
-            labels, fold_numbers = features.labels.to(seen.device), torch.from_numpy(folds).to(seen.device)
-            scores.append(permuted_hits(seen, labels, fold_numbers, len(features.target.classes), orders, size))
-            done(len(seen))
+    for batch in side_by_side(permuted, features.every_batch(split)):
+        scores.append(batch)
+        done(batch.shape[1])
     return np.concatenate(scores, 1)

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.probing.linear import check_features
-from kvprobe.probing.ridge import VARIANCE_FLOOR
+from kvprobe.probing.ridge import VARIANCE_FLOOR, divided
+from kvprobe.threads import one_thread
 
 PENALTY = 0.1
 """Per training sample, on features of unit variance: the middle of the penalties that `ridge_probes` chooses from."""
@@ -18,6 +19,7 @@ PENALTY = 0.1
 _CHUNK_BYTES = 60_000_000
 
 
+@one_thread()
 def fixed_ridge(
     features: Float[Tensor, "probes samples dim"],
     labels: Int[Tensor, "targets samples"],
@@ -69,8 +71,5 @@ def _smoother(
     # Of the two equal forms, the one with the smaller system of equations.
     few = seen.shape[2] > seen.shape[1]
     gram = seen @ seen.mT if few else seen.mT @ seen
-    gram.diagonal(dim1=1, dim2=2).add_(penalty * train.shape[1])
-    factor = torch.linalg.cholesky(gram)
-    if few:
-        return torch.cholesky_solve(seen @ asked.mT, factor).mT
-    return torch.cholesky_solve(asked.mT, factor).mT @ seen.mT
+    ridge = gram.new_full((len(gram),), penalty * train.shape[1])
+    return divided(asked @ seen.mT, gram, ridge) if few else divided(asked, gram, ridge) @ seen.mT

@@ -17,7 +17,7 @@ from kvprobe.probing.controls import hash_control, lookup, permuted_within
 from kvprobe.probing.curves import chosen_curves
 from kvprobe.probing.description import description
 from kvprobe.probing.features import Features
-from kvprobe.probing.fits import chosen, fit_sites, permuted_scores
+from kvprobe.probing.fits import chosen, fit_tasks, permuted_scores
 from kvprobe.probing.permutation import p_values, step_down
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.probing.tables import floor_table, site_table, sparse_table, summary_table
@@ -104,11 +104,10 @@ def _under(
     fold = fold_numbers(split, features.contexts, shared.folds, rng)
     control_labels = _control_tasks(features, rng) if len(set(features.contexts)) > 1 else None
 
-    fits = fit_sites(features, split, fold, done=done)
-    control = None
-    if control_labels is not None:
-        control = fit_sites(features, split, fold, labels=control_labels, done=done), control_labels
-    others = {name: fit_sites(floor, split, fold, done=done) for name, floor in floors.items()}
+    tasks = [labels] if control_labels is None else [labels, control_labels]
+    fits, *memorised = fit_tasks(features, split, fold, tasks, done=done)
+    control = None if control_labels is None else (memorised[0], control_labels)
+    others = {name: fit_tasks(floor, split, fold, [labels], done=done)[0] for name, floor in floors.items()}
     table = site_table(split, features, fits, clusters, floor=others.get(FLOOR), control=control)
     scores = (
         permuted_scores(features, split, fold, shared.orders, done=done) if len(shared.orders) else np.empty((0, 0))

@@ -7,8 +7,10 @@ touched once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,12 +18,15 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.probing.gram import FoldMoments, Moments, one_hot_answers
 from kvprobe.probing.linear import LinearProbes, check_features
+from kvprobe.threads import one_thread
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Ridge penalties per training sample, on features of unit variance."""
 
 VARIANCE_FLOOR = 1e-5
 """Features that vary less than this, relative to the size of what the probe reads, are constant but for round-off."""
+
+ALL_OUTPUTS = slice(None)
 
 
 @dataclass(frozen=True)
@@ -73,37 +78,35 @@ def ridge_probes(
     Raises:
         UserError: fewer than three folds, labels out of range, or features that are not finite.
     """
-    predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
-    inner_accuracy, chosen_penalty = [], []
-    for fitted in fitted_by_fold(features, labels, folds, classes, penalties, size):
-        inner_accuracy.append(fitted.inner_accuracy)
-        chosen_penalty.append(fitted.penalty)
-        predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
-    return RidgeResult(predicted, torch.stack(inner_accuracy, 1), torch.stack(chosen_penalty, 1))
+    return ridge_evidence(features, [labels], folds, classes, penalties, size)[0]
 
 
+@one_thread()
 def ridge_evidence(
     features: Float[Tensor, "probes samples dim"],
-    labels: Int[Tensor, "targets samples"],
+    tasks: Sequence[Int[Tensor, "_ samples"]],
     folds: Int[Tensor, "samples"],
     classes: int,
-    *,
+    penalties: Sequence[float] = PENALTIES,
     size: Float[Tensor, "probes"] | None = None,
-) -> RidgeEvidence:
-    """The same probes with what they say about every class; arguments and errors are those of `ridge_probes`."""
-    shape = (len(features), *labels.shape)
-    predicted = torch.empty(shape, dtype=torch.long, device=features.device)
-    evidence, inner_evidence = (features.new_empty(*shape, classes) for _ in range(2))
-    inner_accuracy, chosen_penalty = [], []
-    for fitted in fitted_by_fold(features, labels, folds, classes, PENALTIES, size):
-        inner_accuracy.append(fitted.inner_accuracy)
-        chosen_penalty.append(fitted.penalty)
-        predicted[:, :, fitted.test] = fitted.probes.scores(features[:, fitted.test]).argmax(-1)
-        evidence[:, :, fitted.test] = _above_share(fitted.probes, features[:, fitted.test])
-        inner_evidence[:, :, fitted.inner] = _above_share(fitted.inner_probes, features[:, fitted.inner])
-    return RidgeEvidence(
-        predicted, torch.stack(inner_accuracy, 1), torch.stack(chosen_penalty, 1), evidence, inner_evidence
-    )
+) -> list[RidgeEvidence]:
+    """The same probes with what they say about every class, for several tasks: labels that are read from the same
+    features, each at the penalty that suits it. Other arguments and errors are those of `ridge_probes`.
+    """
+    results = []
+    for labels in tasks:
+        shape = (len(features), *labels.shape)
+        predicted = torch.empty(shape, dtype=torch.long, device=features.device)
+        by_fold = features.new_empty(2, len(features), int(folds.max()) + 1)
+        results.append(RidgeEvidence(predicted, *by_fold, *features.new_empty(2, *shape, classes)))
+    for fold, fitted in enumerate(fitted_by_fold(features, tasks, folds, classes, penalties, size)):
+        for result, task in zip(results, fitted, strict=True):
+            result.inner_accuracy[:, fold] = task.inner_accuracy
+            result.penalty[:, fold] = task.penalty
+            result.inner_evidence[:, :, task.inner] = task.inner_evidence
+            result.evidence[:, :, task.test] = task.evidence
+            result.predicted[:, :, task.test] = task.predicted
+    return results
 
 
 def streamed_ridge(
@@ -146,10 +149,11 @@ def streamed_ridge(
                 right = candidate.scores(batch[:, inner]).argmax(-1).eq(labels[:, rows][:, inner])
                 hits[index, :, fold] += right.sum((1, 2))
     held = torch.bincount(folds, minlength=count).roll(-1) * len(labels)
-    accuracy, penalty = zip(*(_chosen((hits / held)[:, :, fold], grid) for fold in range(count)), strict=True)
+    best, accuracy = _best((hits / held).flatten(1))
+    penalty = grid[best].view(probes, count)
 
     final = [
-        _Ridge(moments.of([other for other in range(count) if other != fold]), floor).at(penalty[fold], classes)
+        _Ridge(moments.of([other for other in range(count) if other != fold]), floor).at(penalty[:, fold], classes)
         for fold in range(count)
     ]
     predicted = torch.empty(probes, *labels.shape, dtype=torch.long, device=grid.device)
@@ -157,31 +161,49 @@ def streamed_ridge(
         for fold, trained in enumerate(final):
             test = torch.nonzero(folds[rows] == fold)[:, 0]
             predicted[:, :, rows.start + test] = trained.scores(batch[:, test]).argmax(-1)
-    return RidgeResult(predicted, torch.stack(accuracy, 1).float(), torch.stack(penalty, 1).float())
+    return RidgeResult(predicted, accuracy.view(probes, count).float(), penalty.float())
 
 
 @dataclass(frozen=True)
 class FittedFold:
-    """Probes of one outer fold: those that chose the penalty, and those trained on the inner fold too."""
+    """Probes of one outer fold and task: those that chose the penalty, and those trained on the inner fold too.
+
+    Attributes:
+        share: of each class in the whole training set.
+        evidence: what the features of the test fold add to it; `inner_evidence`, those of the inner fold to its own
+            training set's.
+    """
 
     test: Int[Tensor, "held"]
     inner: Int[Tensor, "inner_held"]
-    inner_probes: LinearProbes
-    probes: LinearProbes
     inner_accuracy: Float[Tensor, "probes"]
     penalty: Float[Tensor, "probes"]
+    inner_evidence: Float[Tensor, "probes targets inner_held classes"]
+    evidence: Float[Tensor, "probes targets held classes"]
+    share: Float[Tensor, "targets 1 classes"]
+    trained: "_Ridge | _KernelRidge"
+    outputs: slice
+
+    @property
+    def predicted(self) -> Int[Tensor, "probes targets held"]:
+        return (self.evidence + self.share).argmax(-1)
+
+    @property
+    def probes(self) -> LinearProbes:
+        return self.trained.at(self.penalty, self.share.shape[-1], self.outputs)
 
 
 def fitted_by_fold(
     features: Float[Tensor, "probes samples dim"],
-    labels: Int[Tensor, "targets samples"],
+    tasks: Sequence[Int[Tensor, "_ samples"]],
     folds: Int[Tensor, "samples"],
     classes: int,
-    penalties: Sequence[float],
-    size: Float[Tensor, "probes"] | None,
+    penalties: Sequence[float] = PENALTIES,
+    size: Float[Tensor, "probes"] | None = None,
     only: Sequence[int] | None = None,
-) -> Iterator[FittedFold]:
-    """The probes of each outer fold in turn, or of these only."""
+) -> Iterator[list[FittedFold]]:
+    """The probes of each task (its labels) for each outer fold in turn, or for these only."""
+    labels = torch.cat(list(tasks))
     count = _checked(labels, folds, classes)
     check_features(features)
     if size is None:
@@ -189,8 +211,8 @@ def fitted_by_fold(
     floor = (VARIANCE_FLOOR * size)[:, None]
     answers = one_hot_answers(labels, classes, features.dtype)
     members = [torch.nonzero(folds == fold)[:, 0] for fold in range(count)]
-    # Where features outnumber samples, samples are the smaller of the two systems of equations.
-    few = features.shape[2] > features.shape[1]
+    # Where features outnumber the samples of a training set, samples are the smaller of the two systems of equations.
+    few = features.shape[2] > features.shape[1] - min(map(len, members))
     parts = [] if few else [Moments.of(features[:, rows], answers[rows]) for rows in members]
 
     def trained_on(training_folds: Sequence[int]) -> _Ridge | _KernelRidge:
@@ -199,23 +221,29 @@ def fitted_by_fold(
             return _KernelRidge(features[:, rows], answers[rows], floor)
         return _Ridge(Moments.merged([parts[other] for other in training_folds]), floor)
 
+    ends = np.cumsum([0, *(len(task) for task in tasks)]).tolist()
     grid = _grid(penalties, features.shape[2], features.dtype).to(features.device)
+    every = torch.arange(len(features), device=features.device)
     for fold in range(count) if only is None else only:
-        inner = (fold + 1) % count
-        trained = trained_on([other for other in range(count) if other not in (fold, inner)])
-        path = [trained.at(penalty.expand(len(features)), classes) for penalty in grid]
-        held, answer = features[:, members[inner]], labels[:, members[inner]]
-        accuracy = torch.stack([probes.scores(held).argmax(-1).eq(answer).float().mean((1, 2)) for probes in path])
-        best_accuracy, penalty = _chosen(accuracy, grid)
-        final = trained_on([other for other in range(count) if other != fold]).at(penalty, classes)
-        yield FittedFold(members[fold], members[inner], _picked(path, penalty, grid), final, best_accuracy, penalty)
-
-
-def _above_share(
-    probes: LinearProbes, features: Float[Tensor, "probes samples dim"]
-) -> Float[Tensor, "probes targets samples classes"]:
-    """A ridge score less the class's share of the training set: what the features add."""
-    return replace(probes, intercept=torch.zeros_like(probes.intercept)).scores(features)
+        inner, test = members[(fold + 1) % count], members[fold]
+        path = trained_on([other for other in range(count) if other not in (fold, (fold + 1) % count)])
+        asked, share = path.asked(features[:, inner]), path.intercept.view(len(labels), 1, classes)
+        by_penalty = torch.stack(
+            [path.evidence(asked, penalty.expand(len(features))).unflatten(-1, (-1, classes)) for penalty in grid]
+        ).transpose(2, 3)
+        right = (by_penalty + share).argmax(-1).eq(labels[:, inner]).to(features.dtype)
+        whole = trained_on([other for other in range(count) if other != fold])
+        asked, share = whole.asked(features[:, test]), whole.intercept.view(len(labels), 1, classes)
+        fitted = []
+        for first, last in pairwise(ends):
+            targets, outputs = slice(first, last), slice(first * classes, last * classes)
+            best, accuracy = _best(right[:, :, targets].mean((2, 3)))
+            inner_evidence = by_penalty[best, every][:, targets]
+            evidence = whole.evidence(asked, grid[best], outputs).unflatten(-1, (-1, classes)).transpose(1, 2)
+            fitted.append(
+                FittedFold(test, inner, accuracy, grid[best], inner_evidence, evidence, share[targets], whole, outputs)
+            )
+        yield fitted
 
 
 def _checked(labels: Int[Tensor, "targets samples"], folds: Int[Tensor, "samples"], classes: int) -> int:
@@ -248,23 +276,13 @@ def _grid(penalties: Sequence[float], dim: int, dtype: torch.dtype) -> Float[Ten
     return torch.tensor(list(penalties), dtype=dtype).clamp(min=4 * torch.finfo(dtype).eps * dim)
 
 
-def _chosen(
-    accuracy: Float[Tensor, "penalties probes"], grid: Float[Tensor, "penalties"]
-) -> tuple[Float[Tensor, "probes"], Float[Tensor, "probes"]]:
-    """The best accuracy and its penalty; of equally good penalties the largest."""
-    # argmax of the reversed grid finds the last maximum.
-    best = len(grid) - 1 - accuracy.flip(0).argmax(0)
-    return accuracy.gather(0, best[None])[0], grid[best]
-
-
-def _picked(
-    path: Sequence[LinearProbes], penalty: Float[Tensor, "probes"], grid: Float[Tensor, "penalties"]
-) -> LinearProbes:
-    """Each probe of a path at its own penalty."""
-    weights = path[0].weights.clone()
-    for probes, candidate in zip(path, grid, strict=True):
-        weights = torch.where((penalty == candidate)[:, None, None], probes.weights, weights)
-    return LinearProbes(path[0].mean, weights, path[0].intercept, path[0].classes)
+def _best(
+    accuracy: Float[Tensor, "penalties probes"],
+) -> tuple[Int[Tensor, "probes"], Float[Tensor, "probes"]]:
+    """Number of the best penalty, of equally good ones the last and largest, and its accuracy."""
+    # argmax of the reversed path finds the last maximum.
+    best = len(accuracy) - 1 - accuracy.flip(0).argmax(0)
+    return best, accuracy.gather(0, best[None])[0]
 
 
 class _Ridge:
@@ -278,14 +296,23 @@ class _Ridge:
         self.gram = training.gram.mul_(self.scale[:, :, None]).mul_(self.scale[:, None, :])
         self.cross = training.cross.mul_(self.scale[:, :, None])
 
-    def at(self, penalty: Float[Tensor, "probes"], classes: int) -> LinearProbes:
-        """The probes, each at its own penalty."""
-        gram = self.gram.clone()
-        gram.diagonal(dim1=1, dim2=2).add_((penalty * self.count)[:, None])
-        factor = torch.linalg.cholesky(gram)
-        half = torch.linalg.solve_triangular(factor, self.cross, upper=False)
-        weights = torch.linalg.solve_triangular(factor.mT, half, upper=True).mul_(self.scale[:, :, None])
-        return LinearProbes(self.mean, weights, self.intercept.expand(len(weights), -1), classes)
+    def at(self, penalty: Float[Tensor, "probes"], classes: int, outputs: slice = ALL_OUTPUTS) -> LinearProbes:
+        """The probes of some outputs, each at its own penalty."""
+        weights = self._solved(penalty, outputs).mul_(self.scale[:, :, None])
+        return LinearProbes(self.mean, weights, self.intercept[outputs].expand(len(weights), -1), classes)
+
+    def asked(self, held: Float[Tensor, "probes held dim"]) -> Float[Tensor, "probes held dim"]:
+        """What `evidence` needs to know of held-out samples."""
+        return (held - self.mean[:, None]).mul_(self.scale[:, None])
+
+    def evidence(
+        self, asked: Float[Tensor, "probes held dim"], penalty: Float[Tensor, "probes"], outputs: slice = ALL_OUTPUTS
+    ) -> Float[Tensor, "probes held outputs"]:
+        """What the features add to the shares of the training set."""
+        return asked @ self._solved(penalty, outputs)
+
+    def _solved(self, penalty: Float[Tensor, "probes"], outputs: slice) -> Float[Tensor, "probes dim outputs"]:
+        return divided(self.cross[:, :, outputs].mT, self.gram, penalty * self.count).mT
 
 
 class _KernelRidge:
@@ -298,17 +325,45 @@ class _KernelRidge:
         floor: Float[Tensor, "probes 1"],
     ) -> None:
         self.mean, self.intercept = features.mean(1), answers.mean(0)
-        centred = features - self.mean[:, None]
-        deviation = centred.square().mean(1).sqrt()
+        self.seen = features - self.mean[:, None]
+        deviation = self.seen.square().mean(1).sqrt()
         self.scale = torch.where(deviation > floor, 1 / deviation, 0.0)
-        self.seen = centred * self.scale[:, None]
+        self.seen.mul_(self.scale[:, None])
         self.kernel = self.seen @ self.seen.mT
         self.answers = answers - self.intercept
 
-    def at(self, penalty: Float[Tensor, "probes"], classes: int) -> LinearProbes:
-        """The probes, each at its own penalty."""
-        kernel = self.kernel.clone()
-        kernel.diagonal(dim1=1, dim2=2).add_((penalty * len(self.answers))[:, None])
-        dual = torch.cholesky_solve(self.answers.expand(len(kernel), -1, -1), torch.linalg.cholesky(kernel))
-        weights = (self.seen.mT @ dual).mul_(self.scale[:, :, None])
-        return LinearProbes(self.mean, weights, self.intercept.expand(len(weights), -1), classes)
+    def at(self, penalty: Float[Tensor, "probes"], classes: int, outputs: slice = ALL_OUTPUTS) -> LinearProbes:
+        """See `_Ridge.at`."""
+        weights = (self.seen.mT @ self._solved(penalty, outputs)).mul_(self.scale[:, :, None])
+        return LinearProbes(self.mean, weights, self.intercept[outputs].expand(len(weights), -1), classes)
+
+    def asked(self, held: Float[Tensor, "probes held dim"]) -> Float[Tensor, "probes held samples"]:
+        """See `_Ridge.asked`."""
+        return (held - self.mean[:, None]).mul_(self.scale[:, None]) @ self.seen.mT
+
+    def evidence(
+        self,
+        asked: Float[Tensor, "probes held samples"],
+        penalty: Float[Tensor, "probes"],
+        outputs: slice = ALL_OUTPUTS,
+    ) -> Float[Tensor, "probes held outputs"]:
+        """See `_Ridge.evidence`."""
+        answers = self.answers[:, outputs]
+        if asked.shape[1] > answers.shape[1]:
+            return asked @ self._solved(penalty, outputs)
+        return divided(asked, self.kernel, penalty * len(answers)) @ answers
+
+    def _solved(self, penalty: Float[Tensor, "probes"], outputs: slice) -> Float[Tensor, "probes samples outputs"]:
+        answers = self.answers[:, outputs].T.expand(len(self.kernel), -1, -1)
+        return divided(answers, self.kernel, penalty * len(self.answers)).mT
+
+
+def divided(
+    rows: Float[Tensor, "probes rows size"], gram: Float[Tensor, "probes size size"], ridge: Float[Tensor, "probes"]
+) -> Float[Tensor, "probes rows size"]:
+    """rows (gram + ridge I)⁻¹. From the right, since LAPACK is then nearly twice as fast on a few dozen rows."""
+    stiff = gram.clone()
+    stiff.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    factor = torch.linalg.cholesky(stiff)
+    half = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False)
+    return torch.linalg.solve_triangular(factor, half, upper=False, left=False)

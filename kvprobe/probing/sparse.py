@@ -13,9 +13,10 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
-from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR, fitted_by_fold
+from kvprobe.probing.ridge import VARIANCE_FLOOR, fitted_by_fold
 from kvprobe.probing.splits import centred_within
 from kvprobe.stats import SHARE
+from kvprobe.threads import one_thread
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 Hits = Mapping[int, tuple[Float[np.ndarray, "probes samples"], Float[np.ndarray, "probes samples"]]]
@@ -101,6 +102,7 @@ def sparse_curves(
     return SparseCurves(table, chosen, hits, 1 / classes)
 
 
+@one_thread()
 def sparse_hits(
     features: Float[Tensor, "probes samples dim"],
     labels: Int[Tensor, "targets samples"],
@@ -149,7 +151,6 @@ def _hits(
         parts = dimensions[:, :, fold, target, None].expand(-1, -1, samples, -1)
         seen = torch.cat([features.gather(2, part) for part in parts])
         answers = labels[target : target + 1]
-        (fitted,) = fitted_by_fold(seen, answers, folds, classes, PENALTIES, None, [fold])
-        guesses = fitted.probes.scores(seen[:, fitted.test]).argmax(-1)
-        hits[:, fitted.test] += guesses.eq(answers[:, fitted.test])[:, 0]
+        ((fitted,),) = fitted_by_fold(seen, [answers], folds, classes, only=[fold])
+        hits[:, fitted.test] += fitted.predicted.eq(answers[:, fitted.test])[:, 0]
     return (hits / len(labels)).unflatten(0, dimensions.shape[:2]).cpu().numpy()

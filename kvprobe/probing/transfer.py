@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
-from kvprobe.probing.ridge import PENALTIES, fitted_by_fold
+from kvprobe.probing.ridge import fitted_by_fold
 from kvprobe.stats import SHARE
 
 
@@ -82,10 +82,10 @@ def transferred(
     """
     shape = (len(features), len(features), *labels.shape)
     predicted = torch.empty(shape, dtype=torch.long, device=features.device)
-    for fold, fitted in enumerate(fitted_by_fold(features, labels, folds, classes, PENALTIES, size)):
-        seen = features - fitted.probes.mean[:, None]
-        trained = folds != fold
-        for train, (weights, intercept) in enumerate(zip(fitted.probes.weights, fitted.probes.intercept, strict=True)):
+    for fold, (fitted,) in enumerate(fitted_by_fold(features, [labels], folds, classes, size=size)):
+        probes = fitted.probes
+        seen, trained = features - probes.mean[:, None], folds != fold
+        for train, (weights, intercept) in enumerate(zip(probes.weights, probes.intercept, strict=True)):
             evidence = seen @ weights
             spread = evidence[:, trained].square().mean((1, 2)).sqrt()
             factor = torch.where(spread > 0, spread[train] / spread, 0.0)[:, None, None]

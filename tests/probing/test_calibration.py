@@ -94,14 +94,14 @@ def test_results_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(single.penalty, whole.penalty)
 
 
-@pytest.mark.parametrize("temperature", [0.05, 1.0, 20.0])
-def test_a_planted_temperature_is_recovered(temperature: float):
-    generator = torch.Generator().manual_seed(0)
-    known = torch.tensor([[[0.5, 0.3, 0.2]]]).log()
-    evidence = temperature * torch.randn(2, 1, 20_000, 3, generator=generator)
-    labels = torch.multinomial((known + evidence[0] / temperature).softmax(-1)[0], 1, generator=generator).T
-    fitted = fit_temperature(evidence[:1], known, labels)
-    assert float(fitted) == pytest.approx(temperature, rel=0.05)
+def test_planted_temperatures_are_recovered_in_each_group_of_samples():
+    generator, planted_at = torch.Generator().manual_seed(0), torch.tensor([0.05, 1.0, 20.0])
+    known, groups = torch.tensor([[[0.5, 0.3, 0.2]]]).log(), torch.arange(60_000) % 3
+    evidence = planted_at[groups, None] * torch.randn(1, 1, 60_000, 3, generator=generator)
+    posterior = (known + evidence / planted_at[groups, None]).softmax(-1)
+    labels = torch.multinomial(posterior[0, 0], 1, generator=generator).T
+    fitted = fit_temperature(evidence, known, labels, groups)
+    torch.testing.assert_close(fitted[0, 0], planted_at, rtol=0.05, atol=0)
 
 
 def test_log_frequencies_of_absent_classes_are_finite():

@@ -1,12 +1,14 @@
 """Fits at every site, and the choice between sites."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from kvprobe.probing.calibration import calibrated_probes
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.fits import Fits, chosen, fit_sites
+from kvprobe.probing.fits import Fits, chosen, fit_sites, fit_tasks
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.tasks.designs import Target
 
@@ -41,3 +43,9 @@ def test_each_site_is_fitted_by_itself(split: Split, monkeypatch: pytest.MonkeyP
         alone = calibrated_probes(seen[None], labels, torch.from_numpy(folds), 3, size=size)
         assert alone.predicted[0].equal(fits.predicted[index])
         torch.testing.assert_close(alone.information[0].mean(0), fits.information[index])
+    other = labels.flip(1)
+    together = fit_tasks(features, split, folds, [labels, other])
+    for task, apart in zip(together, (fits, fit_sites(replace(features, labels=other), split, folds)), strict=True):
+        assert task.predicted.equal(apart.predicted)
+        assert task.inner_accuracy.equal(apart.inner_accuracy)
+        torch.testing.assert_close(task.information, apart.information)
