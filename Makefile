@@ -29,6 +29,7 @@ lint: $(VENV)/.developed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/codespell
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

@@ -55,6 +55,12 @@ def test_every_page_is_reached_from_the_readme():
     assert set((ROOT / "docs").rglob("*.md")) <= seen
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = re.findall(r": ?([\w/-]+\.md)$|- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= {page for pair in listed for page in pair}
+
+
 @pytest.mark.parametrize(("link", "leads"), [("there.md#a-b", True), ("there.md#b", False), ("gone.md", False)])
 def test_a_planted_link_is_followed(link: str, leads: bool, tmp_path: Path):
     (tmp_path / "there.md").write_text("# There\n\n## A b?\n")
