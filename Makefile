@@ -14,7 +14,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 .PHONY: demo test lint docs figures benchmark clean
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/kvprobe run leakage
+	$(VENV)/bin/kvprobe run leakage-quick
 
 test: $(VENV)/.developed
 	$(VENV)/bin/ruff check .

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache.cache import KVCache
     from kvprobe.cache.ledger import Ledger
+    from kvprobe.comparison import Comparison, compare
     from kvprobe.errors import UserError
     from kvprobe.experiments.runs import Run
     from kvprobe.inference.capture import Captured
@@ -52,6 +53,7 @@ _HOMES = {
     "Attribution": "kvprobe.patching",
     "Budget": "kvprobe.memory.budget",
     "Captured": "kvprobe.inference.capture",
+    "Comparison": "kvprobe.comparison",
     "Design": "kvprobe.tasks.designs",
     "Generation": "kvprobe.inference.generate",
     "KL": "kvprobe.patching",
@@ -83,6 +85,7 @@ _HOMES = {
     "attend": "kvprobe.attention",
     "attribute": "kvprobe.patching",
     "budget": "kvprobe.memory.budget",
+    "compare": "kvprobe.comparison",
     "examine": "kvprobe.inference.doctor",
     "layer_map": "kvprobe.layers",
     "load": "kvprobe.inference.model",
@@ -111,6 +114,7 @@ __all__ = [
     "Attribution",
     "Budget",
     "Captured",
+    "Comparison",
     "Design",
     "Generation",
     "KVCache",
@@ -142,6 +146,7 @@ __all__ = [
     "attention",
     "attribute",
     "budget",
+    "compare",
     "erasing",
     "examine",
     "faults",

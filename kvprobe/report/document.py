@@ -21,6 +21,17 @@ class Passage:
     marked: str | None = None
 
 
+@dataclass(frozen=True)
+class SeenPassage:
+    """A message on the page of an instrument, and in what state of the cache it was read."""
+
+    segment: str
+    role: str
+    text: str
+    masked: bool
+    note: str
+
+
 def passages_of(
     chat: Transcript,
     *,

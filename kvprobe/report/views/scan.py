@@ -1,26 +1,14 @@
 """A scan as a page: the conversation, what each probe reads in each segment, and how reliable that is."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvprobe.probes.card import CARD_SPLITS, Card
 from kvprobe.probes.page import ARMS, where
 from kvprobe.probes.scan import LEAK, VERDICTS, Scan
-from kvprobe.report.document import HeatMap, Table
+from kvprobe.report.document import HeatMap, SeenPassage, Table
 from kvprobe.report.views.page import render
 from kvprobe.wording import percent, points
-
-
-@dataclass(frozen=True)
-class _Passage:
-    """A message, and in what state of the cache it was read."""
-
-    segment: str
-    role: str
-    text: str
-    masked: bool
-    note: str
 
 
 def save_scan(scan: Scan, path: str | Path) -> Path:
@@ -121,7 +109,7 @@ def _map(scan: Scan) -> HeatMap:
     )
 
 
-def _passages(scan: Scan) -> list[_Passage]:
+def _passages(scan: Scan) -> list[SeenPassage]:
     segments = scan.chat.segments
     until, first = segments.index(scan.until), min(map(segments.index, scan.mask))
     passages = []
@@ -129,7 +117,7 @@ def _passages(scan: Scan) -> list[_Passage]:
         place = segments.index(message.segment)
         masked = message.segment in scan.mask
         note = "masked" if masked else "" if place < first else "saw it" if place <= until else "after the mask"
-        passages.append(_Passage(message.segment, message.role, message.text, masked, note))
+        passages.append(SeenPassage(message.segment, message.role, message.text, masked, note))
     return passages
 
 

@@ -1,0 +1,175 @@
+"""The question that everyone has first: what does the model say after messages were hidden, and what still shows?"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+import torch
+
+from kvprobe.attention import attend, dangling
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.readable import require_type
+from kvprobe.text.tokens import GENERATED, Tokens
+from kvprobe.text.transcript import Transcript
+
+ARMS = {
+    "full": "everything in view",
+    "masked": "the messages hidden after all was read; what comes next keeps its place",
+    "re-indexed": "the messages evicted after all was read, and the gap closed by rotating keys",
+    "restarted": "the visible messages read anew, as if the others had never been said",
+}
+"""Ways to hide messages. From masked to re-indexed positions change, from re-indexed to restarted only what the rest
+remembers."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model makes of the question with one cache.
+
+    Attributes:
+        arm: see `ARMS`.
+        text: its own reply, the most probable token at each step.
+        logprobs: in nats, of each token of the reply that it gives with everything in view.
+        kl: mean over these tokens of how far its next-token distribution is from the one with everything in view, nats.
+        slots: tokens that the question can attend to.
+        nbytes: of the cache before the question.
+    """
+
+    arm: str
+    text: str
+    logprobs: tuple[float, ...] = field(repr=False)
+    kl: float
+    slots: int
+    nbytes: int
+
+    @property
+    def logprob(self) -> float:
+        """Mean over tokens."""
+        return sum(self.logprobs) / len(self.logprobs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Replies to one question, side by side.
+
+    Attributes:
+        model: its name.
+        chat: the conversation.
+        hidden: the segments that were hidden.
+        tokens: of the reply with everything in view, as text.
+        replies: by arm.
+        attention: one row per layer and head: the share of its attention that it spends on the hidden messages
+            (`dangling`) while the question and its answer are read with everything in view, and where this goes when
+            they are masked; see `kvprobe.attention.dangling`.
+        left_out: why an arm is missing; empty if none is.
+    """
+
+    model: str
+    chat: Transcript = field(repr=False)
+    hidden: tuple[str, ...]
+    question: str
+    tokens: tuple[str, ...] = field(repr=False)
+    replies: Mapping[str, Reply]
+    attention: pd.DataFrame = field(repr=False)
+    left_out: str = ""
+
+    def df(self) -> pd.DataFrame:
+        """One row per arm."""
+        columns = ("arm", "text", "logprob", "kl", "slots", "nbytes")
+        return pd.DataFrame([{name: getattr(reply, name) for name in columns} for reply in self.replies.values()])
+
+    @property
+    def reach(self) -> str:
+        """How much the question needs what was hidden, in a sentence."""
+        share = self.attention["dangling"]
+        most = self.attention.loc[share.idxmax()]
+        return (
+            f"With everything in view, the question and its answer spend {100 * share.mean():.1f} % of their attention "
+            f"on {', '.join(self.hidden)}; the most is {100 * share.max():.1f} %, in "
+            f"L{most['layer']:.0f}H{most['head']:.0f}."
+        )
+
+    def __str__(self) -> str:
+        lines = [f"question: {self.question}", f"hidden: {', '.join(self.hidden)}", ""]
+        lines += [f"{'':12}{'log-prob.':>10}{'KL':>8}{'slots':>7}{'cache':>10}  reply"]
+        lines += [
+            f"{reply.arm:12}{reply.logprob:10.3f}{reply.kl:8.3f}{reply.slots:7}{reply.nbytes / 2**20:6.1f} MiB  "
+            f"{reply.text}"
+            for reply in self.replies.values()
+        ]
+        lines += ["", *([self.left_out] if self.left_out else []), self.reach]
+        lines += ["Log-prob. and KL: nats per token of the reply with everything in view, and from its distributions."]
+        return "\n".join(lines)
+
+
+def compare(
+    model: Model, chat: Transcript | Sequence[Mapping[str, str]], mask: Sequence[str], ask: str, *, max_new: int = 64
+) -> Comparison:
+    """Ask one question after a conversation with everything in view, and after messages were hidden in several ways.
+
+    Args:
+        chat: the conversation; messages have the segments `m0`, `m1`, … unless it names others.
+        mask: the segments to hide.
+        ask: the user's next message.
+        max_new: the most tokens of a reply.
+
+    Raises:
+        UserError: no such segment, none to hide or none that stays, or a model that kvprobe cannot read.
+    """
+    require_type("The model", model, Model, "what kvprobe.load returns")
+    chat = chat if isinstance(chat, Transcript) else Transcript.from_messages(list(chat))
+    if isinstance(mask, str) or not mask or set(mask) >= set(chat.segments):
+        raise UserError(
+            f"mask is {str(mask)[:60]!r}; give a list of segments to hide, of {', '.join(chat.segments[:8])}, so that "
+            "at least one stays."
+        )
+    restart = chat.without(*mask, mode="contiguous")
+    full = model.prefill(chat)
+    caches, left_out = {"full": full, "masked": full.mask(*mask)}, ""
+    if model.lanes.can_reindex:
+        caches["re-indexed"] = full.evict(*mask).reindex()
+    else:
+        left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
+    caches["restarted"] = model.prefill(restart)
+
+    whole = model.generate(full, ask=ask, max_new_tokens=max_new)
+    expected = whole.tokens[0]
+    texts = {"full": whole.texts[0]}
+    texts |= {
+        arm: model.generate(cache, ask=ask, max_new_tokens=max_new).text
+        for arm, cache in caches.items()
+        if arm not in texts
+    }
+    answer = torch.tensor(expected, device=model.lanes.device)
+    replies, reference = {}, torch.empty(0)
+    for arm, cache in caches.items():
+        (prompt,) = model.prompts(cache, ask)
+        _, logits = model.extend(cache, answered(prompt, expected), logits=len(expected))
+        scores = logits[0].float().log_softmax(-1)
+        reference = scores if arm == "full" else reference
+        kl, _ = divergence(reference, scores)
+        given = scores.gather(1, answer[:, None])[:, 0].tolist()
+        slots = int(cache.ledger.live_somewhere.sum())
+        replies[arm] = Reply(arm, texts[arm], tuple(given), float(kl.mean()), slots, cache.nbytes)
+    tokens = tuple(model.tokenizer.decode([token]) for token in expected)
+    return Comparison(
+        model.name, chat, tuple(mask), ask, tokens, replies, _attention(model, caches, ask, expected, mask), left_out
+    )
+
+
+def answered(prompt: Tokens, reply: Sequence[int]) -> Tokens:
+    """The prompt and all of the reply but its last token, after which nothing is read."""
+    return prompt + Tokens.of(reply[:-1], GENERATED, prompt.following)
+
+
+def _attention(
+    model: Model, caches: Mapping[str, KVCache], ask: str, expected: Sequence[int], mask: Sequence[str]
+) -> pd.DataFrame:
+    """Of the question and the reply to it, before and after the mask."""
+    (prompt,) = model.prompts(caches["full"], ask)
+    read = answered(prompt, expected)
+    before, after = (attend(model, read, caches[arm], queries=range(len(read))) for arm in ("full", "masked"))
+    return dangling(before, after, mask)

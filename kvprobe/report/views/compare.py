@@ -1,0 +1,62 @@
+"""A comparison as a page: the conversation, the replies, and where the hidden messages matter."""
+
+from pathlib import Path
+
+from kvprobe.comparison import ARMS, Comparison
+from kvprobe.report.document import HeatMap, SeenPassage, TokenView
+from kvprobe.report.views.page import render
+
+
+def save_comparison(comparison: Comparison, path: str | Path) -> Path:
+    """Write the page as one HTML file that needs no other."""
+    path = Path(path)
+    path.write_text(comparison_page(comparison), encoding="utf-8")
+    return path
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The page."""
+    hidden = ", ".join(comparison.hidden)
+    return render(
+        "compare.html.j2",
+        [_tokens(comparison), _heads(comparison)],
+        title=f"{comparison.model} without {hidden}",
+        question="What does the model answer with everything in view, and after messages were hidden in three ways?",
+        answer=comparison.reach,
+        passages=[
+            SeenPassage(message.segment, message.role, message.text, hide, "hidden" if hide else "")
+            for message in comparison.chat.messages
+            for hide in [message.segment in comparison.hidden]
+        ],
+        asked=comparison.question,
+        replies=list(comparison.replies.values()),
+        arms={arm: meaning for arm, meaning in ARMS.items() if arm in comparison.replies},
+        left_out=comparison.left_out,
+    )
+
+
+def _tokens(comparison: Comparison) -> TokenView:
+    """How much more or less likely each token of the reply becomes."""
+    full = comparison.replies["full"].logprobs
+    others = [reply for arm, reply in comparison.replies.items() if arm != "full"]
+    return TokenView(
+        caption="The reply with everything in view. Colour: how many nats more (blue) or less (red) likely each token "
+        "is with another cache.",
+        tokens=comparison.tokens,
+        labels=[reply.arm for reply in others],
+        values=[[own - whole for own, whole in zip(reply.logprobs, full, strict=True)] for reply in others],
+    )
+
+
+def _heads(comparison: Comparison) -> HeatMap:
+    table = comparison.attention.pivot(index="layer", columns="head", values="dangling")
+    return HeatMap(
+        caption=f"Share of its attention that each head spends on {', '.join(comparison.hidden)} while the question "
+        "and the reply are read with everything in view: which heads lose something when these messages go.",
+        rows=[str(layer) for layer in table.index],
+        columns=[str(head) for head in table.columns],
+        values=table.to_numpy().round(4).tolist(),
+        unit="of the attention",
+        row_axis="layer",
+        column_axis="head",
+    )

@@ -1,0 +1,85 @@
+"""The comparison of replies: each arm is what the cache operations give by hand, and the page escapes what it shows."""
+
+import numpy as np
+import pytest
+
+import kvprobe as kv
+from kvprobe.comparison import ARMS, Comparison
+from kvprobe.inference.model import Model
+from kvprobe.report.views.compare import comparison_page
+from tests.refusals import refused
+
+CHAT = [
+    {"role": "system", "content": "You answer briefly."},
+    {"role": "user", "content": "The code of the <b>door</b> is 4711."},
+    {"role": "assistant", "content": "I have noted it."},
+    {"role": "user", "content": "It rains today."},
+    {"role": "assistant", "content": "Take an umbrella."},
+]
+ASK = "What is the code of the door?"
+
+
+@pytest.fixture(scope="module")
+def compared(smol: Model) -> Comparison:
+    return kv.compare(smol, CHAT, ["m1"], ASK, max_new=8)
+
+
+def test_each_arm_is_what_the_cache_operations_give_by_hand(smol: Model, compared: Comparison):
+    chat = kv.Transcript.from_messages(CHAT)
+    full = smol.prefill(chat)
+    caches = {
+        "full": full,
+        "masked": full.mask("m1"),
+        "re-indexed": full.evict("m1").reindex(),
+        "restarted": smol.prefill(chat.without("m1", mode="contiguous")),
+    }
+    assert tuple(compared.replies) == tuple(caches) == tuple(ARMS)
+    reply = smol.generate(full, ask=ASK, max_new_tokens=8)
+    for arm, cache in caches.items():
+        found = compared.replies[arm]
+        assert found.text == smol.generate(cache, ask=ASK, max_new_tokens=8).text
+        assert (found.slots, found.nbytes) == (int(cache.ledger.live_somewhere.sum()), cache.nbytes)
+        prompt = smol.prompts(cache, ASK)[0]
+        scores = smol.extend(cache, prompt)[1][0, -1].log_softmax(-1)
+        assert found.logprobs[0] == pytest.approx(float(scores[reply.tokens[0][0]]), abs=1e-4)
+    assert compared.replies["full"].logprobs == pytest.approx(reply.logprobs[0], abs=1e-4)
+    assert compared.replies["full"].kl == 0 < compared.replies["restarted"].kl
+    assert compared.replies["masked"].nbytes > compared.replies["re-indexed"].nbytes
+
+
+def test_attention_is_that_of_the_question_and_the_reply_on_what_was_hidden(smol: Model, compared: Comparison):
+    full = smol.prefill(CHAT)
+    prompt, reply = smol.prompts(full, ASK)[0], smol.generate(full, ask=ASK, max_new_tokens=8).tokens[0]
+    read = prompt + kv.Tokens.of(reply[:-1], "generated", prompt.following)
+    mass = kv.attend(smol, read, full, queries=range(len(read))).mass("m1").mean(-1)
+    np.testing.assert_allclose(compared.attention["dangling"], mass.flatten().numpy(), atol=1e-5)
+    layer, head = divmod(int(mass.argmax()), mass.shape[1])
+    assert f"{100 * mass.mean():.1f} %" in compared.reach
+    assert f"L{layer}H{head}" in compared.reach
+
+
+def test_the_page_and_the_text_hold_every_reply_and_escape_it(compared: Comparison):
+    page, text = comparison_page(compared), str(compared)
+    assert "<b>door</b>" not in page
+    assert "&lt;b&gt;door&lt;/b&gt;" in page
+    for arm, reply in compared.replies.items():
+        assert arm in page
+        assert reply.text in text
+    assert list(compared.df()["arm"]) == list(ARMS)
+
+
+def test_a_model_whose_keys_cannot_be_rotated_has_no_re_indexed_arm(tiny_models: dict[str, Model]):
+    model = next(model for model in tiny_models.values() if not model.lanes.can_reindex)
+    compared = kv.compare(
+        model, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], ["m0"], "so", max_new=2
+    )
+    assert tuple(compared.replies) == ("full", "masked", "restarted")
+    assert "cannot be rotated" in compared.left_out
+    assert compared.left_out in str(compared)
+
+
+def test_what_cannot_be_compared_is_refused(smol: Model):
+    refused(lambda: kv.compare(smol, CHAT, [], ASK), "list of segments")
+    refused(lambda: kv.compare(smol, CHAT, "m1", ASK), "list of segments")
+    refused(lambda: kv.compare(smol, CHAT, [f"m{number}" for number in range(5)], ASK), "at least one stays")
+    refused(lambda: kv.compare(smol, CHAT, ["m9"], ASK), "m9")
