@@ -76,7 +76,7 @@ def able(rows: Rows, tasks: Sequence[Task], of: str, where: Where = SOUND) -> An
 
 
 def task_facts(table: Rows, task: Task, findings: Findings) -> dict[str, Any]:
-    """What a page says of a task: its scorers, the lengths of its prompts, and whether it is too hard."""
+    """What a page reports of a task: its scorers, the lengths of its prompts, and whether it is too hard."""
     slots = table[table["task"] == task.name]["slots"]
     return {
         "scorers": list(task.scorers),
@@ -127,7 +127,7 @@ def nothing_struck(rows: Rows, allowed: float, of: str = "") -> Control:
 
     Args:
         allowed: nats of KL that rounding may cost.
-        of: what is said of the rows.
+        of: names the rows, in brackets.
     """
     struck = int(rows["struck"].sum())
     unchanged = bool(rows["same"].all()) and (rows["broken"] == "").all() and not rows["kl"].max() > allowed

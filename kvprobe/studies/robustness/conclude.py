@@ -84,8 +84,7 @@ def concluded(
     for task in tasks:
         findings.number("chance", task.chance, task=task.name)
         for name, of in (("harm", "lost"), ("harm_kl", "kl")):
-            for finding in measure(rows, neighbours(findings, name, of, task.name)):
-                findings.add(finding)
+            findings.extend(measure(rows, neighbours(findings, name, of, task.name)))
     add_cliffs(findings)
     add_divergence(findings, rows)
     published = reported_beside(config, tasks)
