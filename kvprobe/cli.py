@@ -186,8 +186,8 @@ def publish(
     name: Annotated[str | None, Parameter(help="Only the probe of this name; all by default.")] = None,
 ) -> None:
     """Publish the probes of a finished run: a folder each, with weights, a card, and the card in words."""
-    from kvprobe.experiments.publishing import publish as published
     from kvprobe.experiments.runs import Run
+    from kvprobe.probes.publishing import publish as published
 
     for folder in published(Run.load(run), to, name):
         print(folder)

@@ -216,3 +216,13 @@ def wilson(successes: int | float, trials: int) -> Estimate:
     half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
     # At 0 and 1, rounding can put an end slightly beyond the share itself.
     return Estimate(share, max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share)), trials)
+
+
+def newcombe(one: Estimate, other: Estimate) -> Estimate:
+    """The difference of two independent shares, from their Wilson intervals (Newcombe 1998, method 10)."""
+    difference = one.mean - other.mean
+    below = ((one.mean - one.low) ** 2 + (other.high - other.mean) ** 2) ** 0.5
+    above = ((one.high - one.mean) ** 2 + (other.mean - other.low) ** 2) ** 0.5
+    smallest, largest = one.ends[0] - other.ends[1], one.ends[1] - other.ends[0]
+    trials = min(one.clusters, other.clusters)
+    return Estimate(difference, difference - below, difference + above, trials, smallest, largest)

@@ -171,13 +171,16 @@ def write(out: Path, studies: list[str]) -> None:
 
 
 def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number, string, truth value and null, and what is empty, with the path to it."""
+    """Every number, string, truth value and null, and what is empty, with the path to it: the place in a list, but for
+    findings the name and keys."""
     if isinstance(found, dict) and found:
         for name, each in found.items():
             yield from leaves(each, f"{path}/{name}")
     elif isinstance(found, list) and found:
         for index, each in enumerate(found):
-            yield from leaves(each, f"{path}/{index}")
+            is_finding = isinstance(each, dict) and {"name", "keys"} <= each.keys()
+            called = f"{each['name']}{dict(sorted(each['keys'].items()))}" if is_finding else index
+            yield from leaves(each, f"{path}/{called}")
     else:
         yield path, found
 

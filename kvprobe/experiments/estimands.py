@@ -207,9 +207,14 @@ def several(cells: "Iterable[Cell]") -> "list[Cell]":
     return [cell for cell in cells if cell.clusters > 1]
 
 
-def measure(rows: Rows, estimands: Iterable[Estimand]) -> Findings:
-    """The findings of all estimands, from all rows."""
-    cells = [cell for estimand in estimands for cell in estimand.cells(rows)]
+def measure(rows: Rows, estimands: Iterable[Estimand], *others: tuple[Rows, Iterable[Estimand]]) -> Findings:
+    """The findings of all estimands, from all rows.
+
+    Args:
+        others: more tables with estimands of their own; a family may span tables.
+    """
+    tables = ((rows, estimands), *others)
+    cells = [cell for rows, estimands in tables for estimand in estimands for cell in estimand.cells(rows)]
     sizes = Counter(cell.family for cell in cells)
     findings = Findings()
     for cell in cells:

@@ -46,8 +46,7 @@ class Findings:
 
     def __init__(self, findings: Iterable[Finding] = ()) -> None:
         self._by_name: dict[str, dict[frozenset[tuple[str, Key]], Finding]] = {}
-        for finding in findings:
-            self.add(finding)
+        self.extend(findings)
 
     def __repr__(self) -> str:
         counts = Counter((each.name, tuple(each.keys)) for each in self)
@@ -81,6 +80,11 @@ class Findings:
         if reserved := set(COLUMNS) & set(finding.keys):
             raise ValueError(f"The keys {sorted(reserved)} of {finding.name!r} are names of columns; rename them.")
         self._by_name.setdefault(finding.name, {})[place] = finding
+
+    def extend(self, findings: Iterable[Finding]) -> None:
+        """Add several; see `add`."""
+        for finding in findings:
+            self.add(finding)
 
     def number(self, name: str, value: SupportsFloat | None, unit: str = "", **keys: Key) -> None:
         """Add a number without an interval; None and NaN stand for one that is not known."""

@@ -1,9 +1,12 @@
 """Settings that studies of faults share. Imports nothing heavy, so that the command line can show them at once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvprobe.checks import require
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import Settings
 
 Timing = Literal["once", "fresh", "piling"]
 """When a fault strikes; see `TIMINGS`."""
@@ -19,6 +22,25 @@ TIMINGS: dict[Timing, str] = {
 }
 FACT_KINDS: tuple[FactKind, ...] = get_args(FactKind)
 FACTS_OF_A_KIND = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(Settings):
+    """Settings of studies in which items of tasks are answered.
+
+    Attributes:
+        tasks: recite, retrieve, needle, gsm8k, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
+        samples: items of each task.
+        follow: also measure KL to the clean run, which takes as long again.
+        seed: of items and random draws.
+    """
+
+    tasks: tuple[str, ...] = ("retrieve",)
+    samples: int = 20
+    follow: bool = True
+
+    def validate(self) -> None:
+        require("samples", self.samples, 2, 100_000)
 
 
 def require_percents(setting: str, rates: Sequence[float]) -> None:

@@ -119,6 +119,13 @@ def test_a_named_family_goes_over_estimands_of_several_names():
     assert [finding.comparisons for finding in measure(rows(), several)] == [4, 4, 4, 4, 2, 2]
 
 
+def test_a_family_spans_tables_that_are_measured_together():
+    zeros, gaussian = (Mean(name=name, of="x", by=("rate",), together=(), family="both") for name in ("zeros", "noise"))
+    together = measure(rows(), [zeros], (rows(seed=1), [gaussian]))
+    assert [(finding.name, finding.comparisons) for finding in together] == [("zeros", 4)] * 2 + [("noise", 4)] * 2
+    assert together.at("noise", rate=2.0).mean == measure(rows(seed=1), [gaussian]).at("noise", rate=2.0).mean
+
+
 def test_what_was_measured_in_one_cluster_gives_no_mean_and_what_was_not_gives_nothing():
     table = rows(items=1)
     assert not len(measure(table, [Mean(name="x", of="x", by=("fault",))]))

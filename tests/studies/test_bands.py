@@ -19,12 +19,12 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import Gaussian
 from kvprobe.inference.model import Model
-from kvprobe.stats import Estimate, wilson
+from kvprobe.stats import Estimate, newcombe, wilson
 from kvprobe.studies import bands
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
 from kvprobe.studies.bands.conclude import concluded, verdict
 from kvprobe.studies.bands.config import BANDS, NOISES, Config
-from kvprobe.studies.bands.statistics import newcombe, spearman
+from kvprobe.studies.bands.statistics import spearman
 from kvprobe.studies.bands.study import BAND_STYLES, MEANINGS, NOISE_LABELS, NOISE_STYLES, STUDY
 from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import prompt

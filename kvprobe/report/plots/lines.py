@@ -40,7 +40,7 @@ class Lines:
     Attributes:
         file, caption: of the figure.
         finding: what is drawn.
-        x, line, panel: keys: along the axis, one line each, one column of panels each.
+        x, line, panel: keys: along the axis; one line each, if there are several; one column of panels each, likewise.
         row: the name of the row of panels that a finding belongs to, from its keys; all in one by default.
         drawn: which values of `line` are drawn.
         where: the other keys.
@@ -65,10 +65,10 @@ class Lines:
     caption: str
     finding: str
     x: str
-    line: str
-    panel: str
     x_label: str
     y_label: str
+    line: str = ""
+    panel: str = ""
     styles: Mapping[Any, Style] = field(default_factory=dict)
     row: Callable[[Keys], str] = _one_row
     drawn: Callable[[Key], bool] = lambda _: True
@@ -91,7 +91,7 @@ class Lines:
         import matplotlib.pyplot as plt
 
         known = self._known(findings, self.finding)
-        panels = list(dict.fromkeys(finding.keys[self.panel] for finding in known))
+        panels = list(dict.fromkeys(finding.keys.get(self.panel, "") for finding in known))
         if not panels:
             return None
         rows = list(dict.fromkeys(self.row(finding.keys) for finding in known))
@@ -125,8 +125,8 @@ class Lines:
             finding
             for finding in findings.where(name, **self.where)
             if not finding.value.unknown
-            and self.drawn(finding.keys[self.line])
-            and place in (None, (self.row(finding.keys), finding.keys[self.panel]))
+            and self.drawn(finding.keys.get(self.line, ""))
+            and place in (None, (self.row(finding.keys), finding.keys.get(self.panel, "")))
         ]
 
     def _places(self, values: Sequence[Key]) -> dict[Key, float]:
@@ -156,7 +156,7 @@ class Lines:
             axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
         for value in self.upright:
             axis.axvline(value, color="0.35", ls=":", lw=0.9, zorder=0)
-        lines = list(dict.fromkeys(finding.keys[self.line] for finding in known))
+        lines = list(dict.fromkeys(finding.keys.get(self.line, "") for finding in known))
         named = any(isinstance(x, str) for x in across)
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
@@ -190,7 +190,7 @@ class Lines:
 
     def _on(self, finding: Finding, line: Key, across: Mapping[Key, float]) -> bool:
         """Whether a finding is a point of a line."""
-        return finding.keys[self.line] == line and finding.keys[self.x] in across
+        return finding.keys.get(self.line, "") == line and finding.keys[self.x] in across
 
 
 def _common(findings: Findings, name: str, known: Sequence[Finding]) -> Estimate | None:

@@ -12,23 +12,17 @@ from typing import cast
 import pandas as pd
 
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trials import collect_trials
 from kvprobe.faults import Gaussian, Scope, bands
-from kvprobe.faults.fault import When
 from kvprobe.faults.gaussian import Matched
 from kvprobe.faults.scope import Parts, Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.inference.trials import Case
+from kvprobe.studies.answers import WHEN, collect_answers
 from kvprobe.studies.bands.config import BANDS, Config, Cut
-from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task, items_digest
 
 CONTROL, CUTS, SINGLES = "control", "bands", "singles"
 """Groups of cases: nothing struck, a band of layers struck, a single layer struck."""
-
-WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
-"""Before which token a fault of each timing strikes, and whether it is undone."""
 
 _SINGULAR = {"halves": "half", "quarters": "quarter"}
 
@@ -46,22 +40,10 @@ class Band:
     layers: range
 
 
-def inputs(config: Config) -> dict[str, str]:
-    """A digest of the items."""
-    return {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
-
-
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """All items of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
     every = cases(config, model.geometry.n_layers)
-    return collect_trials(
-        model, run, tasks_of(config), config.samples, config.seed, lambda _: every, follow=config.follow
-    )
-
-
-def tasks_of(config: Config) -> list[Task]:
-    """The tasks of a config, in its order."""
-    return [find_task(name) for name in config.tasks]
+    return collect_answers(model, config, run, lambda _: every)
 
 
 def cut_bands(config: Config, n_layers: int) -> list[Band]:

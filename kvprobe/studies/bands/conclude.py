@@ -22,31 +22,30 @@ from kvprobe.experiments.estimands import (
     groups,
     measure,
 )
-from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.report.reported import Reported, reported
-from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, wilson
-from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of, tasks_of
+from kvprobe.report.reported import reported
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe
+from kvprobe.studies import answers
+from kvprobe.studies.answers import NATS, SOUND
+from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.config import NOISES, PARTS, Config, Cut
-from kvprobe.studies.bands.statistics import halves_agree, last_over_others, newcombe, spearman, statistic
-from kvprobe.tasks.task import Task, rankable, too_hard
-from kvprobe.wording import few_clusters
+from kvprobe.studies.bands.statistics import halves_agree, last_over_others, spearman, statistic
+from kvprobe.tasks.task import Task
 
 LAST, BUFFER = "quarter 4", "quarter 3"
 """Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""
 COMPARED: tuple[Cut, ...] = ("quarters", "halves")
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing is struck may be from the clean one."""
-PUBLISHED = {"noise": "layer", "parts": "kv"}
+PUBLISHED: dict[str, Key] = {"noise": "layer", "parts": "kv"}
 """How the article strikes."""
 
 NOISE = ("task", "noise", "parts")
 BAND = (*NOISE, "band")
 LAYER = (*NOISE, "layer")
-SOUND: Where = {"case": -1}
-NATS = "nats per token"
 POSITIVE = (0.0, inf)
 MEASURES: dict[str, tuple[Where, tuple[float, float], str]] = {
     "kl": ({}, UNBOUNDED, NATS),
@@ -116,7 +115,7 @@ def concluded(table: Rows, config: Config, dtype: str = "float32") -> Conclusion
         table: see `collect`.
         dtype: of the model.
     """
-    tasks = tasks_of(config)
+    tasks = answers.tasks_of(config)
     rows = prepared(table, tasks)
     findings = measure(rows, ESTIMANDS)
     for task in tasks:
@@ -125,11 +124,12 @@ def concluded(table: Rows, config: Config, dtype: str = "float32") -> Conclusion
     add_agreement(findings, rows, config)
     published = reported(config.reported) if config.reported else None
     if published is not None:
-        add_published(findings, tasks, published)
+        answers.add_published(findings, tasks, published, "band", PUBLISHED)
+        add_less_published(findings)
     bands = table[table["group"] == CUTS].drop_duplicates("band")[["band", "first", "last"]].to_dict("records")
     item = tasks[0].items(1, config.seed)[0]
     facts: dict[str, Any] = {
-        "tasks": {task.name: task_facts(table, task, findings) for task in tasks},
+        "tasks": {task.name: answers.task_facts(table, task, findings) for task in tasks},
         "layers": int(table["last"].max()) + 1,
         "bands": {str(band["band"]): [int(band["first"]), int(band["last"])] for band in bands},
         "part": next(part for part in PARTS if part in config.parts),
@@ -140,9 +140,12 @@ def concluded(table: Rows, config: Config, dtype: str = "float32") -> Conclusion
             "answer": item.answer,
         },
         "dtype": dtype,
-        "published": published and {"source": published.source, "model": published.model, "samples": published.samples},
+        "published": None if published is None else answers.published_facts(published, config.model),
     }
-    controls = [control_of(table[table["task"] == task.name], task) for task in tasks]
+    controls = [
+        answers.nothing_struck(chosen(table, {"group": CONTROL, "task": task.name}), UNCHANGED, f" ({task.name})")
+        for task in tasks
+    ]
     return Conclusion(findings, controls, facts, list(warnings_of(table, config, facts)))
 
 
@@ -155,14 +158,9 @@ def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
         broke=broke,
         layer=table["first"].fillna(-1).astype(int),
     )
-    able = {
-        task.name: rankable(float(own["correct"].mean()), task.chance)
-        for task in tasks
-        for own in [chosen(rows, {**SOUND, "task": task.name})]
-    }
     lost = beside(rows, "correct", SOUND, ("task", "sample")) - rows["correct"]
     return rows.assign(
-        able=rows["task"].map(able),
+        able=answers.able(rows, tasks, "correct"),
         lost=lost,
         lost_all=lost,
         kl=complete(rows, ("case",)),
@@ -228,21 +226,13 @@ def _add(
         findings.add(Finding(name, {**dict(zip(NOISE, place, strict=True)), **more}, value, "", comparisons))
 
 
-def add_published(findings: Findings, tasks: Sequence[Task], table: Reported) -> None:
-    """What was published, with the intervals of its sample size, and what was measured less that."""
-
-    def add(name: str, measured: str, share: float, **keys: Key) -> None:
-        theirs, own = wilson(share * table.samples, table.samples), findings.get(measured, **keys)
-        findings.add(Finding(name, keys, theirs))
-        if own is not None:
-            findings.add(Finding(f"less_{name}", keys, newcombe(own, theirs)))
-
-    for task in tasks:
-        if task.name.partition(":")[0] == table.task:
-            add("published_sound", "sound", table.clean, task=task.name)
-            for band, shares in table.rows.items():
-                for rate, share in zip(table.rates, shares, strict=True):
-                    add("published", "accuracy", share, task=task.name, **PUBLISHED, band=band, rate=rate)
+def add_less_published(findings: Findings) -> None:
+    """What was measured less what was published."""
+    for name, measured in {"published_sound": "sound", "published": "accuracy"}.items():
+        for theirs in findings.where(name):
+            own = findings.get(measured, **theirs.keys)
+            if own is not None:
+                findings.add(Finding(f"less_{name}", theirs.keys, newcombe(own, theirs.value)))
 
 
 def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
@@ -298,32 +288,9 @@ def verdict(bands: Sequence[str], band: str, beyond: Callable[[str, str], bool])
     return "yes" if all(beyond(band, other) for other in others) else "open"
 
 
-def task_facts(table: Rows, task: Task, findings: Findings) -> dict[str, Any]:
-    slots = table[table["task"] == task.name]["slots"]
-    return {
-        "scorer": task.scorers[0],
-        "slots": [int(slots.min()), int(slots.max())],
-        "too_hard": too_hard(task.name, findings.at("sound", task=task.name).mean, task.chance),
-    }
-
-
-def control_of(table: Rows, task: Task) -> Control:
-    """Whether nothing struck changed nothing."""
-    rows = table[table["group"] == CONTROL]
-    kl, struck, same = float(rows["kl"].max()), int(rows["struck"].sum()), int(rows["same"].sum())
-    distance = "not measured" if np.isnan(kl) else f"at most {kl:.1e} nats"
-    seen = (
-        f"Nothing struck, nothing changed ({task.name}): {struck} vectors were struck, {same} of {len(rows)} answers "
-        f"are the clean ones, and KL is {distance} (allowed: {UNCHANGED:.0e})."
-    )
-    return Control(seen, struck == 0 and same == len(rows) and not kl > UNCHANGED)
-
-
 def warnings_of(table: Rows, config: Config, facts: Mapping[str, Any]) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    if few := few_clusters(config.samples, "items of each task"):
-        yield few
-    yield from (task["too_hard"] for task in facts["tasks"].values() if task["too_hard"])
+    yield from answers.few_or_too_hard(config, facts["tasks"])
     broken = table[table["broken"] != ""]
     if len(broken):
         yield (

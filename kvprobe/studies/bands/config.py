@@ -5,9 +5,8 @@ from typing import Literal, get_args
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings
 from kvprobe.report.reported import reported
-from kvprobe.studies.settings import Timing, UnitName, require_percents
+from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
 
 Cut = Literal["all", "halves", "quarters"]
 Noise = Literal["layer", "head", "channel", "effect"]
@@ -20,12 +19,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Settings):
+class Config(AnswerSettings):
     """Settings of the band study.
 
     Attributes:
-        tasks: recite, retrieve, needle, gsm8k, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
-        samples: items of each task.
         bands: which cuts of the layers to strike.
         rates: share of the slots that is struck in a band, in percent.
         single: rate in percent at which every single layer is struck; 0 leaves that out.
@@ -34,12 +31,9 @@ class Config(Settings):
         timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
             piling (anew before each token, and left there).
         unit: what is drawn at once: slot (the same in all layers), layer (each its own slots), head, or number.
-        follow: also measure KL to the clean run, which takes as long again.
         reported: a table to print beside what was measured, such as canarypwn-bands-7b; none by default.
-        seed: of items and random draws.
     """
 
-    tasks: tuple[str, ...] = ("retrieve",)
     samples: int = 14
     bands: tuple[Cut, ...] = ("quarters", "halves", "all")
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
@@ -48,11 +42,10 @@ class Config(Settings):
     parts: tuple[Part, ...] = PARTS
     timing: Timing = "fresh"
     unit: UnitName = "slot"
-    follow: bool = True
     reported: str = ""
 
     def validate(self) -> None:
-        require("samples", self.samples, 2, 100_000)
+        super().validate()
         require("single", self.single, 0, 100)
         require_percents("rates", self.rates)
         if self.reported:

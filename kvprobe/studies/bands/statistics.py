@@ -1,4 +1,4 @@
-"""Statistics of means over items that are no means themselves, and the difference of two independent shares."""
+"""Statistics of means over items that are no means themselves."""
 
 from collections.abc import Callable, Sequence
 
@@ -63,13 +63,3 @@ def halves_agree(layers: Float[np.ndarray, "layers items"], rng: np.random.Gener
     halves = (orders[:, : items // 2], orders[:, items // 2 :])
     rho = float(spearman(*(layers[:, half].mean(-1).T for half in halves)).mean())
     return rho if np.isfinite(rho) else None
-
-
-def newcombe(one: Estimate, other: Estimate) -> Estimate:
-    """The difference of two independent shares, from their Wilson intervals (Newcombe 1998, method 10)."""
-    difference = one.mean - other.mean
-    below = ((one.mean - one.low) ** 2 + (other.high - other.mean) ** 2) ** 0.5
-    above = ((one.high - one.mean) ** 2 + (other.mean - other.low) ** 2) ** 0.5
-    smallest, largest = one.ends[0] - other.ends[1], one.ends[1] - other.ends[0]
-    trials = min(one.clusters, other.clusters)
-    return Estimate(difference, difference - below, difference + above, trials, smallest, largest)

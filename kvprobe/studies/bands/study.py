@@ -8,7 +8,8 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
-from kvprobe.studies.bands.collect import collect, inputs
+from kvprobe.studies.answers import inputs
+from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
 from kvprobe.studies.bands.config import Config
 from kvprobe.studies.settings import TIMINGS

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trials import collect_trials
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
 from kvprobe.faults.scope import Part
@@ -16,9 +15,8 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.inference.trials import Case, Sample
 from kvprobe.models.geometry import Geometry
+from kvprobe.studies.answers import collect_answers
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task, items_digest
 
 ANY = "any"
 """Flips at a rate that may be of any bit."""
@@ -44,31 +42,9 @@ class Place:
         return Scope(count=1, layers=(self.layer,), heads=(self.head,), parts=self.part, unit="number")
 
 
-def tasks_of(config: Config) -> list[Task]:
-    """The tasks that a config names."""
-    return [find_task(name) for name in config.tasks]
-
-
-def inputs(config: Config) -> dict[str, str]:
-    """A digest of the items.
-
-    Raises:
-        UserError: an unknown task, or too few items.
-    """
-    return {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
-
-
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """Every item under every flip; see `kvprobe.inference.trials.answer` for the columns that no label names."""
-    return collect_trials(
-        model,
-        run,
-        tasks_of(config),
-        config.samples,
-        config.seed,
-        lambda sample: list(cases(config, sample, model.geometry)),
-        follow=config.follow,
-    )
+    return collect_answers(model, config, run, lambda sample: list(cases(config, sample, model.geometry)))
 
 
 def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:

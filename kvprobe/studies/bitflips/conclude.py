@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Estimand, Mean, Pooled, Rows, Share, Total, Where, beside, measure
+from kvprobe.experiments.estimands import Estimand, Mean, Pooled, Rows, Share, Total, Where, beside, chosen, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
@@ -17,10 +17,11 @@ from kvprobe.models.geometry import Geometry
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, UNBOUNDED
-from kvprobe.studies.bitflips.collect import FIELDS, NOWHERE, tasks_of
+from kvprobe.studies import answers
+from kvprobe.studies.answers import NATS, SOUND
+from kvprobe.studies.bitflips.collect import FIELDS, NOWHERE
 from kvprobe.studies.bitflips.config import Config
-from kvprobe.tasks.task import Task, rankable, too_hard
-from kvprobe.wording import few_clusters
+from kvprobe.tasks.task import Task
 
 OF_RIGHT = ("nothing", "words", "breaks", "loud")
 """What became of an item whose clean answer is right: the same answer token for token; another wording, still right; no
@@ -40,7 +41,6 @@ FEW = 12
 """Items with a right answer below which intervals over them decide little."""
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing was flipped may be from the clean one."""
-NATS = "nats per token"
 
 SINGLE: Where = {"group": "single"}
 COULD_BREAK: Where = {"was_right": True, "able": True}
@@ -100,24 +100,28 @@ def concluded(table: Rows, config: Config, shape: Geometry, dtype: str = "float3
         table: see `collect`.
         dtype: in which the model runs.
     """
-    tasks = tasks_of(config)
+    tasks = answers.tasks_of(config)
     thirds = bands(shape.n_layers, min(3, shape.n_layers))
     rows = prepared(table, tasks, late=thirds[-1], early=thirds[0])
     findings = measure(rows, estimands())
+    about = {task.name: answers.task_facts(table, task, findings) for task in tasks}
     for task in tasks:
         # The prompt's last token is read after the strike.
-        slots = float(rows[(rows["task"] == task.name) & (rows["case"] == -1)]["slots"].mean()) - 1
+        slots = float(chosen(rows, {**SOUND, "task": task.name})["slots"].mean()) - 1
         numbers = slots * shape.n_layers * shape.n_kv_heads * 2 * shape.d_head
         findings.number("chance", task.chance, task=task.name)
         findings.number("slots", slots, task=task.name)
         findings.number("numbers", numbers, task=task.name)
         for rate in config.error_rates:
             findings.number("expected", numbers * rate, task=task.name, rate=rate)
-        if task_fits(findings, task):
+        if not about[task.name]["too_hard"]:
             add_tolerated(findings, task.name)
     item = tasks[0].items(1, config.seed)[0]
     facts: dict[str, Any] = {
-        "tasks": {task.name: task_facts(rows, task, findings) for task in tasks},
+        "tasks": {
+            name: fact | harm_facts(chosen(rows, {"task": name}), bool(fact["too_hard"]))
+            for name, fact in about.items()
+        },
         "chat": [vars(passage) for passage in passages_of(item.chat, marked=item.answer)],
         "lead": item.lead,
         "layers": shape.n_layers,
@@ -152,14 +156,7 @@ def prepared(table: Rows, tasks: Sequence[Task], late: range, early: range) -> R
         third=np.select([table["layer"].isin(late), table["layer"].isin(early)], ["late", "early"], "between"),
     )
     clean = beside(rows, "right", {"case": -1}, ("task", "sample"))
-    sound = rows[rows["case"] == -1].groupby("task")["right"].mean()
-    able = {task.name: rankable(float(sound[task.name]), task.chance) for task in tasks}
-    return rows.assign(was_right=clean == 1, from_clean=right - clean, able=rows["task"].map(able))
-
-
-def task_fits(findings: Findings, task: Task) -> bool:
-    """Whether the model does a task well enough for something to break."""
-    return rankable(findings.at("sound", task=task.name).mean, task.chance)
+    return rows.assign(was_right=clean == 1, from_clean=right - clean, able=answers.able(rows, tasks, "right"))
 
 
 def add_tolerated(findings: Findings, task: str) -> None:
@@ -173,16 +170,12 @@ def add_tolerated(findings: Findings, task: str) -> None:
             findings.number("tolerated", tolerated, task=task, field=field)
 
 
-def task_facts(rows: Rows, task: Task, findings: Findings) -> dict[str, Any]:
-    own = rows[rows["task"] == task.name]
-    sound, able = findings.at("sound", task=task.name), task_fits(findings, task)
+def harm_facts(own: Rows, too_hard: bool) -> dict[str, Any]:
+    """What became of a task's answers, as tables show it."""
     return {
-        "scorer": task.scorers[0],
-        "items": sound.clusters,
-        "too_hard": too_hard(task.name, sound.mean, task.chance),
-        # What became of an answer, as tables show it; and the worst of that.
-        "became": list(OF_RIGHT[:3] if able else OF_ALL[:3]),
-        "harm": "breaks" if able else "changed",
+        "items": own["sample"].nunique(),
+        "became": list(OF_ALL[:3] if too_hard else OF_RIGHT[:3]),
+        "harm": "changed" if too_hard else "breaks",
         "broken": {group: broken(own[own["group"] == group]) for group in ("single", "rate")},
         "examples": examples(own),
     }
@@ -211,23 +204,19 @@ def examples(rows: Rows) -> list[dict[str, Any]]:
 
 def controls_of(rows: Rows, task: str) -> Iterator[Control]:
     """Whether nothing did nothing on a task, and one flip struck one number."""
-    nothing, struck = rows[rows["group"] == "control"], rows[rows["group"] == "single"]["struck"]
-    vectors, changed, kl = int(nothing["struck"].max()), int(nothing["changed"].sum()), float(nothing["kl"].max())
-    measured = "not measured" if np.isnan(kl) else f"at most {kl:.1e} nats (allowed: {UNCHANGED:.0e})"
-    seen = f"{len(nothing)} rows, at most {vectors} vectors struck, {changed} answers changed, KL {measured}."
-    yield Control(f"{task}, flips at a rate of zero: {seen}", not (vectors or changed or kl > UNCHANGED))
+    yield answers.nothing_struck(rows[rows["group"] == "control"], UNCHANGED, f" ({task}, flips at a rate of zero)")
+    struck = rows[rows["group"] == "single"]["struck"]
     seen = f"a single flip struck {int(struck.min())} to {int(struck.max())} vectors (expected: exactly 1)."
     yield Control(f"{task}: {seen}", bool((struck == 1).all()))
 
 
 def warnings_of(config: Config, findings: Findings, facts: Mapping[str, Any]) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    if few := few_clusters(config.samples, "items of each task"):
-        yield few
+    yield from answers.few_or_too_hard(config, facts["tasks"])
     for task, fact in facts["tasks"].items():
         right = int(findings.at("right_items", task=task).mean)
         if fact["too_hard"]:
-            yield f"{fact['too_hard']} For it, only whether answers stay the same and numbers finite is reported."
+            yield f"Of {task}, only whether answers stay the same and numbers finite is reported."
         elif right < FEW <= config.samples:
             yield f"Of {task}, only {right} items are answered rightly on a sound cache, and only those can break."
     if facts["dtype"] != "float32":

@@ -8,8 +8,9 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.answers import inputs
 from kvprobe.studies.bitflips.by_bit import ByBit
-from kvprobe.studies.bitflips.collect import ANY, collect, inputs
+from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import shown_task

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.publishing import PROBES
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probes.candidate import candidate_probe
 from kvprobe.probes.card import Arm, Training
+from kvprobe.probes.publishing import PROBES
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.differences import less_restart, nothing

@@ -92,7 +92,7 @@ def add_growth(findings: Findings, growth: Rows) -> None:
     """Bytes of the cache by generated token, as predicted by three views and as measured."""
     for view in VIEWS:
         for new, size in zip(growth["new"], growth[view], strict=True):
-            findings.number("cache", size / 1e6, "MB", prompt=0, new=int(new), view=view)
+            findings.number("cache", size / 1e6, "MB", new=int(new), view=view)
     findings.number("looks", len(growth))
     findings.number("equal_looks", (growth["measured"] == growth["transformers"]).sum())
 
@@ -105,7 +105,7 @@ def add_times(findings: Findings, times: Rows) -> None:
         for way in WAYS:
             low, high = 1e3 * own[way].min(), 1e3 * own[way].max()
             value = Estimate(1e3 * medians[way], clusters=len(own), smallest=low, largest=high)
-            findings.add(Finding("time", {"before": "all", "way": way, "length": int(length)}, value, "ms"))
+            findings.add(Finding("time", {"way": way, "length": int(length)}, value, "ms"))
         findings.number("faster", medians["anew"] / medians["cached"], length=int(length))
 
 

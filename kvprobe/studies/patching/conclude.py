@@ -60,8 +60,7 @@ def concluded(table: Rows, example: Rows | None, config: Config, n_layers: int) 
     enough = known["cluster"].nunique() >= FEWEST
     findings = measure(prepared(known), ESTIMANDS) if enough else Findings()
     runs = table.drop_duplicates("pair").assign(runs=1)
-    for total in measure(runs, (Total(name=of, of=of, by=("kind",)) for of in ("runs", "able"))):
-        findings.add(total)
+    findings.extend(measure(runs, (Total(name=of, of=of, by=("kind",)) for of in ("runs", "able"))))
     findings.number("facts", runs["cluster"].nunique())
     findings.number("able_facts", known["cluster"].nunique())
     fact = facts(config.kinds)[0]

@@ -81,11 +81,8 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
     """
     rows, findings = prepared(table), Findings()
     add_sizes(findings, table)
-    for finding in measure(rows, ESTIMANDS):
-        findings.add(finding)
-    for baseline in BASELINES:
-        for finding in measure(gained(rows, findings, config, baseline), gains(baseline)):
-            findings.add(finding)
+    beside_baselines = ((gained(rows, findings, config, name), gains(name)) for name in BASELINES)
+    findings.extend(measure(rows, ESTIMANDS, *beside_baselines))
     add_least(findings, rows, config)
     judged = {
         name: name not in findings.values("chance", "measure")

@@ -9,23 +9,20 @@ import pandas as pd
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.trials import collect_trials
 from kvprobe.faults import NotANumber, Scope
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
-from kvprobe.faults.fault import When
 from kvprobe.faults.scope import Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.inference.trials import Case
 from kvprobe.names import unknown
 from kvprobe.report.reported import Reported, reported
+from kvprobe.studies import answers
+from kvprobe.studies.answers import WHEN, collect_answers, same_task, tasks_of
 from kvprobe.studies.robustness.config import Config
-from kvprobe.studies.settings import TIMINGS
-from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task, items_digest
+from kvprobe.studies.settings import TIMINGS, Timing
+from kvprobe.tasks.task import Task
 
-WHEN: dict[str, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
-"""When each timing strikes, and whether its damage is undone after the read."""
 PROCEDURE_UNITS: tuple[Unit, ...] = ("slot", "layer", "number")
 """What canarypwn may have meant by an entry of the cache."""
 MAIN, PROCEDURE, CONTROL = "main", "procedure", "control"
@@ -44,12 +41,11 @@ def inputs(config: Config) -> dict[str, str]:
     Raises:
         UserError: an unknown fault, task or reported table.
     """
-    tasks = [find_task(name) for name in config.tasks]
     for name in config.faults:
         if name not in CATALOGUE:
             raise UserError(f"Setting 'faults': {unknown('fault', name, CATALOGUE)}")
-    reported_beside(config, tasks)
-    return {"tasks": items_digest(tasks, config.samples, config.seed)}
+    reported_beside(config, tasks_of(config))
+    return answers.inputs(config)
 
 
 def reported_beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
@@ -72,11 +68,6 @@ def reported_beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
             f"{', '.join(config.faults)}; name one of those, or leave 'reported' empty."
         )
     return found
-
-
-def same_task(task: str, table: Reported) -> bool:
-    """Whether a table is about this task, wherever its items were read from."""
-    return task.partition(":")[0] == table.task
 
 
 def cases(config: Config) -> list[Case]:
@@ -107,11 +98,11 @@ def cases(config: Config) -> list[Case]:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """All prompts of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
-    every, tasks = cases(config), [find_task(name) for name in config.tasks]
-    return collect_trials(model, run, tasks, config.samples, config.seed, lambda _: every, follow=config.follow)
+    every = cases(config)
+    return collect_answers(model, config, run, lambda _: every)
 
 
-def _case(group: str, name: str, rate: float, repeat: int, timing: str, unit: str) -> Case:
+def _case(group: str, name: str, rate: float, repeat: int, timing: Timing, unit: str) -> Case:
     named = CATALOGUE[name]
     drawn = named.unit(unit)
     at, transient = WHEN[timing]

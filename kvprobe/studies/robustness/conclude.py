@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Share, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Share, Total, Where, beside, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.report.document import Passage, passages_of
-from kvprobe.report.findings import Finding, Findings
-from kvprobe.report.reported import Reported
-from kvprobe.stats import DIFFERENCE, UNBOUNDED, wilson
-from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside, same_task
+from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.stats import DIFFERENCE, FEWEST, UNBOUNDED
+from kvprobe.studies import answers
+from kvprobe.studies.answers import NATS
+from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
 from kvprobe.studies.robustness.config import Config
-from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task, rankable, too_hard
-from kvprobe.wording import few_clusters
+from kvprobe.tasks.task import Task
 
 CONTRASTS = {
     ("gaussian", "zeros"): "noise at the layer's own scale against zeros",
@@ -42,7 +41,6 @@ STRUCK: Where = {"group": MAIN, "headline": True}
 READ: Where = {"group": PROCEDURE, "headline": True}
 RANKED: Where = {**STRUCK, "able": True, "control": False}
 RANKED_BY_KL: Where = {**STRUCK, "whole": True, "control": False}
-NATS = "nats per token"
 
 ESTIMANDS: tuple[Estimand, ...] = (
     Share(name="sound", of="correct", by=("task",), where=SOUND),
@@ -80,28 +78,30 @@ def concluded(
         window: the shortest sliding window of the model's layers, if there is one.
         dtype: of the model.
     """
-    tasks = [find_task(name) for name in config.tasks]
+    tasks = answers.tasks_of(config)
     rows = prepared(table, tasks)
     findings = measure(rows, (*ESTIMANDS, *contrasts()))
     for task in tasks:
         findings.number("chance", task.chance, task=task.name)
         for name, of in (("harm", "lost"), ("harm_kl", "kl")):
-            for finding in measure(rows, neighbours(findings, name, of, task.name)):
-                findings.add(finding)
+            findings.extend(measure(rows, neighbours(findings, name, of, task.name)))
     add_cliffs(findings)
     add_divergence(findings, rows)
     published = reported_beside(config, tasks)
     if published is not None:
-        add_published(findings, tasks, published)
+        answers.add_published(findings, tasks, published, "fault")
     reach = int((table["slots"] + table["task"].map({task.name: task.max_new_tokens for task in tasks})).max())
     facts: dict[str, Any] = {
-        "tasks": {task.name: task_facts(rows, task, findings) for task in tasks},
+        "tasks": {
+            task.name: {**answers.task_facts(table, task, findings), "unranked_kl": unranked_by_kl(task, findings)}
+            for task in tasks
+        },
         "faults": fault_facts(config),
         "example": example(table, config, tasks[0]),
         "rate": middle_rate(config),
         "layers": layers,
         "dtype": dtype,
-        "published": None if published is None else published_facts(published, config.model),
+        "published": None if published is None else answers.published_facts(published, config.model),
     }
     controls = list(controls_of(table, config, dtype, reach=reach, window=window))
     return Conclusion(findings, controls, facts, list(warnings_of(table, config, facts)))
@@ -125,13 +125,11 @@ def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
             correct = own[f"score_{scorer}"].astype(bool) & ~own["broken_rows"]
             found.append(own.assign(scorer=scorer, headline=scorer == task.scorers[0], correct=correct.astype(float)))
     rows: Rows = pd.concat(found, ignore_index=True)
-    sound = chosen(rows, SOUND).groupby("task")["correct"].mean()
-    able = {task.name: rankable(float(sound[task.name]), task.chance) for task in tasks}
     by_item = ("task", "scorer", "sample")
     clean = beside(rows, "correct", {"case": -1}, by_item)
     usual = beside(rows, "correct", {"group": PROCEDURE, "timing": "fresh", "unit": "slot"}, (*by_item, "fault"))
     return rows.assign(
-        able=[able[name] for name in rows["task"]],
+        able=answers.able(rows, tasks, "correct", SOUND),
         lost=clean - rows["correct"],
         beyond_half=rows["correct"] - clean / 2,
         beyond_usual=usual - rows["correct"],
@@ -208,37 +206,13 @@ def add_divergence(findings: Findings, rows: Rows) -> None:
             findings.number("diverged", known, "tokens", task=task, fault=fault, rate=rate, quartile=name)
 
 
-def add_published(findings: Findings, tasks: Sequence[Task], table: Reported) -> None:
-    """What was published, with the intervals of its sample size."""
-    for task in tasks:
-        if same_task(task.name, table):
-            findings.add(
-                Finding("published_sound", {"task": task.name}, wilson(table.clean * table.samples, table.samples))
-            )
-            for fault, shares in table.rows.items():
-                for rate, share in zip(table.rates, shares, strict=True):
-                    keys = {"task": task.name, "fault": fault, "rate": rate}
-                    findings.add(Finding("published", keys, wilson(share * table.samples, table.samples)))
-
-
-def published_facts(table: Reported, model: str) -> dict[str, Any]:
-    same = model.lower().endswith(table.model.lower())
-    return {"source": table.source, "model": table.model, "samples": table.samples, "same_model": same}
-
-
-def task_facts(rows: Rows, task: Task, findings: Findings) -> dict[str, Any]:
-    slots = rows[rows["task"] == task.name]["slots"]
-    unranked = [
+def unranked_by_kl(task: Task, findings: Findings) -> list[Key]:
+    """The faults that are no controls and have no KL."""
+    return [
         name
         for name in findings.values("lost", "fault", task=task.name)
         if not CATALOGUE[str(name)].control and findings.get("harm_kl", task=task.name, fault=name) is None
     ]
-    return {
-        "scorers": list(task.scorers),
-        "slots": [int(slots.min()), int(slots.max())],
-        "too_hard": too_hard(task.name, findings.at("sound", task=task.name).mean, task.chance),
-        "unranked_kl": unranked,
-    }
 
 
 def fault_facts(config: Config) -> dict[str, dict[str, str]]:
@@ -288,22 +262,15 @@ def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: 
         """Whether every row was measured and is as near as allowed; without KL there is nothing to exceed it."""
         return not config.follow or bool((rows["kl"] <= allowed).all())
 
-    def seen(rows: Rows) -> str:
-        kl = float(rows["kl"].max())
-        largest = "not measured" if np.isnan(kl) else f"at most {kl:.1e} nats"
-        answers = f"{int(rows['same'].sum())} of {len(rows)} rows give the sound cache's whole answer"
-        return f"{answers}, and KL is {largest} (allowed for rounding: {allowed:g})."
-
     checks = table[table["group"] == CONTROL]
     nothing, nan = checks[checks["rate"] == 0], checks[checks["fault"] == NOT_A_NUMBER]
-    unchanged = bool(nothing["same"].all() and (nothing["struck"] == 0).all() and within(nothing))
-    yield Control(f"Nothing struck, nothing changed: {seen(nothing)}", unchanged)
+    yield answers.nothing_struck(nothing, allowed)
     found = int((nan["broken"] != "").sum())
     yield Control(f"One slot of NaN was reported as broken in {found} of {len(nan)} rows.", found == len(nan))
     for name in config.faults:
         if CATALOGUE[name].control:
             rows = table[(table["group"] == MAIN) & (table["fault"] == name)]
-            told = f"{CATALOGUE[name].label}, slots in another order: {seen(rows)}"
+            told = f"{CATALOGUE[name].label}, slots in another order: {answers.as_sound(rows, allowed)}"
             if window is None or reach <= window:
                 yield Control(told, within(rows) and (config.follow or bool(rows["same"].all())))
             else:
@@ -313,11 +280,9 @@ def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: 
 
 def warnings_of(table: Rows, config: Config, facts: dict[str, Any]) -> Any:
     """What a reader must know before the numbers."""
-    if few := few_clusters(config.samples, "items of each task"):
-        yield few
-    elif config.samples < FEW:
+    yield from answers.few_or_too_hard(config, facts["tasks"])
+    if FEWEST <= config.samples < FEW:
         yield f"{config.samples} items of each task show only large differences. Run with more samples."
-    yield from (task["too_hard"] for task in facts["tasks"].values() if task["too_hard"])
     struck = table[table["fault"] != NOT_A_NUMBER]
     broken = struck[struck["broken"] != ""]
     if len(broken):

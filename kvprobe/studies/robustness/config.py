@@ -3,17 +3,14 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
-from kvprobe.studies.settings import Timing, UnitName, require_percents
+from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Settings):
+class Config(AnswerSettings):
     """Settings of the robustness study.
 
     Attributes:
-        tasks: recite, retrieve, needle, gsm8k, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
-        samples: items of each task.
         faults: by the names of the report's table.
         rates: share of the slots that is struck, in percent.
         repeats: draws of each fault at each rate.
@@ -21,13 +18,10 @@ class Config(Settings):
             piling (anew before each token, and left there).
         unit: what is drawn at once: slot (the same in all layers), layer (each its own slots), head, or number.
         procedure: rate in percent at which canarypwn's faults are also run in every timing and unit; 0 leaves that out.
-        follow: also measure KL to the clean run, which takes as long again.
         reported: a table to print beside what was measured, such as canarypwn-7b; none by default.
-        seed: of items and random draws.
     """
 
     tasks: tuple[str, ...] = ("recite", "retrieve", "needle")
-    samples: int = 20
     faults: tuple[str, ...] = (
         "gaussian",
         "gaussian-channel",
@@ -47,11 +41,10 @@ class Config(Settings):
     timing: Timing = "fresh"
     unit: UnitName = "slot"
     procedure: float = 10.0
-    follow: bool = True
     reported: str = ""
 
     def validate(self) -> None:
-        require("samples", self.samples, 2, 100_000)
+        super().validate()
         require("repeats", self.repeats, 1, 1000)
         require("procedure", self.procedure, 0, 100)
         require_percents("rates", self.rates)

@@ -1,11 +1,12 @@
 """From a finished run to published probes: the probes of the run, with the command that makes them again."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.runs import Run
 from kvprobe.names import unknown
 from kvprobe.probes.card import CARD, WEIGHTS, Made
 from kvprobe.probes.probe import Probe
@@ -14,7 +15,21 @@ PROBES = "probes"
 """Where a run has its probes: a folder each, as `Probe.save` writes it."""
 
 
-def publish(run: Run, to: Path, name: str | None = None) -> list[Path]:
+@runtime_checkable
+class Source(Protocol):
+    """A run, as `kvprobe.experiments.runs.Run` is one."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def environment(self) -> Mapping[str, Any]: ...
+
+
+def publish(run: Source, to: Path, name: str | None = None) -> list[Path]:
     """Write the probes of a finished run to `to`, a folder each, and return these folders.
 
     Args:

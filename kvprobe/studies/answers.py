@@ -1,0 +1,142 @@
+"""What studies of damaged caches share: items of tasks are answered under many faults, and held against sound caches.
+
+Answers are kept sample by sample, so that an interrupted run resumes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.experiments.estimands import Rows, Where, chosen
+from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Control
+from kvprobe.faults.fault import When
+from kvprobe.inference.model import Model
+from kvprobe.inference.trials import Case, Sample, answer
+from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.reported import Reported
+from kvprobe.stats import wilson
+from kvprobe.studies.settings import AnswerSettings, Timing
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import Task, items_digest, prompt, rankable, too_hard
+from kvprobe.wording import few_clusters
+
+WHEN: dict[Timing, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
+"""Before which token a fault of each timing strikes, and whether it is undone."""
+SOUND: Where = {"case": -1}
+"""The rows of sound caches."""
+NATS = "nats per token"
+
+
+def tasks_of(config: AnswerSettings) -> list[Task]:
+    """The tasks of a config, in its order.
+
+    Raises:
+        UserError: an unknown task.
+    """
+    return [find_task(name) for name in config.tasks]
+
+
+def inputs(config: AnswerSettings) -> dict[str, str]:
+    """A digest of the items.
+
+    Raises:
+        UserError: an unknown task, or too few items.
+    """
+    return {"tasks": items_digest(tasks_of(config), config.samples, config.seed)}
+
+
+def collect_answers(
+    model: Model, config: AnswerSettings, run: Run, cases_of: Callable[[Sample], Sequence[Case]]
+) -> pd.DataFrame:
+    """All items of all tasks under all cases of a sample; see `kvprobe.inference.trials.answer` for the columns."""
+    items = [(task, item) for task in tasks_of(config) for item in task.items(config.samples, config.seed)]
+
+    def answered(number: int) -> pd.DataFrame:
+        task, item = items[number]
+        sample = Sample(task, item, number, prompt(item, model.tokenizer))
+        return pd.DataFrame(answer(model, sample, cases_of(sample), config.seed, follow=config.follow))
+
+    numbers = range(len(items))
+    return table_of_parts(run, numbers, "answers", answered, doing="Damaging and answering", unit="prompt")
+
+
+def able(rows: Rows, tasks: Sequence[Task], of: str, where: Where = SOUND) -> Any:
+    """For each row, whether the model does its task well enough on sound caches for damage to be visible.
+
+    Args:
+        of: the column of right answers.
+        where: which rows are those of sound caches.
+    """
+    sound = chosen(rows, where).groupby("task")[of].mean()
+    return rows["task"].map({task.name: rankable(float(sound[task.name]), task.chance) for task in tasks})
+
+
+def task_facts(table: Rows, task: Task, findings: Findings) -> dict[str, Any]:
+    """What a page reports of a task: its scorers, the lengths of its prompts, and whether it is too hard."""
+    slots = table[table["task"] == task.name]["slots"]
+    return {
+        "scorers": list(task.scorers),
+        "slots": [int(slots.min()), int(slots.max())],
+        "too_hard": too_hard(task.name, findings.at("sound", task=task.name).mean, task.chance),
+    }
+
+
+def same_task(task: str, table: Reported) -> bool:
+    """Whether a table is about this task, wherever its items were read from."""
+    return task.partition(":")[0] == table.task
+
+
+def add_published(
+    findings: Findings, tasks: Sequence[Task], table: Reported, along: str, struck: Mapping[str, Key] | None = None
+) -> None:
+    """What was published, with the intervals of its sample size.
+
+    Args:
+        along: the key whose values are the table's rows.
+        struck: the other keys, the same for all.
+    """
+    for task in (task.name for task in tasks if same_task(task.name, table)):
+        sound = wilson(table.clean * table.samples, table.samples)
+        findings.add(Finding("published_sound", {"task": task}, sound))
+        for row, shares in table.rows.items():
+            for rate, share in zip(table.rates, shares, strict=True):
+                keys = {"task": task, **(struck or {}), along: row, "rate": rate}
+                findings.add(Finding("published", keys, wilson(share * table.samples, table.samples)))
+
+
+def published_facts(table: Reported, model: str) -> dict[str, Any]:
+    """Where a table comes from, and whether it is about this model."""
+    same = model.lower().endswith(table.model.lower())
+    return {"source": table.source, "model": table.model, "samples": table.samples, "same_model": same}
+
+
+def as_sound(rows: Rows, allowed: float) -> str:
+    """How many answers are those of sound caches, and how far the rows are from these."""
+    kl = float(rows["kl"].max())
+    largest = "not measured" if np.isnan(kl) else f"at most {kl:.1e} nats"
+    answers = f"{int(rows['same'].sum())} of {len(rows)} rows give the sound cache's whole answer"
+    return f"{answers}, and KL is {largest} (allowed for rounding: {allowed:g})."
+
+
+def nothing_struck(rows: Rows, allowed: float, of: str = "") -> Control:
+    """Whether rows in which nothing is struck are those of sound caches.
+
+    Args:
+        allowed: nats of KL that rounding may cost.
+        of: names the rows, in brackets.
+    """
+    struck = int(rows["struck"].sum())
+    unchanged = bool(rows["same"].all()) and (rows["broken"] == "").all() and not rows["kl"].max() > allowed
+    seen = f"{struck} vectors were struck, {as_sound(rows, allowed)}"
+    return Control(f"Nothing struck, nothing changed{of}: {seen}", bool(struck == 0 and unchanged))
+
+
+def few_or_too_hard(config: AnswerSettings, tasks: dict[str, Any]) -> Iterator[str]:
+    """Warnings of too few items, and of tasks that the model cannot do."""
+    if few := few_clusters(config.samples, "items of each task"):
+        yield few
+    yield from (task["too_hard"] for task in tasks.values() if task["too_hard"])
