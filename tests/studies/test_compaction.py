@@ -202,11 +202,11 @@ def test_the_code_does_not_reach_the_first_layers_of_retained_arms(finished: Run
 
 def test_what_is_spent_on_the_hidden_turns_goes_elsewhere_when_they_are_masked(finished: Run):
     found = Conclusion.of(finished.metrics).findings
-    for spent in found.where("spent_by_layer"):
-        went = found.where("went_by_layer", **spent.keys)
-        assert sum(each.value.mean for each in went) == pytest.approx(spent.value.mean, abs=1e-5)
-        heads = found.where("spent_by_head", **spent.keys)
-        assert np.mean([each.value.mean for each in heads]) == pytest.approx(spent.value.mean)
+    for layer in found.values("went_by_layer", "layer"):
+        went = {each.keys["place"]: each.value.mean for each in found.where("went_by_layer", layer=layer)}
+        assert sum(went.values()) == pytest.approx(0, abs=1e-5)
+        heads = [each.value.mean for each in found.where("spent_by_head", layer=layer)]
+        assert -went[HIDDEN] == pytest.approx(np.mean(heads))
 
 
 class Values(Protocol):

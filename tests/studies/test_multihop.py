@@ -208,7 +208,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert found.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
     gain = samples.groupby("condition")["margin"].mean()
     assert found.findings.at("gain", arm="skip").mean == pytest.approx(gain["skip"] - gain["restart, skip"], abs=1e-9)
-    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "use", "said")
+    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "transfer_leave-context-out", "use", "said")
 
 
 def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:

@@ -40,10 +40,10 @@ class Lines:
     Attributes:
         file, caption: of the figure.
         finding: what is drawn.
-        x, line, panel: keys: along the axis, one line each, one column of panels each.
+        x, line, panel: keys: along the axis, one line each, one column of panels each; a single panel without one.
         row: the name of the row of panels that a finding belongs to, from its keys; all in one by default.
         drawn: which values of `line` are drawn.
-        where: the other keys.
+        where: the other keys; one of several values, where a tuple is given.
         band: a finding whose keys are the same in a whole panel, drawn as a dashed line with its interval, and its name
             in the legend.
         level: the same as a dotted line.
@@ -66,13 +66,13 @@ class Lines:
     finding: str
     x: str
     line: str
-    panel: str
+    panel: str = ""
     x_label: str
     y_label: str
     styles: Mapping[Any, Style] = field(default_factory=dict)
     row: Callable[[Keys], str] = _one_row
     drawn: Callable[[Key], bool] = lambda _: True
-    where: Mapping[str, Key] = field(default_factory=dict)
+    where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     band: tuple[str, str] | None = None
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
@@ -91,7 +91,7 @@ class Lines:
         import matplotlib.pyplot as plt
 
         known = self._known(findings, self.finding)
-        panels = list(dict.fromkeys(finding.keys[self.panel] for finding in known))
+        panels = list(dict.fromkeys(self._panel_of(finding) for finding in known))
         if not panels:
             return None
         rows = list(dict.fromkeys(self.row(finding.keys) for finding in known))
@@ -110,7 +110,7 @@ class Lines:
                 axes[0].annotate(row, (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
                 axes[0].set_ylabel(self.y_label)
                 for axis, panel in zip(axes, panels, strict=True):
-                    axis.set_title(labels(self.panel, panel))
+                    axis.set_title(labels(self.panel, panel) if self.panel else "")
                     self._panel(axis, findings, (row, panel), across, labels)
             for axis in grid[-1]:
                 axis.set_xlabel(self.x_label)
@@ -126,8 +126,11 @@ class Lines:
             for finding in findings.where(name, **self.where)
             if not finding.value.unknown
             and self.drawn(finding.keys[self.line])
-            and place in (None, (self.row(finding.keys), finding.keys[self.panel]))
+            and place in (None, (self.row(finding.keys), self._panel_of(finding)))
         ]
+
+    def _panel_of(self, finding: Finding) -> Key:
+        return finding.keys[self.panel] if self.panel else ""
 
     def _places(self, values: Sequence[Key]) -> dict[Key, float]:
         """Where each x stands on the axis: names one after the other, numbers by their logarithm unless in curves."""

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Where, beside, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
@@ -138,20 +138,14 @@ def attended(table: Rows) -> Rows:
     return pd.DataFrame({"spent": full, "went": masked - full, "moved": (masked - restarted).abs()}).reset_index()
 
 
-OTHERS = tuple(place for place in LOOKED_AT if place != HIDDEN)
+SPENT: Where = {"place": HIDDEN}
+WENT: Where = {"place": tuple(place for place in LOOKED_AT if place != HIDDEN)}
 ATTENTION: tuple[Estimand, ...] = (
-    *(
-        Mean(name=name, of="spent", by=by, where={"place": HIDDEN}, cluster="context")
-        for name, by in (("spent", ()), ("spent_by_layer", ("layer",)), ("spent_by_head", ("layer", "head")))
-    ),
-    *(
-        Mean(name=name, of=of, by=by, where={"place": OTHERS}, cluster="context")
-        for name, of, by in (
-            ("went", "went", ("place",)),
-            ("went_by_layer", "went", ("layer", "place")),
-            ("moved", "moved", ("place",)),
-        )
-    ),
+    Mean(name="spent", of="spent", where=SPENT, cluster="context"),
+    Mean(name="spent_by_head", of="spent", by=("layer", "head"), where=SPENT, cluster="context"),
+    Mean(name="went", of="went", by=("place",), where=WENT, cluster="context"),
+    Mean(name="went_by_layer", of="went", by=("layer", "place"), cluster="context"),
+    Mean(name="moved", of="moved", by=("place",), where=WENT, cluster="context"),
 )
 
 

@@ -54,7 +54,7 @@ OF_HEADS = (
     ),
     Ratio(name="moved", of="moved", over="dangling", where={"arm": CLOSED}),
     Mean(name="head_mass", of="dangling", by=("layer", "head"), where=LOST, within=SHARE),
-    Mean(name="head_gained", of="gained", by=("layer", "head", "place"), where=LOST),
+    Mean(name="layer_gained", of="gained", by=("arm", "layer", "place")),
 )
 OF_ARMS = (
     Mean(name="margin", of="margin", by=("arm",), unit="logits"),
