@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from kvprobe.checks import require
 from kvprobe.errors import UserError
 
 Timing = Literal["once", "fresh", "piling"]
@@ -19,6 +20,21 @@ TIMINGS: dict[Timing, str] = {
 }
 FACT_KINDS: tuple[FactKind, ...] = get_args(FactKind)
 FACTS_OF_A_KIND = 12
+
+
+def require_samples(samples: int, groups: int, of: str, folds: int) -> None:
+    """Refuse samples that are too few for so many groups and folds, or that groups cannot share equally.
+
+    Args:
+        of: what groups are called.
+    """
+    require("samples", samples, max(2 * groups, 10 * folds), 40_000)
+    if samples % groups:
+        below = samples - samples % groups
+        raise UserError(
+            f"Setting 'samples' is {samples}, not a multiple of the {groups} {of}; expected {below} or "
+            f"{below + groups}."
+        )
 
 
 def require_percents(setting: str, rates: Sequence[float]) -> None:

@@ -18,12 +18,13 @@ from kvprobe.inference.model import Model
 from kvprobe.probing.features import read_outs
 from kvprobe.studies.compaction import run
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, RETAINED
-from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCOMES, concluded
+from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCOMES, conclude
 from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, irrelevant, read_context
 from kvprobe.studies.compaction.study import STUDY
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
+from tests.models import any_model
 from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(contexts=3, samples=30, folds=3, continuation=4, answer=3, batch=7)
@@ -239,7 +240,7 @@ def made_up(values: Values, variation: float = 0.0, config: Config = MADE_UP) ->
         "attention": pd.DataFrame(attention),
         "variation": pd.DataFrame({"layer": [0, 1, 2], "variation": [0.0, variation, 0.1]}),
     }
-    return concluded(tables, config)
+    return conclude(tables, config, any_model())
 
 
 def planted(effects: dict[str, float], unrelated: float = 0.0) -> Values:

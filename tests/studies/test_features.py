@@ -26,12 +26,13 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.saes import Dictionary
 from kvprobe.studies.features import run
 from kvprobe.studies.features.collect import ARMS, PARTS
-from kvprobe.studies.features.conclude import concluded, fewest, p_values
+from kvprobe.studies.features.conclude import conclude, fewest, p_values
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.prepare import hand_written
 from kvprobe.studies.features.reading import READERS, RESTARTED, exchange, read_context, restarted
 from kvprobe.studies.features.study import STUDY
 from kvprobe.tasks.passcode import contexts, conversation
+from tests.models import any_model
 from tests.refusals import refused
 from tests.saes.test_quality import identity
 from tests.studies.runs import assert_figures, in_steps, page_of
@@ -197,7 +198,7 @@ def made_up(
         "latents": table("density", latent=range(4)).assign(density=lambda rows: rows["density"] / 8),
         "activating": activating,
     }
-    return concluded({**tables, "dictionaries": pd.DataFrame(notes)}, config)
+    return conclude({**tables, "dictionaries": pd.DataFrame(notes)}, config, any_model())
 
 
 @cache

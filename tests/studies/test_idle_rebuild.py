@@ -20,7 +20,6 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.report.document import passages_of
 from kvprobe.stats import FEWEST
 from kvprobe.studies import idle_rebuild
 from kvprobe.studies.idle_rebuild import collect as collecting
@@ -38,11 +37,12 @@ from kvprobe.studies.idle_rebuild.collect import (
     relative_distance,
     tables_of,
 )
-from kvprobe.studies.idle_rebuild.conclude import concluded
+from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
+from tests.models import any_model
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, in_steps, page_of
 
@@ -265,9 +265,9 @@ def measured(session: int, drift: float, cost: float, position: float, slope: fl
 
 
 def numbers(sessions: Sequence[Rows]) -> Conclusion:
-    chat = passages_of(conversation(SHORT[0]), masked=SUMMARISED)
     tables = tables_of(pd.concat([rows.assign(sample=f"session {number}") for number, rows in enumerate(sessions)]))
-    return concluded(tables, 1e-7, {"chat": [vars(each) for each in chat], "layers": 4, "window": 16})
+    conclusion = conclude(tables, Config(), any_model())
+    return dataclasses.replace(conclusion, facts={**conclusion.facts, "window": 16})
 
 
 def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0) -> Conclusion:

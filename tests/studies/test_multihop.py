@@ -26,13 +26,13 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.studies import multihop
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer, summaries_seen
 from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
-from kvprobe.studies.multihop.conclude import concluded
+from kvprobe.studies.multihop.conclude import conclude
 from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES, SHOWN, USE_ARMS, name_of, place, read_session
 from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
-from tests.models import llama, tiny_tokenizer
+from tests.models import any_model, llama, tiny_tokenizer
 from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
@@ -154,7 +154,8 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
 
 def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(tmp_path: Path):
     config = Config(sessions=12, samples=120, folds=3, families=("v",))
-    found = concluded(collecting.tables(list(planted(config, tmp_path)), config), config).findings
+    tables = collecting.tables(list(planted(config, tmp_path)), config)
+    found = conclude(tables, config, any_model()).findings
 
     def means(name: str, **keys: str) -> np.ndarray:
         return np.array([each.value.mean for each in found.where(name, **keys)])
@@ -232,7 +233,7 @@ def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
         "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
         "variation": layers.assign(variation=varies),
     }
-    return concluded(tables, MADE_UP)
+    return conclude(tables, MADE_UP, any_model())
 
 
 def leaking(reach: dict[str, int], gains: dict[str, float], varies: float = 0.0) -> Conclusion:

@@ -20,7 +20,7 @@ from kvprobe.studies import use
 from kvprobe.studies.use import collect as collecting
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import cases_of, chosen_places, fit_halves
-from kvprobe.studies.use.conclude import NEAR, SITES, concluded
+from kvprobe.studies.use.conclude import NEAR, SITES, conclude
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     BOTH,
@@ -39,6 +39,7 @@ from kvprobe.studies.use.effects import (
 from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, features, labels
 from kvprobe.studies.use.read import PARTS, PLACES, Case, Layout, read_turn
 from kvprobe.studies.use.study import STUDY
+from tests.models import any_model
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, in_steps, short_contexts
 
@@ -216,8 +217,7 @@ def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float
         "erasers": every(**site, name=(LEACE, RANDOM_0, INLP)).assign(rank=26.0, share=0.4, width=192),
         "replies": replies,
     }
-    passage = {"segment": "T2", "role": "user", "text": "the code is 48213", "masked": False, "marked": "48213"}
-    return concluded(tables, {"chat": [passage], "layers": 4}, 1e-7)
+    return conclude(tables, Config(), any_model())
 
 
 def dosed(site: str, edit: str, strength: float) -> float:

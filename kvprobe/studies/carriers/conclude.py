@@ -78,28 +78,8 @@ OF_CODES: tuple[Estimand, ...] = (
 """Of logit(own code) − logit(other code), where the model can tell the two with everything in view."""
 
 
-def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    context, compaction = contexts()[0], compactions()[0]
-    code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    chat = compacted_conversation(context, compaction, code)
-    passages = passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))
-    facts = {
-        "chat": [vars(passage) for passage in passages],
-        "summary": [compaction.summary_question, compaction.summary_answer],
-        "layers": model.geometry.n_layers,
-        "precision": torch.finfo(model.lanes.dtype).eps,
-    }
-    return concluded(rows, config, facts)
-
-
-def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        table: see `collect`.
-        facts: of the model and of an example.
-    """
     table, findings = table.assign(sample=table["context"]), Findings()
     swaps = chosen(table, {"question": QUESTIONS, "group": GROUPS})
     rows: Rows = pd.concat([swaps, swaps.assign(question=BOTH)], ignore_index=True)
@@ -114,9 +94,18 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
     for slot, effect, way in zip(tokens["slot"], tokens["effect"], tokens["way"], strict=True):
         findings.number("token_share", effect / way if way else 0.0, slot=int(slot))
     few = few_clusters(config.contexts, "conversations")
-    shown = {**facts, "negligible": NEGLIGIBLE, "hidden": HIDDEN, "tokens": [str(token) for token in tokens["token"]]}
-    controls = list(controls_of(findings, float(facts["precision"])))
-    return Conclusion(findings, controls, shown, [few] if few else [])
+    code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
+    chat = compacted_conversation(contexts()[0], compactions()[0], code)
+    facts = {
+        "chat": [vars(each) for each in passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))],
+        "summary": [compactions()[0].summary_question, compactions()[0].summary_answer],
+        "layers": model.geometry.n_layers,
+        "negligible": NEGLIGIBLE,
+        "hidden": HIDDEN,
+        "tokens": [str(token) for token in tokens["token"]],
+    }
+    controls = list(controls_of(findings, torch.finfo(model.lanes.dtype).eps))
+    return Conclusion(findings, controls, facts, [few] if few else [])
 
 
 def add(findings: Findings, rows: Rows, *estimands: Estimand) -> None:

@@ -50,16 +50,6 @@ HIDDEN = "hidden turns"
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, model.geometry.n_layers)
-
-
-def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**-23, layers: int = 2) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        tables: see `collect`.
-        precision: of the model's dtype.
-    """
     findings = measure(prepared(tables), estimands())
     for finding in measure(attended(tables["attention"]), ATTENTION):
         findings.add(finding)
@@ -76,9 +66,9 @@ def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**
         "chat": [vars(each) for each in passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))],
         "questions": {kind: compactions()[0].question(kind) for kind in KINDS},
         "answers": {name: {kind: str(first[f"answer_{kind}"][name]) for kind in KINDS} for name in CONDITIONS},
-        "layers": layers,
+        "layers": model.geometry.n_layers,
     }
-    return Conclusion(findings, [light_cone(findings, precision)], facts, [few] if few else [])
+    return Conclusion(findings, [light_cone(findings, torch.finfo(model.lanes.dtype).eps)], facts, [few] if few else [])
 
 
 def prepared(tables: Mapping[str, Rows]) -> Rows:

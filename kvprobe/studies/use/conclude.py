@@ -6,7 +6,6 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 
 from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
-from typing import Any
 
 import torch
 
@@ -87,20 +86,6 @@ OF_PROBES: tuple[Estimand, ...] = (
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    case = cases_of(config, model.tokenizer)[0]
-    chat = passages_of(conversation(case.context, case.pair[0]), marked=case.pair[0], only_in=("T2", "T3"))
-    facts = {"chat": [vars(passage) for passage in chat], "layers": model.geometry.n_layers}
-    return concluded(tables, facts, torch.finfo(model.lanes.dtype).eps)
-
-
-def concluded(tables: Mapping[str, Rows], facts: Mapping[str, Any], precision: float) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        tables: see `collect`.
-        facts: the example conversation (`chat`) and the number of `layers`.
-        precision: of the model's dtype.
-    """
     edits, probes = prepared(tables["samples"]), tables["probes"].rename(columns={"context": "sample"})
     probes = probes.assign(state=probes["state"].replace({RANDOM_0: RANDOM}))
     findings = Findings(
@@ -115,7 +100,11 @@ def concluded(tables: Mapping[str, Rows], facts: Mapping[str, Any], precision: f
     add_sizes(findings, tables["erasers"])
     count = int(edits["sample"].nunique())
     replies = tables["replies"].assign(name=tables["replies"]["name"].replace({RANDOM_0: RANDOM}))
-    more = {
+    case = cases_of(config, model.tokenizer)[0]
+    chat = passages_of(conversation(case.context, case.pair[0]), marked=case.pair[0], only_in=("T2", "T3"))
+    facts = {
+        "chat": [vars(passage) for passage in chat],
+        "layers": model.geometry.n_layers,
         "conversations": count,
         "near": NEAR,
         "shrinkage": SHRINKAGE,
@@ -126,7 +115,8 @@ def concluded(tables: Mapping[str, Rows], facts: Mapping[str, Any], precision: f
         "replies": replies[["code", "place", "name", "reply"]].to_dict("records"),
     }
     few = few_clusters(count, "conversations")
-    return Conclusion(findings, list(controls(findings, edits, precision)), {**facts, **more}, [few] if few else [])
+    held = list(controls(findings, edits, torch.finfo(model.lanes.dtype).eps))
+    return Conclusion(findings, held, facts, [few] if few else [])
 
 
 def prepared(table: Rows) -> Rows:
