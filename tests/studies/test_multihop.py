@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.conclude as concluding
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments import running
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -33,7 +31,7 @@ from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
 from tests.models import any_model, llama, tiny_tokenizer
-from tests.studies.runs import assert_figures, in_steps, page_of
+from tests.studies.runs import answer_of, assert_figures, in_steps
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
 MADE_UP = Config(sessions=12, samples=36, folds=3)
@@ -274,15 +272,9 @@ def noise(rng: np.random.Generator) -> Conclusion:
     ],
 )  # fmt: skip
 def test_the_answer_follows_the_intervals(
-    distances: dict[str, int],
-    gains: dict[str, float],
-    way: str,
-    use: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    distances: dict[str, int], gains: dict[str, float], way: str, use: str, tmp_path: Path
 ):
-    monkeypatch.setattr(running, "draw", lambda *_: None)
-    said = answer(STUDY, page_of(STUDY, MADE_UP, leaking(distances, gains), tmp_path))
+    said = answer_of(STUDY, MADE_UP, leaking(distances, gains), tmp_path)
     assert way in said
     assert use in said
 
