@@ -9,18 +9,7 @@ from itertools import chain, pairwise
 
 import torch
 
-from kvprobe.experiments.estimands import (
-    Difference,
-    Estimand,
-    HeldOut,
-    Mean,
-    Ratio,
-    Rows,
-    Share,
-    Where,
-    beside,
-    measure,
-)
+from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Rows, Share, Where, beside, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
@@ -49,7 +38,7 @@ ALONG: Where = {"edit": LEACE}
 """Along the subspace that a probe reads."""
 EVERYWHERE: Where = {"band": EVERY_LAYER, "part": BOTH}
 
-OF_EDITS: tuple[Estimand, ...] = (
+OF_EDITS = (
     Mean(name="margin", of="intact_margin", by=("view",), unit=NATS),
     Share(name="said", of="intact_said", by=("view",)),
     Mean(name="way", of="way", by=("view",), unit=LOGITS),
@@ -61,7 +50,7 @@ OF_EDITS: tuple[Estimand, ...] = (
     Mean(name="moved", of="moved", by=EDIT, where=SWAPPED, unit=LOGITS),
     Mean(name="moved_beyond", of="moved_beyond", by=("site", "part"), where={**SWAPPED, **ALONG}, unit=LOGITS),
 )
-OF_DOSES: tuple[Estimand, ...] = (
+OF_DOSES = (
     Mean(name="dose", of="lost", by=("kind", "edit", "strength"), where=ERASED, unit=NATS),
     Ratio(name="dose", of="moved", over="way", by=("kind", "edit", "strength"), where=SWAPPED),
     *(
@@ -77,7 +66,7 @@ OF_DOSES: tuple[Estimand, ...] = (
         for less, more in pairwise(STRENGTHS)
     ),
 )
-OF_PROBES: tuple[Estimand, ...] = (
+OF_PROBES = (
     HeldOut(name="read", of="accuracy", by=PROBED, within=SHARE),
     HeldOut(name="read_layer", of="accuracy", by=(*PROBED, "layer"), within=SHARE),
     HeldOut(name="left", of="accuracy", by=PROBED[:3], where={"state": LEACE}, within=SHARE, together=()),
