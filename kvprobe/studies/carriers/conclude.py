@@ -130,10 +130,11 @@ def add_gaps(findings: Findings, rows: Rows) -> None:
     for key, first, second, answered in COMPARED:
         ahead = ahead_of(rows, {**ALL_AFTER, key: second})
         others = tuple(question for question in (*QUESTIONS, BOTH) if question not in answered)
-        known: dict[str, Any] = {"by": SWAP[:2], "keys": {"first": first, "second": second}}
-        for questions, family in ((answered, {"claims": HEADLINE}), (others, {"together": ()})):
-            where = {**ALL_AFTER, key: first, "question": questions}
-            add(findings, ahead, Ratio(name="gap", of="ahead", over="way", where=where, **known, **family))
+        known: dict[str, Any] = {"of": "ahead", "over": "way", "by": SWAP[:2]}
+        known["keys"] = {"first": first, "second": second}
+        mine, rest = ({**ALL_AFTER, key: first, "question": questions} for questions in (answered, others))
+        add(findings, ahead, Ratio(name="gap", where=mine, claims=HEADLINE, **known))
+        add(findings, ahead, Ratio(name="gap", where=rest, together=(), **known))
 
 
 def add_leads(findings: Findings, rows: Rows) -> None:

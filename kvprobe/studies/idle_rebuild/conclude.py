@@ -111,7 +111,7 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
     """Findings, controls and facts of a run."""
     findings = found(tables)
     findings.number("allowed", ROUND_OFF * torch.finfo(model.lanes.dtype).eps)
-    few = few_clusters(tables["samples"]["sample"].nunique(), "sessions")
+    few = few_clusters(int(findings.at("sessions").mean), "sessions")
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
     chat = passages_of(conversation(sessions()[0]), masked=SUMMARISED)
     windows = [window for window in model.geometry.windows if window is not None]
