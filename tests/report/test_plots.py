@@ -8,6 +8,7 @@ from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.scatter import Scatter
 from kvprobe.stats import Estimate
 
 ARMS, PLACES = ("kept", "masked"), ("code", "summary")
@@ -54,6 +55,24 @@ def test_dots_of_the_declared_values_stand_one_below_the_other_beside_their_leve
     assert left.lines[-1].get_xdata()[0] == 0.2
     assert len(right.containers) == 1
     assert Dots("f", "c", (one,)).draw(Findings(), label, "t") is None
+
+
+def test_a_scatter_has_a_point_for_each_pair_above_zero_and_colours_those_that_are_decided():
+    known: dict[str, Any] = {"arm": "kept", "place": "code"}
+    findings = Findings()
+    for latent, (across, up) in {"a": (1.0, 2.0), "b": (3.0, 1.0), "c": (0.0, 1.0)}.items():
+        findings.number("across", across, latent=latent, **known)
+        findings.number("up", up, latent=latent, **known)
+    findings.number("up", 1.0, latent="d", **known)
+    findings.number("p", 0.01, latent="b", **known)
+    scatter = Scatter(
+        file="f", caption="c", across="across", up="up", row="arm", column="place", x_label="x", y_label="y",
+        coloured=("p", 0.05), names=("alike", "differs"),
+    )  # fmt: skip
+    figure = scatter.draw(findings, label, "t")
+    assert figure is not None
+    points = {each.get_label(): each.get_offsets().tolist() for each in figure.axes[0].collections}
+    assert points == {"alike": [[1.0, 2.0]], "differs": [[3.0, 1.0]]}
 
 
 def test_lines_without_a_key_for_panels_have_one_panel_of_the_chosen_findings():
