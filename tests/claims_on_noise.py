@@ -58,7 +58,7 @@ class Watched(Findings):
         super().__init__(findings)
         self.seen: list[Finding] = []
 
-    def where(self, name: str, **keys: Key) -> list[Finding]:
+    def where(self, name: str, **keys: Key | tuple[Key, ...]) -> list[Finding]:
         found = super().where(name, **keys)
         self.seen += found
         return found

@@ -8,7 +8,7 @@ All cells are rows of one pass over the suffix. Three things make it cheap, and 
 - A row joins the pass only at the first layer at which it differs from the clean run (`kvprobe.patching.rows`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
-from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining
+from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining
 from kvprobe.text.tokens import Tokens
 
 
@@ -104,6 +104,17 @@ class Reader:
 
         with torch.no_grad(), self.lanes.attention_replaced_by(attend), joining(self.lanes.blocks, rows.joining):
             return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, kept))
+
+    def passes(self, cells: Sequence[Cell], kept: int) -> Iterator[Float[Tensor, "rows kept vocab"]]:
+        """What `logits` gives of all cells, as many at once as memory allows: the clean row, then the cells in order.
+
+        Args:
+            cells: by their first layer, which is fastest.
+        """
+        yield (clean := self.logits([], kept))
+        rows = max(1, min(ROWS, BYTES // (self.row_bytes(cells) + clean.numel() * clean.element_size())))
+        for first in range(0, len(cells), rows):
+            yield self.logits(cells[first : first + rows], kept)[1:]
 
     def seen(self, layer: int) -> Bool[Tensor, "kv_heads queries slots"]:
         """Which slots, the suffix's own included, each query may attend to; one KV head where all agree."""

@@ -119,12 +119,16 @@ class Findings:
             f"There is no {_called(name, keys)}; an example of what there is: {_called(name, alike[0].keys)}."
         )
 
-    def where(self, name: str, **keys: Key) -> list[Finding]:
-        """All findings of this name whose keys include these."""
-        wanted = keys.items()
-        return [finding for finding in self._by_name.get(name, {}).values() if wanted <= finding.keys.items()]
+    def where(self, name: str, **keys: Key | tuple[Key, ...]) -> list[Finding]:
+        """All findings of this name whose keys include these; one of several values, where a tuple is given."""
+        wanted = [(key, value if isinstance(value, tuple) else (value,)) for key, value in keys.items()]
+        return [
+            finding
+            for finding in self._by_name.get(name, {}).values()
+            if all(finding.keys.get(key) in values for key, values in wanted)
+        ]
 
-    def values(self, name: str, key: str, **keys: Key) -> list[Key]:
+    def values(self, name: str, key: str, **keys: Key | tuple[Key, ...]) -> list[Key]:
         """The different values of a key among those of `where(name, **keys)` that have it, in order."""
         return list(dict.fromkeys(each.keys[key] for each in self.where(name, **keys) if key in each.keys))
 

@@ -43,6 +43,21 @@ class AnswerSettings(Settings):
         require("samples", self.samples, 2, 100_000)
 
 
+def require_samples(samples: int, groups: int, of: str, folds: int) -> None:
+    """Refuse samples that are too few for so many groups and folds, or that groups cannot share equally.
+
+    Args:
+        of: what groups are called.
+    """
+    require("samples", samples, max(2 * groups, 10 * folds), 40_000)
+    if samples % groups:
+        below = samples - samples % groups
+        raise UserError(
+            f"Setting 'samples' is {samples}, not a multiple of the {groups} {of}; expected {below} or "
+            f"{below + groups}."
+        )
+
+
 def require_percents(setting: str, rates: Sequence[float]) -> None:
     """Refuse a rate that is not a percentage above 0."""
     for rate in rates:

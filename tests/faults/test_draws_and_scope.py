@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Distractor, Draws, Gaussian, NotANumber, Permuted, Scope, Zeros, bands
+from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from tests.faults import HEADS, LAYERS, SEEDS, SLOTS, UNITS, WIDTH, after, same_bits, square_cache, struck_by
 from tests.random_caches import NAMES, assert_bit_identical
 from tests.refusals import refused
@@ -222,6 +223,13 @@ def test_bands_cut_all_layers_as_equally_as_possible(layers: int, data: st.DataO
     cut = bands(layers, data.draw(st.integers(1, layers)))
     assert [layer for band in cut for layer in band] == list(range(layers))
     assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+def test_bands_hold_every_layer_once():
+    cut = named_bands(30, 4)
+    assert [layer for name, band in cut.items() if name != EVERY_LAYER for layer in band] == list(range(30))
+    assert cut[EVERY_LAYER] == tuple(range(30))
+    assert list(named_bands(3, 6)) == ["0", "1", "2", EVERY_LAYER]
 
 
 def test_28_layers_are_cut_into_the_four_reported_bands():

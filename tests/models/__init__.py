@@ -1,6 +1,7 @@
 """Tiny random models built in code, one for each kind of attention that kvprobe reads, and a tokenizer for them."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ def llama(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """Grouped-query attention with rotary positions."""
     config = transformers.LlamaConfig(**_GQA | changes)
     return _model(transformers.LlamaForCausalLM, config, seed, tokenizer)
+
+
+@cache
+def any_model() -> Model:
+    """Where it does not matter which."""
+    return llama(tokenizer=tiny_tokenizer())
 
 
 def qwen3(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:

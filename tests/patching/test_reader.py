@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
-from kvprobe.patching import KL, LogitDiff, LogProb, PatchMap, patch_sweep
+from kvprobe.patching import KL, Cell, LogitDiff, LogProb, PatchMap, patch_sweep
+from kvprobe.patching import reader as reading
 from kvprobe.text.tokens import Tokens
 from tests.models import N_LAYERS, VOCABULARY, WINDOW, llama
 from tests.patching.oracle import EDITS, Op, Run, Swap, patched_pass, swaps_of, twins
@@ -250,6 +251,16 @@ def test_a_sweep_in_small_batches_is_the_same_sweep(tiny: Model, rows: int):
     ]
     assert sweeps[0].cells == sweeps[1].cells
     assert near(sweeps[0].values, sweeps[1].values)
+
+
+def test_cells_in_passes_are_the_cells_at_once(tiny: Model, monkeypatch: pytest.MonkeyPatch):
+    base, donor = two(tiny)
+    monkeypatch.setattr(reading, "ROWS", 2)
+    reader = reading.Reader(tiny.lanes, base.cache, {"full": donor.cache}, base.suffix(0, 3))
+    cells = [Cell((layer,), (slot,), "KV") for layer in range(N_LAYERS) for slot in (0, 3, 5)]
+    passes = list(reader.passes(cells, 2))
+    assert [len(logits) for logits in passes] == [1, 2, 2, 2, 2, 1]
+    assert near(torch.cat(passes), reader.logits(cells, 2))
 
 
 def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):

@@ -27,6 +27,8 @@ def test_a_finding_is_found_under_exactly_its_keys():
     assert found.get("lost", task="recite") is None
     assert found.at("cliff", task="recite").unknown
     assert [finding.keys["rate"] for finding in found.where("lost", task="recite")] == [10.0, 2.0]
+    assert [finding.keys["rate"] for finding in found.where("lost", rate=(2.0, 3.0))] == [2.0]
+    assert not found.where("cliff", rate=(10.0, 2.0))
     assert found.values("lost", "rate") == [10.0, 2.0]
     assert found.names == ["lost", "cliff"]
     assert "lost" in found

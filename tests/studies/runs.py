@@ -11,7 +11,7 @@ import pytest
 
 import kvprobe.experiments.begin as beginning
 from kvprobe.experiments import running
-from kvprobe.experiments.page import write_page
+from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
@@ -68,6 +68,13 @@ def page_of(study: Study[Any], config: Settings, conclusion: Conclusion, folder:
     run.finish(conclusion.record())
     write_page(study, run)
     return Shown(run.path)
+
+
+def answer_of(study: Study[Any], config: Settings, conclusion: Conclusion, folder: Path) -> str:
+    """The answer of the page of such a run, in one line."""
+    run = Run.open(study.name, config, "made up", "cpu", folder / "shown")
+    run.finish(conclusion.record())
+    return " ".join(answer(study, run).split())
 
 
 def assert_figures(run: Run, *names: str) -> None:

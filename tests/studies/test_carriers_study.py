@@ -13,24 +13,23 @@ import torch
 
 import kvprobe.studies.carriers.groups as swapped
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments import running
 from kvprobe.experiments.estimands import chosen
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.faults.scope import EVERY_LAYER, named_bands
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
 from kvprobe.stats import wilson
 from kvprobe.studies import carriers
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, Asked, ask
-from kvprobe.studies.carriers.conclude import BOTH, concluded
+from kvprobe.studies.carriers.conclude import BOTH, conclude
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
 from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
-from tests.studies.runs import assert_figures, in_steps, page_of, short_contexts
+from tests.models import any_model
+from tests.studies.runs import answer_of, assert_figures, in_steps, short_contexts
 
 SMALL = Config(contexts=2, bands=2)
 PAIR = ("48213", "90577")
@@ -90,13 +89,6 @@ def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_befo
     assert "<|im_start|>" not in texts["later text"]
 
 
-def test_bands_hold_every_layer_once():
-    cut = named_bands(30, 4)
-    assert [layer for name, band in cut.items() if name != EVERY_LAYER for layer in band] == list(range(30))
-    assert cut[EVERY_LAYER] == tuple(range(30))
-    assert list(named_bands(3, 6)) == ["0", "1", "2", EVERY_LAYER]
-
-
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("group", "part"), [("summary text", "KV"), ("later delimiters", "K"), ("summary", "V")])
@@ -154,8 +146,6 @@ LAYERS = {"0–1": (0, 1), "2–3": (2, 3), "4": (4,), EVERY_LAYER: (0, 1, 2, 3,
 SLOTS = {group: tuple(range(3, 5 + place)) for place, group in enumerate((*GROUPS, BEFORE))}
 PLANTED = {"summary text": 0.7, "summary delimiters": 0.1, "summary": 0.8, "later turns": 0.2, "all after": 1.0}
 BY_PART, BY_BAND = {"K": 0.25, "V": 0.75, "KV": 1.0}, {"0–1": 0.1, "2–3": 0.9, "4": 0.2, EVERY_LAYER: 1.0}
-CHAT = [{"segment": "T2", "role": "user", "text": "the code is 48213", "masked": True, "marked": "48213"}]
-FACTS = {"chat": CHAT, "summary": ["When do we leave?", "at eight"], "layers": 4, "precision": 1e-7}
 
 
 def planted(labels: Labels) -> float:
@@ -194,14 +184,14 @@ def row(own: Labels, cell: Cell, share: Callable[[Labels], float]) -> Labels:
 
 def example() -> tuple[Config, Conclusion]:
     """For the tests of all declared studies."""
-    return MADE_UP, concluded(made_up(), MADE_UP, FACTS)
+    return MADE_UP, conclude(made_up(), MADE_UP, any_model())
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
     """All groups, parts and bands carry the same on average, and the code nothing; conversations differ."""
     distances = rng.gamma(2.0, size=MADE_UP.contexts)
     table = made_up(lambda _: float(rng.normal(0.5, 0.5)), lambda _: float(rng.normal()), lambda row: distances[row])
-    return concluded(table, MADE_UP, FACTS)
+    return conclude(table, MADE_UP, any_model())
 
 
 def test_planted_shares_sizes_bands_parts_and_codes_are_found():
@@ -232,7 +222,7 @@ def test_planted_shares_sizes_bands_parts_and_codes_are_found():
 def test_a_band_leads_only_if_it_is_significantly_ahead_of_every_other():
     uneven = made_up(lambda row: planted(row) + (row["band"] == "0–1") * 2 * (-1) ** row["context"])
     for table, nearest, leads in ((made_up(), "4", True), (uneven, "0–1", False)):
-        found = concluded(table, MADE_UP, FACTS).findings
+        found = conclude(table, MADE_UP, any_model()).findings
         assert [(each.keys["other"], each.value.above()) for each in found.where("lead")] == [(nearest, leads)] * 2
         assert found.at("ahead", direction="removing", band="2–3", other="4").ends == pytest.approx((0.7, 0.7))
 
@@ -241,9 +231,9 @@ def test_a_band_leads_only_if_it_is_significantly_ahead_of_every_other():
 def test_a_swap_that_does_what_it_must_not_fails_its_control(group: str, control: int):
     table = made_up()
     table.loc[(table["group"] == group) & (table["context"] == 1), ["effect", "value"]] += 0.1
-    held = [each.holds for each in concluded(table, MADE_UP, FACTS).controls]
+    held = [each.holds for each in conclude(table, MADE_UP, any_model()).controls]
     assert held == [place != control for place in range(3)]
-    apart = concluded(made_up().assign(apart=1e-3), MADE_UP, FACTS).controls
+    apart = conclude(made_up().assign(apart=1e-3), MADE_UP, any_model()).controls
     assert [each.holds for each in apart] == [False, True, True]
 
 
@@ -271,14 +261,12 @@ def times(weights: Labels, key: str, **where: str) -> Any:
         ({"known_code": -1.0}, "cannot be said: with everything in view the model distinguishes two codes in 0 of 10"),
     ],
 )
-def test_the_answer_follows_the_intervals(table: Any, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(running, "draw", lambda *_: None)
-    shown = page_of(STUDY, MADE_UP, concluded(made_up(**table), MADE_UP, FACTS), tmp_path)
-    assert expected in " ".join(answer(STUDY, shown).split())
+def test_the_answer_follows_the_intervals(table: Any, expected: str, tmp_path: Path):
+    assert expected in answer_of(STUDY, MADE_UP, conclude(made_up(**table), MADE_UP, any_model()), tmp_path)
 
 
 def test_few_conversations_are_warned_of_and_nothing_is_claimed():
     few = replace(MADE_UP, contexts=6)
-    found = concluded(made_up(config=few), few, FACTS)
+    found = conclude(made_up(config=few), few, any_model())
     assert "6 conversations are too few" in found.warnings[0]
     assert not [each for claim in STUDY.claims for each in found.findings.where(claim.finding) if each.value.differs()]

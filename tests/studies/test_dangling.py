@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import kvprobe.studies.dangling.collect as collecting
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -25,7 +24,7 @@ from kvprobe.studies.dangling.study import STUDY
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import VERBS
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, assert_figures, in_steps, page_of
+from tests.studies.runs import FOUR_FACTS, answer_of, assert_figures, in_steps
 
 SMALL = Config(kinds=("code",), prompts=4, rescued=(1, 2, 4), random=3, memos=0)
 MADE_UP = Config(rescued=(1, 2), random=3)
@@ -215,8 +214,8 @@ FOLLOWED = "what the summary saw for payloads, and what stands in the list now f
     ],
 )
 def test_the_answer_is_decided_by_intervals(made_up: Any, phrases: tuple[str, ...], tmp_path: Path):
-    page = answer(STUDY, page_of(STUDY, MADE_UP, numbers(made_up), tmp_path))
-    assert all(phrase in page for phrase in phrases)
+    said = answer_of(STUDY, MADE_UP, numbers(made_up), tmp_path)
+    assert all(phrase in said for phrase in phrases)
 
 
 def test_lost_attention_wrong_memos_and_a_model_that_cannot_answer_are_reported():

@@ -17,8 +17,6 @@ import torch
 import kvprobe.studies.features.collect as collecting
 import kvprobe.studies.features.prepare as preparing
 import kvprobe.studies.features.reading as reading
-from kvprobe.experiments import running
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -26,15 +24,16 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.saes import Dictionary
 from kvprobe.studies.features import run
 from kvprobe.studies.features.collect import ARMS, PARTS
-from kvprobe.studies.features.conclude import concluded, fewest, p_values
+from kvprobe.studies.features.conclude import conclude, fewest, p_values
 from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.prepare import hand_written
 from kvprobe.studies.features.reading import READERS, RESTARTED, exchange, read_context, restarted
 from kvprobe.studies.features.study import STUDY
 from kvprobe.tasks.passcode import contexts, conversation
+from tests.models import any_model
 from tests.refusals import refused
 from tests.saes.test_quality import identity
-from tests.studies.runs import assert_figures, in_steps, page_of
+from tests.studies.runs import answer_of, assert_figures, in_steps
 
 SMALL = Config(places=("v.1",), width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
 CODES = ("48213", "90577", "13662")
@@ -197,7 +196,7 @@ def made_up(
         "latents": table("density", latent=range(4)).assign(density=lambda rows: rows["density"] / 8),
         "activating": activating,
     }
-    return concluded({**tables, "dictionaries": pd.DataFrame(notes)}, config)
+    return conclude({**tables, "dictionaries": pd.DataFrame(notes)}, config, any_model())
 
 
 @cache
@@ -224,10 +223,9 @@ def test_findings_are_what_was_put_in():
 
 
 @pytest.mark.parametrize(("sign", "phrase"), [(1, "above"), (-1, "below"), (0, "unclear")])
-def test_the_answer_follows_the_intervals(sign: int, phrase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(running, "draw", lambda *_: None)
+def test_the_answer_follows_the_intervals(sign: int, phrase: str, tmp_path: Path):
     effects = {name: sign * effect for name, effect in EFFECTS.items()}
-    said = answer(STUDY, page_of(STUDY, TWO, made_up(TWO, effects), tmp_path))
+    said = answer_of(STUDY, TWO, made_up(TWO, effects), tmp_path)
     assert f"At resid_post.7, {abs(sign)} of 4 latents" in said
     verdicts = re.findall(r"(?:most carry|hidden number|T3's latents) ([a-z ]+) at resid_post.7 and v.7", said)
     assert verdicts == [getattr(claim, phrase) for claim in STUDY.claims]

@@ -28,7 +28,7 @@ from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, heads_by_half
 from kvprobe.studies.filter_poison.study import STUDY
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, assert_figures, give, in_steps, page_of
+from tests.studies.runs import FOUR_FACTS, answer_of, assert_figures, give, in_steps
 
 SMALL = Config(kinds=("code",), prompts=4, families=("zeros:50", "distractor:50", FALSE), suffix=3, top=3, random=4)
 N_LAYERS, N_HEADS = 4, 4
@@ -188,7 +188,7 @@ def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
 )
 def test_the_answer_says_whether_the_prediction_held(chosen: dict[str, float], said: list[str], tmp_path: Path):
     found = concluded(made_up(dict.fromkeys(PI, 0.0), chosen), TWO)
-    verdicts, *sentences = answer(STUDY, page_of(STUDY, TWO, found, tmp_path)).split("Restoring together")
+    verdicts, *sentences = answer_of(STUDY, TWO, found, tmp_path).split("Restoring together")
     assert verdicts.count("no more have a verdict than chance gives") == 3
     for pattern, sentence in zip(said, sentences, strict=True):
         assert re.search(pattern, sentence)

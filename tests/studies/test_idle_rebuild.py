@@ -14,13 +14,11 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.estimands import Rows, chosen
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.report.document import passages_of
 from kvprobe.stats import FEWEST
 from kvprobe.studies import idle_rebuild
 from kvprobe.studies.idle_rebuild import collect as collecting
@@ -38,13 +36,14 @@ from kvprobe.studies.idle_rebuild.collect import (
     relative_distance,
     tables_of,
 )
-from kvprobe.studies.idle_rebuild.conclude import concluded
+from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild.study import STUDY
-from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
+from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
+from tests.models import any_model
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, in_steps, page_of
+from tests.studies.runs import answer_of, assert_figures, in_steps
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
@@ -212,14 +211,6 @@ def test_the_light_cone_of_a_rebuild_in_place(deep: Model, read: Rows):
     refused(lambda: relative_distance(restarted, masked), "same positions")
 
 
-def test_every_session_is_eight_turns_with_its_summary_after_the_third():
-    assert len({session.id for session in sessions()}) == len(sessions()) == AVAILABLE_SESSIONS
-    for session in sessions():
-        segments = conversation(session).segments
-        assert segments == ("system", *SUMMARISED, "summary", *(f"T{turn}" for turn in range(4, TURNS + 1)))
-    refused(lambda: dataclasses.replace(sessions()[0], turns=sessions()[0].turns[:7]), "has 7 turns; give 8")
-
-
 # ---- made-up measurements
 
 FIRST = {"in_place": AFTER[0]} | {f"rebuilt{turn}": turn for turn in MEASURED}
@@ -265,9 +256,9 @@ def measured(session: int, drift: float, cost: float, position: float, slope: fl
 
 
 def numbers(sessions: Sequence[Rows]) -> Conclusion:
-    chat = passages_of(conversation(SHORT[0]), masked=SUMMARISED)
     tables = tables_of(pd.concat([rows.assign(sample=f"session {number}") for number, rows in enumerate(sessions)]))
-    return concluded(tables, 1e-7, {"chat": [vars(each) for each in chat], "layers": 4, "window": 16})
+    conclusion = conclude(tables, Config(), any_model())
+    return dataclasses.replace(conclusion, facts={**conclusion.facts, "window": 16})
 
 
 def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0) -> Conclusion:
@@ -323,8 +314,7 @@ CHEAP = ("rather than the rebuild's merit", "neither is detectably larger", "sum
     ],
 )
 def test_the_answer_is_decided_by_intervals(changes: dict[str, float], phrases: tuple[str, ...], tmp_path: Path):
-    shown = page_of(STUDY, Config(sessions=FEWEST), made_up(**changes), tmp_path)
-    said = answer(STUDY, shown)
+    said = answer_of(STUDY, Config(sessions=FEWEST), made_up(**changes), tmp_path)
     assert [phrase for phrase in phrases if phrase not in said] == []
     assert ("fault" in said) == (changes.get("cost", 0) < 0)
 

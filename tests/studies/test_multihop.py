@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.conclude as concluding
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments import running
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -26,14 +24,14 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.studies import multihop
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer, summaries_seen
 from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
-from kvprobe.studies.multihop.conclude import concluded
+from kvprobe.studies.multihop.conclude import conclude
 from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES, SHOWN, USE_ARMS, name_of, place, read_session
 from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
-from tests.models import llama, tiny_tokenizer
-from tests.studies.runs import assert_figures, in_steps, page_of
+from tests.models import any_model, llama, tiny_tokenizer
+from tests.studies.runs import answer_of, assert_figures, in_steps
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
 MADE_UP = Config(sessions=12, samples=36, folds=3)
@@ -154,7 +152,8 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
 
 def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(tmp_path: Path):
     config = Config(sessions=12, samples=120, folds=3, families=("v",))
-    found = concluded(collecting.tables(list(planted(config, tmp_path)), config), config).findings
+    tables = collecting.tables(list(planted(config, tmp_path)), config)
+    found = conclude(tables, config, any_model()).findings
 
     def means(name: str, **keys: str) -> np.ndarray:
         return np.array([each.value.mean for each in found.where(name, **keys)])
@@ -208,7 +207,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert found.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
     gain = samples.groupby("condition")["margin"].mean()
     assert found.findings.at("gain", arm="skip").mean == pytest.approx(gain["skip"] - gain["restart, skip"], abs=1e-9)
-    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "use", "said")
+    assert_figures(finished, "by_distance", "by_layer_v", "transfer", "transfer_leave-context-out", "use", "said")
 
 
 def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
@@ -232,7 +231,7 @@ def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
         "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
         "variation": layers.assign(variation=varies),
     }
-    return concluded(tables, MADE_UP)
+    return conclude(tables, MADE_UP, any_model())
 
 
 def leaking(reach: dict[str, int], gains: dict[str, float], varies: float = 0.0) -> Conclusion:
@@ -273,15 +272,9 @@ def noise(rng: np.random.Generator) -> Conclusion:
     ],
 )  # fmt: skip
 def test_the_answer_follows_the_intervals(
-    distances: dict[str, int],
-    gains: dict[str, float],
-    way: str,
-    use: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    distances: dict[str, int], gains: dict[str, float], way: str, use: str, tmp_path: Path
 ):
-    monkeypatch.setattr(running, "draw", lambda *_: None)
-    said = answer(STUDY, page_of(STUDY, MADE_UP, leaking(distances, gains), tmp_path))
+    said = answer_of(STUDY, MADE_UP, leaking(distances, gains), tmp_path)
     assert way in said
     assert use in said
 

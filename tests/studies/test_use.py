@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
@@ -20,7 +19,7 @@ from kvprobe.studies import use
 from kvprobe.studies.use import collect as collecting
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import cases_of, chosen_places, fit_halves
-from kvprobe.studies.use.conclude import NEAR, SITES, concluded
+from kvprobe.studies.use.conclude import NEAR, SITES, conclude
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     BOTH,
@@ -39,8 +38,9 @@ from kvprobe.studies.use.effects import (
 from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, features, labels
 from kvprobe.studies.use.read import PARTS, PLACES, Case, Layout, read_turn
 from kvprobe.studies.use.study import STUDY
+from tests.models import any_model
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, in_steps, short_contexts
+from tests.studies.runs import answer_of, assert_figures, in_steps, short_contexts
 
 SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
 CONTEXTS = short_contexts(8, longer="so ")
@@ -216,8 +216,7 @@ def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float
         "erasers": every(**site, name=(LEACE, RANDOM_0, INLP)).assign(rank=26.0, share=0.4, width=192),
         "replies": replies,
     }
-    passage = {"segment": "T2", "role": "user", "text": "the code is 48213", "masked": False, "marked": "48213"}
-    return concluded(tables, {"chat": [passage], "layers": 4}, 1e-7)
+    return conclude(tables, Config(), any_model())
 
 
 def dosed(site: str, edit: str, strength: float) -> float:
@@ -236,14 +235,8 @@ def noise(rng: np.random.Generator) -> Conclusion:
     return made_up(lambda *_: float(rng.normal(2.0)), rng, same=NEAR, anew=NEAR)
 
 
-def said(folder: Path, conclusion: Conclusion) -> str:
-    run = Run.open(STUDY.name, Config(), "made up", "cpu", folder)
-    run.finish(conclusion.record())
-    return " ".join(answer(STUDY, run).split())
-
-
 def test_the_answer_says_where_the_code_is_used_what_an_exchange_turns_and_what_is_left(tmp_path: Path):
-    words = said(tmp_path, example()[1])
+    words = answer_of(STUDY, *example(), tmp_path)
     assert words.startswith("The model uses what the probe reads in the code's own slots; it uses a trace (below 5 %")
     assert (
         "in its turn after it; no use was detected of what the probe reads in its turn after it (code masked)" in words
@@ -254,7 +247,7 @@ def test_the_answer_says_where_the_code_is_used_what_an_exchange_turns_and_what_
 
 def test_random_subspaces_that_take_more_and_codes_that_do_not_differ_are_said_to(tmp_path: Path):
     found = made_up(lambda _, edit, __: 3.0 * (edit == "random"), np.random.default_rng(1), way=0.0)
-    words = said(tmp_path, found)
+    words = answer_of(STUDY, Config(), found, tmp_path)
     assert words.startswith("Erasing what the probe reads takes less than erasing at random in the code's own slots")
     assert "no way for an exchange to go" in words
     assert not found.findings.where("turned")
@@ -263,7 +256,9 @@ def test_random_subspaces_that_take_more_and_codes_that_do_not_differ_are_said_t
 
 def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
     found = made_up(dosed, np.random.default_rng(2), contexts=6)
-    assert said(tmp_path, found).startswith("Conversations are too few to say whether the model uses")
+    assert answer_of(STUDY, Config(), found, tmp_path).startswith(
+        "Conversations are too few to say whether the model uses"
+    )
     assert "too few for an interval" in found.warnings[0]
 
 

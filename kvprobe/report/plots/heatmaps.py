@@ -5,24 +5,30 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from kvprobe.report.findings import Findings, Key
+from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.style import heat, styled
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmaps:
-    """A figure of heat maps on one scale around zero, the first row of each at the bottom.
+    """A figure of heat maps on one scale, the first row of each at the bottom.
 
     Attributes:
         file, caption: of the figure.
         finding: what is drawn.
-        rows, columns, panel: keys.
+        rows, columns, panel: keys; a single panel without the last.
         label: of the colour bar.
-        where: the other keys.
+        where: the other keys; one of several values, where a tuple is given.
         drawn: which values of `panel` are drawn.
         stacked: whether panels stand one below the other.
+        middle: the number at the middle of the scale.
+        within: the share of numbers that the scale spans; those beyond have the colour of its ends.
+        written: the format of the number in each cell; none by default.
+        marked: which findings have a dot, by their keys.
+        edge: how many rows stand below a line, by the values of `panel` and `columns`.
     """
 
     file: str
@@ -30,36 +36,48 @@ class Heatmaps:
     finding: str
     rows: str
     columns: str
-    panel: str
+    panel: str = ""
     label: str
-    where: Mapping[str, Key] = field(default_factory=dict)
+    where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     drawn: Callable[[Key], bool] = lambda _: True
     stacked: bool = False
+    middle: float = 0.0
+    within: float = 1.0
+    written: str = ""
+    marked: Callable[[Mapping[str, Key]], bool] = lambda _: False
+    edge: Callable[[Any, Any], float] | None = None
 
     def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
         known = {
-            tuple(finding.keys[key] for key in (self.panel, self.rows, self.columns)): finding.value.mean
+            tuple(finding.keys.get(key, "") for key in (self.panel, self.rows, self.columns)): finding
             for finding in findings.where(self.finding, **self.where)
-            if not finding.value.unknown and self.drawn(finding.keys[self.panel])
+            if not finding.value.unknown and self.drawn(finding.keys.get(self.panel, ""))
         }
         if not known:
             return None
         panels, down, across = (list(dict.fromkeys(values)) for values in zip(*known, strict=True))
-        limit = max(1e-6, *map(abs, known.values()))
+        means = {place: finding.value.mean for place, finding in known.items()}
+        limit = max(1e-6, float(np.quantile([abs(mean - self.middle) for mean in means.values()], self.within)))
         count, long = len(panels), len(across) > 12
         size = (max(7.0, 1.5 + 0.16 * len(across)), 3.8 * count) if self.stacked else (2.6 * count + 0.8, 4.6)
         shape = (count, 1) if self.stacked else (1, count)
+        named = [labels(self.columns, column).replace("$", r"\$") for column in across]
         with styled():
             figure, grid = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True, sharey=True)
             figure.set_layout_engine("constrained")
             for axis, panel in zip(grid.flat, panels, strict=True):
-                numbers = [[known.get((panel, row, column), nan) for column in across] for row in down]
-                named = [labels(self.columns, column).replace("$", r"\$") for column in across]
+                numbers = [[means.get((panel, row, column), nan) - self.middle for column in across] for row in down]
                 heat(axis, pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named), limit, None)
-                axis.set(title=labels(self.panel, panel), xlabel="", ylabel=self.rows)
+                for (own, row, column), finding in known.items():
+                    if own == panel:
+                        self._mark(axis, finding, across.index(column) + 0.5, down.index(row) + 0.5, 0.6 * limit)
+                if self.edge:
+                    below = [self.edge(panel, column) for column in across]
+                    axis.stairs(below, range(len(across) + 1), color="#009e73", lw=1.5, baseline=None)
+                axis.set(title=labels(self.panel, panel) if self.panel else "", xlabel="", ylabel=self.rows)
                 axis.set_xticks([place + 0.5 for place in range(len(across))], named)
                 axis.tick_params(axis="x", rotation=90 if long else 35, labelsize=6 if long else 8)
                 axis.tick_params(axis="y", rotation=0)
@@ -69,3 +87,12 @@ class Heatmaps:
             figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
             figure.suptitle(title, fontsize=10)
         return figure
+
+    def _mark(self, axis: Any, finding: Finding, across: float, up: float, dark: float) -> None:
+        """The number or the dot of a cell; white where the cell is dark."""
+        mean = finding.value.mean
+        if self.written:
+            colour = "white" if abs(mean - self.middle) > dark else "black"
+            axis.text(across, up, format(mean, self.written), ha="center", va="center", fontsize=6, color=colour)
+        if self.marked(finding.keys):
+            axis.plot(across, up, ".", color="black", ms=4)

@@ -43,7 +43,7 @@ class Lines:
         x, line, panel: keys: along the axis; one line each, if there are several; one column of panels each, likewise.
         row: the name of the row of panels that a finding belongs to, from its keys; all in one by default.
         drawn: which values of `line` are drawn.
-        where: the other keys.
+        where: the other keys; one of several values, where a tuple is given.
         band: a finding whose keys are the same in a whole panel, drawn as a dashed line with its interval, and its name
             in the legend.
         level: the same as a dotted line.
@@ -72,7 +72,7 @@ class Lines:
     styles: Mapping[Any, Style] = field(default_factory=dict)
     row: Callable[[Keys], str] = _one_row
     drawn: Callable[[Key], bool] = lambda _: True
-    where: Mapping[str, Key] = field(default_factory=dict)
+    where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     band: tuple[str, str] | None = None
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
@@ -110,7 +110,7 @@ class Lines:
                 axes[0].annotate(row, (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
                 axes[0].set_ylabel(self.y_label)
                 for axis, panel in zip(axes, panels, strict=True):
-                    axis.set_title(labels(self.panel, panel))
+                    axis.set_title(labels(self.panel, panel) if self.panel else "")
                     self._panel(axis, findings, (row, panel), across, labels)
             for axis in grid[-1]:
                 axis.set_xlabel(self.x_label)

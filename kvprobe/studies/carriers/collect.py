@@ -23,7 +23,6 @@ from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
 from kvprobe.patching.reader import Reader
-from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
@@ -149,12 +148,7 @@ def swaps(
     others = {"full": aligned(model.lanes, base, donor).cache, "self": base}
     reader = Reader(model.lanes, base, others, asked.suffix)
     order = sorted(wanted, key=lambda cell: cell.layers[0])
-    held = reader.row_bytes(order) + theirs.numel() * theirs.element_size()
-    rows = max(1, min(ROWS, BYTES // held))
-    found = [_values(told, reader.logits([], asked.kept)[0])]
-    for first in range(0, len(order), rows):
-        logits = reader.logits(order[first : first + rows], asked.kept)[1:]
-        found += [_values(told, each) for each in logits]
+    found = [_values(told, each) for logits in reader.passes(order, asked.kept) for each in logits]
     last = everything[-len(asked.answer) :]
     right = bool((last.argmax(-1) == torch.tensor(asked.answer, device=last.device)).all())
     ends, aims = _values(told, theirs), _values(told, everything)

@@ -78,28 +78,8 @@ OF_CODES: tuple[Estimand, ...] = (
 """Of logit(own code) − logit(other code), where the model can tell the two with everything in view."""
 
 
-def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    context, compaction = contexts()[0], compactions()[0]
-    code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
-    chat = compacted_conversation(context, compaction, code)
-    passages = passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))
-    facts = {
-        "chat": [vars(passage) for passage in passages],
-        "summary": [compaction.summary_question, compaction.summary_answer],
-        "layers": model.geometry.n_layers,
-        "precision": torch.finfo(model.lanes.dtype).eps,
-    }
-    return concluded(rows, config, facts)
-
-
-def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        table: see `collect`.
-        facts: of the model and of an example.
-    """
     table, findings = table.assign(sample=table["context"]), Findings()
     swaps = chosen(table, {"question": QUESTIONS, "group": GROUPS})
     rows: Rows = pd.concat([swaps, swaps.assign(question=BOTH)], ignore_index=True)
@@ -114,9 +94,18 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
     for slot, effect, way in zip(tokens["slot"], tokens["effect"], tokens["way"], strict=True):
         findings.number("token_share", effect / way if way else 0.0, slot=int(slot))
     few = few_clusters(config.contexts, "conversations")
-    shown = {**facts, "negligible": NEGLIGIBLE, "hidden": HIDDEN, "tokens": [str(token) for token in tokens["token"]]}
-    controls = list(controls_of(findings, float(facts["precision"])))
-    return Conclusion(findings, controls, shown, [few] if few else [])
+    code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
+    chat = compacted_conversation(contexts()[0], compactions()[0], code)
+    facts = {
+        "chat": [vars(each) for each in passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))],
+        "summary": [compactions()[0].summary_question, compactions()[0].summary_answer],
+        "layers": model.geometry.n_layers,
+        "negligible": NEGLIGIBLE,
+        "hidden": HIDDEN,
+        "tokens": [str(token) for token in tokens["token"]],
+    }
+    controls = list(controls_of(findings, torch.finfo(model.lanes.dtype).eps))
+    return Conclusion(findings, controls, facts, [few] if few else [])
 
 
 def add(findings: Findings, rows: Rows, *estimands: Estimand) -> None:
@@ -141,10 +130,11 @@ def add_gaps(findings: Findings, rows: Rows) -> None:
     for key, first, second, answered in COMPARED:
         ahead = ahead_of(rows, {**ALL_AFTER, key: second})
         others = tuple(question for question in (*QUESTIONS, BOTH) if question not in answered)
-        known: dict[str, Any] = {"by": SWAP[:2], "keys": {"first": first, "second": second}}
-        for questions, family in ((answered, {"claims": HEADLINE}), (others, {"together": ()})):
-            where = {**ALL_AFTER, key: first, "question": questions}
-            add(findings, ahead, Ratio(name="gap", of="ahead", over="way", where=where, **known, **family))
+        known: dict[str, Any] = {"of": "ahead", "over": "way", "by": SWAP[:2]}
+        known["keys"] = {"first": first, "second": second}
+        mine, rest = ({**ALL_AFTER, key: first, "question": questions} for questions in (answered, others))
+        add(findings, ahead, Ratio(name="gap", where=mine, claims=HEADLINE, **known))
+        add(findings, ahead, Ratio(name="gap", where=rest, together=(), **known))
 
 
 def add_leads(findings: Findings, rows: Rows) -> None:

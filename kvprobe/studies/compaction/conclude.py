@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Where, beside, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
@@ -50,16 +50,6 @@ HIDDEN = "hidden turns"
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, model.geometry.n_layers)
-
-
-def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**-23, layers: int = 2) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        tables: see `collect`.
-        precision: of the model's dtype.
-    """
     findings = measure(prepared(tables), estimands())
     for finding in measure(attended(tables["attention"]), ATTENTION):
         findings.add(finding)
@@ -76,9 +66,9 @@ def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**
         "chat": [vars(each) for each in passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))],
         "questions": {kind: compactions()[0].question(kind) for kind in KINDS},
         "answers": {name: {kind: str(first[f"answer_{kind}"][name]) for kind in KINDS} for name in CONDITIONS},
-        "layers": layers,
+        "layers": model.geometry.n_layers,
     }
-    return Conclusion(findings, [light_cone(findings, precision)], facts, [few] if few else [])
+    return Conclusion(findings, [light_cone(findings, torch.finfo(model.lanes.dtype).eps)], facts, [few] if few else [])
 
 
 def prepared(tables: Mapping[str, Rows]) -> Rows:
@@ -138,20 +128,14 @@ def attended(table: Rows) -> Rows:
     return pd.DataFrame({"spent": full, "went": masked - full, "moved": (masked - restarted).abs()}).reset_index()
 
 
-OTHERS = tuple(place for place in LOOKED_AT if place != HIDDEN)
+SPENT: Where = {"place": HIDDEN}
+WENT: Where = {"place": tuple(place for place in LOOKED_AT if place != HIDDEN)}
 ATTENTION: tuple[Estimand, ...] = (
-    *(
-        Mean(name=name, of="spent", by=by, where={"place": HIDDEN}, cluster="context")
-        for name, by in (("spent", ()), ("spent_by_layer", ("layer",)), ("spent_by_head", ("layer", "head")))
-    ),
-    *(
-        Mean(name=name, of=of, by=by, where={"place": OTHERS}, cluster="context")
-        for name, of, by in (
-            ("went", "went", ("place",)),
-            ("went_by_layer", "went", ("layer", "place")),
-            ("moved", "moved", ("place",)),
-        )
-    ),
+    Mean(name="spent", of="spent", where=SPENT, cluster="context"),
+    Mean(name="spent_by_head", of="spent", by=("layer", "head"), where=SPENT, cluster="context"),
+    Mean(name="went", of="went", by=("place",), where=WENT, cluster="context"),
+    Mean(name="went_by_layer", of="went", by=("layer", "place"), cluster="context"),
+    Mean(name="moved", of="moved", by=("place",), where=WENT, cluster="context"),
 )
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
+from kvprobe.studies.settings import require_samples
 
 AVAILABLE_CONTEXTS = 48
 
@@ -36,10 +36,4 @@ class Config(Settings):
         require("continuation", self.continuation, 1, 512)
         require("answer", self.answer, 1, 256)
         require("batch", self.batch, 1)
-        require("samples", self.samples, max(self.contexts * 2, 10 * self.folds), 40_000)
-        if self.samples % self.contexts:
-            below = self.samples - self.samples % self.contexts
-            raise UserError(
-                f"Setting 'samples' is {self.samples}, not a multiple of the {self.contexts} contexts; "
-                f"expected {below} or {below + self.contexts}."
-            )
+        require_samples(self.samples, self.contexts, "contexts", self.folds)

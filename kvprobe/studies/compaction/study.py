@@ -1,35 +1,41 @@
 """The compaction study: its declaration."""
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.report.findings import Finding
 from kvprobe.report.plots import ARM_COLOURS
-from kvprobe.studies.compaction.arms import ARMS, EFFECTS
+from kvprobe.report.plots.dots import Dots, Level, Panel
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.compaction.arms import ARMS, EFFECTS, MODES
 from kvprobe.studies.compaction.collect import collect
 from kvprobe.studies.compaction.conclude import OUTCOMES, conclude
 from kvprobe.studies.compaction.config import Config
-from kvprobe.studies.compaction.figures import Dangling, Dots
-from kvprobe.studies.compaction.reading import CALIBRATION
+from kvprobe.studies.compaction.reading import CALIBRATION, LOOKED_AT
 from kvprobe.wording import percent, plain, points, signed
 
-OF_ARM = {
-    arm.name: {
-        "fmt": "o" if arm.delimiters == "dropped" else "s",
-        "color": (colour := ARM_COLOURS["masked" if arm.provenance == "retained" else "restart"]),
-        "mfc": colour if arm.mode == "gapped" else "white",
-    }
-    for arm in ARMS
-}
-
-
+COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}
+MARKERS = dict(zip(product(MODES, ("dropped", "kept")), "osD^", strict=True))
+OF_ARM = {arm.name: Style(COLOURS[arm.provenance], MARKERS[arm.mode, arm.delimiters]) for arm in ARMS}
+OF_EFFECT = dict.fromkeys(EFFECTS, Style("#0072b2"))
+PLACES = dict(zip(LOOKED_AT, map(Style, ("#7f7f7f", "#cc79a7", "#000000", "#e69f00", "#0072b2"), "osD^v"), strict=True))
 UNRELATED = tuple(f"unrelated turns, {what}" for what in ("full context", "masked", "restarted"))
+LEVELS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "kl": ("unrelated turns, masked", "outcome", {"outcome": "kl", "condition": CALIBRATION[1]}),
+    "agreement": ("unrelated turns, masked", "outcome", {"outcome": "agreement", "condition": CALIBRATION[1]}),
+    "right_summary": ("full context", "outcome", {"outcome": "right_summary", "condition": "full"}),
+    "margin": ("no knowledge of the code", "", {}),
+    "paired": ("chance", "chance", {}),
+    "prefix_hidden": ("unrelated turns, masked", "outcome", {"outcome": "prefix_hidden", "condition": CALIBRATION[1]}),
+}
+"""The outcomes that are drawn, and what each arm is to be compared with."""
 
 
-def of_effect(finding: Finding) -> Mapping[str, str]:
-    """Filled where zero is outside."""
-    return {"fmt": "o", "color": "#0072b2", "mfc": "#0072b2" if finding.value.differs() else "white"}
+def dots(finding: str, key: str, styles: Mapping[str, Style], outcome: str, level: Level) -> Panel:
+    """All arms, or all effects, on one outcome."""
+    where, label = {"outcome": outcome}, OUTCOMES[outcome]
+    return Panel(finding=finding, down=key, line=key, styles=styles, label=label, where=where, level=level)
 
 
 STUDY = Study(
@@ -47,30 +53,27 @@ STUDY = Study(
     figures=(
         Dots(
             "arms",
-            "Six outcomes under the eight arms, with intervals. Orange retained, green recomputed; filled gapped, open "
-            "contiguous; dots without the delimiters, squares with them.",
-            "outcome",
-            "condition",
-            tuple(OF_ARM),
-            lambda finding: OF_ARM[str(finding.keys["condition"])],
-            levels={
-                "kl": ("unrelated turns, masked", "outcome", {"outcome": "kl", "condition": CALIBRATION[1]}),
-                "margin": ("no knowledge of the code", "", {}),
-                "paired": ("chance", "chance", {}),
-                "right_summary": ("full context", "outcome", {"outcome": "right_summary", "condition": "full"}),
-            },
+            "Six outcomes under the eight arms, with intervals. Orange retained, green recomputed; dots and squares "
+            "gapped, diamonds and triangles contiguous.",
+            tuple(dots("outcome", "condition", OF_ARM, outcome, level) for outcome, level in LEVELS.items()),
         ),
         Dots(
             "effects",
-            "Main effects and interactions on six outcomes, with intervals that hold together as in the table; filled "
-            "where zero is outside.",
-            "effect",
-            "effect",
-            EFFECTS,
-            of_effect,
-            levels={outcome: ("", "", {}) for outcome in OUTCOMES},
+            "Main effects and interactions on six outcomes, with intervals that hold together as in the table.",
+            tuple(dots("effect", "effect", OF_EFFECT, outcome, ("", "", {})) for outcome in LEVELS),
         ),
-        Dangling(),
+        Lines(
+            file="dangling",
+            finding="went_by_layer",
+            caption="How much more attention T3 spends on each place when the hidden turns are masked, by layer; "
+            "shaded: 95 % intervals over conversations.",
+            x="layer",
+            line="place",
+            x_label="layer",
+            y_label="share of attention",
+            styles=PLACES,
+            curves=True,
+        ),
     ),
     claims=tuple(
         Claim(name, above="raises", below="lowers", unclear="not detected") for name in ("gap", "beyond", "effect")

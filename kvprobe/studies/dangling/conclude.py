@@ -14,19 +14,7 @@ from kvprobe.report.document import AttentionView, passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.attention import patterns_view
 from kvprobe.stats import DIFFERENCE, SHARE
-from kvprobe.studies.dangling.collect import (
-    CLOSED,
-    FULL,
-    HIDDEN,
-    MASKED,
-    RANDOM,
-    SHARED,
-    TOP,
-    Case,
-    arms_of,
-    cases_of,
-    read,
-)
+from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, cases_of, read
 from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, draw
@@ -54,7 +42,7 @@ OF_HEADS = (
     ),
     Ratio(name="moved", of="moved", over="dangling", where={"arm": CLOSED}),
     Mean(name="head_mass", of="dangling", by=("layer", "head"), where=LOST, within=SHARE),
-    Mean(name="head_gained", of="gained", by=("layer", "head", "place"), where=LOST),
+    Mean(name="layer_gained", of="gained", by=("arm", "layer", "place")),
 )
 OF_ARMS = (
     Mean(name="margin", of="margin", by=("arm",), unit="logits"),
@@ -83,7 +71,7 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
     shown = {
         "chat": [vars(passage) for passage in chat],
         "layers": model.geometry.n_layers,
-        "views": [vars(view) for view in example(model, cases_of(config, model)[0], findings)],
+        "views": [vars(view) for view in example(model, config, findings)],
     }
     return concluded(findings, shown)
 
@@ -186,8 +174,9 @@ def warnings_of(findings: Findings) -> Iterator[str]:
         )
 
 
-def example(model: Model, case: Case, findings: Findings) -> Iterator[AttentionView]:
+def example(model: Model, config: Config, findings: Findings) -> Iterator[AttentionView]:
     """One conversation before and after, in the layers with the most dangling heads."""
+    case = cases_of(config, model)[0]
     mass = findings.frame("head_mass").pivot(index="layer", columns="head", values="mean")
     layers = sorted(mass.max(axis=1).nlargest(SHOWN).index)
     captions = {

@@ -5,9 +5,8 @@ from pathlib import Path
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, SHARED, TOP, collect
-from kvprobe.studies.dangling.conclude import conclude
+from kvprobe.studies.dangling.conclude import PLACES, conclude
 from kvprobe.studies.dangling.config import Config
-from kvprobe.studies.dangling.figures import Went
 from kvprobe.tasks.ordinal import VERBS
 from kvprobe.wording import percent, plain, points, signed
 
@@ -18,6 +17,7 @@ PLACE_LABELS = {
     "local": "the question and reply",
     "elsewhere": "other slots",
 }
+PLACE_LOOKS = dict(zip(PLACES, (("#7f7f7f",), ("#009e73", "s"), ("#0072b2", "D"), ("#e69f00", "^")), strict=True))
 
 STUDY = Study(
     name="dangling",
@@ -31,7 +31,19 @@ STUDY = Study(
     conclude=conclude,
     folder=Path(__file__).parent,
     figures=(
-        Went(),
+        Lines(
+            file="went",
+            finding="layer_gained",
+            caption="The attention that each part of the cache gains when the turn is hidden, layer by layer, mean "
+            "over heads; together they gain what was spent on the turn. Shaded: 95 % intervals over conversations.",
+            x="layer",
+            line="place",
+            panel="arm",
+            x_label="layer",
+            y_label="attention gained",
+            styles={place: Style(*look) for place, look in PLACE_LOOKS.items()},
+            curves=True,
+        ),
         Lines(
             file="rescues",
             finding="rescued",

@@ -63,16 +63,6 @@ BEYOND = Ratio(name="beyond", of="apart", by=("place",), where={"set": "random"}
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, model.geometry.n_layers)
-
-
-def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**-23, layers: int = 2) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        tables: see `collect`.
-        precision: of the model's dtype.
-    """
     texts, samples, exchanges = (tables[name] for name in ("texts", "samples", "exchanges"))
     added = {f"added_{name}": texts[name] - texts["clean"] for name in SPLICES}
     texts = texts.assign(recovered=texts["kl_mean"] - texts["kl_spliced"], **added)
@@ -104,9 +94,10 @@ def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**
             for row in tables["activating"][["place", "latent", "words", "view"]].to_dict("records")
         ],
         "trained_on": [json.loads(notes) for notes in tables["dictionaries"]["notes"]],
-        "layers": layers,
+        "layers": model.geometry.n_layers,
     }
-    return Conclusion(findings, list(controls(findings, precision)), facts, list(warnings(findings, config)))
+    held = list(controls(findings, torch.finfo(model.lanes.dtype).eps))
+    return Conclusion(findings, held, facts, list(warnings(findings, config)))
 
 
 def compared(exchanges: Rows) -> Rows:

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.scatter import Scatter
 from kvprobe.stats import Estimate
 from kvprobe.studies.features.collect import PARTS, collect
 from kvprobe.studies.features.conclude import conclude
 from kvprobe.studies.features.config import Config
-from kvprobe.studies.features.figures import Differences
 from kvprobe.studies.features.prepare import inputs
 from kvprobe.wording import percent, plain, points, span
 
@@ -74,7 +75,18 @@ STUDY = Study(
             rules=(0.0,),
             own_scales=True,
         ),
-        Differences(),
+        Scatter(
+            file="differences",
+            caption="Mean activation of each latent in both arms, for the same text at the same positions.",
+            across="restart",
+            up="retained",
+            row="segment",
+            column="place",
+            x_label="mean activation, restart",
+            y_label="mean activation, retained",
+            coloured=("p", LEVEL),
+            names=("no difference found", f"differs (p ≤ {LEVEL:g}, all latents together)"),
+        ),
         Lines(
             file="densities",
             finding="densities",

@@ -4,14 +4,17 @@ from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
+from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison.collect import collect
 from kvprobe.studies.filter_poison.conclude import ALL, CHOSEN, KINDS, RANDOM, conclude
 from kvprobe.studies.filter_poison.config import FALSE, Config
-from kvprobe.studies.filter_poison.figures import STYLES, Heads, Strips
 from kvprobe.studies.filter_poison.halves import FILTER, POISON
 from kvprobe.wording import percent, plain, points, signed
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+STYLES = {family: Style(*look) for family, *look in zip(Config().rates, COLOURS, "os^DPx", strict=True)}
 
 
 def two_places(value: Estimate) -> str:
@@ -30,8 +33,35 @@ STUDY = Study(
     conclude=conclude,
     folder=Path(__file__).parent,
     figures=(
-        Strips(),
-        Heads(),
+        Lines(
+            file="strips",
+            caption="The share of the damage that goes away when the output of one attention block or MLP is restored. "
+            "Shaded: 95 % intervals. Below −1 nothing is shown: an MLP whose reaction was protective may leave several "
+            "times the damage.",
+            finding="pi",
+            x="layer",
+            line="family",
+            panel="kind",
+            where={"kind": ("attn", "mlp")},
+            x_label="layer",
+            y_label="causal index π",
+            styles=STYLES,
+            curves=True,
+            limits=(-1.05, 1.05),
+            size=(3.8, 3.4),
+        ),
+        Heatmaps(
+            file="heads",
+            caption="Mean index of every head; a dot marks those that are called filter or poison.",
+            finding="called",
+            rows="layer",
+            columns="head",
+            label="π, mean of families",
+            where={"kind": "head"},
+            stacked=True,
+            within=0.99,
+            marked=lambda keys: keys["verdict"] in (POISON, FILTER),
+        ),
         Lines(
             file="tested",
             caption="The share of the damage that goes away when heads found on one half of the conversations are "

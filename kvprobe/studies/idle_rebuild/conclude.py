@@ -109,6 +109,9 @@ OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segmen
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
+    findings = found(tables)
+    findings.number("allowed", ROUND_OFF * torch.finfo(model.lanes.dtype).eps)
+    few = few_clusters(int(findings.at("sessions").mean), "sessions")
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
     chat = passages_of(conversation(sessions()[0]), masked=SUMMARISED)
     windows = [window for window in model.geometry.windows if window is not None]
@@ -117,14 +120,6 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
         "layers": model.geometry.n_layers,
         "window": min(windows, default=0),
     }
-    return concluded(tables, torch.finfo(model.lanes.dtype).eps, facts)
-
-
-def concluded(tables: Mapping[str, Rows], precision: float, facts: Mapping[str, Any]) -> Conclusion:
-    """What `conclude` gives, without the model."""
-    findings = found(tables)
-    findings.number("allowed", ROUND_OFF * precision)
-    few = few_clusters(tables["samples"]["sample"].nunique(), "sessions")
     return Conclusion(findings, list(controls_of(findings)), facts, [few] if few else [])
 
 

@@ -33,26 +33,20 @@ ROUND_OFF = 100
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, model.geometry.n_layers)
-
-
-def concluded(tables: Mapping[str, Rows], config: Config, precision: float = 2**-23, layers: int = 2) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        tables: see `kvprobe.studies.multihop.collect.tables`.
-        precision: of the model's dtype.
-    """
     findings = measure(prepared(tables), estimands())
     for finding in [*measure(tested(tables["transfer"]), TRANSFER), *measure(tables["picks"].assign(folds=1), PICKS)]:
         findings.add(finding)
     findings.number("chance", TARGET.chance)
     add_layers(findings, tables["probes"])
-    control = light_cone(findings, tables["variation"], ROUND_OFF * precision)
+    control = light_cone(findings, tables["variation"], ROUND_OFF * torch.finfo(model.lanes.dtype).eps)
     chat = conversation(sessions()[0], code := str(tables["samples"]["code"][0]))
     passages = passages_of(chat, masked=TURN_NAMES, marked=code, only_in=(TURN_NAMES[0], "Q"))
     few = few_clusters(config.sessions, "sessions")
-    facts: dict[str, Any] = {"chat": list(map(vars, passages)), "layers": layers, "variance_floor": VARIANCE_FLOOR}
+    facts = {
+        "chat": list(map(vars, passages)),
+        "layers": model.geometry.n_layers,
+        "variance_floor": VARIANCE_FLOOR,
+    }
     return Conclusion(findings, [control], facts, [few] if few else [])
 
 

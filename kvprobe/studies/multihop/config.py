@@ -6,6 +6,7 @@ from typing import Literal
 from kvprobe.checks import require
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
+from kvprobe.studies.settings import require_samples
 
 AVAILABLE_SESSIONS = 30
 Readable = Literal["k_pre", "k", "v", "resid_post"]
@@ -34,13 +35,7 @@ class Config(Settings):
         require("folds", self.folds, 3, AVAILABLE_SESSIONS)
         require("sessions", self.sessions, self.folds, AVAILABLE_SESSIONS)
         require("batch", self.batch, 1)
-        require("samples", self.samples, max(2 * self.sessions, 10 * self.folds), 40_000)
-        if self.samples % self.sessions:
-            below = self.samples - self.samples % self.sessions
-            raise UserError(
-                f"Setting 'samples' is {self.samples}, not a multiple of the {self.sessions} sessions; "
-                f"expected {below} or {below + self.sessions}."
-            )
+        require_samples(self.samples, self.sessions, "sessions", self.folds)
         if self.families == ("resid_post",):
             raise UserError(
                 "Setting 'families' is resid_post alone; expected k_pre, k or v as well, whose light cone is checked."

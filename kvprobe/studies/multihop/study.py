@@ -4,11 +4,12 @@ from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.bars import Bars
+from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.studies.multihop.collect import TARGET, collect
+from kvprobe.studies.multihop.arms import lowest_layer
+from kvprobe.studies.multihop.collect import TARGET, TRANSFERRED, collect
 from kvprobe.studies.multihop.conclude import ALL, conclude
 from kvprobe.studies.multihop.config import Config
-from kvprobe.studies.multihop.figures import Grids
 from kvprobe.studies.multihop.reading import USE_ARMS
 from kvprobe.wording import percent, plain, points, signed
 
@@ -18,6 +19,7 @@ FAMILIES = {
     "v": "V (values)",
     "resid_post": "residual stream",
 }
+SPLITS = {"leave-context-out": "new sessions", "paired": "paired (centred in session)"}
 LATER = "turns after the hidden one"
 
 STUDY = Study(
@@ -52,30 +54,34 @@ STUDY = Study(
             own_scales=True,
         ),
         *(
-            Grids(
+            Heatmaps(
                 file=f"by_layer_{family}",
                 finding="by_layer",
-                caption=f"{name}, paired, slots averaged. Below the green line the code cannot reach.",
+                caption=f"Digits read above chance: {name}, paired, slots averaged, by layer and by {LATER}. Below the "
+                "green line the code cannot reach.",
                 rows="layer",
                 columns="distance",
-                axes=("layer", LATER),
-                down="family",
-                label="digits read above chance, points",
+                panel="arm",
+                label="share of digits above chance",
                 where={"family": family},
-                edge=int(family == "resid_post"),
+                edge=lambda arm, distance, after=int(family == "resid_post"): lowest_layer(arm, distance) - after,
             )
             for family, name in FAMILIES.items()
         ),
-        Grids(
-            file="transfer",
-            finding="transfer",
-            caption="Digits read, in percent, by the distance trained at and the distance tested at.",
-            rows="trained",
-            columns="tested",
-            axes=("trained so many turns after", "tested so many turns after"),
-            down="split",
-            label="digits read, %",
-            pale=TARGET.chance,
+        *(
+            Heatmaps(
+                file="transfer" if split == "paired" else f"transfer_{split}",
+                finding="transfer",
+                caption=f"Digits read, by the distance trained at (rows) and tested at (columns): {SPLITS[split]}.",
+                rows="trained",
+                columns="tested",
+                panel="arm",
+                label="share of digits above chance",
+                where={"split": split},
+                middle=TARGET.chance,
+                written=".0%",
+            )
+            for split in TRANSFERRED
         ),
         Bars(
             "use",
@@ -103,7 +109,7 @@ STUDY = Study(
     labels={
         "arm": {ALL: "all arms"},
         "condition": {name: name.replace(", ", ",\n") for name in USE_ARMS},
-        "split": {"leave-context-out": "new sessions", "paired": "paired (centred in session)"},
+        "split": SPLITS,
         "family": FAMILIES,
     },
     written={

@@ -6,22 +6,10 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 
 from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
-from typing import Any
 
 import torch
 
-from kvprobe.experiments.estimands import (
-    Difference,
-    Estimand,
-    HeldOut,
-    Mean,
-    Ratio,
-    Rows,
-    Share,
-    Where,
-    beside,
-    measure,
-)
+from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Rows, Share, Where, beside, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
@@ -50,7 +38,7 @@ ALONG: Where = {"edit": LEACE}
 """Along the subspace that a probe reads."""
 EVERYWHERE: Where = {"band": EVERY_LAYER, "part": BOTH}
 
-OF_EDITS: tuple[Estimand, ...] = (
+OF_EDITS = (
     Mean(name="margin", of="intact_margin", by=("view",), unit=NATS),
     Share(name="said", of="intact_said", by=("view",)),
     Mean(name="way", of="way", by=("view",), unit=LOGITS),
@@ -62,7 +50,7 @@ OF_EDITS: tuple[Estimand, ...] = (
     Mean(name="moved", of="moved", by=EDIT, where=SWAPPED, unit=LOGITS),
     Mean(name="moved_beyond", of="moved_beyond", by=("site", "part"), where={**SWAPPED, **ALONG}, unit=LOGITS),
 )
-OF_DOSES: tuple[Estimand, ...] = (
+OF_DOSES = (
     Mean(name="dose", of="lost", by=("kind", "edit", "strength"), where=ERASED, unit=NATS),
     Ratio(name="dose", of="moved", over="way", by=("kind", "edit", "strength"), where=SWAPPED),
     *(
@@ -78,7 +66,7 @@ OF_DOSES: tuple[Estimand, ...] = (
         for less, more in pairwise(STRENGTHS)
     ),
 )
-OF_PROBES: tuple[Estimand, ...] = (
+OF_PROBES = (
     HeldOut(name="read", of="accuracy", by=PROBED, within=SHARE),
     HeldOut(name="read_layer", of="accuracy", by=(*PROBED, "layer"), within=SHARE),
     HeldOut(name="left", of="accuracy", by=PROBED[:3], where={"state": LEACE}, within=SHARE, together=()),
@@ -87,20 +75,6 @@ OF_PROBES: tuple[Estimand, ...] = (
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    case = cases_of(config, model.tokenizer)[0]
-    chat = passages_of(conversation(case.context, case.pair[0]), marked=case.pair[0], only_in=("T2", "T3"))
-    facts = {"chat": [vars(passage) for passage in chat], "layers": model.geometry.n_layers}
-    return concluded(tables, facts, torch.finfo(model.lanes.dtype).eps)
-
-
-def concluded(tables: Mapping[str, Rows], facts: Mapping[str, Any], precision: float) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        tables: see `collect`.
-        facts: the example conversation (`chat`) and the number of `layers`.
-        precision: of the model's dtype.
-    """
     edits, probes = prepared(tables["samples"]), tables["probes"].rename(columns={"context": "sample"})
     probes = probes.assign(state=probes["state"].replace({RANDOM_0: RANDOM}))
     findings = Findings(
@@ -115,7 +89,11 @@ def concluded(tables: Mapping[str, Rows], facts: Mapping[str, Any], precision: f
     add_sizes(findings, tables["erasers"])
     count = int(edits["sample"].nunique())
     replies = tables["replies"].assign(name=tables["replies"]["name"].replace({RANDOM_0: RANDOM}))
-    more = {
+    case = cases_of(config, model.tokenizer)[0]
+    chat = passages_of(conversation(case.context, case.pair[0]), marked=case.pair[0], only_in=("T2", "T3"))
+    facts = {
+        "chat": [vars(passage) for passage in chat],
+        "layers": model.geometry.n_layers,
         "conversations": count,
         "near": NEAR,
         "shrinkage": SHRINKAGE,
@@ -126,7 +104,8 @@ def concluded(tables: Mapping[str, Rows], facts: Mapping[str, Any], precision: f
         "replies": replies[["code", "place", "name", "reply"]].to_dict("records"),
     }
     few = few_clusters(count, "conversations")
-    return Conclusion(findings, list(controls(findings, edits, precision)), {**facts, **more}, [few] if few else [])
+    held = list(controls(findings, edits, torch.finfo(model.lanes.dtype).eps))
+    return Conclusion(findings, held, facts, [few] if few else [])
 
 
 def prepared(table: Rows) -> Rows:

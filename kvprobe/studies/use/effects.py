@@ -20,7 +20,6 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.patching import Cell
 from kvprobe.patching.reader import Reader
-from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM_0, Erasers, random_names, roles
 from kvprobe.studies.use.read import PARTS, Case, Layout
 from kvprobe.text.tokens import Tokens
@@ -104,10 +103,8 @@ def measure(model: Model, scene: Scene, view: str, cells: Sequence[Cell], streng
     reader = Reader(model.lanes, seen(scene.base, scene.layout, view), contents, scene.suffix)
     theirs = Reader(model.lanes, seen(scene.donor, scene.layout, view), {}, scene.suffix).logits([], scene.kept)
     order = sorted(cells, key=lambda cell: cell.layers[0])
-    rows = max(1, min(ROWS, BYTES // reader.row_bytes(order)))
-    clean = reader.logits([], scene.kept)
-    batches = [order[first : first + rows] for first in range(0, len(order), rows)]
-    logits = torch.cat([clean, theirs, *(reader.logits(batch, scene.kept)[1:] for batch in batches)])
+    clean, *patched = reader.passes(order, scene.kept)
+    logits = torch.cat([clean, theirs, *patched])
     said = use_measurements([logits], scene.codes, [0] * len(logits))
     margin, right = said["margin"][:, 0].sum(1), said["correct"][:, 0]
     kl, _ = divergence(clean[:, 0].expand(len(logits), -1), logits[:, 0])

@@ -4,22 +4,27 @@ from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.scope import EVERY_LAYER
+from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
-from kvprobe.studies.use.check import INTACT
+from kvprobe.studies.use.check import INTACT, SAME
 from kvprobe.studies.use.collect import NOTHING, collect
 from kvprobe.studies.use.conclude import NEAR, conclude
 from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SITES, SWAP, TURN_MASKED
-from kvprobe.studies.use.figure import COLOURS, ReadAndUsed
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM
 from kvprobe.wording import percent, plain, signed
 
 PLACES = {"code": "the code's own slots", "after": "its turn after it", "summary": "the summary"}
 EDITS = {LEACE: "LEACE, the probe's subspace", RANDOM: "random, same rank", INLP: "INLP", FULL: "whole vectors"}
 PARTS = {"K": "K", "V": "V", BOTH: "K and V"}
-MARKERS = {INTACT: "o", LEACE: "s", RANDOM: "^", FULL: "D", INLP: "v"}
-STYLES = {name: Style(colour, MARKERS[name]) for name, colour in COLOURS.items()}
+STYLES = {
+    INTACT: Style("#0072b2"),
+    LEACE: Style("#d55e00", "s"),
+    RANDOM: Style("#009e73", "^"),
+    FULL: Style("#7f7f7f", "D"),
+    INLP: Style("#cc79a7", "v"),
+}
 
 
 def hundredths(value: Estimate) -> str:
@@ -39,7 +44,31 @@ STUDY = Study(
     conclude=conclude,
     folder=Path(__file__).parent,
     figures=(
-        ReadAndUsed(),
+        Dots(
+            "read_and_used",
+            "Left: digits that a probe of the other half's conversations reads in V, mean over layers. Right: what the "
+            "model loses when K and V of all layers are erased there. 95 % intervals over conversations.",
+            (
+                Panel(
+                    finding="read",
+                    down="place",
+                    line="state",
+                    styles={name: STYLES[name] for name in (INTACT, LEACE, RANDOM)},
+                    label="digits that the probe reads (share)",
+                    where={"part": "V", "probe": SAME},
+                    level=("chance", "chance", {}),
+                ),
+                Panel(
+                    finding="lost",
+                    down="site",
+                    line="edit",
+                    styles={name: STYLES[name] for name in (LEACE, RANDOM, FULL)},
+                    label="margin of the true code lost (nats)",
+                    where={"band": EVERY_LAYER, "part": BOTH},
+                    level=("the margin with everything in view", "margin", {"view": IN_VIEW}),
+                ),
+            ),
+        ),
         Lines(
             file="by_band",
             finding="beyond",

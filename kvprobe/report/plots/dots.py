@@ -1,0 +1,106 @@
+"""Dots over findings: panels in which numbers stand one below the other, with their intervals."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvprobe.report.findings import Findings, Key
+from kvprobe.report.plots.lines import Style
+from kvprobe.report.plots.style import styled
+
+Level = tuple[str, str, Mapping[str, Key]]
+"""A dashed line: its name, and the finding and keys at which it stands; at zero without a finding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """What one panel of `Dots` shows.
+
+    Attributes:
+        finding: what is drawn.
+        down: the key whose values stand one below the other.
+        line: the key of dots of different looks, which may be `down` itself.
+        styles: of the values of `line`; others are not drawn.
+        label: of the axis.
+        where: the other keys; one of several values, where a tuple is given.
+        level: see `Level`.
+    """
+
+    finding: str
+    down: str
+    line: str
+    styles: Mapping[Any, Style]
+    label: str
+    where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
+    level: Level | None = None
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A figure of panels, row by row.
+
+    Attributes:
+        file: its name, without suffix.
+        caption: of the figure.
+        panels: of which three stand side by side, or fewer.
+    """
+
+    file: str
+    caption: str
+    panels: tuple[Panel, ...]
+
+    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+        """The figure; None where nothing of its first panel was measured."""
+        import matplotlib.pyplot as plt
+
+        if self.panels[0].finding not in findings:
+            return None
+        across = min(3, len(self.panels))
+        shape = (-(-len(self.panels) // across), across)
+        with styled():
+            figure, grid = plt.subplots(*shape, figsize=(11, 0.6 + 2.8 * shape[0]), squeeze=False)
+            for axis, panel in zip(grid.flat, self.panels, strict=True):
+                _draw(axis, panel, findings, labels)
+            for axes in grid:
+                names = [[text.get_text() for text in axis.get_yticklabels()] for axis in axes]
+                for axis, own in zip(axes[1:], names[1:], strict=True):
+                    axis.tick_params(labelleft=own != names[0])
+            named = {
+                text: dots for axis in grid.flat for dots, text in zip(*axis.get_legend_handles_labels(), strict=True)
+            }
+            if named:
+                figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
+            figure.suptitle(title, fontsize=10)
+            figure.set_layout_engine("constrained")
+        return figure
+
+
+def _draw(axis: Any, panel: Panel, findings: Findings, labels: Callable[[str, Key], str]) -> None:
+    known = findings.where(panel.finding, **{**panel.where, panel.line: tuple(panel.styles)})
+    down = list(dict.fromkeys(finding.keys[panel.down] for finding in known))
+    apart = panel.line != panel.down
+    shifts = np.linspace(-0.2, 0.2, len(panel.styles)) if apart else np.zeros(len(panel.styles))
+    for (line, style), shift in zip(panel.styles.items(), shifts, strict=True):
+        dots = [each for each in known if each.keys[panel.line] == line and not each.value.unknown]
+        if dots:
+            means, low, high = np.array([(each.value.mean, *each.value.ends) for each in dots]).T
+            axis.errorbar(
+                means,
+                [down.index(each.keys[panel.down]) + shift for each in dots],
+                xerr=np.clip([means - low, high - means], 0, None),
+                fmt=style.marker,
+                color=style.colour,
+                ms=5,
+                capsize=2.5,
+                label=labels(panel.line, line) if apart else None,
+            )
+    if panel.level:
+        name, of, keys = panel.level
+        value = findings.get(of, **keys) if of else None
+        axis.axvline(value.mean if value else 0.0, color="0.35", ls="--", lw=0.9)
+        axis.set_title(name and f"dashed: {name}", fontsize=8, color="0.35")
+    axis.set_xlabel(panel.label)
+    axis.set_yticks(range(len(down)), [labels(panel.down, value).replace(" (", "\n(") for value in down])
+    axis.set_ylim(len(down) - 0.5, -0.5)

@@ -1,0 +1,85 @@
+"""Figures as declarations over findings: what is drawn is what was declared."""
+
+from typing import Any
+
+import pytest
+
+from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.plots.dots import Dots, Panel
+from kvprobe.report.plots.heatmaps import Heatmaps
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.scatter import Scatter
+from kvprobe.stats import Estimate
+
+ARMS, PLACES = ("kept", "masked"), ("code", "summary")
+FINDINGS = Findings(
+    Finding("read", {"arm": arm, "place": place, "layer": layer}, Estimate(mean, mean - 0.1, mean + 0.1, 20))
+    for arm, base in zip(ARMS, (0.2, 0.6), strict=True)
+    for place in PLACES
+    for layer, mean in enumerate((base, base + 0.1))
+)
+
+
+def label(_: str, value: Key) -> str:
+    return str(value)
+
+
+def test_a_heat_map_has_the_declared_numbers_marks_and_edge_on_a_scale_around_its_middle():
+    heatmaps = Heatmaps(
+        file="f", caption="c", finding="read", rows="layer", columns="place", panel="arm", label="share",
+        middle=0.5, written=".1f", marked=lambda keys: keys["layer"] == 1, edge=lambda arm, _: ARMS.index(arm),
+    )  # fmt: skip
+    figure = heatmaps.draw(FINDINGS, label, "t")
+    assert figure is not None
+    for axis, arm, numbers, up in zip(figure.axes, ARMS, (["0.2", "0.3"], ["0.6", "0.7"]), (0, 1), strict=False):
+        assert axis.get_title() == arm
+        assert sorted(text.get_text() for text in axis.texts) == sorted(numbers * 2)
+        assert [float(line.get_ydata()[0]) for line in axis.lines] == [1.5, 1.5]
+        assert set(axis.patches[0].get_data().values) == {up}
+        assert axis.collections[0].get_clim() == pytest.approx((-0.3, 0.3))
+
+
+def test_dots_of_the_declared_values_stand_one_below_the_other_beside_their_level():
+    known: dict[str, Any] = {"finding": "read", "down": "place", "line": "arm", "where": {"layer": 1}}
+    styles = {"masked": Style("black"), "kept": Style("red", "s")}
+    level = ("kept, code, layer 0", "read", {"arm": "kept", "place": "code", "layer": 0})
+    one = Panel(styles=styles, label="share", level=level, **known)
+    other = Panel(styles={"kept": Style("red")}, label="share", **known)
+    figure = Dots("f", "c", (one, other)).draw(FINDINGS, label, "t")
+    assert figure is not None
+    left, right = figure.axes
+    assert [text.get_text() for text in left.get_yticklabels()] == list(PLACES)
+    assert [list(dots.lines[0].get_xdata()) for dots in left.containers] == [
+        pytest.approx([each] * 2) for each in (0.7, 0.3)
+    ]
+    assert left.lines[-1].get_xdata()[0] == 0.2
+    assert len(right.containers) == 1
+    assert Dots("f", "c", (one,)).draw(Findings(), label, "t") is None
+
+
+def test_a_scatter_has_a_point_for_each_pair_above_zero_and_colours_those_that_are_decided():
+    known: dict[str, Any] = {"arm": "kept", "place": "code"}
+    findings = Findings()
+    for latent, (across, up) in {"a": (1.0, 2.0), "b": (3.0, 1.0), "c": (0.0, 1.0)}.items():
+        findings.number("across", across, latent=latent, **known)
+        findings.number("up", up, latent=latent, **known)
+    findings.number("up", 1.0, latent="d", **known)
+    findings.number("p", 0.01, latent="b", **known)
+    scatter = Scatter(
+        file="f", caption="c", across="across", up="up", row="arm", column="place", x_label="x", y_label="y",
+        coloured=("p", 0.05), names=("alike", "differs"),
+    )  # fmt: skip
+    figure = scatter.draw(findings, label, "t")
+    assert figure is not None
+    points = {each.get_label(): each.get_offsets().tolist() for each in figure.axes[0].collections}
+    assert points == {"alike": [[1.0, 2.0]], "differs": [[3.0, 1.0]]}
+
+
+def test_lines_without_a_key_for_panels_have_one_panel_of_the_chosen_findings():
+    known: dict[str, Any] = {"file": "f", "caption": "c", "finding": "read", "x_label": "layer", "y_label": "share"}
+    lines = Lines(x="layer", line="arm", where={"place": ("summary",)}, curves=True, **known)
+    figure = lines.draw(FINDINGS, label, "t")
+    assert figure is not None
+    [axis] = figure.axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert drawn == {"kept": pytest.approx([0.2, 0.3]), "masked": pytest.approx([0.6, 0.7])}
