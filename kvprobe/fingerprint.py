@@ -54,10 +54,16 @@ class Maker:
     """The model that made a cache, known by its fingerprint.
 
     The fingerprint is computed when first needed, because hashing weights takes time. Caches keep no model in memory.
+
+    Attributes:
+        name: to be read by people; the beginning of the fingerprint where nothing else is known.
     """
 
     def __init__(self, model: Any) -> None:
         """`model`: a fingerprint, or an object that has one."""
+        self.name = (
+            f"the model {model[:8]}" if isinstance(model, str) else str(getattr(model, "name", type(model).__name__))
+        )
         self._model = (lambda: model) if isinstance(model, str) else weakref.ref(model)
 
     @cached_property
@@ -74,6 +80,11 @@ class Maker:
                 "use the cache earlier, or give up the check with dataclasses.replace(cache, made_by=None)."
             )
         return model if isinstance(model, str) else model.fingerprint
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the model; None if it has none or is no longer in memory."""
+        return getattr(self._model(), "tokenizer", None)
 
     def same(self, other: "Maker") -> bool:
         """Whether both are the same model, loaded once or twice."""

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
@@ -30,8 +31,8 @@ CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
 
 
-@dataclass(frozen=True)
-class Patterns:
+@dataclass(frozen=True, repr=False)
+class Patterns(Brief):
     """Attention of some queries of one row to all slots.
 
     Attributes:
@@ -47,6 +48,12 @@ class Patterns:
     queries: Int[Tensor, "queries"]
     cache: KVCache
     logits: Float[Tensor, "vocab"]
+
+    def _table(self) -> Table:
+        """Attention to each segment, the mean over heads and queries, layer by layer."""
+        names = self.cache.ledger.names
+        mass = torch.stack([self.mass(name).mean((1, 2)) for name in names], -1).tolist()
+        return ("layer", *names), ([layer, *row] for layer, row in zip(self.layers, mass, strict=True))
 
     def of_layers(self, layers: Sequence[int]) -> "Patterns":
         """The same for some of its layers; a layer that it does not have is refused."""

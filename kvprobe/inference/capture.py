@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
@@ -27,8 +28,8 @@ from kvprobe.names import unknown
 from kvprobe.text.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class Captured:
+@dataclass(frozen=True, repr=False)
+class Captured(Brief):
     """What was captured in one pass.
 
     Attributes:
@@ -43,6 +44,13 @@ class Captured:
     present: Bool[Tensor, "batch picked"]
     logits: Float[Tensor, "batch last vocab"]
     cache: KVCache | None
+
+    def _facts(self) -> Iterable[str]:
+        for family in dict.fromkeys(family for family, _ in self.tensors):
+            layers = {layer: tensor for (name, layer), tensor in self.tensors.items() if name == family}
+            yield f"{family} of {len(layers)} layers: {brief(next(iter(layers.values())))}"
+        yield f"logits={brief(self.logits)}"
+        yield f"cache={brief(self.cache)}"
 
     def __getitem__(self, place: tuple[Family, int]) -> Tensor:
         if place not in self.tensors:

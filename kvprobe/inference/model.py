@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
@@ -69,8 +70,8 @@ def load(
     return Model(Lanes(plain, tokenizer or own_tokenizer), os.fspath(source))
 
 
-@dataclass(frozen=True)
-class Model:
+@dataclass(frozen=True, repr=False)
+class Model(Brief):
     """A loaded model.
 
     Attributes:
@@ -80,6 +81,13 @@ class Model:
 
     lanes: Lanes
     name: str
+
+    def _facts(self) -> Iterable[str]:
+        shape = self.geometry
+        yield repr(self.name)
+        yield type(self.lanes.plain).__name__
+        yield f"{shape.n_layers} layers of {shape.n_heads} heads over {shape.n_kv_heads} KV heads of {shape.d_head}"
+        yield f"{plain_dtype(self.lanes.dtype)} on {self.lanes.device}"
 
     @property
     def tokenizer(self) -> Any:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
@@ -28,8 +29,8 @@ LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and its shares are meaningless."""
 
 
-@dataclass(frozen=True)
-class LayerMap:
+@dataclass(frozen=True, repr=False)
+class LayerMap(Brief):
     """How damage changes on its way through the layers.
 
     Attributes:
@@ -48,10 +49,20 @@ class LayerMap:
     noised: Float[np.ndarray, "rows"]
     states: pd.DataFrame
 
+    def _facts(self) -> Iterable[str]:
+        yield f"{len(self.labels)} components and bands"
+        yield f"damage={self.damage:.4g} nats"
+        if not np.isnan(self.pi).all():
+            for name, place in (("filters", np.nanargmin(self.pi)), ("passes", np.nanargmax(self.pi))):
+                yield f"{name} most: {brief(self.labels[int(place)])} (pi={self.pi[place]:+.3g})"
+
     @property
     def pi(self) -> Float[np.ndarray, "rows"]:
         """The causal index; NaN where the damage is below `LEAST`."""
         return 1 - self.restored / self.damage if self.damage >= LEAST else np.full(len(self.restored), np.nan)
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """One row per component or band: kind, layer, head, band; damage, restored and noised in nats; pi."""

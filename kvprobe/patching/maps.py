@@ -1,19 +1,20 @@
 """The result of a patch sweep: one number for each cell."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.patching.grid import Cell
 
 
-@dataclass(frozen=True)
-class PatchMap:
+@dataclass(frozen=True, repr=False)
+class PatchMap(Brief):
     """A metric with each cell patched.
 
     Attributes:
@@ -32,6 +33,15 @@ class PatchMap:
     ledger: Ledger
     reads: str
 
+    def _facts(self) -> Iterable[str]:
+        parts = dict.fromkeys(cell.part for cell in self.cells)
+        yield f"{len(self.cells)} cells over {' × '.join(self.cells[0].labels)} of {', '.join(parts)}"
+        yield f"base={self.base:.4g}, donor={self.donor:.4g}, reads={self.reads!r}"
+        if not np.isnan(self.effect).all():
+            largest = int(np.nanargmax(np.abs(self.effect)))
+            cell = self.cells[largest]
+            yield f"largest effect {self.effect[largest]:+.4g} by {cell.part} of {brief(dict(cell.labels))}"
+
     @property
     def effect(self) -> Float[np.ndarray, "cells"]:
         """How far each cell moves the metric from the base."""
@@ -43,6 +53,9 @@ class PatchMap:
         donor do not differ."""
         way = self.donor - self.base
         return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """One row per cell: the grid's axes, `part`, `content`, `slots` (how many), `value`, `effect`, `normalised`;

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -19,8 +20,8 @@ from kvprobe.stats import Estimate, ratio
 from kvprobe.text.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class Pair:
+@dataclass(frozen=True, repr=False)
+class Pair(Brief):
     """Two runs that differ in a fact, and what is read after them and measured.
 
     Attributes:
@@ -35,8 +36,8 @@ class Pair:
     cluster: str | None = None
 
 
-@dataclass(frozen=True)
-class PairMaps:
+@dataclass(frozen=True, repr=False)
+class PairMaps(Brief):
     """A map for each pair.
 
     Attributes:
@@ -44,6 +45,9 @@ class PairMaps:
     """
 
     table: pd.DataFrame
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         return self.table
