@@ -76,7 +76,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def frame_table(frame: Any) -> Table:
-    """A dataframe as a table."""
+    """A dataframe as a table; an index that has a name is its first column."""
+    frame = frame if frame.index.name is None else frame.reset_index()
     return list(frame.columns), frame.itertuples(index=False)
 
 

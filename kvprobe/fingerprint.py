@@ -81,11 +81,6 @@ class Maker:
             )
         return model if isinstance(model, str) else model.fingerprint
 
-    @property
-    def tokenizer(self) -> Any:
-        """That of the model; None if it has none or is no longer in memory."""
-        return getattr(self._model(), "tokenizer", None)
-
     def same(self, other: "Maker") -> bool:
         """Whether both are the same model, loaded once or twice."""
         return self is other or self.fingerprint == other.fingerprint

@@ -26,14 +26,20 @@ def short_repr(operator: Any) -> str:
     return f"{type(operator).__name__}({arguments})"
 
 
+def head_name(layer: int, head: int) -> str:
+    """A query head as the field writes it, such as L8H0."""
+    return f"L{layer}H{head}"
+
+
 def full_repr(value: Any) -> str:
     """The repr of plain data with each dataclass in full, however the dataclass shows itself; for digests."""
-    if is_dataclass(value) and not isinstance(value, type):
-        entries = (f"{field.name}={full_repr(getattr(value, field.name))}" for field in fields(value) if field.repr)
-        return f"{type(value).__qualname__}({', '.join(entries)})"
-    if type(value) is tuple:
-        return f"({', '.join(map(full_repr, value))}{',' if len(value) == 1 else ''})"
-    return f"[{', '.join(map(full_repr, value))}]" if type(value) is list else repr(value)
+    if is_dataclass(type(value)):
+        named = (f"{field.name}={full_repr(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        return f"{type(value).__qualname__}({', '.join(named)})"
+    if type(value) not in (tuple, list):
+        return repr(value)
+    entries = ", ".join(map(full_repr, value))
+    return f"[{entries}]" if type(value) is list else f"({entries}{',' if len(value) == 1 else ''})"
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

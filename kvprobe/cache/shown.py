@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 from itertools import groupby
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -83,12 +83,17 @@ def facts(ledger: Segmented) -> Iterator[str]:
 def html(ledger: Segmented) -> str:
     """The first row as a strip, a piece for each run of slots, paler where fewer layers and heads see them; and the
     table of segments."""
-    live = ledger.live.float().mean((0, 2))[0].tolist()
-    slots = zip(ledger.segments[0].tolist(), live, strict=True)
-    runs = [(place, len(list(run))) for place, run in groupby(slots)][:MOST_RUNS]
+    live: list[float] = _listed(ledger.live.float().mean((0, 2))[0])
+    slots: list[int] = _listed(ledger.segments[0])
+    runs = [(place, len(list(run))) for place, run in groupby(zip(slots, live, strict=True))][:MOST_RUNS]
     pieces = "".join(_piece(ledger.names, index, share, count) for (index, share), count in runs)
     strip = f'<div style="display:flex;height:1.6em;max-width:60em;margin:.4em 0">{pieces}</div>'
     return strip + table_html(Segment._fields, segments(ledger))
+
+
+def _listed(vector: Any) -> list[Any]:
+    """A vector as Python's numbers; torch gives `tolist` no type."""
+    return vector.tolist()
 
 
 def _piece(names: tuple[str, ...], index: int, live: float, count: int) -> str:

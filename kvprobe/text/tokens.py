@@ -120,6 +120,11 @@ class Tokens(Brief):
         return replace(self, positions=tuple(position + shift for position in self.positions), end=end)
 
 
+def token_texts(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
+    """The text of each token, control tokens included; none without a tokenizer."""
+    return () if tokenizer is None else tuple(tokenizer.decode([number]) for number in ids)
+
+
 def _whole_numbers(numbers: Sequence[Any]) -> tuple[int, ...]:
     """The numbers as Python's own; `True`, `3.0` and anything below zero are refused."""
     for number in numbers:
