@@ -1,27 +1,31 @@
 """The model that users work with: load, prefill, generate, capture, sweep."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import as_seen, extend, prefill
-from kvprobe.inference.generate import Generation, generate
+from kvprobe.inference.generate import Generation, OnStep, generate
+from kvprobe.inference.hf import from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.sweep import Sweep, Trial, sweep
+from kvprobe.inference.rows import Readable, rows_of, user_turn
+from kvprobe.inference.sweep import ROWS, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
+from kvprobe.memory.forward import Kernel, Logits
+from kvprobe.memory.needs import EngineName
+from kvprobe.memory.vllm import BLOCK
 from kvprobe.models.files import refuse_not_finite
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
@@ -30,15 +34,9 @@ from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.text.tokens import Tokens
-from kvprobe.text.transcript import Transcript
 
 if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
-
-Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-Readable = str | Transcript | Tokens | Messages | Sequence[str | Transcript | Tokens | Messages]
-"""What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, or a
-batch of them."""
 
 
 def load(
@@ -104,14 +102,47 @@ class Model(Brief):
 
     def tokens(self, text: Readable) -> list[Tokens]:
         """One run of tokens per row, of texts (each after the tokenizer's own start token) or conversations."""
-        return self._rows(text, answered=False)
+        return rows_of(text, self._tokenizer, answered=False)
 
-    def budget(self, **settings: Any) -> "Budget":
+    def budget(
+        self,
+        *,
+        context: int = 8192,
+        new: int = 0,
+        batch: int = 1,
+        source: int = 0,
+        cache_dtype: str | None = None,
+        engine: EngineName = "hf",
+        policy: Any = None,
+        memory: str | int | None = None,
+        weights: str | int | None = None,
+        kernel: Kernel | None = None,
+        logits: Logits = "last",
+        ranks: int = 1,
+        block: int = BLOCK,
+        batched_tokens: int = 8192,
+    ) -> "Budget":
         """The memory that this model needs, in the dtype that it was loaded in; see `kvprobe.memory.budget.budget`."""
         from kvprobe.memory.budget import budget
 
-        dtype = str(self.lanes.dtype).removeprefix("torch.")
-        needed = budget(self.lanes.plain.config.to_dict(), dtype=dtype, **settings)
+        needed = budget(
+            self.lanes.plain.config.to_dict(),
+            context=context,
+            new=new,
+            batch=batch,
+            source=source,
+            dtype=plain_dtype(self.lanes.dtype),
+            cache_dtype=cache_dtype,
+            engine=engine,
+            policy=policy,
+            memory=memory,
+            weights=weights,
+            kernel=kernel,
+            logits=logits,
+            ranks=ranks,
+            block=block,
+            batched_tokens=batched_tokens,
+        )
         return replace(needed, config=replace(needed.config, name=self.name))
 
     def prefill(
@@ -171,16 +202,49 @@ class Model(Brief):
         """
         return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits)
 
-    def generate(self, start: KVCache | Readable, ask: str | None = None, **settings: Any) -> Generation:
-        """Continue a cache, conversation or text.
+    def generate(
+        self,
+        start: KVCache | Readable,
+        ask: str | None = None,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: Sequence[int] | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+        policy: Policy | None = None,
+        samples: Sequence[int] | None = None,
+        on_step: OnStep | None = None,
+        lane: Lane | Literal["auto"] = "auto",
+    ) -> Generation:
+        """Continue a cache, conversation or text; see `kvprobe.inference.generate.generate` for the other arguments.
 
         Args:
             start: a cache needs `ask`; a conversation is answered as the assistant; text is continued.
             ask: a user's next message, in the model's chat template.
-            settings: see `kvprobe.inference.generate.generate`.
         """
-        past = start if isinstance(start, KVCache) else None
-        return generate(self.lanes, self.prompts(start, ask), past, **settings)
+        return generate(
+            self.lanes,
+            self.prompts(start, ask),
+            start if isinstance(start, KVCache) else None,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop=stop,
+            generators=generators,
+            policy=policy,
+            samples=samples,
+            on_step=on_step,
+            lane=lane,
+        )
+
+    def from_hf(self, past: Cache, text: Readable) -> KVCache:
+        """A `DynamicCache` of transformers, of which `text` was read, as kvprobe's; see `kvprobe.inference.hf`."""
+        return from_hf(self.lanes, past, self.tokens(text))
+
+    def to_hf(self, cache: KVCache) -> DynamicCache:
+        """A cache without masked slots or gaps as transformers' `DynamicCache`; see `kvprobe.inference.hf`."""
+        return to_hf(self.lanes, cache)
 
     def as_seen(self, cache: KVCache) -> KVCache:
         """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
@@ -194,15 +258,22 @@ class Model(Brief):
         ask: str | None = None,
         *,
         donors: Mapping[str, KVCache | Readable] | None = None,
-        **settings: Any,
+        seed: int = 0,
+        sample: int = 0,
+        max_new_tokens: int = 64,
+        stop: Sequence[int] | None = None,
+        follow: bool = True,
+        rows: int = ROWS,
+        lane: Lane = "plain",
+        done: Callable[[int], object] = lambda count: None,
     ) -> Sweep:
-        """Answer once for each fault and once clean, as rows of one batch.
+        """Answer once for each fault and once clean, as rows of one batch; see `kvprobe.inference.sweep.sweep` for the
+        other arguments.
 
         Args:
             start: a conversation or text, or a cache of one row, which needs `ask`.
             ask: a user's next message, in the model's chat template.
             donors: what faults take slots from, by name: caches of one row, or what to read for them.
-            settings: see `kvprobe.inference.sweep.sweep`.
         """
         past = start if isinstance(start, KVCache) else None
         prompts = self.prompts(start, ask)
@@ -216,7 +287,21 @@ class Model(Brief):
         caches = {
             name: donor if isinstance(donor, KVCache) else self.prefill(donor) for name, donor in (donors or {}).items()
         }
-        return sweep(self.lanes, prompts[0], trials, past=past, donors=caches, **settings)
+        return sweep(
+            self.lanes,
+            prompts[0],
+            trials,
+            past=past,
+            donors=caches,
+            seed=seed,
+            sample=sample,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            follow=follow,
+            rows=rows,
+            lane=lane,
+            done=done,
+        )
 
     def capture(
         self,
@@ -262,7 +347,7 @@ class Model(Brief):
                 raise UserError(
                     "A cache alone cannot be continued, as it holds no logits; give `ask`, the user's next message."
                 )
-            closing, turn = self._user_turn(ask)
+            closing, turn = user_turn(ask, self._tokenizer())
             return [
                 (closing + turn if unfinished else turn).shifted(position)
                 for unfinished, position in zip(
@@ -270,40 +355,9 @@ class Model(Brief):
                 )
             ]
         if ask is None:
-            return self._rows(start, answered=True)
-        _, turn = self._user_turn(ask)
+            return rows_of(start, self._tokenizer, answered=True)
+        _, turn = user_turn(ask, self._tokenizer())
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
-
-    def _rows(self, text: object, answered: bool) -> list[Tokens]:
-        """One run of tokens per row; with `answered`, conversations end with the header of the answer."""
-        if isinstance(text, str):
-            return [Tokens.of(self._tokenizer()(text)["input_ids"])]
-        if isinstance(text, Tokens):
-            return [text]
-        if isinstance(text, Transcript):
-            return [text.tokens(self._tokenizer(), generation_prompt=answered)]
-        kind = type(text).__name__
-        pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
-        if pieces and all(isinstance(piece, Mapping) for piece in pieces):
-            return self._rows(Transcript.from_messages(cast(list[Mapping[str, Any]], pieces)), answered)
-        if pieces is None or any(isinstance(piece, Mapping | int | float | bytes) for piece in pieces):
-            raise UserError(
-                f"A {kind} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
-                "(Tokens.of(ids)), or a list of such rows."
-            )
-        return [row for piece in pieces for row in self._rows(piece, answered)]
-
-    def _user_turn(self, text: str) -> tuple[Tokens, Tokens]:
-        """The tokens that close an assistant's message, and a user's message with the header of the answer to it."""
-        exchange = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": [{"text": "-", "name": "answer"}]},
-            {"role": "user", "content": text},
-        ]
-        chat = Transcript.from_messages(exchange, names=["before", "before", "question"])
-        tokens = chat.tokens(self._tokenizer(), generation_prompt=True)
-        start = tokens.span("before").stop
-        return tokens[tokens.part("answer").stop : start], tokens[start:]
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
