@@ -14,9 +14,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, Token
 from kvprobe.errors import UserError
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
-from kvprobe.files import read_yaml
 from kvprobe.names import one_line
-from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, find, study_of
 
 
@@ -105,24 +103,18 @@ def _defect(error: Exception) -> str:
 
 
 @app.command(name="ls")
-def list_everything() -> None:
+def list_everything(
+    *, json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False
+) -> None:
     """Studies, presets, models and published probes that kvprobe knows."""
-    from kvprobe.models.catalogue import NAMED_MODELS
+    from kvprobe.listing import known, lines
 
-    print("studies")
-    for study in STUDIES.values():
-        print(f"  {study.name:24}{study.question}")
-    print("\npresets (kvprobe run NAME)")
-    for preset in presets().values():
-        minutes = f"about {preset.minutes:g} min" if preset.minutes else ""
-        settings = ", ".join(f"{key}={value}" for key, value in preset.settings.items()) or "defaults"
-        print(f"  {preset.name:24}{preset.study}: {settings}; {minutes}")
-    print("\nmodels (or any hub id, local folder or .gguf file)")
-    for name, model in NAMED_MODELS.items():
-        print(f"  {name:24}{model.title}; {model.licence}; {model.size} MB")
-    print("\npublished probes (kvprobe scan, kv.Probe.load)")
-    for card in sorted(shipped("probes").glob("*/card.yaml")):
-        print(f"  {card.parent.name:42}{read_yaml(card)['training']['what']}")
+    if json:
+        from json import dumps
+
+        print(dumps(known(), indent=2))
+    else:
+        print("\n".join(lines(known())))
 
 
 @app.command

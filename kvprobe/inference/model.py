@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    source: str | os.PathLike[str] | torch.nn.Module = "smollm2-135m",
+    source: Any = "smollm2-135m",
     *,
     tokenizer: Any = None,
     device: str | torch.device = "auto",
@@ -49,7 +49,8 @@ def load(
     """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a loaded model.
 
     Args:
-        source: see above; a Hugging Face model object keeps its device and dtype.
+        source: see above; a Hugging Face model object keeps its device and dtype, and so does one inside nnsight's
+            LanguageModel, whose tokenizer is taken too. A kvprobe model is returned as it is.
         tokenizer: for a loaded model, or instead of the source's own.
         device: `auto` is a GPU if there is one.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
@@ -57,6 +58,14 @@ def load(
     Raises:
         UserError: an unknown name, files that are not a model, a failed download, or weights larger than free memory.
     """
+    if isinstance(source, Model):
+        if (tokenizer, device, dtype) != (None, "auto", "auto"):
+            raise UserError("This model is loaded already; load it again from its name to change how.")
+        return source
+    if isinstance(inner := getattr(source, "_module", None), PreTrainedModel):  # nnsight, by what it has
+        source, tokenizer = inner, tokenizer or getattr(source, "tokenizer", None)
+        if inner.device.type == "meta":
+            raise UserError("nnsight has not loaded the weights of this model yet; make it with dispatch=True.")
     if isinstance(source, torch.nn.Module):
         require_type("The model", source, PreTrainedModel, "a causal language model of transformers")
         refuse_not_finite(type(source).__name__, source.named_parameters())
@@ -78,7 +87,10 @@ class Model(Brief):
     """
 
     lanes: Lanes
-    name: str
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        require_type("What a Model is made of", self.lanes, Lanes, "the model of transformers to kv.load instead")
 
     def _facts(self) -> Iterable[str]:
         shape = self.geometry
@@ -306,7 +318,7 @@ class Model(Brief):
     def capture(
         self,
         text: Readable,
-        families: Sequence[Family],
+        families: Sequence[Family | str],
         *,
         layers: Sequence[int] | None = None,
         segments: Sequence[str] | None = None,
