@@ -71,10 +71,12 @@ def load(
         refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(cast(PreTrainedModel, source.eval()), tokenizer), type(source).__name__)
     require_type("The model", source, (str, os.PathLike), "a name, a folder, or a model of transformers")
+    given: str | os.PathLike[str] = source
+    name = os.fspath(given)
     where = pick_device(device)
-    plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
-    refuse_not_finite(os.fspath(source), plain.named_parameters())
-    return Model(Lanes(plain, tokenizer or own_tokenizer), os.fspath(source))
+    plain, own_tokenizer = load_folder(resolve_folder(given), where, pick_dtype(dtype, where))
+    refuse_not_finite(name, plain.named_parameters())
+    return Model(Lanes(plain, tokenizer or own_tokenizer), name)
 
 
 @dataclass(frozen=True, repr=False)
