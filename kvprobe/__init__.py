@@ -7,9 +7,12 @@ Names are imported when first used, so that `import kvprobe` and `kvprobe --help
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from kvprobe import attention, erasing, faults, layers, patching, policies, saes
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache.cache import KVCache
@@ -168,6 +171,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("kvprobe")
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name not in _HOMES:

@@ -54,10 +54,16 @@ class Maker:
     """The model that made a cache, known by its fingerprint.
 
     The fingerprint is computed when first needed, because hashing weights takes time. Caches keep no model in memory.
+
+    Attributes:
+        name: to be read by people; the beginning of the fingerprint where nothing else is known.
     """
 
     def __init__(self, model: Any) -> None:
         """`model`: a fingerprint, or an object that has one."""
+        self.name = (
+            f"the model {model[:8]}" if isinstance(model, str) else str(getattr(model, "name", type(model).__name__))
+        )
         self._model = (lambda: model) if isinstance(model, str) else weakref.ref(model)
 
     @cached_property

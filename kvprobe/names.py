@@ -1,7 +1,7 @@
 """Names and values in sentences: unknown names with their near matches; operators, errors and plain data in short."""
 
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,6 +24,22 @@ def short_repr(operator: Any) -> str:
         f"{field.name}={value}" for field, value in values if field.default is MISSING or value != field.default
     )
     return f"{type(operator).__name__}({arguments})"
+
+
+def head_name(layer: int, head: int) -> str:
+    """A query head as the field writes it, such as L8H0."""
+    return f"L{layer}H{head}"
+
+
+def full_repr(value: Any) -> str:
+    """The repr of plain data with each dataclass in full, however the dataclass shows itself; for digests."""
+    if is_dataclass(type(value)):
+        named = (f"{field.name}={full_repr(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        return f"{type(value).__qualname__}({', '.join(named)})"
+    if type(value) not in (tuple, list):
+        return repr(value)
+    entries = ", ".join(map(full_repr, value))
+    return f"[{entries}]" if type(value) is list else f"({entries}{',' if len(value) == 1 else ''})"
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

@@ -7,30 +7,41 @@ from kvprobe.stats import FEWEST, Estimate
 
 
 def percent(value: Estimate) -> str:
-    return f"{100 * value.mean:.1f} % ({span(value, lambda share: f'{100 * share:.1f}')})"
+    return f"{number(100 * value.mean, '.1f')} % ({span(value, lambda share: number(100 * share, '.1f'))})"
 
 
 def points(value: Estimate) -> str:
-    return f"{100 * value.mean:+.1f} points ({span(value, lambda share: f'{100 * share:+.1f}')})"
+    return f"{number(100 * value.mean, '+.1f')} points ({span(value, lambda share: number(100 * share, '+.1f'))})"
 
 
 def plain(value: Estimate, digits: int = 2) -> str:
-    return f"{value.mean:.{digits}f} ({span(value, lambda number: f'{number:.{digits}f}')})"
+    return _with_span(value, f".{digits}f")
 
 
 def two_digits(value: Estimate) -> str:
     """For numbers that span many orders of magnitude."""
-    return f"{value.mean:.2g} ({span(value, lambda number: f'{number:.2g}')})"
+    return _with_span(value, ".2g")
 
 
 def signed(value: Estimate, digits: int = 3) -> str:
-    return f"{value.mean:+.{digits}f} ({span(value, lambda number: f'{number:+.{digits}f}')})"
+    return _with_span(value, f"+.{digits}f")
+
+
+def number(value: float, form: str) -> str:
+    """A number in this format; one that rounds to zero has no sign."""
+    text = format(value, form)
+    return text.lstrip("+-") if text.lstrip("+-").strip("0.") == "" else text
+
+
+def _with_span(value: Estimate, form: str) -> str:
+    return f"{number(value.mean, form)} ({span(value, lambda end: number(end, form))})"
 
 
 def span(value: Estimate, written: Callable[[float], str]) -> str:
-    """The interval; or, with too few clusters for one, the range of their values and the reason."""
+    """The interval, unless its ends are written alike; with too few clusters for one, their range and the reason."""
     if value.has_interval:
-        return f"{written(value.low)} to {written(value.high)}"
+        low, high = written(value.low), written(value.high)
+        return "no spread" if low == high else f"{low} to {high}"
     if isnan(value.smallest):
         return "no interval"
     return f"range {written(value.smallest)} to {written(value.largest)} over {value.clusters}; too few for an interval"

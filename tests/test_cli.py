@@ -1,5 +1,6 @@
 """The command line as a person meets it, in a process of its own."""
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,13 @@ def test_ls_shows_studies_presets_and_models():
     shown = kvprobe("ls").stdout
     for name in ("leakage", "leakage-one-template", "smollm2-135m", "gemma3-270m"):
         assert name in shown
+
+
+def test_ls_gives_the_same_names_to_programs():
+    known = json.loads(kvprobe("ls", "--json").stdout)
+    assert set(known) == {"studies", "presets", "models", "probes"}
+    shown = kvprobe("ls").stdout
+    assert all(f"  {entry['name']} " in shown for entries in known.values() for entry in entries)
 
 
 def test_flags_show_the_presets_own_defaults():

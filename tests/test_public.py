@@ -1,7 +1,12 @@
 """What kvprobe promises: the names of `__all__`, and that importing them costs nothing; the doctor."""
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,6 +24,61 @@ def test_every_promised_name_is_there_and_documented():
 def test_an_unknown_name_is_answered_with_the_near_one():
     with pytest.raises(AttributeError, match="'Transcript'"):
         _ = kvprobe.Transcipt
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Functions of kvprobe and of its public modules, and public methods of its classes."""
+    modules = [kvprobe, *(getattr(kvprobe, name) for name in kvprobe.__all__)]
+    for module in (module for module in modules if isinstance(module, ModuleType)):
+        for name in getattr(module, "__all__", ()):
+            member = getattr(module, name)
+            if inspect.isclass(member):
+                methods = inspect.getmembers(member, lambda own: inspect.isfunction(own) or inspect.ismethod(own))
+                yield from ((f"{name}.{method}", own) for method, own in methods if not method.startswith("_"))
+            elif inspect.isfunction(member):
+                yield name, member
+
+
+def test_every_public_function_names_its_arguments_so_that_they_complete():
+    functions = dict(public_functions())
+    assert len(functions) > 150
+    open_ended = {
+        name
+        for name, function in functions.items()
+        if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+    }
+    assert open_ended == {"render"}  # whose values a template names
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "given"),
+    [
+        ("inference.model.Model.generate", "inference.generate.generate", {"lanes", "prompts", "past"}),
+        ("inference.model.Model.sweep", "inference.sweep.sweep", {"lanes", "prompt", "trials", "past", "donors"}),
+        ("inference.model.Model.budget", "memory.budget.budget", {"model", "dtype"}),
+        ("inference.model.Model.capture", "inference.capture.capture", {"lanes", "tokens", "families"}),
+        ("patching.pairs.patch_pairs", "patching.patch_sweep.patch_sweep", {"base", "donor", "suffix", "metric"}),
+        ("report.views.page.heads", "report.views.attention.heads_view", {"caption"}),
+    ],
+)
+def test_arguments_that_are_passed_on_have_the_same_defaults(outer: str, inner: str, given: set[str]):
+    outside, inside = (inspect.signature(found(path)).parameters for path in (outer, inner))
+    passed_on = set(inside) - given
+    assert passed_on <= set(outside)
+    assert {name for name in passed_on if str(outside[name].default) != str(inside[name].default)} <= {"done"}
+
+
+def found(path: str) -> Callable[..., Any]:
+    module, name = path.split(".Model.") if ".Model." in path else path.rsplit(".", 1)
+    if ".Model." in path:
+        return getattr(Model, name)
+    return getattr(sys.modules[f"kvprobe.{module}"], name)
+
+
+def test_the_version_is_that_of_the_package_and_the_module_runs_as_the_command():
+    assert kvprobe.__version__ == version("kvprobe")
+    done = subprocess.run([sys.executable, "-m", "kvprobe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == kvprobe.__version__
 
 
 def test_importing_kvprobe_imports_nothing_heavy():

@@ -19,7 +19,7 @@ from kvprobe.stats import (
     ratio,
     wilson,
 )
-from kvprobe.wording import percent, plain
+from kvprobe.wording import percent, plain, points, signed, two_digits
 from tests.refusals import refused
 
 
@@ -146,3 +146,19 @@ def test_a_share_of_few_trials_has_a_range_and_no_interval():
         assert not estimated.has_interval
         assert not estimated.differs(0.5)
     assert wilson(3, 8).has_interval
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (percent(Estimate(-1e-5, -2e-5, 0.2)), "0.0 % (0.0 to 20.0)"),
+        (points(Estimate(1e-5, -0.1, 1e-5)), "0.0 points (-10.0 to 0.0)"),
+        (signed(Estimate(-1e-9, -0.5, 0.5)), "0.000 (-0.500 to +0.500)"),
+        (plain(Estimate(-0.001, -1.0, 1.0)), "0.00 (-1.00 to 1.00)"),
+        (two_digits(Estimate(0.0, -2e-9, 3e10)), "0 (-2e-09 to 3e+10)"),
+        (percent(Estimate(1.0, 1.0, 1.0, 12)), "100.0 % (no spread)"),
+        (percent(Estimate(1.0, 0.9999, 1.0, 12)), "100.0 % (no spread)"),
+    ],
+)
+def test_no_zero_has_a_sign_and_no_interval_has_equal_ends(written: str, expected: str):
+    assert written == expected

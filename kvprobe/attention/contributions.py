@@ -12,12 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.attention.patterns import Patterns, refuse_missing
+from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 
 
-@dataclass(frozen=True)
-class Contribution:
+@dataclass(frozen=True, repr=False)
+class Contribution(Brief):
     """Norms relative to that of the layer's whole attention output, before any bias.
 
     Attributes:

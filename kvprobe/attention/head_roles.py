@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.attention.patterns import attend
+from kvprobe.attention.patterns import attend, named_by_head
 from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -63,7 +63,7 @@ def roles(
     index = pd.MultiIndex.from_product(axes, names=["layer", "head", "role"])
     frame = pd.DataFrame({"score": table.ravel()}, index).reset_index()
     thresholds = [THRESHOLDS[role] for role in frame["role"]]
-    return frame.assign(threshold=thresholds, has=frame["score"] >= thresholds)
+    return named_by_head(frame.assign(threshold=thresholds, has=frame["score"] >= thresholds))
 
 
 def _repeated(model: Model, length: int, copies: int, rng: torch.Generator) -> Tokens:

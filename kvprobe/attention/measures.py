@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.attention.patterns import Patterns, refuse_missing
+from kvprobe.attention.patterns import Patterns, named_by_head, refuse_missing
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 
@@ -134,7 +134,8 @@ def _live(patterns: Patterns) -> Bool[Tensor, "layers heads slots"]:
 
 
 def _table(patterns: Patterns, columns: dict[str, Float[Tensor, "layers heads"]]) -> pd.DataFrame:
-    """One row per layer and head."""
+    """One row per layer and head, named by its head (L8H0)."""
     axes = [list(patterns.layers), range(patterns.weights.shape[1])]
     index = pd.MultiIndex.from_product(axes, names=["layer", "head"])
-    return pd.DataFrame({name: values.flatten().cpu().numpy() for name, values in columns.items()}, index).reset_index()
+    table = pd.DataFrame({name: values.flatten().cpu().numpy() for name, values in columns.items()}, index)
+    return named_by_head(table.reset_index())

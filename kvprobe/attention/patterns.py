@@ -8,13 +8,15 @@ long text is read in chunks.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
@@ -23,15 +25,15 @@ from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
-from kvprobe.names import unknown
-from kvprobe.text.tokens import Tokens
+from kvprobe.names import head_name, unknown
+from kvprobe.text.tokens import Tokens, token_texts
 
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
 
 
-@dataclass(frozen=True)
-class Patterns:
+@dataclass(frozen=True, repr=False)
+class Patterns(Brief):
     """Attention of some queries of one row to all slots.
 
     Attributes:
@@ -40,6 +42,7 @@ class Patterns:
         queries: their slots, in order.
         cache: after reading; its ledger has each slot's token, position, segment and liveness.
         logits: after the last token.
+        tokenizer: that gives tokens their text; None where the model has none.
     """
 
     weights: Float[Tensor, "layers heads queries slots"]
@@ -47,6 +50,13 @@ class Patterns:
     queries: Int[Tensor, "queries"]
     cache: KVCache
     logits: Float[Tensor, "vocab"]
+    tokenizer: Any = field(default=None, compare=False, repr=False)
+
+    def _table(self) -> Table:
+        """Attention to each segment, the mean over heads and queries, layer by layer."""
+        names = self.cache.ledger.names
+        mass = torch.stack([self.mass(name).mean((1, 2)) for name in names], -1).tolist()
+        return ("layer", *names), ([layer, *row] for layer, row in zip(self.layers, mass, strict=True))
 
     def of_layers(self, layers: Sequence[int]) -> "Patterns":
         """The same for some of its layers; a layer that it does not have is refused."""
@@ -73,12 +83,17 @@ class Patterns:
         return self.weights[..., index].sum(-1)
 
     def df(self) -> pd.DataFrame:
-        """One row per layer, head, query (its slot) and segment, with the attention that the query spends there."""
+        """One row per layer, head, query (its slot, and with a tokenizer its `text`) and segment, with the attention
+        that the query spends there; each named by its head (L8H0)."""
         names = self.cache.ledger.names
         mass = torch.stack([self.mass(name) for name in names], -1).cpu()
         axes = [list(self.layers), range(mass.shape[1]), self.queries.tolist(), names]
         index = pd.MultiIndex.from_product(axes, names=["layer", "head", "query", "segment"])
-        return pd.DataFrame({"mass": mass.flatten().numpy()}, index=index).reset_index()
+        table = pd.DataFrame({"mass": mass.flatten().numpy()}, index=index).reset_index()
+        if self.tokenizer is not None:
+            texts = token_texts(self.cache.ledger.tokens[0].tolist(), self.tokenizer)
+            table.insert(3, "text", [texts[query] for query in table["query"]])
+        return named_by_head(table)
 
 
 def attend(
@@ -125,7 +140,14 @@ def attend(
             weights.append(reading.weights)
     assert cache is not None
     whole = torch.cat([torch.nn.functional.pad(part, (0, cache.slots - part.shape[-1])) for part in weights], 2)
-    return Patterns(whole, wanted, torch.tensor(chosen, device=whole.device) + before, cache, logits[0, -1])
+    asked = torch.tensor(chosen, device=whole.device) + before
+    return Patterns(whole, wanted, asked, cache, logits[0, -1], model.tokenizer)
+
+
+def named_by_head(table: pd.DataFrame) -> pd.DataFrame:
+    """A table with a row per `layer` and `head`, its index the name of the head, such as L8H0."""
+    names = [head_name(layer, head) for layer, head in zip(table["layer"], table["head"], strict=True)]
+    return table.set_index(pd.Index(names, name="component"))
 
 
 def refuse_missing(patterns: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"]) -> Int[Tensor, "chosen"]:

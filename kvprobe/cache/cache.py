@@ -5,7 +5,7 @@ write. Keys are stored as they were computed, after q/k-norm and rotary embeddin
 position since (`reindex`) is rotated to it when it is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -14,10 +14,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief, plain_dtype
+from kvprobe.cache import shown
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.footprint import footprint
+from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import are_whole, is_whole
+from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
@@ -36,8 +39,8 @@ class Damages(Protocol):
     def corrupt(self, cache: "KVCache", draws: Any, contexts: Any) -> "KVCache": ...
 
 
-@dataclass(frozen=True)
-class KVCache:
+@dataclass(frozen=True, repr=False)
+class KVCache(Brief):
     """Keys and values per layer, and the ledger of their slots.
 
     Attributes:
@@ -123,8 +126,8 @@ class KVCache:
         hidden = self.chosen(segments, slots)[None, :, None, :]
         if layers is not None or heads is not None:
             where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
-            chosen_layers = torch.tensor(_indices("layer", layers, self.n_layers), dtype=torch.long)
-            chosen_heads = torch.tensor(_indices("KV head", heads, self.n_kv_heads), dtype=torch.long)
+            chosen_layers = torch.tensor(indices("layer", layers, self.n_layers), dtype=torch.long)
+            chosen_heads = torch.tensor(indices("KV head", heads, self.n_kv_heads), dtype=torch.long)
             where[chosen_layers[:, None], :, chosen_heads] = True
             hidden = hidden & where
         return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
@@ -182,7 +185,7 @@ class KVCache:
         Raises:
             UserError: there is no such row.
         """
-        rows = torch.tensor(_indices("row", index, self.batch), dtype=torch.long, device=self.ledger.tokens.device)
+        rows = torch.tensor(indices("row", index, self.batch), dtype=torch.long, device=self.ledger.tokens.device)
         return self._with(
             tuple(tensor[rows] for tensor in self.keys),
             tuple(tensor[rows] for tensor in self.values),
@@ -272,9 +275,9 @@ class KVCache:
             )
         chosen = self.chosen(segments, slots)[:, None, :, None]
         chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
-        chosen_heads[_indices("KV head", heads, self.n_kv_heads)] = True
+        chosen_heads[indices("KV head", heads, self.n_kv_heads)] = True
         where = chosen & chosen_heads[:, None, None]
-        chosen_layers = set(_indices("layer", layers, self.n_layers))
+        chosen_layers = set(indices("layer", layers, self.n_layers))
 
         def patched(base_layers: Sequence[Tensor], donor_layers: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(
@@ -348,7 +351,7 @@ class KVCache:
             return self.ledger.in_segments(segments)
         if not isinstance(slots, Tensor) or slots.dtype != torch.bool:
             chosen = torch.zeros_like(self.ledger.tokens, dtype=torch.bool)
-            chosen[:, _indices("slot", slots, self.slots)] = True
+            chosen[:, indices("slot", slots, self.slots)] = True
             return chosen
         if slots.shape != self.ledger.tokens.shape:
             raise UserError(
@@ -356,6 +359,14 @@ class KVCache:
                 f"give a boolean for each, or a list of slot indices for all rows."
             )
         return slots
+
+    def _facts(self) -> Iterable[str]:
+        yield from shown.facts(self.ledger)
+        yield f"{self.n_layers} layers of {self.n_kv_heads} KV heads, {plain_dtype(self.keys[0].dtype)}"
+        yield "of any model" if self.made_by is None else f"of {self.made_by.name}"
+
+    def _html(self) -> str:
+        return shown.html(self.ledger)
 
     def _keep(self, keep: Bool[Tensor, "batch slots"]) -> "KVCache":
         return self.take(*self.ledger.order(keep))
@@ -376,16 +387,3 @@ class KVCache:
 
     def _with(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], ledger: Ledger) -> "KVCache":
         return replace(self, keys=keys, values=values, ledger=ledger)
-
-
-def _indices(kind: str, chosen: Any, count: int) -> list[int]:
-    """The chosen indices as a list, all of them for None; anything but whole numbers below `count` is refused."""
-    if chosen is None:
-        return list(range(count))
-    numbers = chosen.tolist() if hasattr(chosen, "tolist") else chosen
-    if not are_whole(numbers):
-        raise UserError(f"{str(chosen)[:40]!r} is not a list of {kind}s; give whole numbers, such as [0, 1].")
-    for index in numbers:
-        if not 0 <= index < count:
-            raise UserError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
-    return [int(index) for index in numbers]

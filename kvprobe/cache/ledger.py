@@ -4,13 +4,15 @@ Positions, segments, provenance and liveness are carried with the slots. Nothing
 eviction cannot silently move a token (the bug of every home-made eviction script).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief
+from kvprobe.cache import shown
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
@@ -35,8 +37,8 @@ class QuantisationFormat:
     group: int
 
 
-@dataclass(frozen=True)
-class Ledger:
+@dataclass(frozen=True, repr=False)
+class Ledger(Brief):
     """One entry per slot, for each row of the batch.
 
     Attributes:
@@ -187,6 +189,12 @@ class Ledger:
             names=names,
             quantisation=next(iter(formats), None),
         )
+
+    def _facts(self) -> Iterable[str]:
+        return shown.facts(self)
+
+    def _html(self) -> str:
+        return shown.html(self)
 
     def numbered(self, names: tuple[str, ...]) -> Int[Tensor, "batch slots"]:
         """Segments as indices into other names, which include all names of this ledger."""

@@ -6,9 +6,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief
 
-@dataclass(frozen=True)
-class Subspace:
+
+@dataclass(frozen=True, repr=False)
+class Subspace(Brief):
     """A projection of rank r: the part of a change that lies inside is `change @ read @ write`.
 
     It is orthogonal where `write` is the transpose of `read`, else oblique. Sites of lower rank than others of their
@@ -39,7 +41,7 @@ class Subspace:
         return change.float() @ self.read.to(change.device) @ self.write.to(change.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Eraser(Subspace):
     """An affine map that takes a concept out of features: what lies inside a subspace is set to what it is on average.
 

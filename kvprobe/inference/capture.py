@@ -9,26 +9,27 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, taps
 from kvprobe.models.lanes import Lanes
-from kvprobe.models.lens import PER_HEAD, Family
+from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, site_of
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
 from kvprobe.text.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class Captured:
+@dataclass(frozen=True, repr=False)
+class Captured(Brief):
     """What was captured in one pass.
 
     Attributes:
@@ -44,10 +45,26 @@ class Captured:
     logits: Float[Tensor, "batch last vocab"]
     cache: KVCache | None
 
+    def _facts(self) -> Iterable[str]:
+        for family in dict.fromkeys(family for family, _ in self.tensors):
+            layers = {layer: tensor for (name, layer), tensor in self.tensors.items() if name == family}
+            yield f"{family} of {len(layers)} layers: {brief(next(iter(layers.values())))}"
+        yield f"logits={brief(self.logits)}"
+        yield f"cache={brief(self.cache)}"
+
     def __getitem__(self, place: tuple[Family, int]) -> Tensor:
         if place not in self.tensors:
             raise UserError(f"{place[0]!r} at layer {place[1]} was not captured; ask for it in `capture`.")
         return self.tensors[place]
+
+    @property
+    def by_hook(self) -> dict[str, Tensor]:
+        """The tensors by TransformerLens' names (`blocks.3.attn.hook_v`) and in its order of axes, as in an
+        ActivationCache: K and V are `[batch, picked, kv_heads, d_head]`."""
+        return {
+            hook_name(family, layer): tensor.transpose(1, 2) if family in PER_HEAD else tensor
+            for (family, layer), tensor in self.tensors.items()
+        }
 
     def stack(self, family: Family) -> Tensor:
         """All captured layers of a family, layer axis first."""
@@ -57,7 +74,7 @@ class Captured:
 def capture(
     lanes: Lanes,
     tokens: Sequence[Tokens],
-    families: Sequence[Family],
+    families: Sequence[Family | str],
     *,
     layers: Sequence[int] | None = None,
     segments: Sequence[str] | None = None,
@@ -70,7 +87,8 @@ def capture(
     """Read `tokens` (after `past`), and return what these families compute at these layers and slots.
 
     Args:
-        families: see `kvprobe.models.lens.Family`.
+        families: see `kvprobe.models.lens.Family`; or instead TransformerLens' names of sites, such as
+            `blocks.3.attn.hook_v`, each of which names its layer.
         layers: all by default.
         segments: only the slots of these segments of the new tokens.
         slots: or, these of the new tokens, by index (negative from the end of each row). All by default.
@@ -85,9 +103,7 @@ def capture(
     for name, values in lists.items():
         if values is not None and not isinstance(values, Iterable):
             raise UserError(f"{name} is {str(values)[:40]!r}; give a list.")
-    for family in families:
-        if family not in get_args(Family):
-            raise UserError(unknown("family", family, get_args(Family)))
+    families, layers, sites = _sites(families, layers)
     n_layers = lanes.geometry.n_layers
     layers = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
     past = one_row_each(lanes, past, len(tokens))
@@ -117,7 +133,24 @@ def capture(
     for layer in layers if stored else ():
         picked = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
         tensors |= {(family, layer): tensor for family in stored if (tensor := picked[family]) is not None}
+    if sites is not None:
+        tensors = {site: tensor for site, tensor in tensors.items() if site in sites}
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
+
+
+def _sites(
+    families: Sequence[Family | str], layers: Sequence[int] | None
+) -> tuple[list[Family], Sequence[int] | None, set[tuple[Family, int]] | None]:
+    """Families and layers to capture; and of them the only sites that were asked for, if they were named by hooks."""
+    named = [site for family in families if (site := site_of(str(family))) is not None]
+    if named and (len(named) < len(families) or layers is not None):
+        raise UserError("Hook names name their layers; give hook names alone, or families and `layers`.")
+    if named:
+        return list(dict.fromkeys(family for family, _ in named)), [layer for _, layer in named], set(named)
+    for family in families:
+        if family not in get_args(Family):
+            raise UserError(unknown("family", family, (*get_args(Family), *(hook_name(known, 0) for known in HOOKS))))
+    return [cast(Family, family) for family in families], layers, None
 
 
 Port = tuple[str, Literal["input", "output"]]

@@ -213,7 +213,7 @@ def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | Non
     if past is None:
         return None
     require_type("The cache", past, KVCache, "a KVCache, such as Model.prefill returns")
-    _refuse_foreign(lanes, past)
+    refuse_foreign(lanes, past)
     if past.batch == rows:
         return past
     if past.batch == 1:
@@ -240,7 +240,7 @@ def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
         )
 
 
-def _refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
+def refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
     """Refuse a cache of another model, dtype or device."""
     shape = lanes.geometry
     counts = [

@@ -1,6 +1,6 @@
 """The decode loop: greedy or sampled, batched, at explicit positions, with access to the cache at each step."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
 from kvprobe.checks import are_whole, require_whole
@@ -25,8 +26,8 @@ from kvprobe.text.tokens import GENERATED, Tokens
 OnStep = Callable[[int, KVCache], KVCache | None]
 
 
-@dataclass(frozen=True)
-class Generation:
+@dataclass(frozen=True, repr=False)
+class Generation(Brief):
     """What was generated, row by row.
 
     Attributes:
@@ -44,6 +45,17 @@ class Generation:
     texts: tuple[str, ...]
     cache: KVCache
     trace: tuple[Snapshot, ...] = ()
+
+    def _facts(self) -> Iterable[str]:
+        yield f"texts={brief(self.texts, 400)}"
+        yield f"{brief([len(row) for row in self.tokens])} tokens"
+        yield f"cache={brief(self.cache)}"
+
+    def _table(self) -> Table:
+        columns = ("text", "tokens", "mean log-probability", "stopped")
+        means = [sum(row) / len(row) if row else float("nan") for row in self.logprobs]
+        texts = self.texts or ("",) * len(self.tokens)
+        return columns, zip(texts, map(len, self.tokens), means, self.stopped, strict=True)
 
     @property
     def text(self) -> str:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
+from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
@@ -36,8 +38,8 @@ class Phase:
     peak: int
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, repr=False)
+class Measured(Brief):
     """Memory that one run of a model took.
 
     Attributes:
@@ -67,6 +69,9 @@ class Measured:
         """The measured bytes, by name."""
         last = {} if self.generating is None else {"generating": self.generating.peak}
         return {"weights": self.weights, "cache": self.cache, "reading": self.reading.peak, **last, "peak": self.peak}
+
+    def _html(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         budget = self.budget

@@ -1,26 +1,31 @@
 """The model that users work with: load, prefill, generate, capture, sweep."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import as_seen, extend, prefill
-from kvprobe.inference.generate import Generation, generate
+from kvprobe.inference.generate import Generation, OnStep, generate
+from kvprobe.inference.hf import from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.sweep import Sweep, Trial, sweep
+from kvprobe.inference.rows import Readable, rows_of, user_turn
+from kvprobe.inference.sweep import ROWS, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
+from kvprobe.memory.forward import Kernel, Logits
+from kvprobe.memory.needs import EngineName
+from kvprobe.memory.vllm import BLOCK
 from kvprobe.models.files import refuse_not_finite
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
@@ -29,19 +34,13 @@ from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.text.tokens import Tokens
-from kvprobe.text.transcript import Transcript
 
 if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
 
-Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-Readable = str | Transcript | Tokens | Messages | Sequence[str | Transcript | Tokens | Messages]
-"""What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, or a
-batch of them."""
-
 
 def load(
-    source: str | os.PathLike[str] | torch.nn.Module = "smollm2-135m",
+    source: Any = "smollm2-135m",
     *,
     tokenizer: Any = None,
     device: str | torch.device = "auto",
@@ -50,7 +49,8 @@ def load(
     """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a loaded model.
 
     Args:
-        source: see above; a Hugging Face model object keeps its device and dtype.
+        source: see above; a Hugging Face model object keeps its device and dtype, and so does one inside nnsight's
+            LanguageModel, whose tokenizer is taken too. A kvprobe model is returned as it is.
         tokenizer: for a loaded model, or instead of the source's own.
         device: `auto` is a GPU if there is one.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
@@ -58,19 +58,29 @@ def load(
     Raises:
         UserError: an unknown name, files that are not a model, a failed download, or weights larger than free memory.
     """
+    if isinstance(source, Model):
+        if (tokenizer, device, dtype) != (None, "auto", "auto"):
+            raise UserError("This model is loaded already; load it again from its name to change how.")
+        return source
+    if isinstance(inner := getattr(source, "_module", None), PreTrainedModel):  # nnsight, by what it has
+        source, tokenizer = inner, tokenizer or getattr(source, "tokenizer", None)
+        if inner.device.type == "meta":
+            raise UserError("nnsight has not loaded the weights of this model yet; make it with dispatch=True.")
     if isinstance(source, torch.nn.Module):
         require_type("The model", source, PreTrainedModel, "a causal language model of transformers")
         refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(cast(PreTrainedModel, source.eval()), tokenizer), type(source).__name__)
     require_type("The model", source, (str, os.PathLike), "a name, a folder, or a model of transformers")
+    given: str | os.PathLike[str] = source
+    name = os.fspath(given)
     where = pick_device(device)
-    plain, own_tokenizer = load_folder(resolve_folder(source), where, pick_dtype(dtype, where))
-    refuse_not_finite(os.fspath(source), plain.named_parameters())
-    return Model(Lanes(plain, tokenizer or own_tokenizer), os.fspath(source))
+    plain, own_tokenizer = load_folder(resolve_folder(given), where, pick_dtype(dtype, where))
+    refuse_not_finite(name, plain.named_parameters())
+    return Model(Lanes(plain, tokenizer or own_tokenizer), name)
 
 
-@dataclass(frozen=True)
-class Model:
+@dataclass(frozen=True, repr=False)
+class Model(Brief):
     """A loaded model.
 
     Attributes:
@@ -79,7 +89,17 @@ class Model:
     """
 
     lanes: Lanes
-    name: str
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        require_type("What a Model is made of", self.lanes, Lanes, "the model of transformers to kv.load instead")
+
+    def _facts(self) -> Iterable[str]:
+        shape = self.geometry
+        yield repr(self.name)
+        yield type(self.lanes.plain).__name__
+        yield f"{shape.n_layers} layers of {shape.n_heads} heads over {shape.n_kv_heads} KV heads of {shape.d_head}"
+        yield f"{plain_dtype(self.lanes.dtype)} on {self.lanes.device}"
 
     @property
     def tokenizer(self) -> Any:
@@ -96,14 +116,47 @@ class Model:
 
     def tokens(self, text: Readable) -> list[Tokens]:
         """One run of tokens per row, of texts (each after the tokenizer's own start token) or conversations."""
-        return self._rows(text, answered=False)
+        return rows_of(text, self._tokenizer, answered=False)
 
-    def budget(self, **settings: Any) -> "Budget":
+    def budget(
+        self,
+        *,
+        context: int = 8192,
+        new: int = 0,
+        batch: int = 1,
+        source: int = 0,
+        cache_dtype: str | None = None,
+        engine: EngineName = "hf",
+        policy: Any = None,
+        memory: str | int | None = None,
+        weights: str | int | None = None,
+        kernel: Kernel | None = None,
+        logits: Logits = "last",
+        ranks: int = 1,
+        block: int = BLOCK,
+        batched_tokens: int = 8192,
+    ) -> "Budget":
         """The memory that this model needs, in the dtype that it was loaded in; see `kvprobe.memory.budget.budget`."""
         from kvprobe.memory.budget import budget
 
-        dtype = str(self.lanes.dtype).removeprefix("torch.")
-        needed = budget(self.lanes.plain.config.to_dict(), dtype=dtype, **settings)
+        needed = budget(
+            self.lanes.plain.config.to_dict(),
+            context=context,
+            new=new,
+            batch=batch,
+            source=source,
+            dtype=plain_dtype(self.lanes.dtype),
+            cache_dtype=cache_dtype,
+            engine=engine,
+            policy=policy,
+            memory=memory,
+            weights=weights,
+            kernel=kernel,
+            logits=logits,
+            ranks=ranks,
+            block=block,
+            batched_tokens=batched_tokens,
+        )
         return replace(needed, config=replace(needed.config, name=self.name))
 
     def prefill(
@@ -163,16 +216,49 @@ class Model:
         """
         return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits)
 
-    def generate(self, start: KVCache | Readable, ask: str | None = None, **settings: Any) -> Generation:
-        """Continue a cache, conversation or text.
+    def generate(
+        self,
+        start: KVCache | Readable,
+        ask: str | None = None,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: Sequence[int] | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+        policy: Policy | None = None,
+        samples: Sequence[int] | None = None,
+        on_step: OnStep | None = None,
+        lane: Lane | Literal["auto"] = "auto",
+    ) -> Generation:
+        """Continue a cache, conversation or text; see `kvprobe.inference.generate.generate` for the other arguments.
 
         Args:
             start: a cache needs `ask`; a conversation is answered as the assistant; text is continued.
             ask: a user's next message, in the model's chat template.
-            settings: see `kvprobe.inference.generate.generate`.
         """
-        past = start if isinstance(start, KVCache) else None
-        return generate(self.lanes, self.prompts(start, ask), past, **settings)
+        return generate(
+            self.lanes,
+            self.prompts(start, ask),
+            start if isinstance(start, KVCache) else None,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop=stop,
+            generators=generators,
+            policy=policy,
+            samples=samples,
+            on_step=on_step,
+            lane=lane,
+        )
+
+    def from_hf(self, past: Cache, text: Readable) -> KVCache:
+        """A `DynamicCache` of transformers, of which `text` was read, as kvprobe's; see `kvprobe.inference.hf`."""
+        return from_hf(self.lanes, past, self.tokens(text))
+
+    def to_hf(self, cache: KVCache) -> DynamicCache:
+        """A cache without masked slots or gaps as transformers' `DynamicCache`; see `kvprobe.inference.hf`."""
+        return to_hf(self.lanes, cache)
 
     def as_seen(self, cache: KVCache) -> KVCache:
         """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
@@ -186,15 +272,22 @@ class Model:
         ask: str | None = None,
         *,
         donors: Mapping[str, KVCache | Readable] | None = None,
-        **settings: Any,
+        seed: int = 0,
+        sample: int = 0,
+        max_new_tokens: int = 64,
+        stop: Sequence[int] | None = None,
+        follow: bool = True,
+        rows: int = ROWS,
+        lane: Lane = "plain",
+        done: Callable[[int], object] = lambda count: None,
     ) -> Sweep:
-        """Answer once for each fault and once clean, as rows of one batch.
+        """Answer once for each fault and once clean, as rows of one batch; see `kvprobe.inference.sweep.sweep` for the
+        other arguments.
 
         Args:
             start: a conversation or text, or a cache of one row, which needs `ask`.
             ask: a user's next message, in the model's chat template.
             donors: what faults take slots from, by name: caches of one row, or what to read for them.
-            settings: see `kvprobe.inference.sweep.sweep`.
         """
         past = start if isinstance(start, KVCache) else None
         prompts = self.prompts(start, ask)
@@ -208,12 +301,26 @@ class Model:
         caches = {
             name: donor if isinstance(donor, KVCache) else self.prefill(donor) for name, donor in (donors or {}).items()
         }
-        return sweep(self.lanes, prompts[0], trials, past=past, donors=caches, **settings)
+        return sweep(
+            self.lanes,
+            prompts[0],
+            trials,
+            past=past,
+            donors=caches,
+            seed=seed,
+            sample=sample,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            follow=follow,
+            rows=rows,
+            lane=lane,
+            done=done,
+        )
 
     def capture(
         self,
         text: Readable,
-        families: Sequence[Family],
+        families: Sequence[Family | str],
         *,
         layers: Sequence[int] | None = None,
         segments: Sequence[str] | None = None,
@@ -254,7 +361,7 @@ class Model:
                 raise UserError(
                     "A cache alone cannot be continued, as it holds no logits; give `ask`, the user's next message."
                 )
-            closing, turn = self._user_turn(ask)
+            closing, turn = user_turn(ask, self._tokenizer())
             return [
                 (closing + turn if unfinished else turn).shifted(position)
                 for unfinished, position in zip(
@@ -262,40 +369,9 @@ class Model:
                 )
             ]
         if ask is None:
-            return self._rows(start, answered=True)
-        _, turn = self._user_turn(ask)
+            return rows_of(start, self._tokenizer, answered=True)
+        _, turn = user_turn(ask, self._tokenizer())
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
-
-    def _rows(self, text: object, answered: bool) -> list[Tokens]:
-        """One run of tokens per row; with `answered`, conversations end with the header of the answer."""
-        if isinstance(text, str):
-            return [Tokens.of(self._tokenizer()(text)["input_ids"])]
-        if isinstance(text, Tokens):
-            return [text]
-        if isinstance(text, Transcript):
-            return [text.tokens(self._tokenizer(), generation_prompt=answered)]
-        kind = type(text).__name__
-        pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
-        if pieces and all(isinstance(piece, Mapping) for piece in pieces):
-            return self._rows(Transcript.from_messages(cast(list[Mapping[str, Any]], pieces)), answered)
-        if pieces is None or any(isinstance(piece, Mapping | int | float | bytes) for piece in pieces):
-            raise UserError(
-                f"A {kind} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
-                "(Tokens.of(ids)), or a list of such rows."
-            )
-        return [row for piece in pieces for row in self._rows(piece, answered)]
-
-    def _user_turn(self, text: str) -> tuple[Tokens, Tokens]:
-        """The tokens that close an assistant's message, and a user's message with the header of the answer to it."""
-        exchange = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": [{"text": "-", "name": "answer"}]},
-            {"role": "user", "content": text},
-        ]
-        chat = Transcript.from_messages(exchange, names=["before", "before", "question"])
-        tokens = chat.tokens(self._tokenizer(), generation_prompt=True)
-        start = tokens.span("before").stop
-        return tokens[tokens.part("answer").stop : start], tokens[start:]
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:

@@ -6,12 +6,13 @@ have ended leave the batch. A clean row is part of each pass, so rows are compar
 The first fault is written before the prompt's last token is read, so that token is the first to see it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
@@ -46,8 +47,8 @@ class Trial:
     repeat: int = 0
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, repr=False)
+class Outcome(Brief):
     """What one row said.
 
     Attributes:
@@ -69,13 +70,25 @@ class Outcome:
     agreed: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, repr=False)
+class Sweep(Brief):
     """The clean row, and one outcome for each trial."""
 
     clean: Outcome
     trials: tuple[Trial, ...]
     outcomes: tuple[Outcome, ...]
+
+    def _facts(self) -> Iterable[str]:
+        yield f"{len(self.trials)} trials, clean={self.clean.text!r}"
+        yield f"{sum(outcome.tokens != self.clean.tokens for outcome in self.outcomes)} with another answer"
+
+    def _table(self) -> Table:
+        columns = ("fault", "repeat", "answer", "struck", "broken", "KL in all")
+        rows = (
+            (trial.fault, trial.repeat, outcome.text, outcome.struck, outcome.broken or "", float(sum(outcome.kl)))
+            for trial, outcome in zip(self.trials, self.outcomes, strict=True)
+        )
+        return columns, rows
 
     def first_divergence(self, trial: int) -> int | None:
         """Index of the first token in which a trial's own answer differs from the clean one; None if it never does."""

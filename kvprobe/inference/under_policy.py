@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.checks import are_whole, require_whole
@@ -23,8 +24,8 @@ from kvprobe.policies.prune_tools import PruneToolResults
 from kvprobe.text.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class Snapshot:
+@dataclass(frozen=True, repr=False)
+class Snapshot(Brief):
     """What a cache held at one step.
 
     Attributes:

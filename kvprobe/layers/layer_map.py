@@ -5,15 +5,16 @@ the component transmits the damage: without its reaction, less arrives. Below ze
 index of a single prompt proves nothing: see `verdicts`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
@@ -28,8 +29,8 @@ LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and its shares are meaningless."""
 
 
-@dataclass(frozen=True)
-class LayerMap:
+@dataclass(frozen=True, repr=False)
+class LayerMap(Brief):
     """How damage changes on its way through the layers.
 
     Attributes:
@@ -48,15 +49,27 @@ class LayerMap:
     noised: Float[np.ndarray, "rows"]
     states: pd.DataFrame
 
+    def _facts(self) -> Iterable[str]:
+        yield f"{len(self.labels)} components and bands"
+        yield f"damage={self.damage:.4g} nats"
+        if not np.isnan(self.pi).all():
+            for name, place in (("filters", np.nanargmin(self.pi)), ("passes", np.nanargmax(self.pi))):
+                yield f"{name} most: {_name(self.labels[int(place)])} (pi={self.pi[place]:+.3g})"
+
     @property
     def pi(self) -> Float[np.ndarray, "rows"]:
         """The causal index; NaN where the damage is below `LEAST`."""
         return 1 - self.restored / self.damage if self.damage >= LEAST else np.full(len(self.restored), np.nan)
 
+    def _table(self) -> Table:
+        return frame_table(self.df())
+
     def df(self) -> pd.DataFrame:
-        """One row per component or band: kind, layer, head, band; damage, restored and noised in nats; pi."""
+        """One row per component or band, named by it (`L8H0`, `L3 attn`): kind, layer, head, band; damage, restored and
+        noised in nats; pi."""
         frame = pd.DataFrame(list(self.labels), columns=["kind", "layer", "head", "band"])
         frame = frame.astype({"layer": "Int64", "head": "Int64"})
+        frame = frame.set_index(pd.Index([_name(label) for label in self.labels], name="component"))
         return frame.assign(damage=self.damage, restored=self.restored, noised=self.noised, pi=self.pi)
 
 
@@ -198,6 +211,13 @@ def _rows(
         if not members or not 0 <= min(band) <= max(band) < layers:
             raise UserError(f"A band must be a range of layers 0 to {layers - 1}; got {band}.")
         yield members, {"kind": "band", "band": f"{band[0]}–{band[-1]}"}
+
+
+def _name(label: Mapping[str, int | str]) -> str:
+    """A row of the map for people: L8H0, L3 attn, band 0–7."""
+    if label["kind"] == "band":
+        return f"band {label['band']}"
+    return f"L{label['layer']}H{label['head']}" if label["kind"] == "head" else f"L{label['layer']} {label['kind']}"
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> Float[np.ndarray, "..."]:

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from html import escape
 from typing import Any, get_args
 
+from kvprobe.brief import cut
 from kvprobe.cache.slots import Plan
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
@@ -16,7 +18,7 @@ from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.table import lines
-from kvprobe.memory.units import bytes_in
+from kvprobe.memory.units import both, bytes_in
 from kvprobe.memory.weights import active
 from kvprobe.memory.weights import weights as weights_of
 from kvprobe.memory.widths import widths_of
@@ -26,6 +28,16 @@ from kvprobe.names import unknown
 
 class Budget(Needs):
     """What a model needs for some conversations; as a text, a table."""
+
+    def __repr__(self) -> str:
+        request = self.request
+        return (
+            f"Budget({cut(self.config.name, 100)!r}, {request.batch} × {request.context} tokens, "
+            f"engine={self.engine!r}: {both(self.peak)} at its peak)"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return "\n".join(lines(self))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 

@@ -5,6 +5,7 @@ all parameter tensors with the plain model.
 """
 
 import copy
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +35,19 @@ HOOKS: dict[Family, str] = {
     "attn_out": "hook_attn_out",
     "mlp_out": "hook_mlp_out",
 }
+_FAMILIES: dict[str, Family] = {hook: family for family, hook in HOOKS.items()}
 PER_HEAD: tuple[Family, ...] = ("k_pre", "k", "v")
+
+
+def hook_name(family: Family, layer: int) -> str:
+    """TransformerLens' name of a site, such as `blocks.3.attn.hook_v`."""
+    return f"blocks.{layer}.{HOOKS[family]}"
+
+
+def site_of(name: str) -> tuple[Family, int] | None:
+    """The family and layer of TransformerLens' name of a site; None for anything else."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    return None if match is None or match[2] not in _FAMILIES else (_FAMILIES[match[2]], int(match[1]))
 
 
 class Hooked:
@@ -113,9 +126,7 @@ class Hooked:
         """
 
         observers = {
-            f"blocks.{layer}.{HOOKS[family]}": partial(observe, family, layer)
-            for family in families
-            for layer in layers
+            hook_name(family, layer): partial(observe, family, layer) for family in families for layer in layers
         }
         with self._hooked(observers):
             yield

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -92,6 +93,11 @@ class UnprovedLanes:
     def _written(self) -> tuple[int, ...]:
         """How often each weight was written."""
         return tuple(parameter._version for parameter in self.plain.parameters())
+
+    @property
+    def name(self) -> str:
+        """The last part of the name or path that the model was loaded from, or else its class."""
+        return Path(self.plain.config.name_or_path or type(self.plain).__name__).name
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ layer exactly, and is first order only from that layer's attention output on (At
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -36,8 +37,8 @@ CHUNK = 64
 """Cells of a layer whose attention is computed at once."""
 
 
-@dataclass(frozen=True)
-class Attribution:
+@dataclass(frozen=True, repr=False)
+class Attribution(Brief):
     """First-order effects of all cells, and how they agree with exact patching where that was run.
 
     Attributes:
@@ -58,6 +59,11 @@ class Attribution:
     checked: PatchMap
     sample: tuple[int, ...]
 
+    def _facts(self) -> Iterable[str]:
+        yield f"{len(self.cells)} cells, {len(self.sample)} of them checked"
+        yield f"agreement={brief(self.agreement)}"
+        yield f"base={self.base:.4g}, donor={self.donor:.4g}"
+
     @property
     def map(self) -> PatchMap:
         """The scores as a map, to be drawn and tabled as that of exact patching."""
@@ -70,6 +76,9 @@ class Attribution:
         scores = {"score": self.score, "linear": self.linear}
         truth = pd.Series(self.checked.effect).rank()
         return {name: float(pd.Series(score[list(self.sample)]).rank().corr(truth)) for name, score in scores.items()}
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """One row per cell: as `PatchMap.df`, with `score`, `linear`, and the exact `effect` where it was checked."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
@@ -25,8 +26,8 @@ ACTIVATIONS: tuple[Family, ...] = ("resid_pre", "resid_mid", "resid_post", "attn
 Over = Sequence[str] | Mapping[str, Iterable[Any] | None]
 
 
-@dataclass(frozen=True)
-class Cell:
+@dataclass(frozen=True, repr=False)
+class Cell(Brief):
     """One patched run.
 
     Attributes:

@@ -1,19 +1,24 @@
 """The result of a patch sweep: one number for each cell."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.patching.grid import Cell
+from kvprobe.text.tokens import token_texts
 
 
-@dataclass(frozen=True)
-class PatchMap:
+@dataclass(frozen=True, repr=False)
+class PatchMap(Brief):
     """A metric with each cell patched.
 
     Attributes:
@@ -23,6 +28,7 @@ class PatchMap:
         donor: the metric of the donor, unpatched.
         ledger: of the base's slots.
         reads: who sees what was swapped; see `kvprobe.patching.plan.Reads`.
+        tokenizer: that gives tokens their text; None where the model has none.
     """
 
     cells: tuple[Cell, ...]
@@ -31,6 +37,16 @@ class PatchMap:
     donor: float
     ledger: Ledger
     reads: str
+    tokenizer: Any = field(default=None, compare=False, repr=False)
+
+    def _facts(self) -> Iterable[str]:
+        parts = dict.fromkeys(cell.part for cell in self.cells)
+        yield f"{len(self.cells)} cells over {' × '.join(self.cells[0].labels)} of {', '.join(parts)}"
+        yield f"base={self.base:.4g}, donor={self.donor:.4g}, reads={self.reads!r}"
+        if not np.isnan(self.effect).all():
+            largest = int(np.nanargmax(np.abs(self.effect)))
+            cell = self.cells[largest]
+            yield f"largest effect {self.effect[largest]:+.4g} by {cell.part} of {brief(dict(cell.labels))}"
 
     @property
     def effect(self) -> Float[np.ndarray, "cells"]:
@@ -44,9 +60,23 @@ class PatchMap:
         way = self.donor - self.base
         return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
 
+    def _table(self) -> Table:
+        return frame_table(self.df())
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """The text of each slot's token; none without a tokenizer."""
+        return token_texts(self.ledger.tokens[0].tolist(), self.tokenizer)
+
+    def slot_label(self, slot: int) -> str:
+        """A slot for people: `" John" at 9 (T1)`."""
+        segment = self.ledger.names[int(self.ledger.segments[0, slot])]
+        text = f"{json.dumps(self.texts[slot], ensure_ascii=False)} at " if self.texts else ""
+        return f"{text}{slot} ({segment})"
+
     def df(self) -> pd.DataFrame:
         """One row per cell: the grid's axes, `part`, `content`, `slots` (how many), `value`, `effect`, `normalised`;
-        and for single slots their `token`, `position` and `segment`."""
+        and for single slots their `token`, `text` (with a tokenizer), `position` and `segment`."""
         rows = [
             {**cell.labels, "part": cell.part, "content": cell.content, "slots": len(cell.slots)} for cell in self.cells
         ]
@@ -54,6 +84,8 @@ class PatchMap:
         if "slot" in table:
             slots = table["slot"].to_numpy()
             table["token"] = self.ledger.tokens[0].cpu().numpy()[slots]
+            if self.tokenizer is not None:
+                table["text"] = [self.texts[slot] for slot in slots]
             table["position"] = self.ledger.positions[0].cpu().numpy()[slots]
             names = self.ledger.segments[0].cpu().numpy()[slots]
             table["segment"] = [self.ledger.names[name] for name in names]
@@ -63,6 +95,8 @@ class PatchMap:
         self, rows: str, columns: str, part: str | None = None, content: str = "full", value: str = "normalised"
     ) -> pd.DataFrame:
         """Two axes of the grid as a table of `normalised`, `effect` or `value`, each axis in the grid's own order.
+
+        Slots are labelled with the text of their token and their segment.
 
         Raises:
             UserError: an axis that the grid does not have, or cells that also differ in a third axis.
@@ -79,4 +113,8 @@ class PatchMap:
             raise UserError(f"Cells of one {rows} and {columns} differ in another axis; sweep over these two alone.")
         order: dict[str, Sequence[object]] = {axis: list(dict.fromkeys(chosen[axis])) for axis in (rows, columns)}
         wide = chosen.pivot(index=rows, columns=columns, values=value)
-        return wide.reindex(index=order[rows], columns=order[columns])
+        wide = wide.reindex(index=order[rows], columns=order[columns])
+        for number, axis in enumerate((rows, columns)):
+            if axis == "slot":
+                wide = wide.rename(self.slot_label, axis=number)
+        return wide

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.outcomes import relative_entropy
 
@@ -31,8 +32,8 @@ class LogitDiff:
         return logits[-1, self.right].float() - logits[-1, self.wrong].float()
 
 
-@dataclass(frozen=True)
-class LogProb:
+@dataclass(frozen=True, repr=False)
+class LogProb(Brief):
     """log p of an answer, in nats: the sum over its tokens, each after those before it.
 
     The suffix must end with all of the answer's tokens but the last.

@@ -6,21 +6,26 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.patching.along import Along
+from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
+from kvprobe.patching.plan import Reads
+from kvprobe.patching.rows import ROWS
 from kvprobe.stats import Estimate, ratio
 from kvprobe.text.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class Pair:
+@dataclass(frozen=True, repr=False)
+class Pair(Brief):
     """Two runs that differ in a fact, and what is read after them and measured.
 
     Attributes:
@@ -35,8 +40,8 @@ class Pair:
     cluster: str | None = None
 
 
-@dataclass(frozen=True)
-class PairMaps:
+@dataclass(frozen=True, repr=False)
+class PairMaps(Brief):
     """A map for each pair.
 
     Attributes:
@@ -44,6 +49,9 @@ class PairMaps:
     """
 
     table: pd.DataFrame
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         return self.table
@@ -60,9 +68,18 @@ class PairMaps:
 
 
 def patch_pairs(
-    model: Model, pairs: Sequence[Pair], over: Over = ("layer", "segment"), *, progress: bool = True, **settings: Any
+    model: Model,
+    pairs: Sequence[Pair],
+    over: Over = ("layer", "segment"),
+    *,
+    parts: Sequence[str] = ("K", "V", "KV"),
+    reads: Reads = "reader",
+    align: Align = None,
+    along: Along | None = None,
+    rows: int = ROWS,
+    progress: bool = True,
 ) -> PairMaps:
-    """One sweep for each pair; see `patch_sweep` for the grid and the settings.
+    """One sweep for each pair; see `patch_sweep` for the grid and the other arguments.
 
     Raises:
         UserError: there are no pairs, or as `patch_sweep`.
@@ -71,7 +88,20 @@ def patch_pairs(
         raise UserError("There are no pairs to patch; give at least one.")
     tables = []
     for number, pair in enumerate(tqdm(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
-        patched = patch_sweep(model, pair.base, pair.donor, pair.suffix, pair.metric, over, progress=False, **settings)
+        patched = patch_sweep(
+            model,
+            pair.base,
+            pair.donor,
+            pair.suffix,
+            pair.metric,
+            over,
+            parts=parts,
+            reads=reads,
+            align=align,
+            along=along,
+            rows=rows,
+            progress=False,
+        )
         tables.append(table_of(patched, number, pair.cluster))
     return PairMaps(pd.concat(tables, ignore_index=True))
 

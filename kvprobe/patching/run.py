@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Float
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from kvprobe.models.loading import free_bytes
 from kvprobe.patching.grid import Cell
@@ -33,7 +33,7 @@ def run(plan: Plan, metric: Metric | KL, rows: int = ROWS, progress: bool = Fals
     donor = Reader(plan.lanes, plan.donor, {}, plan.donor_suffix).logits([], kept)[0]
     ends = float(measured(metric, clean)), float(measured(metric, donor))
     values = _values(runner, plan, metric, kept, rows, progress)
-    return PatchMap(plan.cells, values, *ends, plan.base.ledger, plan.reads)
+    return PatchMap(plan.cells, values, *ends, plan.base.ledger, plan.reads, plan.lanes.tokenizer)
 
 
 def _values(

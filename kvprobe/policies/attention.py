@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief
 
-@dataclass(frozen=True)
-class Attention:
+
+@dataclass(frozen=True, repr=False)
+class Attention(Brief):
     """Attention weights, averaged over the query heads that share a KV head.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache, PositionMode
 from kvprobe.cache.slots import Evicts, Rounds
 from kvprobe.checks import require_whole
@@ -23,8 +24,8 @@ Provenance = Literal["retained", "recomputed"]
 Live = Bool[Tensor, "layers batch kv_heads slots"]
 
 
-@dataclass(frozen=True)
-class Scene:
+@dataclass(frozen=True, repr=False)
+class Scene(Brief):
     """What a policy reads and changes.
 
     Attributes:

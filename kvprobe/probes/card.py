@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
+from kvprobe.brief import Brief
 from kvprobe.checks import require
 from kvprobe.errors import UserError
 from kvprobe.files import read_yaml
@@ -162,8 +163,8 @@ class Made:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Card:
+@dataclass(frozen=True, repr=False)
+class Card(Brief):
     """All that is known about a probe, except its weights.
 
     Attributes:

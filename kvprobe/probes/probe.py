@@ -1,7 +1,7 @@
 """A published probe: weights in safetensors and a card, in a folder of its own, with which anyone can read a cache."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
@@ -30,8 +31,8 @@ SURE, FEWEST = 0.9, 10
 it."""
 
 
-@dataclass(frozen=True)
-class Probe:
+@dataclass(frozen=True, repr=False)
+class Probe(Brief):
     """A linear probe of one site of one model.
 
     Attributes:
@@ -43,6 +44,14 @@ class Probe:
     card: Card
     linear: LinearProbes
     deviation: Float[Tensor, "dim"]
+
+    def _facts(self) -> Iterable[str]:
+        yield f"{self.name!r} reads {brief(self.target.name)} at {self.card.training.segment}"
+        yield f"site={self.site}, model={self.card.model!r}"
+
+    def _table(self) -> Table:
+        columns = ("measure", "split", "mean", "low", "high")
+        return columns, ([getattr(each, column) for column in columns] for each in self.card.measures)
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured
@@ -47,8 +48,8 @@ VERDICTS = {
 }
 
 
-@dataclass(frozen=True)
-class Scan:
+@dataclass(frozen=True, repr=False)
+class Scan(Brief):
     """What the probes read.
 
     Attributes:
@@ -71,6 +72,9 @@ class Scan:
     until: str
     cards: dict[str, Card]
     model: str
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """The table."""

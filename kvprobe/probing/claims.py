@@ -6,7 +6,7 @@ within context; in bits as well as in hits; and with family-wise p-values over a
 `kvprobe.probing.probe_features` makes all of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
+from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Site
 from kvprobe.probing.intervals import LEVEL, held_out
@@ -28,8 +29,8 @@ CONTROL = "hash control"
 """The name of the control task; see `kvprobe.probing.controls.hash_control`."""
 
 
-@dataclass(frozen=True)
-class Probing:
+@dataclass(frozen=True, repr=False)
+class Probing(Brief):
     """What was read about a target, with its floors and controls.
 
     Attributes:
@@ -68,10 +69,17 @@ class Probing:
     clusters: Int[np.ndarray, "samples"] = field(repr=False)
     use: pd.DataFrame | None = None
 
+    def _facts(self) -> Iterable[str]:
+        yield f"{self.target.name!r}, {len(self.table)} sites and splits, chance {self.chance:.3g}"
+        yield from (claim(self, split) for split in self.picks)
+
     @property
     def chance(self) -> float:
         """Accuracy of a blind guess."""
         return self.target.chance
+
+    def _table(self) -> Table:
+        return frame_table(self.summary)
 
     def df(self) -> pd.DataFrame:
         """The table of all sites."""

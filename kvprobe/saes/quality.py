@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.files import read_json, refuse_damaged, replacing, write_whole

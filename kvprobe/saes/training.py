@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown

@@ -6,16 +6,17 @@ balanced within a context, because a balanced label can be inferred from the oth
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.transcript import Transcript
 
 
-@dataclass(frozen=True)
-class Target:
+@dataclass(frozen=True, repr=False)
+class Target(Brief):
     """What is to be recovered.
 
     Attributes:
@@ -46,8 +47,8 @@ class Target:
         return 1 / len(self.classes)
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, repr=False)
+class Sample(Brief):
     """A conversation with what a probe is to recover from it.
 
     Attributes:
@@ -63,8 +64,8 @@ class Sample:
     slot: int | None = None
 
 
-@dataclass(frozen=True)
-class Design:
+@dataclass(frozen=True, repr=False)
+class Design(Brief):
     """Samples and what is to be recovered from them.
 
     Raises:
@@ -86,6 +87,10 @@ class Design:
                 )
         if len({sample.slot is None for sample in self.samples}) == 2:
             raise UserError("Some samples name a slot and others do not; give every sample a slot, or none.")
+
+    def _facts(self) -> Iterable[str]:
+        contexts = len({sample.context for sample in self.samples})
+        yield f"{len(self.samples)} samples in {contexts} contexts, target={self.target!r}"
 
     @classmethod
     def crossed(

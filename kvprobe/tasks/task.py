@@ -14,6 +14,7 @@ import numpy as np
 
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import digest
+from kvprobe.names import full_repr
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.messages import Message, Part
 from kvprobe.text.tokens import ANSWER_HEADER, Tokens
@@ -176,7 +177,7 @@ def items_digest(tasks: Sequence[Task], count: int, seed: int) -> str:
     Raises:
         UserError: a task has fewer items.
     """
-    return digest([repr((task.chance, task.items(count, seed))).encode() for task in tasks])
+    return digest([full_repr((task.chance, task.items(count, seed))).encode() for task in tasks])
 
 
 def first_line(text: str) -> str:

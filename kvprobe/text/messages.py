@@ -5,20 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from kvprobe.brief import Brief
 from kvprobe.checks import is_mapping, is_text
 from kvprobe.errors import UserError
 
 
-@dataclass(frozen=True)
-class Part:
+@dataclass(frozen=True, repr=False)
+class Part(Brief):
     """A piece of a message's text; `Tokens.part` gives the place of a named one."""
 
     text: str
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class Message:
+@dataclass(frozen=True, repr=False)
+class Message(Brief):
     """One message of a conversation.
 
     Attributes:

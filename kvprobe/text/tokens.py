@@ -1,11 +1,13 @@
 """Runs of tokens with what a ledger needs to know of each."""
 
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from kvprobe.brief import Brief, Table, brief
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
@@ -16,8 +18,8 @@ ANSWER_HEADER = "generation"
 """Segment of the header, and where it has one the lead, of the answer that the model is to give."""
 
 
-@dataclass(frozen=True)
-class Tokens:
+@dataclass(frozen=True, repr=False)
+class Tokens(Brief):
     """A run of tokens with what the ledger needs to know of each.
 
     Attributes:
@@ -55,6 +57,18 @@ class Tokens:
             (False,) * count,
             (False,) * count,
         )
+
+    def _facts(self) -> Iterable[str]:
+        counts = Counter(self.segments)
+        yield f"{len(self)} tokens"
+        yield f"segments={brief(counts)}"
+        yield f"ids={brief(self.ids)}"
+        if self.positions:
+            yield f"positions {self.positions[0]} to {self.positions[-1]}"
+
+    def _table(self) -> Table:
+        columns = ("ids", "positions", "segments", "parts", "recomputed", "delimiters")
+        return columns, zip(*(getattr(self, column) for column in columns), strict=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -104,6 +118,11 @@ class Tokens:
         shift = start - self.positions[0] if self.positions else 0
         end = None if self.end is None else self.end + shift
         return replace(self, positions=tuple(position + shift for position in self.positions), end=end)
+
+
+def token_texts(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
+    """The text of each token, control tokens included; none without a tokenizer."""
+    return () if tokenizer is None else tuple(tokenizer.decode([number]) for number in ids)
 
 
 def _whole_numbers(numbers: Sequence[Any]) -> tuple[int, ...]:

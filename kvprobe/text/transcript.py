@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
+from kvprobe.brief import Brief, Table, brief
 from kvprobe.checks import is_text
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
@@ -17,8 +18,8 @@ PositionMode = Literal["gapped", "contiguous"]
 """Where tokens after hidden text stand: where they would have stood, or closed up."""
 
 
-@dataclass(frozen=True)
-class Transcript:
+@dataclass(frozen=True, repr=False)
+class Transcript(Brief):
     """A conversation whose messages belong to named segments.
 
     Attributes:
@@ -64,6 +65,17 @@ class Transcript:
                 f"A segment name must not come back after another segment; they are {', '.join(map(repr, runs))}."
             )
         return cls(tuple(built))
+
+    def _facts(self) -> Iterable[str]:
+        yield f"{len(self.messages)} messages"
+        yield f"segments={brief(self.segments)}"
+        if self.hidden:
+            yield f"without {', '.join(sorted(self.hidden))} ({self.mode})"
+
+    def _table(self) -> Table:
+        hidden = self.hidden
+        rows = [(each.segment, each.role, each.text, "yes" if each.segment in hidden else "") for each in self.messages]
+        return ("segment", "role", "text", "hidden"), rows
 
     @cached_property
     def segments(self) -> tuple[str, ...]:

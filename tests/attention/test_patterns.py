@@ -210,7 +210,13 @@ def test_attention_to_all_segments_sums_to_one(tiny: Model):
     past = tiny.prefill(PROMPT).mask("T1")
     patterns = attend(tiny, onwards(past), past, queries="answer")
     table = patterns.df()
-    assert table.columns.tolist() == ["layer", "head", "query", "segment", "mass"]
+    assert table.columns.tolist() == ["layer", "head", "query", "text", "segment", "mass"]
+    assert table.index.tolist() == [
+        f"L{layer}H{head}" for layer, head in zip(table["layer"], table["head"], strict=True)
+    ]
+    assert set(table["text"]) == {
+        tiny.tokenizer.decode([token]) for token in patterns.cache.ledger.tokens[0, -4:].tolist()
+    }
     assert len(table) == 3 * 4 * 4 * 6
     assert table.groupby(["layer", "head", "query"])["mass"].sum().to_numpy() == pytest.approx(1, abs=1e-5)
     row = table.query("layer == 1 and head == 2 and query == 28 and segment == 'summary'")

@@ -299,3 +299,25 @@ def test_a_change_of_the_plain_weights_is_a_change_of_both_lanes(architecture: s
 def test_the_hooked_lane_holds_the_plain_weights_themselves(tiny: Model):
     owned = {tensor.data_ptr() for tensor in tiny.lanes.plain.parameters()}
     assert owned <= {tensor.data_ptr() for tensor in tiny.lanes.hooked.bridge.parameters()}
+
+
+def test_sites_may_be_named_by_their_hooks_and_read_by_them(tiny_llama: Model, unchecked: None):
+    names = ["blocks.2.attn.hook_v", "blocks.0.hook_resid_post"]
+    found = capture(tiny_llama.lanes, ROWS, names)
+    expected = capture(tiny_llama.lanes, ROWS, ["v", "resid_post"])
+    assert set(found.tensors) == {("v", 2), ("resid_post", 0)}
+    assert found.by_hook[names[0]].equal(expected["v", 2].transpose(1, 2))
+    assert found.by_hook[names[1]].equal(expected["resid_post", 0])
+    refused(lambda: capture(tiny_llama.lanes, ROWS, [names[0], "k"]), "hook names alone")
+    refused(lambda: capture(tiny_llama.lanes, ROWS, names, layers=[0]), "hook names alone")
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["blocks.9.hook_resid_post"]), "no layer 9")
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["blocks.0.attn.hok_v"]), "'blocks.0.attn.hook_v'")
+
+
+def test_by_hook_is_what_transformer_lens_caches(tiny_llama: Model):
+    hooked = tiny_llama.lanes.hooked
+    ids = torch.tensor([ROWS[0].ids])
+    _, activations = hooked.bridge.run_with_cache(ids)
+    by_hook = capture(tiny_llama.lanes, ROWS[:1], ["v", "resid_post", "attn_out", "mlp_out"]).by_hook
+    for name, tensor in by_hook.items():
+        assert_close(tensor.reshape(activations[name].shape), activations[name], 1e-4)

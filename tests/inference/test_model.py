@@ -396,3 +396,20 @@ def test_smollm2_has_its_published_geometry(smol: Model):
     shape = smol.geometry
     assert (shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.d_head, shape.d_model) == (30, 9, 3, 64, 576)
     assert smol.lanes.dtype == torch.float32
+
+
+def test_a_loaded_model_is_not_wrapped_twice(tiny_chat: Model, unchecked: None):
+    assert load(tiny_chat) is tiny_chat
+    refused(lambda: load(tiny_chat, dtype="bfloat16"), "loaded already")
+    refused(lambda: Model(tiny_chat.lanes.plain), "kv.load")
+
+
+def test_a_model_inside_nnsights_is_taken_out_with_its_tokenizer(tiny_chat: Model):
+    wrapper = SimpleNamespace(_module=tiny_chat.lanes.plain, tokenizer=tiny_chat.tokenizer)
+    model = load(wrapper)
+    assert model.lanes.plain is tiny_chat.lanes.plain
+    assert model.tokenizer is tiny_chat.tokenizer
+    assert logits_of(model).equal(logits_of(tiny_chat))
+    with torch.device("meta"):
+        empty = type(tiny_chat.lanes.plain)(tiny_chat.lanes.plain.config)
+    refused(lambda: load(SimpleNamespace(_module=empty)), "dispatch=True")

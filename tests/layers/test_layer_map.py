@@ -141,6 +141,8 @@ def test_masking_in_one_head_is_transmitted_by_that_head_alone(tiny_llama: Model
     attention = table[(table["kind"] == "attn") & (table["layer"] == 2)]["pi"]
     assert float(attention.iloc[0]) == pytest.approx(1, abs=1e-3)
     assert (table[table["layer"] < 2]["pi"].abs() < 1e-3).all()  # nothing is off there yet
+    assert table.loc["L2H0", "head"] == 0
+    assert {"L0 attn", "L1 mlp", "L2H3", "band 0–0"} <= set(table.index)
 
 
 def test_a_damaged_cache_of_another_length_is_read_where_it_ends(tiny_llama: Model):

@@ -1,5 +1,6 @@
 """Patches that only the suffix sees, against one pass without a cache in which only the suffix sees them."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, PatchMap, patch_sweep
@@ -424,6 +426,14 @@ def test_a_table_has_a_row_for_each_cell(tiny_llama: Model):
     ]
     assert table["segment"].tolist() == ["T2"] * 4 + ["T1"] * 4
     assert table["token"].tolist() == [base.row.ids[slot] for slot in (11, 4) for _ in range(4)]
+    texts = [tiny_llama.tokenizer.decode([base.row.ids[slot]]) for slot in (11, 4)]
+    assert table["text"].tolist() == [text for text in texts for _ in range(4)]
+    label = f"{json.dumps(texts[0])} at 11 (T2)"
+    assert patched.matrix("slot", "head", "V").index[0] == label
+    figure = kv.plots.patching(patched, "slot", "head")
+    ticks = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes[:2]]
+    assert ticks == [["H0", "H1"]] * 2
+    assert figure.axes[0].get_yticklabels()[0].get_text() == label.replace("$", r"\$")
     assert near(table["value"].to_numpy(), patched.values)
     assert near(table["effect"].to_numpy(), patched.effect)
     assert near(table["normalised"].to_numpy(), patched.normalised)

@@ -245,8 +245,8 @@ def times(weights: Labels, key: str, **where: str) -> Any:
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ({}, "restore 80.0 % (80.0 to 80.0) of what distinguishes one that has, significantly more than later turns"),
-        ({}, "2–3 with 90.0 % (90.0 to 90.0), significantly more than every other band; V carries significantly more"),
+        ({}, "restore 80.0 % (no spread) of what distinguishes one that has, significantly more than later turns"),
+        ({}, "2–3 with 90.0 % (no spread), significantly more than every other band; V carries significantly more"),
         ({"share": times({"later turns": 5.0}, "group")}, "that has, significantly less than later turns"),
         ({"share": times({"later turns": 4.0}, "group", direction="removing")}, "remove not detectably more or less"),
         ({"share": times({"0–1": 9.0}, "band")}, "not detectably more than every other band"),

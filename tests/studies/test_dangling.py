@@ -198,7 +198,7 @@ def test_shares_are_those_that_were_put_in():
     assert [findings.at("able", arm=arm).mean for arm in (FULL, MASKED)] == [FEWEST, 0]
 
 
-BACK = "80.0 % (80.0 to 80.0) of the right answer's margin, which is more than when shown to random ones, 20.0 %"
+BACK = "80.0 % (no spread) of the right answer's margin, which is more than when shown to random ones, 20.0 %"
 LED = "more to the first slot than to the later turn, 55.0 %"
 FOLLOWED = "what the summary saw for payloads, and what stands in the list now for pointers"
 

@@ -241,7 +241,7 @@ def test_the_answer_says_where_the_code_is_used_what_an_exchange_turns_and_what_
     assert (
         "in its turn after it; no use was detected of what the probe reads in its turn after it (code masked)" in words
     )
-    assert "turns the answer 90.0 % (90.0 to 90.0) of the way to that code, random subspaces 10.0 %." in words
+    assert "turns the answer 90.0 % (no spread) of the way to that code, random subspaces 10.0 %." in words
     assert "more than 15 % of the digits in 0 of 6 cases (places, K and V), and one trained anew in 6 of 6." in words
 
 

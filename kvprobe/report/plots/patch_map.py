@@ -1,5 +1,6 @@
 """The plot of a patch sweep: what each cell moves, as heat maps."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvprobe.report.plots.style import heat, styled
@@ -26,6 +27,12 @@ def patching(patched: "PatchMap", rows: str, columns: str, value: str = "normali
             1, len(parts), figsize=(width * len(parts), height), sharey=True, squeeze=False, layout="constrained"
         )
         for axis, part, table in zip(axes[0], parts, tables, strict=True):
-            heat(axis, table, limit, value if axis is axes[0, -1] else None)
+            named = table.rename(partial(_tick, rows)).rename(partial(_tick, columns), axis=1)
+            heat(axis, named, limit, value if axis is axes[0, -1] else None)
             axis.set(title=part, xlabel=columns, ylabel=rows if axis is axes[0, 0] else "")
     return figure
+
+
+def _tick(axis: str, label: object) -> str:
+    """A tick's label: L8 for a layer, H0 for a head; `$` begins no formula."""
+    return {"layer": "L", "head": "H", "query_head": "H"}.get(axis, "") + str(label).replace("$", r"\$")

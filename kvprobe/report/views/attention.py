@@ -21,6 +21,7 @@ from kvprobe.errors import UserError
 from kvprobe.report.document import AttentionView
 from kvprobe.report.views.component import component, figure
 from kvprobe.report.views.grids import MOST_IN_A_LINE
+from kvprobe.text.tokens import token_texts
 
 if TYPE_CHECKING:
     from kvprobe.attention import Patterns
@@ -75,17 +76,35 @@ def heads_view(
     return view
 
 
-def patterns_view(patterns: "Patterns", tokenizer: Any, caption: str = "", **settings: Any) -> AttentionView:
+def patterns_view(
+    patterns: "Patterns",
+    tokenizer: Any,
+    caption: str = "",
+    *,
+    damaged: Sequence[int] = (),
+    index: Float[np.ndarray | Tensor, "layers heads"] | None = None,
+    index_name: str = "",
+) -> AttentionView:
     """Patterns as a report or a page shows them; slots that are masked in every layer and head are crossed out.
 
     Args:
-        settings: `damaged`, `index` and `index_name` of `heads_view`.
+        damaged, index, index_name: as `heads_view` takes them.
     """
     ledger = patterns.cache.ledger
-    tokens = [tokenizer.decode([token]) for token in ledger.tokens[0].tolist()]
+    tokens = token_texts(ledger.tokens[0].tolist(), tokenizer)
     masked = (~ledger.live_somewhere[0]).nonzero()[:, 0].tolist()
     queries, layers = patterns.queries.tolist(), patterns.layers
-    return heads_view(patterns.weights, tokens, caption, queries=queries, layers=layers, masked=masked, **settings)
+    return heads_view(
+        patterns.weights,
+        tokens,
+        caption,
+        queries=queries,
+        layers=layers,
+        masked=masked,
+        damaged=damaged,
+        index=index,
+        index_name=index_name,
+    )
 
 
 def pack(weights: Float[Tensor, "layers heads queries slots"], queries: Sequence[int]) -> list[str]:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+import numpy as np
 from jaxtyping import Float
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -64,10 +65,21 @@ def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], 
 
 
 def heads(
-    weights: Float[Tensor, "layers heads queries slots"], tokens: Sequence[str], title: str = "", **settings: Any
+    weights: Float[Tensor, "layers heads queries slots"],
+    tokens: Sequence[str],
+    title: str = "",
+    *,
+    caption: str = "",
+    queries: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    masked: Sequence[int] = (),
+    damaged: Sequence[int] = (),
+    index: Float[np.ndarray | Tensor, "layers heads"] | None = None,
+    index_name: str = "",
 ) -> Page:
     """Attention in a chosen layer and head, token by token; see `kvprobe.report.views.attention.heads_view`."""
-    return Page([heads_view(weights, tokens, **settings)], title)
+    marks: dict[str, Any] = {"masked": masked, "damaged": damaged, "index": index, "index_name": index_name}
+    return Page([heads_view(weights, tokens, caption, queries=queries, layers=layers, **marks)], title)
 
 
 def page(parts: Sequence[Part], title: str) -> str:

@@ -1,0 +1,31 @@
+"""Flags that several commands have."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, Token
+
+from kvprobe.errors import UserError
+
+
+def whole(_: Any, tokens: Sequence[Token]) -> int:
+    """A flag's whole number; cyclopts would round 3.5."""
+    try:
+        return int(tokens[0].value)
+    except ValueError as error:
+        raise UserError(f"{tokens[0].value!r} is not a whole number.") from error
+
+
+def whole_numbers(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    try:
+        return tuple(int(token.value) for token in tokens)
+    except ValueError as error:
+        values = " ".join(token.value for token in tokens)
+        raise UserError(f"Invalid value for {tokens[0].keyword}: {values!r} are not whole numbers.") from error
+
+
+Whole = Annotated[int, Parameter(converter=whole)]
+StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
+Chat = Annotated[Path, Parameter(help='A JSON file: a list of {"role": …, "content": …}.')]
+Hidden = Annotated[tuple[str, ...], Parameter(help="Messages to hide: m0, m1, ….", consume_multiple=True, negative="")]

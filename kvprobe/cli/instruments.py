@@ -1,0 +1,201 @@
+"""Commands that look at one model, without a study."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from kvprobe.cli.flags import Chat, Hidden, Whole
+from kvprobe.errors import UserError
+
+
+def compare(
+    model: str = "smollm2-135m",
+    *,
+    chat: Chat,
+    mask: Hidden,
+    ask: Annotated[str, Parameter(help="The user's next message.")],
+    new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
+    out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
+    device: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Ask a question with everything in view, and after messages were masked, evicted with the gap closed, or never
+    said; as a table and a page."""
+    from kvprobe.text.chat_file import read_chat
+
+    conversation = read_chat(chat)
+    from kvprobe.comparison import compare
+    from kvprobe.inference.model import load
+    from kvprobe.report.views.compare import save_comparison
+
+    compared = compare(load(model, device=device, dtype=dtype), conversation, mask, ask, max_new=new)
+    print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
+
+
+def attend(
+    model: str = "smollm2-135m",
+    *,
+    text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
+    chat: Annotated[Path | None, Parameter(help='Or a JSON file: a list of {"role": …, "content": …}.')] = None,
+    mask: Annotated[
+        tuple[str, ...],
+        Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
+    ] = (),
+    last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
+    out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
+    device: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Write a page of what a model attends to, head by head; with --mask, before and after messages are masked."""
+    from kvprobe.text.chat_file import read_chat
+
+    read = text if chat is None else read_chat(chat)
+    if read is None or None not in (text, chat):
+        raise UserError("Give --text or --chat, and not both.")
+    from kvprobe.inference.model import load
+    from kvprobe.report.views.attend import attend_page
+
+    print(attend_page(load(model, device=device, dtype=dtype), read, mask, last).save(out))
+
+
+def scan(
+    model: str = "smollm2-135m",
+    *,
+    chat: Chat,
+    mask: Hidden,
+    until: Annotated[
+        str | None, Parameter(help="The last message that still sees them; the assistant's next answer by default.")
+    ] = None,
+    probes: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Names or folders of probes; all published ones of the model by default.",
+            consume_multiple=True,
+            negative="",
+        ),
+    ] = (),
+    out: Annotated[Path, Parameter(help="The page.")] = Path("scan.html"),
+    device: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Show, segment by segment, what published probes can still read of hidden messages; as a table and a page."""
+    from kvprobe.text.chat_file import read_chat
+
+    conversation = read_chat(chat)
+    from kvprobe.inference.model import load
+    from kvprobe.probes.probe import Probe
+    from kvprobe.probes.scan import scan
+    from kvprobe.report.views.scan import save_scan, scan_lines
+
+    chosen = [Probe.load(name) for name in probes] or None
+    readings = scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
+    print("\n".join(scan_lines(readings)))
+    print(f"\nPage: {save_scan(readings, out)}")
+
+
+def budget(
+    model: str = "smollm2-135m",
+    *,
+    context: Annotated[Whole, Parameter(help="Tokens of each conversation.")] = 8192,
+    new: Annotated[Whole, Parameter(help="How many of them are generated, one by one.")] = 0,
+    batch: Annotated[Whole, Parameter(help="Conversations at once.")] = 1,
+    source: Annotated[Whole, Parameter(help="Tokens of the other input that cross-attention looks at.")] = 0,
+    dtype: Annotated[str | None, Parameter(help="Of weights and activations; by default the config's.")] = None,
+    cache_dtype: Annotated[
+        str | None, Parameter(help="Of the cache: a float, fp8, int4, int2 (hf), int8_per_token_head, nvfp4 … (vllm).")
+    ] = None,
+    engine: Annotated[
+        Literal["hf", "vllm", "logical"],
+        Parameter(help="Whose caches: transformers', vLLM's, or what a query may read."),
+    ] = "hf",
+    policy: Annotated[str | None, Parameter(help="As in Python: 'SinkWindow(4, 1020)', 'Quantise(4)'.")] = None,
+    memory: Annotated[str | None, Parameter(help="What there is: 24GiB, 80GB.")] = None,
+    weights: Annotated[str | None, Parameter(help="What the weights take, if the config does not tell.")] = None,
+    kernel: Annotated[
+        Literal["sdpa", "eager"] | None,
+        Parameter(help="Of attention in transformers; by default what it takes itself."),
+    ] = None,
+    logits: Annotated[Literal["last", "all"], Parameter(help="Of the prompt's last token, or of all.")] = "last",
+    ranks: Annotated[Whole, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
+    block: Annotated[Whole, Parameter(help="Tokens of a vLLM block.")] = 16,
+    batched_tokens: Annotated[Whole, Parameter(help="That a vLLM step reads at most.")] = 8192,
+    json: Annotated[bool, Parameter(help="Print numbers for a program instead of a table.", negative="")] = False,
+    figure: Annotated[Path | None, Parameter(help="Also draw memory over context into this file.")] = None,
+    measure: Annotated[
+        bool, Parameter(help="Also load the model, generate, and say what was really held.", negative="")
+    ] = False,
+    device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
+) -> None:
+    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still
+    fits."""
+    from kvprobe.memory.budget import budget as budgeted
+
+    needs = budgeted(
+        model,
+        context=context,
+        new=new,
+        batch=batch,
+        source=source,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        engine=engine,
+        policy=policy,
+        memory=memory,
+        weights=weights,
+        kernel=kernel,
+        logits=logits,
+        ranks=ranks,
+        block=block,
+        batched_tokens=batched_tokens,
+    )
+    measured = None
+    if measure:
+        if model.endswith(".json") or weights is not None:
+            raise UserError("--measure loads the model; give its name or folder instead of a config, and no --weights.")
+        from kvprobe.inference.measured import measurable
+        from kvprobe.inference.measured import measure as measured_by
+        from kvprobe.inference.model import load
+
+        measurable(needs)
+        measured = measured_by(load(model, device=device, dtype=needs.request.dtype.name), needs)
+    if json:
+        from json import dumps
+
+        from kvprobe.memory.table import as_mapping as budget_mapping
+
+        also = {} if measured is None else {"measured": measured.as_mapping()}
+        print(dumps({**budget_mapping(needs), **also}, indent=2))
+    else:
+        print(needs if measured is None else f"{needs}\n\n{measured}")
+    if figure is not None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from kvprobe.report.plots import memory as memory_plot
+        from kvprobe.report.plots import save
+
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
+        save(memory_plot(needs), bare)
+        print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
+
+
+def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
+    """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
+    from kvprobe.inference.doctor import examine, limits
+    from kvprobe.inference.model import load
+
+    loaded = load(model, device=device, dtype=dtype)
+    print(f"{loaded.name} on {loaded.lanes.device}, {str(loaded.lanes.dtype).removeprefix('torch.')}\n")
+    print(f"{'check':48}{'found':>10}{'allowed':>10}")
+    failed = 0
+    for check in examine(loaded):
+        failed += not check.passed
+        print(f"{check.name:48}{check.found:10.1e}{check.allowed:10.1e}  {'ok' if check.passed else 'FAILED'}")
+    for sentence in limits(loaded):
+        print(f"\nLimit: {sentence}")
+    if failed:
+        print(f"\n{failed} of these do not hold; results on this model cannot be trusted.", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,75 @@
+"""The command line's entry point, and what it makes of errors."""
+
+import os
+import sys
+import tempfile
+import traceback
+
+from cyclopts import App, CycloptsError
+
+from kvprobe.cli.instruments import attend, budget, compare, doctor, scan
+from kvprobe.cli.runs import add_run_commands, list_everything, new, publish, report, runs_app, view
+from kvprobe.errors import UserError
+from kvprobe.names import one_line
+
+app = App(
+    name="kvprobe",
+    help="A microscope for the KV cache: what survives when context is masked, evicted, compacted or damaged.",
+    version_flags=["--version"],
+)
+app.command(runs_app)
+app.command(list_everything, name="ls")
+for command in (compare, attend, scan, budget, doctor, report, view, publish, new):
+    app.command(command)
+
+
+def main() -> None:
+    """Entry point of the command line.
+
+    Exit codes: 2 for what the user can mend, in one sentence; 70 for a defect of kvprobe; 130 for an interruption.
+    """
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        if arguments[:1] == ["run"]:
+            add_run_commands(arguments)
+        app(arguments, exit_on_error=False, print_error=False)
+    except BrokenPipeError:
+        # The reader has closed the pipe; what is still in the buffer must not be an error either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (UserError, CycloptsError, OSError) as error:
+        print(f"kvprobe: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nkvprobe: interrupted; give the same command again to resume.", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if _memory_is_full(error):
+            print(f"kvprobe: too little memory ({one_line(error)}); use less text or a smaller batch.", file=sys.stderr)
+            sys.exit(2)
+        if debug:
+            traceback.print_exception(error)
+        print(f"kvprobe: {_defect(error)}", file=sys.stderr)
+        sys.exit(70)
+
+
+def _memory_is_full(error: Exception) -> bool:
+    """Whether memory ran out; torch's errors are known by name and text, so that torch need not be imported to ask."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )
+
+
+def _defect(error: Exception) -> str:
+    """The sentence for an unexpected error; writes its traceback to a file."""
+    file, path = tempfile.mkstemp(prefix="kvprobe-", suffix=".txt")
+    with os.fdopen(file, "w", encoding="utf-8") as written:
+        traceback.print_exception(error, file=written)
+    return (
+        f"this is a defect of kvprobe, not of your input ({type(error).__name__}: "
+        f"{one_line(error)}); please report it with the traceback, which is in {path} and is "
+        "printed with --debug."
+    )

@@ -1,0 +1,128 @@
+"""Commands on studies and their runs, and what there is to run."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_origin
+
+from cyclopts import App, Group, Parameter
+
+from kvprobe.cli.flags import StudyFile, whole, whole_numbers
+from kvprobe.experiments.presets import Preset, presets, read_preset
+from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
+from kvprobe.studies import STUDIES, find, study_of
+
+EVERY_STUDY = Group("Every study", sort_key=2)
+
+runs_app = App(
+    name="run",
+    help="Run a study, a preset, a YAML file of settings, or a .py file of a study; flags change its settings.",
+)
+
+
+def add_run_commands(arguments: list[str]) -> None:
+    """One `run` command per study, per preset (which may have the name of its study), and for a YAML file if named."""
+    runnable = {name: Preset(name, name, {}, study.question) for name, study in STUDIES.items()}
+    runnable |= presets()
+    named = arguments[1] if len(arguments) > 1 else ""
+    if named.endswith((".yaml", ".yml")):
+        runnable[named] = read_preset(Path(named))
+    if named.endswith(".py"):
+        runnable[named] = Preset(named, named, {}, find(named).question)
+    for name, preset in runnable.items():
+        _add_run_command(name, preset)
+
+
+def _add_run_command(command: str, preset: Preset) -> None:
+    study = find(preset.study)
+    flags = _with_defaults(from_mapping(study.config, preset.settings))
+
+    def run(
+        *,
+        config: Any = None,
+        out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
+        name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
+    ) -> None:
+        chosen = study.config(**as_mapping(config or flags()))
+        directory = study.run(chosen, out, name)
+        print(f"\n{study.answer(directory)}\n\nReport: {directory.path / 'report.html'}")
+
+    run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
+    run.__doc__ = preset.question or study.question
+    runs_app.command(run, name=command)
+
+
+def _with_defaults(config: Settings) -> type[Settings]:
+    """The config's dataclass with its values as the defaults, for the command line to show and fill."""
+    kind = type(config)
+    fields = [
+        (name, Annotated[setting, _parameter(name, setting)], dataclasses.field(default=getattr(config, name)))
+        for name, setting in types_of(kind).items()
+    ]
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
+    made.__doc__, made.__module__ = kind.__doc__, kind.__module__
+    return made
+
+
+def _parameter(name: str, kind: Any) -> Parameter:
+    """How a setting is given: one value, or several after one flag."""
+    options: dict[str, Any] = {"group": EVERY_STUDY} if name in LAST else {}
+    if kind in (int, tuple[int, ...]):
+        options["converter"] = whole if kind is int else whole_numbers
+    if get_origin(kind) is tuple:
+        options |= {
+            "consume_multiple": True,
+            "negative": "",
+            "show_default": lambda values: " ".join(map(str, values)),
+        }
+    return Parameter(**options)
+
+
+def list_everything(
+    *, json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False
+) -> None:
+    """Studies, presets, models and published probes that kvprobe knows."""
+    from kvprobe.listing import known, lines
+
+    if json:
+        from json import dumps
+
+        print(dumps(known(), indent=2))
+    else:
+        print("\n".join(lines(known())))
+
+
+def report(run: Path, *, study: StudyFile = None) -> None:
+    """Write a run's report.html again from its files, and say where it is."""
+    from kvprobe.experiments.runs import Run
+
+    finished = Run.load(run)
+    print(study_of(finished, study).write_report(finished))
+
+
+def view(run: Path, *, study: StudyFile = None) -> None:
+    """Write the interactive views of a run's report as a page of their own, and say where it is."""
+    from kvprobe.experiments.runs import Run
+
+    finished = Run.load(run)
+    print(study_of(finished, study).write_views(finished))
+
+
+def new(what: Literal["study"], name: str) -> None:
+    """Write a commented study of your own to NAME.py, to begin with."""
+    from kvprobe.experiments.skeleton import write_skeleton
+
+    print(write_skeleton(name))
+
+
+def publish(
+    run: Path,
+    *,
+    to: Annotated[Path, Parameter(help="Folder that holds the probes.")] = Path("probes"),
+    name: Annotated[str | None, Parameter(help="Only the probe of this name; all by default.")] = None,
+) -> None:
+    """Publish the probes of a finished run: a folder each, with weights, a card, and the card in words."""
+    from kvprobe.experiments.runs import Run
+    from kvprobe.probes.publishing import publish as published
+
+    for folder in published(Run.load(run), to, name):
+        print(folder)

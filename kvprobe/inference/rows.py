@@ -1,0 +1,56 @@
+"""What users give a model to read, as runs of tokens, one per row."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from kvprobe.checks import is_mapping
+from kvprobe.errors import UserError
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
+
+Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Readable = str | Transcript | Tokens | Messages | Sequence[str | Transcript | Tokens | Messages]
+"""What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, or a
+batch of them."""
+
+
+def rows_of(text: object, tokenizer: Callable[[], Any], answered: bool) -> list[Tokens]:
+    """One run of tokens per row.
+
+    Args:
+        tokenizer: gives the tokenizer where one is needed, or refuses.
+        answered: end conversations with the header of the answer.
+
+    Raises:
+        UserError: the text is nothing that can be read.
+    """
+    if isinstance(text, str):
+        return [Tokens.of(tokenizer()(text)["input_ids"])]
+    if isinstance(text, Tokens):
+        return [text]
+    if isinstance(text, Transcript):
+        return [text.tokens(tokenizer(), generation_prompt=answered)]
+    kind = type(text).__name__
+    pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
+    if pieces and all(isinstance(piece, Mapping) for piece in pieces):
+        chat = Transcript.from_messages(cast(list[Mapping[str, Any]], pieces))
+        return rows_of(chat, tokenizer, answered)
+    if pieces is None or any(isinstance(piece, Mapping | int | float | bytes) for piece in pieces):
+        raise UserError(
+            f"A {kind} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
+            "(Tokens.of(ids)), or a list of such rows."
+        )
+    return [row for piece in pieces for row in rows_of(piece, tokenizer, answered)]
+
+
+def user_turn(text: str, tokenizer: Any) -> tuple[Tokens, Tokens]:
+    """The tokens that close an assistant's message, and a user's message with the header of the answer to it."""
+    exchange = [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": [{"text": "-", "name": "answer"}]},
+        {"role": "user", "content": text},
+    ]
+    chat = Transcript.from_messages(exchange, names=["before", "before", "question"])
+    tokens = chat.tokens(tokenizer, generation_prompt=True)
+    start = tokens.span("before").stop
+    return tokens[tokens.part("answer").stop : start], tokens[start:]

@@ -1,0 +1,50 @@
+"""What kvprobe knows by name: its studies, presets, models and published probes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvprobe.experiments.presets import presets
+from kvprobe.files import read_yaml
+from kvprobe.models.catalogue import NAMED_MODELS
+from kvprobe.shipped import shipped
+from kvprobe.studies import STUDIES
+
+
+def known() -> dict[str, list[dict[str, Any]]]:
+    """All of it as plain data, by kind."""
+    return {
+        "studies": [{"name": study.name, "question": study.question} for study in STUDIES.values()],
+        "presets": [
+            {
+                "name": preset.name,
+                "study": preset.study,
+                "settings": dict(preset.settings),
+                "minutes": preset.minutes or None,
+            }
+            for preset in presets().values()
+        ],
+        "models": [
+            {"name": name, "title": model.title, "licence": model.licence, "megabytes": model.size}
+            for name, model in NAMED_MODELS.items()
+        ],
+        "probes": [
+            {"name": card.parent.name, "reads": read_yaml(card)["training"]["what"]}
+            for card in sorted(shipped("probes").glob("*/card.yaml"))
+        ],
+    }
+
+
+def lines(entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """The same for people."""
+    yield "studies"
+    yield from (f"  {study['name']:24}{study['question']}" for study in entries["studies"])
+    yield "\npresets (kvprobe run NAME)"
+    for preset in entries["presets"]:
+        minutes = f"about {preset['minutes']:g} min" if preset["minutes"] else ""
+        settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
+        yield f"  {preset['name']:24}{preset['study']}: {settings}; {minutes}"
+    yield "\nmodels (or any hub id, local folder or .gguf file)"
+    for model in entries["models"]:
+        yield f"  {model['name']:24}{model['title']}; {model['licence']}; {model['megabytes']} MB"
+    yield "\npublished probes (kvprobe scan, kv.Probe.load)"
+    yield from (f"  {probe['name']:42}{probe['reads']}" for probe in entries["probes"])
