@@ -1,9 +1,13 @@
 """The comparison of replies: each arm is what the cache operations give by hand, and the page escapes what it shows."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import kvprobe as kv
+from kvprobe.cli import app
 from kvprobe.comparison import ARMS, Comparison
 from kvprobe.inference.model import Model
 from kvprobe.report.views.compare import comparison_page
@@ -66,6 +70,20 @@ def test_the_page_and_the_text_hold_every_reply_and_escape_it(compared: Comparis
         assert arm in page
         assert reply.text in text
     assert list(compared.df()["arm"]) == list(ARMS)
+
+
+def test_the_command_prints_the_replies_and_writes_the_page(
+    smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: smol)
+    chat, page = tmp_path / "chat.json", tmp_path / "compare.html"
+    chat.write_text(json.dumps(CHAT))
+    arguments = ["compare", "--chat", str(chat), "--mask", "m1", "--ask", ASK, "--new", "4", "--out", str(page)]
+    command, bound, _ = app.parse_args(arguments)
+    command(*bound.args, **bound.kwargs)
+    printed = capsys.readouterr().out
+    assert all(f"\n{arm}" in printed for arm in ARMS)
+    assert "<td><b>re-indexed</b></td>" in page.read_text()
 
 
 def test_a_model_whose_keys_cannot_be_rotated_has_no_re_indexed_arm(tiny_models: dict[str, Model]):
