@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe import cli
-from kvprobe.cli import app, main
+from kvprobe.cli import app, entry, main, runs
 from kvprobe.inference.model import Model
 
 
@@ -105,7 +104,7 @@ def test_flags_take_several_values_and_show_their_defaults_so():
     shown = " ".join(kvprobe("run", "bands-qwen2.5-7b", "--help").stdout.replace("│", " ").split())
     assert "[default: 1.0 2.0 4.0]" in shown
     assert "[default: quarters halves]" in shown
-    cli._add_run_commands(["run", "bands"])
+    runs.add_run_commands(["run", "bands"])
     arguments = ["run", "bands", "--rates", "4", "0.5", "--parts", "k", "v", "--no-follow"]
     _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
     config = bound.kwargs["config"]
@@ -118,7 +117,7 @@ def test_a_defect_of_kvprobe_names_the_file_that_holds_the_traceback(
     def broken() -> None:
         raise RuntimeError("the wheel came off")
 
-    monkeypatch.setattr(cli, "app", lambda *_, **__: broken())
+    monkeypatch.setattr(entry, "app", lambda *_, **__: broken())
     monkeypatch.setattr(sys, "argv", ["kvprobe", "ls"])
     with pytest.raises(SystemExit) as exited:
         main()
@@ -146,7 +145,7 @@ def test_too_little_memory_is_not_called_a_defect(
     def full() -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", lambda *_, **__: full())
+    monkeypatch.setattr(entry, "app", lambda *_, **__: full())
     monkeypatch.setattr(sys, "argv", ["kvprobe", "ls"])
     with pytest.raises(SystemExit) as exited:
         main()
@@ -155,7 +154,7 @@ def test_too_little_memory_is_not_called_a_defect(
 
 
 def test_debug_shows_the_traceback_of_a_defect_and_changes_no_other_answer():
-    raising = "from kvprobe import cli; cli.app = lambda *_, **__: 1 / 0; cli.main()"
+    raising = "from kvprobe.cli import entry; entry.app = lambda *_, **__: 1 / 0; entry.main()"
     done = subprocess.run([sys.executable, "-c", raising, "ls", "--debug"], capture_output=True, text=True, check=False)
     assert done.returncode == 70
     assert "Traceback" in done.stderr

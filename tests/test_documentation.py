@@ -127,12 +127,12 @@ def commands(page: Path) -> list[str]:
 
 PARSE = """
 import json, sys
-from kvprobe import cli
-cli._add_run_commands(["run", "mine.yaml"])
-cli._add_run_command("hidden_thirds.py", cli.Preset("own", "hidden_thirds.py", {}))
+from kvprobe.cli import app, runs
+runs.add_run_commands(["run", "mine.yaml"])
+runs._add_run_command("hidden_thirds.py", runs.Preset("own", "hidden_thirds.py", {}))
 for line, arguments in json.load(sys.stdin):
     try:
-        cli.app.parse_args(arguments, exit_on_error=False, print_error=False)
+        app.parse_args(arguments, exit_on_error=False, print_error=False)
     except Exception as error:
         print(line, "is refused:", " ".join(str(error).split()))
 """

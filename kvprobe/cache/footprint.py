@@ -1,9 +1,8 @@
 """Bytes that the live slots of a ledger take, where each head stores its own slots and each slot has its precision.
 
 kvprobe itself holds every number in the model's dtype, in tensors of one length for all layers and heads, so that it
-can be captured and patched. An engine that stores less is priced here from the ledger. `Codes.pack` of
-`kvprobe.policies.codes` makes the bytes of quantised slots; a test holds their number equal to the one computed
-here.
+can be captured and patched. An engine that stores less is priced here from the ledger. A test packs quantised
+slots into bytes, and holds their number equal to the one computed here.
 """
 
 import torch

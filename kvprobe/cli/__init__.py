@@ -1,5 +1,5 @@
 """The command line. Heavy imports happen inside commands, so that `kvprobe --help` answers at once."""
 
-from kvprobe.cli.main import app, main
+from kvprobe.cli.entry import app, main
 
 __all__ = ["app", "main"]

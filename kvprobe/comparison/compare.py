@@ -7,6 +7,7 @@ import pandas as pd
 import torch
 
 from kvprobe.attention import attend, dangling
+from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -25,8 +26,8 @@ ARMS = {
 remembers."""
 
 
-@dataclass(frozen=True)
-class Reply:
+@dataclass(frozen=True, repr=False)
+class Reply(Brief):
     """What the model makes of the question with one cache.
 
     Attributes:
@@ -51,8 +52,8 @@ class Reply:
         return sum(self.logprobs) / len(self.logprobs)
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Brief):
     """Replies to one question, side by side.
 
     Attributes:
@@ -75,6 +76,9 @@ class Comparison:
     replies: Mapping[str, Reply]
     attention: pd.DataFrame = field(repr=False)
     left_out: str = ""
+
+    def _table(self) -> Table:
+        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """One row per arm."""

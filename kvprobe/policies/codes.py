@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -47,15 +46,6 @@ class Codes:
     def numbers(self) -> Float[Tensor, "kv_heads groups group d"]:
         """The numbers that the codes stand for, in fp32."""
         return (self.codes.float() * self.scale + self.minimum).flatten(3)
-
-    def pack(self, bits: int) -> bytes:
-        """The bytes that an engine stores: each slot's codes without gaps, then scales and minima in float16."""
-        vectors = self.codes.flatten(3).cpu().numpy()
-        planes = np.unpackbits(vectors[..., None], axis=-1)[..., 8 - bits :]
-        packed = np.packbits(planes.reshape(*vectors.shape[:3], -1), axis=-1)
-        return b"".join(
-            [packed.tobytes(), *(halves.half().cpu().numpy().tobytes() for halves in (self.scale, self.minimum))]
-        )
 
 
 def codes_of_keys(keys: Float[Tensor, "kv_heads groups group d_head"], quantisation: QuantisationFormat) -> Codes:

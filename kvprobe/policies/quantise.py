@@ -24,7 +24,7 @@ class Quantise(Policy):
     stores a scale and a minimum in float16. Slots are quantised once, in whole groups, when `group` of them have left
     the tail. So the tail holds `tail` to `tail + group − 1` slots; in KIVI values leave one by one. Keys are rounded as
     stored, after the rotary embedding. kvprobe holds the rounded numbers unpacked; `KVCache.footprint` gives their
-    packed size, and `Codes.pack` packs them.
+    packed size.
     """
 
     bits: int

@@ -1,10 +1,9 @@
 """From a finished run to published probes: the probes of the run, with the command that makes them again."""
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
@@ -15,24 +14,11 @@ PROBES = "probes"
 """Where a run has its probes: a folder each, as `Probe.save` writes it."""
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A run, as `kvprobe.experiments.runs.Run` is one."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def environment(self) -> Mapping[str, Any]: ...
-
-
-def publish(run: Source, to: Path, name: str | None = None) -> list[Path]:
+def publish(run: Any, to: Path, name: str | None = None) -> list[Path]:
     """Write the probes of a finished run to `to`, a folder each, and return these folders.
 
     Args:
+        run: a `kvprobe.experiments.runs.Run`, whose room lies above this one.
         name: only this one.
 
     Raises:

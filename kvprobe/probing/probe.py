@@ -3,6 +3,7 @@ whether the model uses it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -27,6 +28,8 @@ def probe(
     *,
     hide: Sequence[str] = (),
     families: Sequence[Family] = ("k", "v", "resid_post"),
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
     per_head: bool = False,
     folds: int = 5,
     permutations: int = 99,
@@ -42,7 +45,9 @@ def probe(
     part `answer`, the model is asked for it with everything in view, after hiding and after a restart.
 
     Args:
-        per_head: probes for each KV head instead of all heads side by side.
+        layers: all by default; p-values and the choice of a site are then over these alone.
+        heads: KV heads, with probes for each; by default all of them side by side.
+        per_head: probes for each KV head, of all heads.
         permutations: of labels within context; 0 leaves p-values out.
         untrained: also read a model of the same configuration with random weights, as a further floor.
         rng: of folds and controls; seeded with 0 by default.
@@ -53,23 +58,15 @@ def probe(
     """
     rng = np.random.default_rng(0) if rng is None else rng
     asked = can_be_asked(model, design, at)
-    features = read_features(model, design, at, hide=hide, families=families, per_head=per_head)
+    read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)
+    features = read(model, design, hide=hide)
     floors = {"embedding": embeddings(model, features)}
     if hide:
         restarted = replace(design, samples=tuple(_restarted(model, sample, hide) for sample in design.samples))
-        floors[FLOOR] = read_features(
-            model, restarted, at, families=families, per_head=per_head, note="Reading the restart floor"
-        )
+        floors[FLOOR] = read(model, restarted, note="Reading the restart floor")
     if untrained:
-        floors["untrained"] = read_features(
-            random_model(model, int(rng.integers(2**31))),
-            design,
-            at,
-            hide=hide,
-            families=families,
-            per_head=per_head,
-            note="Reading an untrained model",
-        )
+        blank = random_model(model, int(rng.integers(2**31)))
+        floors["untrained"] = read(blank, design, hide=hide, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
     return replace(probing, use=measure_use(model, design, at, hide) if asked else None)
 

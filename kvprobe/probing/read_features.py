@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import are_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -27,6 +28,8 @@ def read_features(
     *,
     hide: Sequence[str] = (),
     families: Sequence[Family] = ("k", "v", "resid_post"),
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
     per_head: bool = False,
     treat: Callable[[KVCache, int], KVCache] | None = None,
     note: str = "Reading conversations",
@@ -38,13 +41,21 @@ def read_features(
 
     Args:
         hide: segments that are masked when `at` begins.
-        per_head: a site for each KV head instead of all heads side by side.
+        layers: all by default.
+        heads: KV heads, a site for each; by default all of them side by side.
+        per_head: a site for each KV head, of all heads.
         treat: applied to the cache when `at` begins, after masking; its second argument is the number of the first
             sample that has the conversation.
 
     Raises:
-        UserError: an unknown segment, one that cannot be hidden from `at`, or a slot outside what is read.
+        UserError: an unknown segment, layer or KV head, a segment that cannot be hidden from `at`, or a slot outside
+            what is read.
     """
+    n_heads, n_layers = model.geometry.n_kv_heads, model.geometry.n_layers
+    if heads is not None and not (are_whole(heads) and heads and all(0 <= head < n_heads for head in heads)):
+        raise UserError(f"heads is {str(heads)[:40]!r}; give a list of KV heads, 0 to {n_heads - 1}.")
+    heads = range(n_heads) if heads is None and per_head else None if heads is None else sorted(set(heads))
+    layers = list(range(n_layers) if layers is None else layers)
     groups: dict[str, dict[Tokens, list[int]]] = {}
     for number, sample in enumerate(design.samples):
         tokens = _up_to(model, sample.transcript, at, hide)
@@ -55,7 +66,7 @@ def read_features(
     rows = np.empty(len(design.samples), dtype=np.int64)
     texts: list[tuple[int, ...]] = [()] * len(design.samples)
     count = 0
-    stacks = (one for group in groups.values() for one in _stacked(model, group, at, hide, families, treat))
+    stacks = (one for group in groups.values() for one in _stacked(model, group, at, hide, families, layers, treat))
     for tokens, members, stacked in tqdm(stacks, desc=note, unit="conversation", total=sum(map(len, groups.values()))):
         span = tokens.span(at)
         slots = [_within(span, design.samples[number].slot, number, at) for number in members]
@@ -63,7 +74,7 @@ def read_features(
         count += len(places)
         for family in families:
             for slot in places:
-                row, sites[family] = _vectors(stacked[family], slot, per_head)
+                row, sites[family] = _vectors(stacked[family], slot, sorted(set(layers)), heads)
                 vectors[family].append(row.cpu())
         for number, slot in zip(members, slots, strict=True):
             rows[number] = places[slot]
@@ -91,6 +102,7 @@ def _stacked(
     at: str,
     hide: Sequence[str],
     families: Sequence[Family],
+    layers: Sequence[int],
     treat: Callable[[KVCache, int], KVCache] | None,
 ) -> Iterator[tuple[Tokens, Sequence[int], dict[Family, Tensor]]]:
     """Each conversation of a context, the samples that share it, and what the model shows at segment `at`, layer axis
@@ -104,7 +116,7 @@ def _stacked(
         # Where nothing comes before the segment, there is no cache to continue from.
         for first in (True, False):
             group = {tokens: conversations[tokens] for tokens in distinct if (tokens.span(at).start == 0) == first}
-            yield from _stacked(model, group, at, hide, families, treat)
+            yield from _stacked(model, group, at, hide, families, layers, treat)
         return
     common = 0
     while common < min(starts) and len({(tokens.ids[common], tokens.positions[common]) for tokens in distinct}) == 1:
@@ -121,7 +133,7 @@ def _stacked(
         if treat is not None and past is not None:
             past = treat(past, conversations[chunk[0]][0])
         asked = [tokens[tokens.span(at)] for tokens in chunk]
-        captured = model.capture(asked, families, past=past)
+        captured = model.capture(asked, families, layers=layers, past=past)
         stacks: dict[Family, Tensor] = {family: captured.stack(family) for family in families}
         for row, (tokens, segment) in enumerate(zip(chunk, asked, strict=True)):
             shown: dict[Family, Tensor] = {
@@ -151,24 +163,22 @@ def _up_to(model: Model, transcript: Transcript, at: str, hide: Sequence[str]) -
 
 
 def _vectors(
-    stacked: Tensor, slot: int | None, per_head: bool
+    stacked: Tensor, slot: int | None, layers: Sequence[int], heads: Sequence[int] | None
 ) -> tuple[Float[Tensor, "1 sites dim"], tuple[Site, ...]]:
     """One conversation's vectors of a family, and where each was read.
 
     Args:
         stacked: `[layers, 1, kv_heads, slots, d_head]` or `[layers, 1, slots, d_model]`.
         slot: the only slot to read, instead of read-outs over all slots.
+        heads: a site for each of these; None for all side by side.
     """
     if slot is not None:
         stacked = stacked[..., slot : slot + 1, :]
     reads = READS if slot is None else ("slot",)
-    if per_head and stacked.dim() == 5:
-        heads = stacked.shape[2]
-        by_head = [read_outs(stacked[:, :, head])[0, :, : len(reads)] for head in range(heads)]
-        sites = tuple(
-            Site(layer, head, read) for layer in range(len(stacked)) for head in range(heads) for read in reads
-        )
+    if heads is not None and stacked.dim() == 5:
+        by_head = [read_outs(stacked[:, :, head])[0, :, : len(reads)] for head in heads]
+        sites = tuple(Site(layer, head, read) for layer in layers for head in heads for read in reads)
         return torch.stack(by_head, 1).flatten(0, 2)[None], sites
     joined = read_outs(stacked)[0, :, : len(reads)]
-    sites = tuple(Site(layer, None, read) for layer in range(len(stacked)) for read in reads)
+    sites = tuple(Site(layer, None, read) for layer in layers for read in reads)
     return joined.flatten(0, 1)[None], sites

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from kvprobe import cli
+from kvprobe.cli import main, runs
 from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -120,9 +120,9 @@ def test_a_folder_that_was_altered_is_read_or_refused_in_a_sentence(file: str, k
         mutate(folder, file, kind, rng)
         run = Run(folder)
         for do in (
-            lambda folder=folder: cli.report(folder),
-            lambda folder=folder: cli.view(folder),
-            lambda folder=folder: cli.publish(folder, to=folder / "published"),
+            lambda folder=folder: runs.report(folder),
+            lambda folder=folder: runs.view(folder),
+            lambda folder=folder: runs.publish(folder, to=folder / "published"),
             run.df,
             lambda run=run: (run.config, run.environment),
             lambda run=run: run.metrics,
@@ -131,7 +131,7 @@ def test_a_folder_that_was_altered_is_read_or_refused_in_a_sentence(file: str, k
 
 
 def refusal(do: Callable[[], object]) -> str | None:
-    """What is refused, which is one sentence; None if all is well. What `cli.main` does not expect ends the test."""
+    """What is refused, which is one sentence; None if all is well. What `main` does not expect ends the test."""
     try:
         do()
     except (ValueError, OSError) as error:
@@ -149,7 +149,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(
     monkeypatch.setattr(cli, "_add_run_commands", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["kvprobe", command, str(folder)])
     with pytest.raises(SystemExit, match="2"):
-        cli.main()
+        main()
     said = capsys.readouterr().err
     assert said.startswith("kvprobe: ")
     assert said.count("\n") == 1
@@ -157,9 +157,9 @@ def test_a_refusal_is_one_line_and_exit_code_2(
 
 def test_a_folder_that_was_not_altered_is_read_by_every_command(whole: Path, tmp_path: Path):
     folder = shutil.copytree(whole, tmp_path / "run")
-    cli.report(folder)
-    cli.view(folder)
-    cli.publish(folder, to=tmp_path / "published")
+    runs.report(folder)
+    runs.view(folder)
+    runs.publish(folder, to=tmp_path / "published")
     assert (tmp_path / "published" / "one" / "card.yaml").is_file()
 
 

@@ -11,7 +11,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.probing.damage import damaged_slots
-from kvprobe.probing.features import Site, read_outs
+from kvprobe.probing.features import READS, Site, read_outs
 from kvprobe.probing.probe import probe
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.read_features import read_features
@@ -120,6 +120,11 @@ def test_each_head_is_a_site_of_its_own(tiny_llama: Model, design: Design):
             joined.at("k", Site(1, None, "last"))[..., head * d_head : (head + 1) * d_head],
         )
     assert len(apart.sites["k"]) == heads * len(joined.sites["k"])
+    chosen = read_features(tiny_llama, design, "T1", families=["k"], layers=[1], heads=[heads - 1])
+    assert chosen.sites["k"] == tuple(Site(1, heads - 1, read) for read in READS)
+    torch.testing.assert_close(chosen.at("k", Site(1, heads - 1, "mean")), apart.at("k", Site(1, heads - 1, "mean")))
+    refused(lambda: read_features(tiny_llama, design, "T1", heads=[heads]), f"0 to {heads - 1}")
+    refused(lambda: read_features(tiny_llama, design, "T1", layers=[99]), "99")
 
 
 def test_conversations_that_do_not_differ_are_read_once(tiny_llama: Model, design: Design):

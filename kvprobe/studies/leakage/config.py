@@ -6,6 +6,7 @@ from typing import Literal
 from kvprobe.checks import require
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
+from kvprobe.studies.settings import require_samples
 
 SecretKind = Literal["code", "name", "topic", "sentiment"]
 """See `kvprobe.tasks.secrets`."""
@@ -44,10 +45,4 @@ class Config(Settings):
             raise UserError(
                 f"Setting 'contexts' is {self.contexts}; expected 1, or at least as many as folds ({self.folds})."
             )
-        require("samples", self.samples, max(self.contexts * 2, 10 * self.folds), 40_000)
-        if self.samples % self.contexts:
-            below = self.samples - self.samples % self.contexts
-            raise UserError(
-                f"Setting 'samples' is {self.samples}, not a multiple of the {self.contexts} contexts; "
-                f"expected {below} or {below + self.contexts}."
-            )
+        require_samples(self.samples, self.contexts, "contexts", self.folds)
