@@ -117,7 +117,17 @@ def test_html_of_a_result_is_escaped_and_bounded(results: dict[str, list[Any]]):
                 assert "<script" not in html, name
                 assert "<b>" not in html, name
                 assert len(html) < 100_000, name
-    expected = {"KVCache", "Ledger", "Tokens", "Transcript", "Generation", "PatchMap", "PairMaps", "Attribution"}
+    expected = {
+        "Comparison",
+        "KVCache",
+        "Ledger",
+        "Tokens",
+        "Transcript",
+        "Generation",
+        "PatchMap",
+        "PairMaps",
+        "Attribution",
+    }
     assert expected | {"LayerMap", "Patterns", "Probe", "Probing", "Scan", "Sweep", "Budget", "Measured"} == tables
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from kvprobe.cli import main, runs
+from kvprobe.cli import entry, main, runs
 from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
@@ -146,7 +146,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(
     folder = shutil.copytree(whole, tmp_path / "run")
     for file in ("metrics.json", "env.json"):
         (folder / file).write_text(DEEP)
-    monkeypatch.setattr(cli, "_add_run_commands", lambda _: None)
+    monkeypatch.setattr(entry, "add_run_commands", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["kvprobe", command, str(folder)])
     with pytest.raises(SystemExit, match="2"):
         main()
