@@ -54,7 +54,7 @@ def results(tiny_models: dict[str, Model], tmp_path_factory: pytest.TempPathFact
         "Attribution": [kv.attribute(model, unnamed, other, "a mill", kv.LogitDiff(5, 9), check=4)],
         "Budget": [budget],
         "Captured": [model.capture(tokens, ["v", "resid_post"], keep_cache=True)],
-        "Comparison": [kv.compare(model, chat, ["m1"], HOSTILE, max_new=2)],
+        "Comparison": [kv.compare(model, chat, ["m1"], HOSTILE, max_new_tokens=2)],
         "Design": [Design((sample,) * LONG, target)],
         "Generation": [generation, model.generate([long, tokens], max_new_tokens=2)],
         "KVCache": [cache, masked, masked.fork(3), model.prefill(long), model.prefill([long, tokens])],

@@ -30,7 +30,7 @@ def compare(
     from kvprobe.inference.model import load
     from kvprobe.report.views.compare import save_comparison
 
-    compared = compare(load(model, device=device, dtype=dtype), conversation, mask, ask, max_new=new)
+    compared = compare(load(model, device=device, dtype=dtype), conversation, mask, ask, max_new_tokens=new)
     print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
 
 

@@ -110,7 +110,12 @@ class Comparison(Brief):
 
 
 def compare(
-    model: Model, chat: Transcript | Sequence[Mapping[str, str]], mask: Sequence[str], ask: str, *, max_new: int = 64
+    model: Model,
+    chat: Transcript | Sequence[Mapping[str, str]],
+    mask: Sequence[str],
+    ask: str,
+    *,
+    max_new_tokens: int = 64,
 ) -> Comparison:
     """Ask one question after a conversation with everything in view, and after messages were hidden in several ways.
 
@@ -118,7 +123,7 @@ def compare(
         chat: the conversation; messages have the segments `m0`, `m1`, … unless it names others.
         mask: the segments to hide.
         ask: the user's next message.
-        max_new: the most tokens of a reply.
+        max_new_tokens: the most tokens of a reply.
 
     Raises:
         UserError: no such segment, none to hide or none that stays, or a model that kvprobe cannot read.
@@ -139,14 +144,8 @@ def compare(
         left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
     caches["restarted"] = model.prefill(restart)
 
-    whole = model.generate(full, ask=ask, max_new_tokens=max_new)
-    expected = whole.tokens[0]
-    texts = {"full": whole.texts[0]}
-    texts |= {
-        arm: model.generate(cache, ask=ask, max_new_tokens=max_new).text
-        for arm, cache in caches.items()
-        if arm not in texts
-    }
+    given = {arm: model.generate(cache, ask=ask, max_new_tokens=max_new_tokens) for arm, cache in caches.items()}
+    expected = given["full"].tokens[0]
     answer = torch.tensor(expected, device=model.lanes.device)
     replies, reference = {}, torch.empty(0)
     for arm, cache in caches.items():
@@ -155,9 +154,9 @@ def compare(
         scores = logits[0].float().log_softmax(-1)
         reference = scores if arm == "full" else reference
         kl, _ = divergence(reference, scores)
-        given = scores.gather(1, answer[:, None])[:, 0].tolist()
+        logprobs = scores.gather(1, answer[:, None])[:, 0].tolist()
         slots = int(cache.ledger.live_somewhere.sum())
-        replies[arm] = Reply(arm, texts[arm], tuple(given), float(kl.mean()), slots, cache.nbytes)
+        replies[arm] = Reply(arm, given[arm].text, tuple(logprobs), float(kl.mean()), slots, cache.nbytes)
     tokens = tuple(model.tokenizer.decode([token]) for token in expected)
     return Comparison(
         model.name, chat, tuple(mask), ask, tokens, replies, _attention(model, caches, ask, expected, mask), left_out

@@ -79,6 +79,12 @@ class Features:
         pairs: list[tuple[Family, Site]] = [(family, site) for family in self.tensors for site in self.sites[family]]
         return tuple(pairs)
 
+    @property
+    def at_once(self) -> int | None:
+        """How many batches to work on at once: one on a GPU, whose memory a batch may fill; None for as many as there
+        are threads."""
+        return 1 if any(tensor.is_cuda for tensor in self.tensors.values()) else None
+
     def every_batch(self, split: Split) -> "Iterator[Batch]":
         """`batches` of all families, in the order of `family_sites`."""
         for family in self.tensors:

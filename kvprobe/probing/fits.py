@@ -109,7 +109,7 @@ def fit_tasks(
         return calibrated_tasks(seen, here, numbers, classes, contexts=contexts, size=size)
 
     results = []
-    for batch in side_by_side(fitted, features.every_batch(split)):
+    for batch in side_by_side(fitted, features.every_batch(split), features.at_once):
         results.append(batch)
         done(len(tasks) * len(batch[0].predicted))
     whole = [joined(parts) for parts in zip(*results, strict=True)]
@@ -157,7 +157,7 @@ def permuted_scores(
         return permuted_hits(seen, labels, numbers, classes, orders, size)
 
     scores = []
-    for batch in side_by_side(permuted, features.every_batch(split)):
+    for batch in side_by_side(permuted, features.every_batch(split), features.at_once):
         scores.append(batch)
         done(batch.shape[1])
     return np.concatenate(scores, 1)

@@ -8,9 +8,8 @@ touched once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -221,7 +220,7 @@ def fitted_by_fold(
             return _KernelRidge(features[:, rows], answers[rows], floor)
         return _Ridge(Moments.merged([parts[other] for other in training_folds]), floor)
 
-    ends = np.cumsum([0, *(len(task) for task in tasks)]).tolist()
+    ends = [0, *accumulate(map(len, tasks))]
     grid = _grid(penalties, features.shape[2], features.dtype).to(features.device)
     every = torch.arange(len(features), device=features.device)
     for fold in range(count) if only is None else only:

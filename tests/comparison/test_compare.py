@@ -25,7 +25,7 @@ ASK = "What is the code of the door?"
 
 @pytest.fixture(scope="module")
 def compared(smol: Model) -> Comparison:
-    return kv.compare(smol, CHAT, ["m1"], ASK, max_new=8)
+    return kv.compare(smol, CHAT, ["m1"], ASK, max_new_tokens=8)
 
 
 def test_each_arm_is_what_the_cache_operations_give_by_hand(smol: Model, compared: Comparison):
@@ -89,7 +89,11 @@ def test_the_command_prints_the_replies_and_writes_the_page(
 def test_a_model_whose_keys_cannot_be_rotated_has_no_re_indexed_arm(tiny_models: dict[str, Model]):
     model = next(model for model in tiny_models.values() if not model.lanes.can_reindex)
     compared = kv.compare(
-        model, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], ["m0"], "so", max_new=2
+        model,
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
+        ["m0"],
+        "so",
+        max_new_tokens=2,
     )
     assert tuple(compared.replies) == ("full", "masked", "restarted")
     assert "cannot be rotated" in compared.left_out
