@@ -1,7 +1,8 @@
 """Intervals from leaving out one cluster (a context) at a time, because samples of one context are not independent.
 
 The delete-one-cluster jackknife needs only a statistic's value without each cluster, so it serves means, differences,
-ratios, slopes and refitted probes. The quantile is Student's t, and the end on the side of a long tail is moved out.
+ratios, slopes and refitted probes. The quantile is Student's t, with degrees of freedom from the effective number of
+clusters, and the end on the side of a long tail is moved out.
 Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage.md reports the measured coverage.
 """
 
@@ -94,39 +95,49 @@ def interval(
     replicates: Num[np.ndarray, "*quantities clusters"],
     within: tuple[float, float] = UNBOUNDED,
     comparisons: int = 1,
+    weights: Num[np.ndarray, "*#quantities clusters"] | None = None,
 ) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
     """The 95 % interval of each quantity, from its value without each cluster; NaN with fewer than `FEWEST` clusters.
 
     The jackknife's pseudo-values take the place of independent observations: half the width is their standard error
-    times Student's t, with one degree of freedom fewer than clusters. The end on the side of the longer tail is moved
-    out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide most of
-    their skewness; it is enlarged less in a limited range. Clusters that are all alike at 0 or 1 can be so by chance:
-    with a limited range the interval is then as wide as Wilson's for 0 successes in as many trials.
+    times Student's t, with one degree of freedom fewer than (effective) clusters. The end on the side of the longer
+    tail is moved out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide
+    most of their skewness; it is enlarged less in a limited range. Clusters that are all alike at 0 or 1 can be so by
+    chance: with a limited range the interval is then as wide as Wilson's for 0 successes in as many trials.
     docs/results/coverage.md reports the coverage.
 
     Args:
         within: the natural range of the quantities, `SHARE` or `DIFFERENCE`, which limits the intervals.
         comparisons: number of intervals among which a claim is chosen; all of them together exclude the truth in at
             most 5 % of cases (Bonferroni).
+        weights: how much each cluster counts, all alike by default. Of clusters that count differently, fewer decide:
+            the degrees of freedom, and what few clusters hide of their skewness, are those of the `effective` number.
     """
     estimate, pseudo = np.asarray(estimate, float), pseudo_values(estimate, replicates)
     count = pseudo.shape[-1]
     if count < FEWEST:
         missing = np.full(estimate.shape, nan)
         return missing, missing.copy()
-    quantile = float(stdtrit(count - 1, 1 - 0.025 / comparisons))
+    equal = count if weights is None else effective(weights)
+    quantile = stdtrit(np.maximum(1.0, equal - 1), 1 - 0.025 / comparisons)
     deviations = pseudo - pseudo.mean(-1, keepdims=True)
     variance = (deviations**2).mean(-1) * count / (count - 1)
     alike = variance <= (1e-12 * np.maximum(1.0, np.abs(estimate))) ** 2
     spread = np.sqrt(np.where(alike, 1.0, variance))
     third = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2))
     limited = bool(np.isfinite(within).all())
-    hidden = 1.5 if limited else 1 + 40 / count
+    hidden = 1.5 if limited else 1 + 40 / equal
     shift = hidden * (1 / 6 + quantile**2 / 3) * third / (spread**2 * count)
     half = quantile * spread / np.sqrt(count)
     by_chance = np.where(limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile**2 / (count + quantile**2), 0.0)
     below, above = (np.where(alike, by_chance, half + np.maximum(0, side * shift)) for side in (-1, 1))
     return np.asarray(np.maximum(estimate - below, within[0])), np.asarray(np.minimum(estimate + above, within[1]))
+
+
+def effective(weights: Num[np.ndarray, "*quantities clusters"]) -> Float[np.ndarray, "*quantities"]:
+    """The number of clusters of one weight whose mean would be known as well as this weighted mean (Kish 1965)."""
+    weights = np.asarray(weights, float)
+    return np.asarray(weights.sum(-1) ** 2 / (weights**2).sum(-1))
 
 
 def pseudo_values(
@@ -142,9 +153,10 @@ def jackknife(
     replicates: Num[np.ndarray, "clusters"],
     within: tuple[float, float] = UNBOUNDED,
     comparisons: int = 1,
+    weights: Num[np.ndarray, "clusters"] | None = None,
 ) -> Estimate:
     """One quantity with its interval and the range of the clusters' contributions; see `interval`."""
-    low, high = interval(estimate, replicates, within, comparisons)
+    low, high = interval(estimate, replicates, within, comparisons, weights)
     pseudo = np.clip(pseudo_values(estimate, replicates), *within)
     ends = (float(pseudo.min()), float(pseudo.max())) if len(pseudo) > 1 else (float(estimate), float(estimate))
     return Estimate(float(estimate), float(low), float(high), len(pseudo), *ends)
@@ -162,7 +174,7 @@ def ratio(
         whole, without = top.sum() / bottom.sum(), (top.sum() - top) / (bottom.sum() - bottom)
     if not isfinite(whole):
         return Estimate(nan, clusters=len(top))
-    return jackknife(float(whole), np.where(np.isfinite(without), without, nan), within, comparisons)
+    return jackknife(float(whole), np.where(np.isfinite(without), without, nan), within, comparisons, bottom)
 
 
 def estimate(
@@ -194,7 +206,7 @@ def means(
     mean = np.asarray(values.mean(-1))
     with np.errstate(divide="ignore", invalid="ignore"):
         without = (sums.sum(-1, keepdims=True) - sums) / (sizes.sum() - sizes)
-    return mean, *interval(mean, without, within, comparisons)
+    return mean, *interval(mean, without, within, comparisons, sizes)
 
 
 def wilson(successes: int | float, trials: int) -> Estimate:

@@ -11,6 +11,7 @@ from kvprobe.stats import (
     FEWEST,
     SHARE,
     Estimate,
+    effective,
     estimate,
     interval,
     jackknife,
@@ -30,13 +31,17 @@ def test_replicates_equal_a_slow_loop_that_leaves_each_cluster_out():
     mean, low, high = means(values, clusters)
     np.testing.assert_allclose(mean, values.mean(1))
     without = np.array([[row[clusters != left].mean() for left in range(9)] for row in values])
-    np.testing.assert_allclose(np.stack([low, high]), np.stack(interval(values.mean(1), without)))
+    np.testing.assert_allclose(
+        np.stack([low, high]), np.stack(interval(values.mean(1), without, weights=np.bincount(clusters)))
+    )
     for row, ends in zip(values, np.stack([low, high], 1), strict=True):
         alone = estimate(row, clusters)
         np.testing.assert_allclose((alone.low, alone.high), ends)
         sums, sizes = np.bincount(clusters, row), np.bincount(clusters)
         weights = leave_one_out(9)
-        np.testing.assert_allclose(jackknife(row.mean(), weights @ sums / (weights @ sizes)).low, ends[0])
+        np.testing.assert_allclose(
+            jackknife(row.mean(), weights @ sums / (weights @ sizes), weights=sizes).low, ends[0]
+        )
 
 
 def test_symmetric_independent_values_have_students_interval():
@@ -122,6 +127,28 @@ def test_intervals_cover_where_a_percentile_bootstrap_does_not(draw: str, truth:
     values = np.repeat(getattr(rng, draw)(size=(1500, clusters)), 5, axis=1)
     _, low, high = means(values, np.repeat(np.arange(clusters), 5))
     assert 0.92 <= ((low <= truth) & (truth <= high)).mean() <= 0.99
+
+
+@pytest.mark.parametrize("clusters", [8, 16])
+def test_ratios_to_which_clusters_contribute_unequally_are_covered(clusters: int):
+    """With one degree of freedom fewer than clusters, about 91 % would be."""
+    rng = np.random.default_rng(1)
+    held = []
+    for _ in range(1500):
+        bottom = rng.lognormal(sigma=1.5, size=clusters)
+        held.append(not ratio(bottom * rng.normal(size=clusters), bottom).differs(0.0))
+    assert 0.94 <= np.mean(held) <= 0.985
+
+
+def test_clusters_of_one_weight_count_fully_and_those_of_none_do_not():
+    rng = np.random.default_rng(1)
+    values, replicates = rng.normal(size=10), rng.normal(size=10)
+    plain = jackknife(values.mean(), replicates)
+    assert jackknife(values.mean(), replicates, weights=np.full(10, 3.0)) == plain
+    assert effective(np.array([[2.0] * 6 + [0.0] * 4, [1.0] + [0.0] * 9])) == pytest.approx([6.0, 1.0])
+    lone = jackknife(values.mean(), replicates, weights=np.array([1.0] + [0.0] * 9))
+    assert lone.low < plain.low
+    assert plain.high < lone.high
 
 
 def test_wilson_is_the_textbooks_interval_and_stays_inside():

@@ -159,14 +159,15 @@ class Pooled(Estimand):
     def pooled(self, kinds: Sequence[Rows], comparisons: int) -> Estimate:
         """The mean of the first kind of rows less that of the second, if there is one, with all rows counted alike."""
         clusters = np.unique(np.concatenate([rows[self.cluster].to_numpy() for rows in kinds]))
-        mean, without = 0.0, np.zeros(len(clusters))
+        mean, without, weights = 0.0, np.zeros(len(clusters)), np.zeros(len(clusters))
         for sign, rows in zip((1, -1), kinds, strict=False):
             places = np.searchsorted(clusters, rows[self.cluster].to_numpy())
             sizes = np.bincount(places, minlength=len(clusters))
             sums = np.bincount(places, rows[self.of].to_numpy(float), len(clusters))
             mean += sign * sums.sum() / sizes.sum()
             without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
-        return jackknife(float(mean), without, self.within, comparisons)
+            weights += sizes / sizes.sum()
+        return jackknife(float(mean), without, self.within, comparisons, weights)
 
 
 @dataclass(frozen=True, kw_only=True)

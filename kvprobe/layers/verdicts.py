@@ -100,7 +100,7 @@ def _ends(top: np.ndarray, bottom: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The ends of the interval of each column's pooled share, clusters first."""
     left = bottom.sum(0) - bottom
     without = np.divide(top.sum(0) - top, left, out=np.full(top.shape, np.nan), where=left > 0)
-    return interval(top.sum(0) / bottom.sum(0), without.T)
+    return interval(top.sum(0) / bottom.sum(0), without.T, weights=bottom.T)
 
 
 def _pi(sums: pd.DataFrame) -> Estimate:

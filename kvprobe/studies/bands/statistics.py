@@ -35,7 +35,12 @@ def statistic(
     means = [np.moveaxis(np.moveaxis(each[..., known], -1, 0).T @ weights.T / sizes, -1, 0) for each in values]
     with np.errstate(divide="ignore", invalid="ignore"):
         numbers = say(*means)
-    return jackknife(float(numbers[0]), numbers[1:], within, comparisons) if np.isfinite(numbers[0]) else None
+    if not np.isfinite(numbers[0]):
+        return None
+    # An item counts as much as it contributes to the means.
+    parts = [np.abs(each[..., known]).reshape(-1, count).sum(0) for each in values]
+    shares = np.sum([part / part.sum() for part in parts if part.sum()], axis=0)
+    return jackknife(float(numbers[0]), numbers[1:], within, comparisons, shares)
 
 
 def last_over_others(means: Float[np.ndarray, "draws bands"]) -> Float[np.ndarray, "draws"]:
