@@ -41,8 +41,14 @@ def _add_run_command(command: str, preset: Preset) -> None:
         config: Any = None,
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
+        dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
+        if dry_run:
+            from kvprobe.experiments.durations import plan
+
+            print("\n".join(plan(study.name, chosen, out, name)))
+            return
         directory = study.run(chosen, out, name)
         print(f"\n{study.answer(directory)}\n\nReport: {directory.path / 'report.html'}")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
@@ -20,6 +19,7 @@ from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.patching.plan import Reads
 from kvprobe.patching.rows import ROWS
+from kvprobe.progress import Bar
 from kvprobe.stats import Estimate, ratio
 from kvprobe.text.tokens import Tokens
 
@@ -87,7 +87,7 @@ def patch_pairs(
     if not pairs:
         raise UserError("There are no pairs to patch; give at least one.")
     tables = []
-    for number, pair in enumerate(tqdm(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
+    for number, pair in enumerate(Bar(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
         patched = patch_sweep(
             model,
             pair.base,
