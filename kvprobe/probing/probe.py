@@ -1,6 +1,7 @@
 """One call from a design to a claim: what can be read at a segment after others were hidden, above which floors, and
 whether the model uses it."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -68,6 +69,8 @@ def probe(
         blank = random_model(model, int(rng.integers(2**31)))
         floors["untrained"] = read(blank, design, hide=hide, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
+    for warning in probing.warnings:
+        warnings.warn(warning, stacklevel=2)
     return replace(probing, use=measure_use(model, design, at, hide) if asked else None)
 
 

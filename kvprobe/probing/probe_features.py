@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.probing.claims import CONTROL, FLOOR, Probing
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing, doubts
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
 from kvprobe.probing.curves import chosen_curves
 from kvprobe.probing.description import description
@@ -81,6 +81,7 @@ def probe_features(
         picks={split: picks for part in parts for split, picks in part.picks.items()},
         right={reading: hits for part in parts for reading, hits in part.right.items()},
         clusters=clusters,
+        warnings=tuple(doubts(features.labels.numpy(), clusters, features.target, tables["summary"])),
     )
 
 

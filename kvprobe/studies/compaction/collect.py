@@ -73,8 +73,8 @@ def measured(paths: Sequence[Path], codes: Sequence[str]) -> dict[str, pd.DataFr
     shares: dict[str, Any] = dict(zip(LOOKED_AT, np.moveaxis(attention, -1, 0), strict=True))
     conversations = {
         **{
-            name: pd.DataFrame(each.reshape(-1, each.shape[-1])).mean(axis=1)
-            for name, each in zip(("kl", "agreement", "between"), known, strict=True)
+            name: pd.DataFrame(measured.reshape(-1, measured.shape[-1])).mean(axis=1)
+            for name, measured in zip(("kl", "agreement", "between"), known, strict=True)
         },
         "tokens": np.isfinite(known[0]).sum(-1),
         **{

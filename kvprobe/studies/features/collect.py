@@ -66,7 +66,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     dictionaries, shards = prepare(model, config, run)
     cases = list(enumerate(samples_of(model, config)))
     texts = [conversation(context, codes[0]).tokens(model.tokenizer) for _, (context, codes) in cases]
-    turned = {str(each.place): (each, each.rotated(config.seed)) for each in dictionaries}
+    turned = {str(dictionary.place): (dictionary, dictionary.rotated(config.seed)) for dictionary in dictionaries}
 
     def judged(features: Dictionary) -> pd.DataFrame:
         return judge(model, features, texts, config.seed)
@@ -89,7 +89,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         "samples": decoded(paths, dictionaries, config),
         "exchanges": exchanges,
         "shown": shown,
-        "activating": pd.concat([texts_of(model, each, shards, shown) for each in dictionaries], ignore_index=True),
+        "activating": pd.concat(
+            [texts_of(model, dictionary, shards, shown) for dictionary in dictionaries], ignore_index=True
+        ),
         "dictionaries": pd.DataFrame({"place": turned.keys(), "notes": map(notes_of, dictionaries)}),
     }
 

@@ -171,7 +171,7 @@ def carried(
     right = np.empty((len(DISTANCES), len(DISTANCES), len(folds)))
     for pick in set(picks):
         vectors = [parts.vectors(place(arm, distance), pick, split) for distance in DISTANCES]
-        seen, size = (torch.stack(each) for each in zip(*vectors, strict=True))
+        seen, size = (torch.stack(parts) for parts in zip(*vectors, strict=True))
         predicted = transferred(seen, parts.labels, torch.from_numpy(folds), len(TARGET.classes), size)
         own = np.isin(folds, [fold for fold, other in enumerate(picks) if other == pick])
         right[..., own] = predicted.eq(parts.labels).double().mean(2).numpy()[..., own]

@@ -277,7 +277,7 @@ def outcomes_of(script: Script, said: Said, full: Said) -> dict[str, float]:
         "code_margin": float(code["margin"].sum()),
         "instructions": float(kept.double().mean()),
         "instruction_margin": float(margins.mean()),
-        **{f"instruction{place}": float(each) for place, each in enumerate(kept, start=1)},
+        **{f"instruction{place}": float(right) for place, right in enumerate(kept, start=1)},
     }
 
 
