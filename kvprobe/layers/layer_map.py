@@ -19,6 +19,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
+from kvprobe.names import near_keywords
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL
 from kvprobe.patching.reader import suffixes
@@ -73,6 +74,7 @@ class LayerMap(Brief):
         return frame.assign(damage=self.damage, restored=self.restored, noised=self.noised, pi=self.pi)
 
 
+@near_keywords
 def layer_map(
     model: Model,
     clean: KVCache,

@@ -22,6 +22,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
+from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Cell, Over, Part
@@ -107,6 +108,7 @@ class Attribution(Brief):
         return table.assign(score=self.score, linear=self.linear, effect=effect)
 
 
+@near_keywords
 def attribute(
     model: Model,
     base: KVCache,

@@ -11,6 +11,7 @@ from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
@@ -67,6 +68,7 @@ class PairMaps(Brief):
         return summarise(self.table, by)
 
 
+@near_keywords
 def patch_pairs(
     model: Model,
     pairs: Sequence[Pair],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
+from kvprobe.names import near_keywords
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
@@ -22,6 +23,7 @@ from kvprobe.probing.use import can_be_asked, measure_use
 from kvprobe.tasks.designs import Design, Sample
 
 
+@near_keywords
 def probe(
     model: Model,
     design: Design,
