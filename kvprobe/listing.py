@@ -6,6 +6,7 @@ from typing import Any
 from kvprobe.experiments.durations import Duration, durations
 from kvprobe.experiments.presets import Preset, presets
 from kvprobe.experiments.settings import digest_of, from_mapping
+from kvprobe.extensions import extensions, package
 from kvprobe.files import read_yaml
 from kvprobe.models.catalogue import NAMED_MODELS
 from kvprobe.shipped import shipped
@@ -15,7 +16,10 @@ from kvprobe.studies import STUDIES
 def known() -> dict[str, list[dict[str, Any]]]:
     """All of it as plain data, by kind."""
     return {
-        "studies": [{"name": study.name, "question": study.question} for study in STUDIES.values()],
+        "studies": [
+            *({"name": study.name, "question": study.question} for study in STUDIES.values()),
+            *({"name": name, "question": f"(of {package(point)})"} for name, point in extensions("studies").items()),
+        ],
         "presets": [
             {
                 "name": preset.name,

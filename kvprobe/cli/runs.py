@@ -9,6 +9,7 @@ from cyclopts import App, Group, Parameter
 from kvprobe.cli.flags import StudyFile, whole, whole_numbers
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
+from kvprobe.extensions import extensions
 from kvprobe.studies import STUDIES, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
@@ -27,6 +28,8 @@ def add_run_commands(arguments: list[str]) -> None:
     if named.endswith((".yaml", ".yml")):
         runnable[named] = read_preset(Path(named))
     if named.endswith(".py"):
+        runnable[named] = Preset(named, named, {}, find(named).question)
+    if named not in runnable and named in extensions("studies"):
         runnable[named] = Preset(named, named, {}, find(named).question)
     for name, preset in runnable.items():
         _add_run_command(name, preset)
