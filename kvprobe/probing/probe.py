@@ -37,7 +37,7 @@ def probe(
     folds: int = 5,
     permutations: int = 99,
     untrained: bool = False,
-    rng: np.random.Generator | None = None,
+    seed: int = 0,
 ) -> Probing:
     """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the
     model uses it.
@@ -53,13 +53,13 @@ def probe(
         per_head: probes for each KV head, of all heads.
         permutations: of labels within context; 0 leaves p-values out.
         untrained: also read a model of the same configuration with random weights, as a further floor.
-        rng: of folds and controls; seeded with 0 by default.
+        seed: of folds, control tasks, permutations and random weights.
 
     Raises:
         UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
-    rng = np.random.default_rng(0) if rng is None else rng
+    rng = np.random.default_rng(seed)
     asked = can_be_asked(model, design, at)
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)
     features = read(model, design, hide=hide)
