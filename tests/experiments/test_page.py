@@ -137,13 +137,20 @@ def test_a_page_with_views_holds_each_script_once_and_fetches_nothing(viewed: tu
     assert text.count("var CircuitsVis=") == text.count("function heatMap(") == 1
     (link,) = Collector(viewed[1]).links
     assert str(link).startswith("data:image/png;base64,")
-    assert not re.search(r"url\(|@import|sourceMappingURL", text)
+    assert not re.search(r"url\((?!#)|@import|sourceMappingURL", text)
 
 
 def test_no_text_of_a_view_becomes_markup(viewed: tuple[Study[Settings], Path]):
     tags = Collector(viewed[1]).tags
     scripts = [attributes.get("type") for tag, attributes in tags if tag == "script"]
-    assert sorted(scripts, key=str) == [None, None, None, *["application/json"] * 3, "application/octet-stream;base64"]
+    assert sorted(scripts, key=str) == [
+        None,
+        None,
+        None,
+        None,
+        *["application/json"] * 3,
+        "application/octet-stream;base64",
+    ]
     assert len([tag for tag, _ in tags if tag == "img"]) == 1
     assert not [attributes for _, attributes in tags if any(name.startswith("on") for name in attributes)]
 
@@ -151,8 +158,9 @@ def test_no_text_of_a_view_becomes_markup(viewed: tuple[Study[Settings], Path]):
 @needs_browser
 def test_a_browser_draws_the_views_under_the_pages_policy(viewed: tuple[Study[Settings], Path], tmp_path: Path):
     done = browse(viewed[1], tmp_path / "profile", "--dump-dom")
-    # A map, and the small and the large pattern of one head.
+    # A map; all heads, and one of them small.
     assert done.stdout.count("<canvas") == 3
+    assert done.stdout.count('class="panel"') == 1
     assert done.stdout.count('class="colored-tokens"') == 1
     assert "Content Security Policy" not in done.stderr
 
