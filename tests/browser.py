@@ -36,4 +36,4 @@ def driven(page: str, driver: str, folder: Path, fragment: str = "") -> Any:
     done = browse(path, folder / "profile", "--dump-dom", fragment=fragment)
     assert "Content Security Policy" not in done.stderr
     assert "Uncaught" not in done.stderr
-    return json.loads(html.unescape(re.findall(r"<body>(.*)</body>", done.stdout, flags=re.DOTALL)[0]))
+    return json.loads(html.unescape(re.findall(r"<body[^>]*>(.*)</body>", done.stdout, flags=re.DOTALL)[0]))
