@@ -82,6 +82,7 @@ class HeatMap:
         rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".
         values: [rows][columns]; `None` for no value.
         unit: what follows a value, such as "of the way".
+        scale: the value of full colour, which related maps share; by default the largest of this map.
     """
 
     caption: str
@@ -91,6 +92,7 @@ class HeatMap:
     unit: str
     row_axis: str
     column_axis: str
+    scale: int | float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The page of a run: whole, self-contained, escaped, and readable in a browser without network."""
 
+import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,31 @@ def test_a_browser_draws_the_views_under_the_pages_policy(viewed: tuple[Study[Se
     assert done.stdout.count('class="panel"') == 1
     assert done.stdout.count('class="colored-tokens"') == 1
     assert "Content Security Policy" not in done.stderr
+
+
+RELATED = """{% extends "study.html.j2" %}
+{% block results %}
+{{ heat("kl", "layer", "noise", "the KL.", "nats", panel="part") }}
+{{ heat("kl", "layer", "noise", "the KL.", "nats", {"part": ["V", "none"]}, panel="part") }}
+{% endblock %}
+"""
+
+
+def test_related_maps_share_rows_columns_and_scale(tmp_path: Path):
+    study, found = study_with(RELATED, tmp_path / "page"), conclusion()
+    findings = Findings()
+    for part, size in {"K": -0.09, "V": 0.84}.items():
+        findings.number("kl", size, EVIL, layer=0, noise="evil", part=part)
+    findings.number("kl", 0.01, EVIL, layer=1, noise="evil", part="K")
+    page = page_of(study, Settings(), replace(found, findings=findings), tmp_path, drawn=True).path / "report.html"
+    maps = re.findall(
+        r'data-component="HeatMap">.*?<script type="application/json">(.*?)</script>', page.read_text(), re.S
+    )
+    keys, values, alone = (json.loads(props) for props in maps)
+    assert (keys["values"], values["values"]) == ([[-0.09], [0.01]], [[0.84], [None]])
+    assert keys["scale"] == values["scale"] == 0.84
+    assert keys["rows"] == values["rows"] == ["0", "1"]
+    assert (alone["values"], alone["scale"]) == ([[0.84]], None)
 
 
 def test_the_views_of_a_run_make_a_page_of_their_own(viewed: tuple[Study[Settings], Path], tmp_path: Path):

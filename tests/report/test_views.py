@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,30 @@ def test_a_browser_shows_tokens_as_text_and_a_map_answers_mouse_and_keys(tmp_pat
     assert (red[0, 2], green[0, 2], blue[0, 2]) == (247, 247, 247)
     assert (red[1, 0], green[1, 0], blue[1, 0]) == (5, 48, 97)
     assert red[0, 1] < 200
+
+
+COLOURS = """
+addEventListener("DOMContentLoaded", () => {
+  const said = [...document.querySelectorAll(".map")].map((map) => {
+    const canvas = map.querySelector("canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    return [[...data.slice(0, 3)], map.querySelector(".map-legend").textContent];
+  });
+  document.body.replaceChildren(JSON.stringify(said));
+});
+"""
+
+
+@needs_browser
+def test_maps_on_one_scale_show_equal_values_in_equal_colours(tmp_path: Path):
+    alone = HeatMap("K", ["0"], ["0"], [[-0.09]], "", "layer", "head")
+    related = [replace(alone, scale=0.84), HeatMap("V", ["0"], ["0"], [[0.84]], "", "layer", "head", 0.84)]
+    dark, light, full = driven(views.page([alone, *related], "Three"), COLOURS, tmp_path)
+    assert dark[0] == [103, 0, 31]
+    assert min(light[0]) > 200
+    assert full[0] == [5, 48, 97]
+    assert light[1] == full[1] == "-0.84+0.84 "
+
+
+def test_a_scale_that_a_value_exceeds_is_refused():
+    refused(lambda: views.heat_map(replace(GRID, scale=0.5)), "beyond its scale")
