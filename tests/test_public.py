@@ -58,7 +58,7 @@ def test_every_public_function_names_its_arguments_so_that_they_complete():
         ("inference.model.Model.budget", "memory.budget.budget", {"model", "dtype"}),
         ("inference.model.Model.capture", "inference.capture.capture", {"lanes", "tokens", "families"}),
         ("patching.pairs.patch_pairs", "patching.patch_sweep.patch_sweep", {"base", "donor", "suffix", "metric"}),
-        ("report.views.page.heads", "report.views.attention.heads_view", {"caption"}),
+        ("report.views.page.heads", "report.views.patterns.heads_view", {"caption"}),
     ],
 )
 def test_arguments_that_are_passed_on_have_the_same_defaults(outer: str, inner: str, given: set[str]):

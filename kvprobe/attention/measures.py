@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.attention.alignment import aligned
 from kvprobe.attention.patterns import Patterns, named_by_head, refuse_missing
-from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 
 LOCAL = 32
@@ -48,7 +48,7 @@ def dangling(
     weights = torch.zeros_like(before.weights)
     weights[..., places] = after.weights
     live = torch.zeros(layers, heads, ledger.slots, dtype=torch.bool, device=weights.device)
-    live[..., places] = _live(after)
+    live[..., places] = after.live
     gone = (ledger.in_segments(hidden)[0] & ~live)[:, :, None]
     index = torch.arange(ledger.slots, device=weights.device)
     distance = before.queries[:, None] - index
@@ -101,12 +101,10 @@ def lift(
 
 
 def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Tensor, "slots_after"]:
-    """The slot of `before` for each slot of `after`: the same one, or counted without the hidden slots."""
-    old, new = before.cache.ledger, after.cache.ledger
-    places = torch.arange(old.slots, device=old.tokens.device)
-    if new.slots != old.slots:
-        places = places[~old.in_segments(hidden)[0]]
-    if len(places) != new.slots or not torch.equal(old.tokens[0, places], new.tokens[0]):
+    """The slot of `before` for each slot of `after`, where only hidden slots may be missing."""
+    ledger = before.cache.ledger
+    visible, places = ~ledger.in_segments(hidden)[0], aligned(ledger, after.cache.ledger)
+    if places is None or int(visible[places].sum()) < int(visible.sum()):
         raise UserError(
             f"The patterns after are not of the slots before without {', '.join(hidden)}; read the same text after "
             "the same cache, before and after masking or evicting those segments."
@@ -123,14 +121,6 @@ def _refuse_others(one: Patterns, other: Patterns, queries: Int[Tensor, "queries
     """
     if one.layers != other.layers or not torch.equal(one.queries, queries):
         raise UserError("The two patterns are of different layers or queries; ask `attend` for the same in both.")
-
-
-def _live(patterns: Patterns) -> Bool[Tensor, "layers heads slots"]:
-    """Which slots of the cache each head may still see."""
-    ledger: Ledger = patterns.cache.ledger
-    heads, kv_heads = patterns.weights.shape[1], patterns.cache.n_kv_heads
-    live = ledger.live.expand(patterns.cache.n_layers, -1, kv_heads, -1)[list(patterns.layers), 0]
-    return live.repeat_interleave(heads // kv_heads, 1)
 
 
 def _table(patterns: Patterns, columns: dict[str, Float[Tensor, "layers heads"]]) -> pd.DataFrame:

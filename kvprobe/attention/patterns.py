@@ -58,6 +58,28 @@ class Patterns(Brief):
         mass = torch.stack([self.mass(name).mean((1, 2)) for name in names], -1).tolist()
         return ("layer", *names), ([layer, *row] for layer, row in zip(self.layers, mass, strict=True))
 
+    @property
+    def live(self) -> Bool[Tensor, "layers heads slots"]:
+        """Which slots of the cache each head may still see."""
+        heads, kv_heads = self.weights.shape[1], self.cache.n_kv_heads
+        live = self.cache.ledger.live.expand(self.cache.n_layers, -1, kv_heads, -1)[list(self.layers), 0]
+        return live.repeat_interleave(heads // kv_heads, 1)
+
+    @property
+    def value_norms(self) -> Float[Tensor, "layers heads slots"]:
+        """‖v‖ of each slot, as each head reads it, in fp32."""
+        norms = torch.stack([self.cache.values[layer][0].float().norm(dim=-1) for layer in self.layers])
+        return norms.repeat_interleave(self.weights.shape[1] // self.cache.n_kv_heads, 1)
+
+    def show(self, after: "Patterns | None" = None) -> None:
+        """Show the attention on an interactive page, and with `after` also the difference; see `kv.views.attention`.
+
+        In a notebook the page is the output. Elsewhere it is written to a temporary file, and its path is printed.
+        """
+        from kvprobe.report.views import attention
+
+        attention(self, after).show()
+
     def of_layers(self, layers: Sequence[int]) -> "Patterns":
         """The same for some of its layers; a layer that it does not have is refused."""
         if missing := [layer for layer in layers if layer not in self.layers]:

@@ -130,28 +130,54 @@ class _Page:
         return picture(self.run.path / "figures", figure)
 
     def heat(
-        self, name: str, rows: str, columns: str, caption: str, unit: str, where: Mapping[str, Key] | None = None
+        self,
+        name: str,
+        rows: str,
+        columns: str,
+        caption: str,
+        unit: str,
+        where: Mapping[str, Any] | None = None,
+        panel: str = "",
     ) -> Markup:
-        """Findings as an interactive map.
+        """Findings as an interactive map, or as several that share rows, columns and scale.
 
         Args:
             rows, columns: keys.
-            where: the other keys.
+            where: the other keys; one of several values, where a list is given.
+            panel: the key with a map for each of its values.
         """
-        keys = dict(where or {})
+        given = (where or {}).items()
+        keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given}
         along, across = (self.findings.values(name, key, **keys) for key in (rows, columns))
-        cells = [
-            [self.findings.get(name, **keys, **{rows: row, columns: column}) for column in across] for row in along
+        panels = [{panel: value} for value in self.findings.values(name, panel, **keys)] if panel else [{}]
+        maps = [
+            [
+                [self.findings.get(name, **keys | shown | {rows: row, columns: column}) for column in across]
+                for row in along
+            ]
+            for shown in panels
         ]
-        return self.view(
-            HeatMap(
-                caption=caption,
-                rows=[self.study.label(rows, row) for row in along],
-                columns=[self.study.label(columns, column) for column in across],
-                values=[[None if cell is None or cell.unknown else cell.mean for cell in row] for row in cells],
-                unit=unit,
-                row_axis=rows,
-                column_axis=columns,
+        values = [
+            [[None if cell is None or cell.unknown else cell.mean for cell in row] for row in cells] for cells in maps
+        ]
+        largest = max(
+            (abs(value) for cells in values for row in cells for value in row if value is not None), default=0
+        )
+        return Markup('<div class="maps">{}</div>').format(
+            Markup("").join(
+                self.view(
+                    HeatMap(
+                        caption=f"{self.study.label(panel, shown[panel])}: {caption}" if panel else caption,
+                        rows=[self.study.label(rows, row) for row in along],
+                        columns=[self.study.label(columns, column) for column in across],
+                        values=cells,
+                        unit=unit,
+                        row_axis=rows,
+                        column_axis=columns,
+                        scale=largest if len(panels) > 1 else None,
+                    )
+                )
+                for shown, cells in zip(panels, values, strict=True)
             )
         )
 

@@ -82,6 +82,7 @@ class HeatMap:
         rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".
         values: [rows][columns]; `None` for no value.
         unit: what follows a value, such as "of the way".
+        scale: the value of full colour, which related maps share; by default the largest of this map.
     """
 
     caption: str
@@ -91,6 +92,7 @@ class HeatMap:
     unit: str
     row_axis: str
     column_axis: str
+    scale: int | float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,16 +112,22 @@ class TokenView:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """Attention of chosen queries, in a layer and head that the reader picks.
+    """Attention of chosen queries, in a layer and head that the reader picks; before and after, if there is `after`.
+
+    Texts of packed numbers, one per layer, are those that `kvprobe.report.views.packing` makes.
 
     Attributes:
         tokens: the text of every slot.
         layers, heads: their labels.
         queries: the slots that attend, in order.
-        weights: one text per layer, which `kvprobe.report.views.attention.pack` makes.
+        weights: packed.
         masked, damaged: slots that are crossed out, and slots that are marked.
-        index: [layers][heads], a number beside each head; `None` for no number.
+        index: [layers][heads], a number beside each head; `None` for no number. The largest head is shown first.
         index_name: what that number is.
+        segments: the label of every slot, such as its segment and role; none where empty.
+        values: packed norms of values, by which the reader may weight attention; a 0 is a slot that the head may not
+            see. None where empty: `masked` slots are then hidden from every head.
+        after, values_after: weights and norms of the same queries after an operation on the cache.
     """
 
     caption: str
@@ -132,3 +140,7 @@ class AttentionView:
     damaged: Sequence[int] = ()
     index: Sequence[Sequence[int | float | None]] | None = None
     index_name: str = ""
+    segments: Sequence[str] = field(default_factory=list[str])
+    values: Sequence[str] = field(default_factory=list[str], repr=False)
+    after: Sequence[str] = field(default_factory=list[str], repr=False)
+    values_after: Sequence[str] = field(default_factory=list[str], repr=False)

@@ -1,7 +1,8 @@
 """The page of a run: whole, self-contained, escaped, and readable in a browser without network."""
 
+import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,20 @@ def test_a_page_with_views_holds_each_script_once_and_fetches_nothing(viewed: tu
     assert text.count("var CircuitsVis=") == text.count("function heatMap(") == 1
     (link,) = Collector(viewed[1]).links
     assert str(link).startswith("data:image/png;base64,")
-    assert not re.search(r"url\(|@import|sourceMappingURL", text)
+    assert not re.search(r"url\((?!#)|@import|sourceMappingURL", text)
 
 
 def test_no_text_of_a_view_becomes_markup(viewed: tuple[Study[Settings], Path]):
     tags = Collector(viewed[1]).tags
     scripts = [attributes.get("type") for tag, attributes in tags if tag == "script"]
-    assert sorted(scripts, key=str) == [None, None, None, *["application/json"] * 3, "application/octet-stream;base64"]
+    assert sorted(scripts, key=str) == [
+        None,
+        None,
+        None,
+        None,
+        *["application/json"] * 3,
+        "application/octet-stream;base64",
+    ]
     assert len([tag for tag, _ in tags if tag == "img"]) == 1
     assert not [attributes for _, attributes in tags if any(name.startswith("on") for name in attributes)]
 
@@ -151,10 +159,36 @@ def test_no_text_of_a_view_becomes_markup(viewed: tuple[Study[Settings], Path]):
 @needs_browser
 def test_a_browser_draws_the_views_under_the_pages_policy(viewed: tuple[Study[Settings], Path], tmp_path: Path):
     done = browse(viewed[1], tmp_path / "profile", "--dump-dom")
-    # A map, and the small and the large pattern of one head.
+    # A map; all heads, and one of them small.
     assert done.stdout.count("<canvas") == 3
+    assert done.stdout.count('class="panel"') == 1
     assert done.stdout.count('class="colored-tokens"') == 1
     assert "Content Security Policy" not in done.stderr
+
+
+RELATED = """{% extends "study.html.j2" %}
+{% block results %}
+{{ heat("kl", "layer", "noise", "the KL.", "nats", panel="part") }}
+{{ heat("kl", "layer", "noise", "the KL.", "nats", {"part": ["V", "none"]}, panel="part") }}
+{% endblock %}
+"""
+
+
+def test_related_maps_share_rows_columns_and_scale(tmp_path: Path):
+    study, found = study_with(RELATED, tmp_path / "page"), conclusion()
+    findings = Findings()
+    for part, size in {"K": -0.09, "V": 0.84}.items():
+        findings.number("kl", size, EVIL, layer=0, noise="evil", part=part)
+    findings.number("kl", 0.01, EVIL, layer=1, noise="evil", part="K")
+    page = page_of(study, Settings(), replace(found, findings=findings), tmp_path, drawn=True).path / "report.html"
+    maps = re.findall(
+        r'data-component="HeatMap">.*?<script type="application/json">(.*?)</script>', page.read_text(), re.S
+    )
+    keys, values, alone = (json.loads(props) for props in maps)
+    assert (keys["values"], values["values"]) == ([[-0.09], [0.01]], [[0.84], [None]])
+    assert keys["scale"] == values["scale"] == 0.84
+    assert keys["rows"] == values["rows"] == ["0", "1"]
+    assert (alone["values"], alone["scale"]) == ([[0.84]], None)
 
 
 def test_the_views_of_a_run_make_a_page_of_their_own(viewed: tuple[Study[Settings], Path], tmp_path: Path):

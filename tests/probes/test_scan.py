@@ -12,10 +12,10 @@ from kvprobe.cli import app
 from kvprobe.inference.model import Model
 from kvprobe.probes import card as probe_card
 from kvprobe.probes.card import ProbeInput
-from kvprobe.probes.scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, scan
+from kvprobe.probes.scan import FAR, LEAK, NONE, OTHERWISE, UNPROVEN, VERDICTS, scan
 from kvprobe.report.views.scan import save_scan, scan_lines
 from kvprobe.text.transcript import Transcript
-from tests.browser import browse, needs_browser
+from tests.browser import browse, driven, needs_browser
 from tests.models import llama, tiny_tokenizer
 from tests.probes.made_probes import made_probe
 from tests.refusals import refused
@@ -166,6 +166,35 @@ def test_the_page_shows_the_hidden_text_and_runs_none_of_it(tiny_llama: Model, t
     assert "<s>&lt;/s&gt;&lt;/dd&gt;&lt;script&gt;" in dom
     assert dom.count('class="bars"') == len(scanned.df())
     assert "map-cells" in dom
+
+
+WIDTHS = """
+addEventListener("DOMContentLoaded", () => {
+  const said = [400, 1280].map((width) => {
+    document.body.style.width = `${width}px`;
+    const cut = (cell) => cell.getBoundingClientRect().right > cell.closest(".scroll").getBoundingClientRect().right;
+    const verdicts = [...document.querySelectorAll("td.verdict")];
+    return [verdicts.map((cell) => cell.textContent), verdicts.filter(cut).length, document.body.scrollWidth];
+  });
+  document.body.replaceChildren(JSON.stringify(said));
+});
+"""
+
+
+@needs_browser
+def test_verdicts_are_in_view_on_a_telephone_and_a_desk_and_every_column_is_explained(
+    tiny_llama: Model, tmp_path: Path
+):
+    scanned = scan(
+        tiny_llama, CHAT, ["m1"], [made_probe(tiny_llama, VALUES, scale=10, name="a-rather-long-name-of-it")]
+    )
+    page = save_scan(scanned, tmp_path / "scanned.html").read_text()
+    verdicts = scanned.df()["verdict"].tolist()
+    assert [said[:2] for said in driven(page, WIDTHS, tmp_path)] == [[verdicts, 0], [verdicts, 0]]
+    columns = re.findall(r'<th scope="col">([^<]+)</th>', page.split("What the probes promise")[0])
+    explained = re.findall(r"<dt>([^<]+)</dt><dd>", page)
+    assert set(columns) - {"verdict", "restart reads"} <= set(explained)
+    assert {*VERDICTS, *columns} - {"verdict", "restart reads"} == set(explained)
 
 
 def test_the_lines_of_a_scan_name_every_reading_and_its_verdict(tiny_llama: Model):

@@ -2,10 +2,9 @@
 
 import base64
 import hashlib
-import html
 import json
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvprobe.report import views
 from kvprobe.report.document import HeatMap, TokenView
-from tests.browser import browse, needs_browser
+from tests.browser import driven, needs_browser
 from tests.refusals import refused
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -175,7 +174,7 @@ def test_tokens_take_lists_arrays_and_tensors_alike(kind: Callable[[list[float]]
 def test_a_notebook_gets_the_saved_page_in_a_frame_of_its_own(tmp_path: Path):
     shown = views.tokens(HOSTILE, {"V": range(len(HOSTILE))}, "Shown")
     ((tag, attributes),) = Reader(shown._repr_html_()).tags
-    assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
+    assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts allow-downloads")
     assert attributes["srcdoc"] == shown.save(tmp_path / "page.html").read_text()
 
 
@@ -218,13 +217,7 @@ wait();
 def test_a_browser_shows_tokens_as_text_and_a_map_answers_mouse_and_keys(tmp_path: Path):
     tokens = TokenView("", HOSTILE, ["V"], [[0.5] * len(HOSTILE)])
     page = views.page([GRID, tokens], "Both")
-    may = base64.b64encode(hashlib.sha256(DRIVER.encode()).digest()).decode()
-    page = page.replace("script-src ", f"script-src &#39;sha256-{may}&#39; ", 1)
-    path = tmp_path / "page.html"
-    path.write_text(page.replace("</body>", f"<script>{DRIVER}</script></body>"), encoding="utf-8")
-    done = browse(path, tmp_path / "profile", "--dump-dom")
-    assert "Content Security Policy" not in done.stderr
-    said = json.loads(html.unescape(re.findall(r"<body>(.*)</body>", done.stdout, flags=re.DOTALL)[0]))
+    said = driven(page, DRIVER, tmp_path)
 
     shown = [text.replace("\u2060", "").replace("\xa0", " ") for text in said["tokens"]]
     assert shown == [token.replace("\n", "↵ ").replace("\t", "⇥") for token in HOSTILE]
@@ -248,3 +241,30 @@ def test_a_browser_shows_tokens_as_text_and_a_map_answers_mouse_and_keys(tmp_pat
     assert (red[0, 2], green[0, 2], blue[0, 2]) == (247, 247, 247)
     assert (red[1, 0], green[1, 0], blue[1, 0]) == (5, 48, 97)
     assert red[0, 1] < 200
+
+
+COLOURS = """
+addEventListener("DOMContentLoaded", () => {
+  const said = [...document.querySelectorAll(".map")].map((map) => {
+    const canvas = map.querySelector("canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    return [[...data.slice(0, 3)], map.querySelector(".map-legend").textContent];
+  });
+  document.body.replaceChildren(JSON.stringify(said));
+});
+"""
+
+
+@needs_browser
+def test_maps_on_one_scale_show_equal_values_in_equal_colours(tmp_path: Path):
+    alone = HeatMap("K", ["0"], ["0"], [[-0.09]], "", "layer", "head")
+    related = [replace(alone, scale=0.84), HeatMap("V", ["0"], ["0"], [[0.84]], "", "layer", "head", 0.84)]
+    dark, light, full = driven(views.page([alone, *related], "Three"), COLOURS, tmp_path)
+    assert dark[0] == [103, 0, 31]
+    assert min(light[0]) > 200
+    assert full[0] == [5, 48, 97]
+    assert light[1] == full[1] == "-0.84+0.84 "
+
+
+def test_a_scale_that_a_value_exceeds_is_refused():
+    refused(lambda: views.heat_map(replace(GRID, scale=0.5)), "beyond its scale")

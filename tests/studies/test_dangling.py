@@ -14,7 +14,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
-from kvprobe.report.views.attention import heads_view
+from kvprobe.report.views.patterns import heads_view
 from kvprobe.stats import FEWEST
 from kvprobe.studies import dangling
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP
@@ -58,7 +58,7 @@ def test_a_run_holds_all_arms_and_heads_and_shows_one_conversation(finished: Run
     assert concluded.findings.at("kl", arm=FULL).mean == pytest.approx(0, abs=1e-6)
     assert concluded.findings.at("kl", arm=MASKED).mean > 1e-4
     assert_figures(finished, "went", "rescues")
-    assert (finished.path / "report.html").read_text().count('data-component="AttentionView"') == 2
+    assert (finished.path / "report.html").read_text().count('data-component="AttentionView"') == 1
 
 
 def test_a_turn_in_view_of_all_heads_or_of_none_is_the_full_or_the_masked_run(deep: Model, case: collecting.Case):

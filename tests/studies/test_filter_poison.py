@@ -20,7 +20,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.layers import Component, restored_together
 from kvprobe.report.findings import Findings
-from kvprobe.report.views.attention import heads_view
+from kvprobe.report.views.patterns import heads_view
 from kvprobe.studies import filter_poison
 from kvprobe.studies.filter_poison.collect import STRUCK, cases_of, fault_of, struck_of
 from kvprobe.studies.filter_poison.conclude import KINDS, STREAM, concluded, warnings_of
@@ -63,7 +63,7 @@ def test_every_component_is_restored_in_every_family_and_shown(finished: Run):
     page = (finished.path / "report.html").read_text()
     assert "none can be judged" in answer(STUDY, finished)
     assert (page.count("<img"), page.count('data-component="HeatMap"')) == (4, 3)
-    assert page.count('data-component="AttentionView"') == 2
+    assert page.count('data-component="AttentionView"') == 1
 
 
 def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run, deep: Model):

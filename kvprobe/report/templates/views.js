@@ -1,4 +1,4 @@
-// Replaces the words of every view by a drawing: maps here, attention in attention.js, token views by CircuitsVis.
+// Replaces the words of every view by a drawing: maps here, attention in attention.js and picture.js, token views by CircuitsVis.
 "use strict";
 addEventListener("DOMContentLoaded", () => {
   for (const [number, view] of document.querySelectorAll("[data-component]").entries()) {
@@ -28,21 +28,23 @@ function colour(share) {
   return stops[stop].map((from, channel) => from + (stops[stop + 1][channel] - from) * (place - stop));
 }
 
-function heatMap({ rows, columns, values, unit, rowAxis, columnAxis }, words) {
+// Fires `pick` with a row and a column when a cell is clicked, or Enter pressed. With a `scale` from outside, the legend is that of all maps.
+function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shared, tallest = 480 }, words) {
   const cells = values.flat();
-  const scale = cells.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0) || 1;
+  const scale = shared || cells.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0) || 1;
   const share = (value) => (value === null ? null : value / scale);
   const map = make("div", "map");
 
   const scroll = make("div", "map-scroll", map);
-  const rowStep = labels(scroll, "map-rows", rows, 40);
+  const rowStep = labels(scroll, "map-rows", rows, tallest / 12);
   const frame = make("div", "map-cells", scroll);
   make("div", "map-corner", scroll, `${rowAxis} ↑\n${columnAxis} →`);
   const columnStep = labels(scroll, "map-columns", columns, 72);
   // A label needs 12 pixels, and a cell 3, to be pointed at.
   const [narrowest, lowest] = [Math.max(3, 12 / columnStep), Math.max(3, 12 / rowStep)];
   const width = `min-width: ${narrowest * columns.length}px; max-width: ${48 * columns.length}px`;
-  frame.style.cssText = `${width}; height: ${Math.max(lowest, Math.min(20, 480 / rows.length)) * rows.length}px`;
+  frame.style.cssText = `${width}; height: ${Math.max(lowest, Math.min(20, tallest / rows.length)) * rows.length}px`;
+  scroll.firstElementChild.style.height = frame.style.height;
   scroll.lastElementChild.style.cssText += width;
 
   const canvas = make("canvas", "", frame);
@@ -81,11 +83,14 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis }, words) {
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
   canvas.addEventListener("pointerleave", leave);
+  const pick = () => map.dispatchEvent(new CustomEvent("pick", { detail: [Math.floor(at / columns.length), at % columns.length] }));
+  canvas.addEventListener("click", pick);
   canvas.addEventListener("focus", () => show(Math.floor(at / columns.length), at % columns.length));
   canvas.addEventListener("blur", leave);
   canvas.addEventListener("keydown", (event) => {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     if (event.key === "Escape") leave();
+    if (event.key === "Enter") pick();
     if (!(event.key in moves)) return;
     event.preventDefault();
     const [down, right] = cursor.hidden ? [0, 0] : moves[event.key];
@@ -96,7 +101,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis }, words) {
   });
 
   const legend = make("div", "map-legend", map);
-  const least = cells.some((value) => value < 0) ? -1 : 0;
+  const least = shared || cells.some((value) => value < 0) ? -1 : 0;
   make("span", "", legend, signed(least * scale));
   const ticks = Array.from({ length: 21 }, (_, tick) => `rgb(${colour(least + ((1 - least) * tick) / 20).map(Math.round)})`);
   make("i", "", legend).style.background = `linear-gradient(to right, ${ticks})`;

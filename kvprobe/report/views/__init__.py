@@ -1,11 +1,12 @@
 """Maps, token views and attention as interactive HTML that needs no network and treats tokens as text."""
 
-from kvprobe.report.views.attention import attention_view, heads_view, patterns_view
 from kvprobe.report.views.grids import heat_map, token_view
-from kvprobe.report.views.page import Page, heads, page, render, tokens
+from kvprobe.report.views.page import Page, attention, heads, page, render, tokens
+from kvprobe.report.views.patterns import attention_view, heads_view, patterns_view
 
 __all__ = [
     "Page",
+    "attention",
     "attention_view",
     "heads",
     "heads_view",

@@ -3,20 +3,19 @@
 from collections.abc import Sequence
 
 from kvprobe.attention import attend
-from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
-from kvprobe.report.views.attention import patterns_view, refuse_sizes
-from kvprobe.report.views.page import Page
+from kvprobe.report.views.packing import refuse_sizes
+from kvprobe.report.views.page import Page, attention
 from kvprobe.text.transcript import Transcript
 
 
 def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), last: int | None = None) -> Page:
     """Attention of every token, in every layer and head.
 
-    With `mask`, the tokens are those of the last message and of the header of its answer, and two views show their
-    attention before and after these segments are masked in the cache.
+    With `mask`, the tokens are those of the last message and of the header of its answer, and the page shows their
+    attention before and after these segments are masked in the cache, and the difference.
 
     Args:
         last: show only so many of the last tokens.
@@ -33,20 +32,19 @@ def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), 
     if not 1 <= count <= len(read):
         raise UserError(f"The text has {len(read)} tokens, and last={last} was given; give 1 to {len(read)}.")
     queries = range(len(read) - count, len(read))
-    refuse_sizes(model.geometry.n_layers, model.geometry.n_heads, [start + query for query in queries], len(tokens))
+    sizes = model.geometry.n_layers, model.geometry.n_heads
+    refuse_sizes(*sizes, [start + query for query in queries], len(tokens), 2 if mask else 1)
 
-    shown: dict[str, KVCache | None] = {"": None}
-    if mask:
-        past = model.extend(None, tokens[:start])[0]
-        after = (
-            f"After {', '.join(mask)} was masked: it is crossed out, and no token of the last message attends to it."
-        )
-        shown = {"With all messages visible.": past, after: past.mask(*mask)}
-    views = [
-        patterns_view(attend(model, read, cache, queries=queries), model.tokenizer, caption)
-        for caption, cache in shown.items()
-    ]
-    return Page(views, f"Attention of {model.name}")
+    settings = {"chat": None if isinstance(text, str) else text, "title": f"Attention of {model.name}"}
+    if not mask:
+        return attention(attend(model, read, queries=queries), **settings)
+    past = model.extend(None, tokens[:start])[0]
+    before, after = (attend(model, read, cache, queries=queries) for cache in (past, past.mask(*mask)))
+    caption = (
+        f"Before and after {', '.join(mask)} was masked: it is crossed out, and no token of the last message attends "
+        "to it."
+    )
+    return attention(before, after, caption=caption, **settings)
 
 
 def _final(text: str | Transcript, mask: Sequence[str]) -> str:

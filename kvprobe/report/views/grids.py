@@ -19,6 +19,11 @@ def heat_map(data: HeatMap) -> str:
         UserError: the map is empty, too large, or not a full grid of finite values.
     """
     _check_grid("map", data.values, {"rows": len(data.rows), "columns": len(data.columns)})
+    largest = max((abs(value) for row in data.values for value in row if value is not None), default=0)
+    if data.scale is not None and not largest <= data.scale < math.inf:
+        raise UserError(
+            f"The map has a value of {largest:.4g}, beyond its scale of {data.scale:.4g}; give a larger one."
+        )
     props = {
         "rows": list(data.rows),
         "columns": list(data.columns),
@@ -26,6 +31,7 @@ def heat_map(data: HeatMap) -> str:
         "unit": data.unit,
         "rowAxis": data.row_axis,
         "columnAxis": data.column_axis,
+        "scale": data.scale and _rounded(data.scale),
     }
     return figure(data.caption, component("HeatMap", props, _largest(data)))
 

@@ -1,12 +1,14 @@
 """Pages of views: one file or frame that needs no other, with a policy that keeps the browser from loading anything.
 
 A page carries one copy of the scripts that draw all its views: kvprobe's own, and CircuitsVis' bundle from its wheel
-for token views and attention patterns.
+for token views.
 """
 
 import base64
 import hashlib
 import re
+import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +16,7 @@ from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 from jaxtyping import Float
@@ -23,11 +25,15 @@ from markupsafe import Markup
 from torch import Tensor
 
 from kvprobe.report.document import AttentionView, HeatMap, TokenView
-from kvprobe.report.views.attention import attention_view, heads_view
 from kvprobe.report.views.grids import heat_map, token_view
+from kvprobe.report.views.patterns import attention_view, heads_view, patterns_view
+
+if TYPE_CHECKING:
+    from kvprobe.attention import Patterns
+    from kvprobe.text.transcript import Transcript
 
 Part = HeatMap | TokenView | AttentionView
-HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 60}
+HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 70}
 """Of the frame in a notebook, in rem."""
 
 
@@ -44,12 +50,21 @@ class Page:
         path.write_text(page(self.parts, self.title), encoding="utf-8")
         return path
 
+    def show(self) -> None:
+        """Show the page in the output of a notebook; elsewhere write it to a temporary file, and print its path."""
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if hasattr(shell, "kernel"):
+            sys.modules["IPython"].display.display(self)
+        else:
+            with tempfile.NamedTemporaryFile(prefix="kvprobe-", suffix=".html", delete=False) as file:
+                print(self.save(file.name))
+
     def _repr_html_(self) -> str:
         # A frame separates the styles and scripts of the page from those of the notebook.
         document = escape(page(self.parts, self.title))
         height = max(HEIGHTS[type(part)] for part in self.parts) if self.parts else 24
         style = f"width: 100%; height: {height}rem; border: 0"
-        return f'<iframe sandbox="allow-scripts" srcdoc="{document}" style="{style}"></iframe>'
+        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{document}" style="{style}"></iframe>'
 
 
 def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], title: str = "") -> Page:
@@ -62,6 +77,25 @@ def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], 
     view = TokenView("", list(texts), list(values), layers)
     token_view(view)
     return Page([view], title)
+
+
+def attention(
+    patterns: "Patterns",
+    after: "Patterns | None" = None,
+    *,
+    chat: "Transcript | None" = None,
+    title: str = "",
+    caption: str = "",
+    damaged: Sequence[int] = (),
+    index: Float[np.ndarray | Tensor, "layers heads"] | None = None,
+    index_name: str = "",
+) -> Page:
+    """Attention of `kv.attend`, head by head; with `after`, before and after an operation on the cache, and the change.
+
+    The page opens at the head that changed most. See `kvprobe.report.views.patterns.patterns_view` for the arguments.
+    """
+    marks: dict[str, Any] = {"damaged": damaged, "index": index, "index_name": index_name}
+    return Page([patterns_view(patterns, after, chat=chat, caption=caption, **marks)], title)
 
 
 def heads(
@@ -77,7 +111,7 @@ def heads(
     index: Float[np.ndarray | Tensor, "layers heads"] | None = None,
     index_name: str = "",
 ) -> Page:
-    """Attention in a chosen layer and head, token by token; see `kvprobe.report.views.attention.heads_view`."""
+    """Attention in a chosen layer and head, token by token; see `kvprobe.report.views.patterns.heads_view`."""
     marks: dict[str, Any] = {"masked": masked, "damaged": damaged, "index": index, "index_name": index_name}
     return Page([heads_view(weights, tokens, caption, queries=queries, layers=layers, **marks)], title)
 
@@ -100,10 +134,10 @@ def render(template: str, parts: Sequence[Part], **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("kvprobe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    attention = any(isinstance(part, AttentionView) for part in parts)
-    scripts = [_circuitsvis()] if attention or any(isinstance(part, TokenView) for part in parts) else []
+    kinds = {type(part) for part in parts}
+    scripts = [_circuitsvis()] if TokenView in kinds else []
     scripts += [_script("views.js")] if parts else []
-    scripts += [_script("attention.js")] if attention else []
+    scripts += [_script("picture.js"), _script("attention.js")] if AttentionView in kinds else []
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     return environment.get_template(template).render(

@@ -10,6 +10,23 @@ from kvprobe.report.document import HeatMap, SeenPassage, Table
 from kvprobe.report.views.page import render
 from kvprobe.wording import percent, points
 
+TERMS = {
+    "probe": "a linear classifier that reads one fact about a conversation from the model's state; the last table says "
+    "which, where, and on what it was trained",
+    "reads": "the class that the probe finds most likely, such as a digit or a topic",
+    "probability": "how likely the probe finds that class, calibrated on conversations that it was not trained on",
+    "restart": "the same visible text, read again by the model without the hidden messages, so that it cannot know "
+    "them; the probability of the same class there, and under restart reads the class that is most likely there",
+    "base rate": "how often the class occurred in training",
+    "bits": "the logarithm, to base 2, of the probability over that in the restart: +1 is twice as likely",
+    "needed": "the bits from which nine of ten readings were right in held-out conversations, so one leak in ten names "
+    "a wrong class; – where no number of bits was enough",
+    "distance": "how far the segment lies from the training data, in standard deviations of each feature, and the "
+    "distance that 1 % of held-out conversations exceed",
+    "promised": "how often the probe is right in conversations not used for training, by its card",
+}
+"""The columns of the page's tables."""
+
 
 def save_scan(scan: Scan, path: str | Path) -> Path:
     """Write the page as one HTML file that needs no other."""
@@ -34,6 +51,8 @@ def scan_page(scan: Scan) -> str:
             for segment in dict.fromkeys(row["segment"] for row in rows)
         },
         named=named,
+        model=Path(scan.model).name,
+        terms=TERMS,
         when=_when,
         gain=_gain,
         cards=_cards(scan),
@@ -66,9 +85,10 @@ def scan_lines(scan: Scan) -> list[str]:
     return [*lines, "", scan.answer]
 
 
-def named(row: Any) -> str:
-    """A probe and its place."""
-    return f"{row['probe']}, {row['place']}" if row["place"] else row["probe"]
+def named(row: Any, model: str = "") -> str:
+    """A probe and its place; without the model's name, which is on the page."""
+    probe = row["probe"].removeprefix(f"{model}-")
+    return f"{probe}, {row['place']}" if row["place"] else probe
 
 
 def _gain(bits: float | None) -> str:
@@ -92,8 +112,7 @@ def _map(scan: Scan) -> HeatMap:
     """Bits by segment, and probe and place."""
     table = scan.df()
     columns = [
-        named(row).removeprefix(f"{Path(scan.model).name}-")
-        for row in table.drop_duplicates(["probe", "place"]).to_dict("records")
+        named(row, Path(scan.model).name) for row in table.drop_duplicates(["probe", "place"]).to_dict("records")
     ]
     segments = list(dict.fromkeys(table["segment"]))
     values = table["bits"].to_numpy().reshape(len(segments), len(columns))

@@ -12,7 +12,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, passages_of
 from kvprobe.report.findings import Findings
-from kvprobe.report.views.attention import patterns_view
+from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, cases_of, read
 from kvprobe.studies.dangling.config import Config
@@ -71,7 +71,7 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
     shown = {
         "chat": [vars(passage) for passage in chat],
         "layers": model.geometry.n_layers,
-        "views": [vars(view) for view in example(model, config, findings)],
+        "views": [vars(example(model, config, findings))],
     }
     return concluded(findings, shown)
 
@@ -174,18 +174,18 @@ def warnings_of(findings: Findings) -> Iterator[str]:
         )
 
 
-def example(model: Model, config: Config, findings: Findings) -> Iterator[AttentionView]:
+def example(model: Model, config: Config, findings: Findings) -> AttentionView:
     """One conversation before and after, in the layers with the most dangling heads."""
     case = cases_of(config, model)[0]
     mass = findings.frame("head_mass").pivot(index="layer", columns="head", values="mean")
     layers = sorted(mass.max(axis=1).nlargest(SHOWN).index)
-    captions = {
-        FULL: f"Conversation {case.name} with everything in view.",
-        MASKED: "The same with the turn hidden: struck through, and seen by no token of the question and the reply.",
-    }
     caches = arms_of(model, model.prefill(case.prompt))
-    for arm, caption in captions.items():
-        patterns = read(model, caches[arm], case).of_layers(layers)
-        index = mass.loc[layers].to_numpy(float)
-        name = "attention on the hidden turn"
-        yield patterns_view(patterns, model.tokenizer, caption, index=index, index_name=name)
+    before, after = (read(model, caches[arm], case).of_layers(layers) for arm in (FULL, MASKED))
+    return patterns_view(
+        before,
+        after,
+        caption=f"Conversation {case.name} with everything in view, and with the turn hidden: struck through, and seen "
+        "by no token of the question and the reply.",
+        index=mass.loc[layers].to_numpy(float),
+        index_name="attention on the hidden turn, mean over conversations",
+    )

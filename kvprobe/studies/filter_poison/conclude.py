@@ -1,7 +1,7 @@
 """From maps to findings: which components may be called filter or poison, and whether heads with a high or low index on
 some conversations have it on others."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -18,7 +18,7 @@ from kvprobe.layers import by_chance, verdicts
 from kvprobe.layers.layer_map import LEAST
 from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
-from kvprobe.report.views.attention import patterns_view
+from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
 from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
 from kvprobe.studies.filter_poison.config import Config
@@ -52,7 +52,7 @@ BEYOND_ONE = Ratio(name="beyond_one", of="beyond", by=("family", "sort"), where=
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run, and the attention of an example."""
     conclusion = concluded(tables, config)
-    views = [asdict(view) for view in views_of(model, config, conclusion.findings)]
+    views = [asdict(view_of(model, config, conclusion.findings))]
     return replace(conclusion, facts={**conclusion.facts, "views": views})
 
 
@@ -227,7 +227,7 @@ def warnings_of(findings: Findings, prompts: int) -> Iterator[str]:
             )
 
 
-def views_of(model: Model, config: Config, findings: Findings) -> Sequence[AttentionView]:
+def view_of(model: Model, config: Config, findings: Findings) -> AttentionView:
     """One conversation read with its cache whole and damaged, in the layers whose heads matter most, index beside each
     head."""
     heads = findings.where("index", kind="head")
@@ -237,16 +237,14 @@ def views_of(model: Model, config: Config, findings: Findings) -> Sequence[Atten
     layers = sorted(table.abs().max(axis=1).nlargest(SHOWN).index)
     case = cases_of(config, model)[0]
     _, clean, damaged = damages(model, config, case)[0]
-    found = []
-    for cache, caption in ((clean, "as it was read"), (damaged, "with the first kind of damage, its slots marked")):
-        found.append(
-            patterns_view(
-                attend(model, case.suffix, cache, queries=range(len(case.suffix)), layers=layers),
-                model.tokenizer,
-                f"Conversation {case.name}, {caption}.",
-                damaged=struck_of(clean, cache).tolist(),
-                index=table.loc[layers].to_numpy(float),
-                index_name="causal index π, mean of families",
-            )
-        )
-    return found
+    before, after = (
+        attend(model, case.suffix, cache, queries=range(len(case.suffix)), layers=layers) for cache in (clean, damaged)
+    )
+    return patterns_view(
+        before,
+        after,
+        caption=f"Conversation {case.name} as it was read, and with the first kind of damage, its slots marked.",
+        damaged=struck_of(clean, damaged).tolist(),
+        index=table.loc[layers].to_numpy(float),
+        index_name="causal index π, mean of families",
+    )
