@@ -146,8 +146,9 @@ class _Page:
             where: the other keys; one of several values, where a list is given.
             panel: the key with a map for each of its values.
         """
-        given = (where or {}).items()
-        keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given}
+        keys: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in (where or {}).items()
+        }
         along, across = (self.findings.values(name, key, **keys) for key in (rows, columns))
         panels = [{panel: value} for value in self.findings.values(name, panel, **keys)] if panel else [{}]
         maps = [
