@@ -1,13 +1,13 @@
 """The question that everyone has first: what does the model say after messages were hidden, and what still shows?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
 
 from kvprobe.attention import attend, dangling
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -76,6 +76,10 @@ class Comparison(Brief):
     replies: Mapping[str, Reply]
     attention: pd.DataFrame = field(repr=False)
     left_out: str = ""
+
+    def _facts(self) -> Iterable[str]:
+        yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question, 80)}"
+        yield from (f"{arm} {brief(reply.text, 60)}" for arm, reply in self.replies.items())
 
     def _table(self) -> Table:
         return frame_table(self.df())

@@ -61,7 +61,9 @@ class PatchMap(Brief):
         return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
 
     def _table(self) -> Table:
-        return frame_table(self.df())
+        """The cells, those of the largest effect first."""
+        table = self.df()
+        return frame_table(table.loc[table["effect"].abs().sort_values(ascending=False, kind="stable").index])
 
     @cached_property
     def texts(self) -> tuple[str, ...]:

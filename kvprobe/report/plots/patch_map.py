@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvprobe.report.plots.style import heat, styled
+from kvprobe.report.plots.style import heat, shown_once, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvprobe.patching.maps import PatchMap
 
 
+@shown_once
 def patching(patched: "PatchMap", rows: str, columns: str, value: str = "normalised") -> "Figure":
     """Heat maps of a `kvprobe.patch_sweep` result over two axes of its grid: one for each part (K, V), on one
     scale around zero."""
