@@ -28,12 +28,17 @@ ARM_COLOURS = {
 @contextmanager
 def styled() -> Iterator[None]:
     """The style of kvprobe's figures, within a `with` block."""
+    import matplotlib as mpl
     import matplotlib.pyplot as plt
     import seaborn as sns
 
     settings: Any = {"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8.5, "lines.linewidth": 1.5}
     with sns.axes_style("ticks"), plt.rc_context(settings):
         yield
+        interactive = plt.isinteractive()
+    # The first figure of a notebook loads its backend, which turns interactive mode on; without that mode, the figures
+    # that a user draws afterwards would not be shown.
+    mpl.interactive(interactive)
 
 
 def shown_once(draw: "Callable[Arguments, Figure]") -> "Callable[Arguments, Figure]":
