@@ -3,7 +3,7 @@
 #
 # A message can be hidden from a model after it was read. The messages after it stay in the cache, and they were
 # computed while it was in view. This notebook hides the message with a gate code, asks for the code in four ways, and
-# measures whether the cache still holds it.
+# measures whether the cache remembers which code it was.
 
 # %%
 import matplotlib.pyplot as plt
@@ -82,12 +82,12 @@ asked_of = {
     "everything in view": np.array([log_probabilities(cache) for cache in full]),
     "code masked": np.array([log_probabilities(cache.mask("code")) for cache in full]),
 }
-figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
 for axis, (name, values) in zip(axes, asked_of.items(), strict=True):
-    sns.heatmap(values, ax=axis, cmap="Blues", vmin=-20, vmax=0, xticklabels=codes, yticklabels=codes)
-    axis.set(title=f"{name}: log-probability, nats", xlabel="code asked for")
-_ = axes[0].set_ylabel("code in the cache")
-
+    sns.heatmap(values, ax=axis, cmap="Blues", vmin=-20, vmax=0, xticklabels=codes, yticklabels=codes, square=True)
+    axis.tick_params(axis="x", rotation=90)
+    axis.set(title=f"{name}: log-probability, nats", xlabel="code asked for", ylabel="code in the cache")
+    axis.label_outer()
 # %%
 for name, values in asked_of.items():
     own = values.diagonal()

@@ -87,10 +87,12 @@ found.use.groupby("condition", sort=False)[["margin", "token_accuracy"]].mean().
 kv.probe(model, design, at="reply", hide=["secret"], families=["v"], folds=4, permutations=19)
 
 # %% [markdown]
-# **Reading.** The animal can be read from the values of `recall`, in conversations that the probe has never seen, too.
-# The model makes little use of it: its margin is a small part of what it is with everything in view, and it seldom
-# names the right animal. Where nothing can have leaked, nothing is detected.
+# **Reading.** The animal can be read from the values of `recall` in known conversations, and along directions that
+# conversations share. For conversations that the probe has never seen, ten contexts barely decide it. The model makes
+# little use of it: its margin is a small part of what it is with everything in view, and it names the right animal no
+# more often than after a restart. Where nothing can have leaked, nothing is detected.
 #
-# **Limits.** Ten contexts and forty conversations of one wording give wide intervals. A probe that succeeds does not
+# **Limits.** Ten contexts and forty conversations of one wording give wide intervals, and on another machine a floor
+# may differ by a conversation or two. A probe that succeeds does not
 # prove use, and one that fails does not prove absence. `kvprobe run leakage` and `kvprobe run use` ask the same of many
 # conversations. To start from here, replace `conversation`, `jobs` and `pets` by your own.

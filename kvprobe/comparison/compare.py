@@ -78,8 +78,8 @@ class Comparison(Brief):
     left_out: str = ""
 
     def _facts(self) -> Iterable[str]:
-        yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question, 80)}"
-        yield from (f"{arm} {brief(reply.text, 60)}" for arm, reply in self.replies.items())
+        yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
+        yield f"{len(self.replies)} replies"
 
     def _table(self) -> Table:
         return frame_table(self.df())

@@ -62,8 +62,7 @@ class PatchMap(Brief):
 
     def _table(self) -> Table:
         """The cells, those of the largest effect first."""
-        table = self.df()
-        return frame_table(table.loc[table["effect"].abs().sort_values(ascending=False, kind="stable").index])
+        return frame_table(self.df().iloc[np.argsort(-np.abs(self.effect), kind="stable")])
 
     @cached_property
     def texts(self) -> tuple[str, ...]:

@@ -81,12 +81,12 @@ class Probing(Brief):
 
     def _html(self) -> str:
         claims = "".join(f"<p>{escape(claim(self, split))}</p>" for split in self.picks)
-        return claims + table_html(("split", "reading", "accuracy", "retained above it"), self._rows())
+        readings = dict.fromkeys(reading for _, reading in self.right)
+        rows = ([name, *(self._accuracy(split, name) for split in self.picks)] for name in readings)
+        return claims + table_html(("accuracy", *self.picks), rows)
 
-    def _rows(self) -> Iterable[tuple[str, ...]]:
-        for split, reading in self.right:
-            lead = "" if reading == "retained" else points(self.reading(split, reading, "lead"))
-            yield split, reading, percent(self.reading(split, reading)), lead
+    def _accuracy(self, split: str, reading: str) -> str:
+        return percent(self.reading(split, reading)) if (split, reading) in self.right else ""
 
     def df(self) -> pd.DataFrame:
         """The table of all sites."""

@@ -33,11 +33,10 @@ def replies(comparison: "Comparison") -> "Figure":
             annot=True,
             fmt=".2f",
             annot_kws={"size": 7},
-            xticklabels=tokens,
             yticklabels=list(arms),
             cbar_kws={"label": "probability"},
         )
         axis.tick_params(length=2)
-        axis.tick_params(axis="x", rotation=45)
+        axis.set_xticks(axis.get_xticks(), tokens, rotation=45, ha="right", rotation_mode="anchor")
         axis.tick_params(axis="y", rotation=0)
     return figure
