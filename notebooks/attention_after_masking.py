@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 import kvprobe as kv
-from kvprobe.stats import estimate
+from kvprobe.stats import SHARE, estimate
 
 model = kv.load("smollm2-135m")
 lead = "<|im_start|>user\nWhat is the gate code?<|im_end|>\n<|im_start|>assistant\nThe gate code is "
@@ -96,7 +96,7 @@ answered = pd.DataFrame(rows).T
 # %%
 figure, axis = plt.subplots(figsize=(5, 2.6), layout="constrained")
 for place, name in enumerate(answered):
-    value = estimate(answered[name].to_numpy(), within=(0, 1))
+    value = estimate(answered[name].to_numpy(), within=SHARE)
     axis.plot(answered[name], [place + 0.18] * len(answered), "|", color="0.5")
     axis.plot(value.ends, [place] * 2, color="#0072b2")
     axis.plot(value.mean, place, "o", color="#0072b2")

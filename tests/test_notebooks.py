@@ -74,6 +74,7 @@ def _is_same_word(one: str, other: str) -> bool:
 def test_a_notebook_runs_and_its_reading_and_outputs_hold(
     notebook: Path, namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
+    plt.close("all")
     for number, cell in enumerate(cells_of(notebook)):
         if cell.cell_type == "code":
             value = run_code(cell.source, f"{notebook.name}, cell {number}", namespace)
