@@ -3,7 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvprobe.experiments.presets import presets
+from kvprobe.experiments.durations import Duration, durations
+from kvprobe.experiments.presets import Preset, presets
+from kvprobe.experiments.settings import digest_of, from_mapping
+from kvprobe.extensions import extensions, package
 from kvprobe.files import read_yaml
 from kvprobe.models.catalogue import NAMED_MODELS
 from kvprobe.shipped import shipped
@@ -13,13 +16,16 @@ from kvprobe.studies import STUDIES
 def known() -> dict[str, list[dict[str, Any]]]:
     """All of it as plain data, by kind."""
     return {
-        "studies": [{"name": study.name, "question": study.question} for study in STUDIES.values()],
+        "studies": [
+            *({"name": study.name, "question": study.question} for study in STUDIES.values()),
+            *({"name": name, "question": f"(of {package(point)})"} for name, point in extensions("studies").items()),
+        ],
         "presets": [
             {
                 "name": preset.name,
                 "study": preset.study,
                 "settings": dict(preset.settings),
-                "minutes": preset.minutes or None,
+                "took": (took := duration_of(preset)) and took.record(),
             }
             for preset in presets().values()
         ],
@@ -34,15 +40,21 @@ def known() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def duration_of(preset: Preset) -> Duration | None:
+    """What a preset took when it was measured; None if it was not, or has changed since."""
+    study = STUDIES[preset.study]
+    return durations().get(digest_of(study.name, from_mapping(study.config, preset.settings)))
+
+
 def lines(entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """The same for people."""
     yield "studies"
     yield from (f"  {study['name']:24}{study['question']}" for study in entries["studies"])
     yield "\npresets (kvprobe run NAME)"
     for preset in entries["presets"]:
-        minutes = f"about {preset['minutes']:g} min" if preset["minutes"] else ""
+        took = Duration.from_record(preset["took"]) if preset["took"] else "not measured"
         settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
-        yield f"  {preset['name']:24}{preset['study']}: {settings}; {minutes}"
+        yield f"  {preset['name']:24}{preset['study']}: {settings}; {took}"
     yield "\nmodels (or any hub id, local folder or .gguf file)"
     for model in entries["models"]:
         yield f"  {model['name']:24}{model['title']}; {model['licence']}; {model['megabytes']} MB"

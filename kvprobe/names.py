@@ -1,9 +1,14 @@
 """Names and values in sentences: unknown names with their near matches; operators, errors and plain data in short."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -15,6 +20,19 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     if not known:
         return f"There is no {kind} called {name!r}; there are none here."
     return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known))}."
+
+
+def near_keywords(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, with near matches in the TypeError for a keyword that it does not have (as of Python 3.13 on)."""
+    known = list(signature(function).parameters)
+
+    @wraps(function)
+    def called(*args: Given.args, **keywords: Given.kwargs) -> Result:
+        if wrong := next((name for name in keywords if name not in known), None):
+            raise TypeError(f"{function.__qualname__}: {unknown('argument', wrong, known)}")
+        return function(*args, **keywords)
+
+    return called
 
 
 def short_repr(operator: Any) -> str:

@@ -111,7 +111,7 @@ def interval(
         comparisons: number of intervals among which a claim is chosen; all of them together exclude the truth in at
             most 5 % of cases (Bonferroni).
         weights: how much each cluster counts, all alike by default. Of clusters that count differently, fewer decide:
-            the degrees of freedom, and what few clusters hide of their skewness, are those of the `effective` number.
+            the degrees of freedom are those of the `effective` number.
     """
     estimate, pseudo = np.asarray(estimate, float), pseudo_values(estimate, replicates)
     count = pseudo.shape[-1]
@@ -119,17 +119,19 @@ def interval(
         missing = np.full(estimate.shape, nan)
         return missing, missing.copy()
     equal = count if weights is None else effective(weights)
-    quantile = stdtrit(np.maximum(1.0, equal - 1), 1 - 0.025 / comparisons)
+    quantile, quantile_of_all = (stdtrit(np.maximum(1.0, many - 1), 1 - 0.025 / comparisons) for many in (equal, count))
     deviations = pseudo - pseudo.mean(-1, keepdims=True)
     variance = (deviations**2).mean(-1) * count / (count - 1)
     alike = variance <= (1e-12 * np.maximum(1.0, np.abs(estimate))) ** 2
     spread = np.sqrt(np.where(alike, 1.0, variance))
     third = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2))
     limited = bool(np.isfinite(within).all())
-    hidden = 1.5 if limited else 1 + 40 / equal
-    shift = hidden * (1 / 6 + quantile**2 / 3) * third / (spread**2 * count)
+    hidden = 1.5 if limited else 1 + 40 / count
+    shift = hidden * (1 / 6 + quantile_of_all**2 / 3) * third / (spread**2 * count)
     half = quantile * spread / np.sqrt(count)
-    by_chance = np.where(limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile**2 / (count + quantile**2), 0.0)
+    by_chance = np.where(
+        limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile_of_all**2 / (count + quantile_of_all**2), 0.0
+    )
     below, above = (np.where(alike, by_chance, half + np.maximum(0, side * shift)) for side in (-1, 1))
     return np.asarray(np.maximum(estimate - below, within[0])), np.asarray(np.minimum(estimate + above, within[1]))
 

@@ -1,6 +1,7 @@
 """The command line as a person meets it, in a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,27 @@ def test_help_imports_nothing_heavy(arguments: list[str]):
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path):
+    said = kvprobe("run", "leakage-quick", "--dry-run", "--out", str(tmp_path / "runs"), "--seed", "3").stdout
+    assert "leakage would run with these settings:" in said
+    assert "  seed: 3" in said
+    assert "  samples: 192" in said
+    assert not list(tmp_path.iterdir())
+    assert kvprobe("run", "leakage-quick", "--dry-run", "--samples", "0").returncode == 2
+
+
+def test_the_shell_completes_commands_and_presets(tmp_path: Path):
+    """As a user of bash: installed once, then asked by the Tab key."""
+    place = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", "--install-completion"]
+    done = subprocess.run(command, env=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (script,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.name == "kvprobe"]
+    asked = f"source {script}; COMP_WORDS=(kvprobe run leakage-q); COMP_CWORD=2; _kvprobe; echo ${{COMPREPLY[@]}}"
+    replied = subprocess.run(["bash", "-c", asked], env=place, capture_output=True, text=True, check=False)
+    assert replied.stdout.split() == ["leakage-quick"], replied.stderr
 
 
 def test_ls_shows_studies_presets_and_models():

@@ -23,7 +23,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
-from kvprobe.names import unknown
+from kvprobe.names import near_keywords, unknown
 
 PositionMode = Literal["gapped", "contiguous", "naive"]
 """Positions of slots after others were removed: as before, counted anew, or counted anew without rotating keys."""
@@ -105,6 +105,7 @@ class KVCache(Brief):
         """Layers, KV heads, and numbers in a key and in a value."""
         return self.n_layers, self.n_kv_heads, self.keys[0].shape[3], self.values[0].shape[3]
 
+    @near_keywords
     def mask(
         self,
         *segments: str,
@@ -132,6 +133,7 @@ class KVCache(Brief):
             hidden = hidden & where
         return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
 
+    @near_keywords
     def evict(self, *segments: str, slots: Slots | None = None) -> "KVCache":
         """Remove slots and free their memory; the other slots keep their positions.
 

@@ -21,6 +21,7 @@ app.command(runs_app)
 app.command(list_everything, name="ls")
 for command in (compare, attend, scan, budget, doctor, report, view, publish, new):
     app.command(command)
+app.register_install_completion_command(help="Let the shell (bash, zsh, fish) complete commands, presets and flags.")
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        if arguments[:1] == ["run"]:
+        if arguments[:1] in (["run"], ["--install-completion"]):
             add_run_commands(arguments)
         app(arguments, exit_on_error=False, print_error=False)
     except BrokenPipeError:

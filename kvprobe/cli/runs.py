@@ -9,6 +9,7 @@ from cyclopts import App, Group, Parameter
 from kvprobe.cli.flags import StudyFile, whole, whole_numbers
 from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
+from kvprobe.extensions import extensions
 from kvprobe.studies import STUDIES, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
@@ -28,6 +29,8 @@ def add_run_commands(arguments: list[str]) -> None:
         runnable[named] = read_preset(Path(named))
     if named.endswith(".py"):
         runnable[named] = Preset(named, named, {}, find(named).question)
+    if named not in runnable and named in extensions("studies"):
+        runnable[named] = Preset(named, named, {}, find(named).question)
     for name, preset in runnable.items():
         _add_run_command(name, preset)
 
@@ -41,8 +44,14 @@ def _add_run_command(command: str, preset: Preset) -> None:
         config: Any = None,
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
+        dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
+        if dry_run:
+            from kvprobe.experiments.durations import plan
+
+            print("\n".join(plan(study.name, chosen, out, name)))
+            return
         directory = study.run(chosen, out, name)
         print(f"\n{study.answer(directory)}\n\nReport: {directory.path / 'report.html'}")
 

@@ -13,6 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.readable import require_type
+from kvprobe.names import near_keywords
 from kvprobe.text.tokens import GENERATED, Tokens
 from kvprobe.text.transcript import Transcript
 
@@ -113,6 +114,7 @@ class Comparison(Brief):
         return "\n".join(lines)
 
 
+@near_keywords
 def compare(
     model: Model,
     chat: Transcript | Sequence[Mapping[str, str]],

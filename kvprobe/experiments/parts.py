@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.files import read_table
+from kvprobe.progress import Bar
 
 Case = TypeVar("Case")
 
@@ -28,10 +28,14 @@ def write_parts(
         write: writes the part of a case.
         doing, unit: what the progress bar says.
     """
-    return [
-        run.write_part(f"{place:05d}-{name}", lambda path, case=case: write(case, path))
-        for place, case in enumerate(tqdm(cases, desc=doing, unit=unit))
-    ]
+    paths = [run.part(f"{place:05d}-{name}") for place in range(len(cases))]
+    there = sum(path.is_file() for path in paths)
+    with Bar(total=len(cases), initial=there, desc=doing, unit=unit) as bar:
+        for path, case in zip(paths, cases, strict=True):
+            missing = not path.is_file()
+            run.write_part(path.name, lambda path, case=case: write(case, path))
+            bar.update(missing)
+    return paths
 
 
 def table_parts(

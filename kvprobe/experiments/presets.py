@@ -1,7 +1,7 @@
 """Presets: the YAML files of `analyses/`, which ship with kvprobe, and those that a user writes.
 
 A file names its study and the settings that differ from the study's defaults, and says what it asks (`question`),
-where the question comes from (`source`) and how long it takes (`minutes`). A run's own `config.yaml` is one.
+and where the question comes from (`source`). A run's own `config.yaml` is one.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from kvprobe.files import read_yaml
 from kvprobe.names import unknown
 from kvprobe.shipped import shipped
 
-_KEYS = ("study", "settings", "question", "source", "minutes")
+_KEYS = ("study", "settings", "question", "source")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Preset:
     settings: Mapping[str, Any]
     question: str = ""
     source: str = ""
-    minutes: float | None = None
 
 
 @cache
@@ -50,12 +49,10 @@ def read_preset(path: Path) -> Preset:
     named = isinstance(settings, dict) and all(isinstance(key, str) for key in settings)
     if not isinstance(content.get("study"), str) or not named:
         raise UserError(f"{path} must name its 'study' and may hold a mapping of 'settings'.")
-    minutes = content.get("minutes")
     return Preset(
         name=path.stem,
         study=content["study"],
         settings=settings,
         question=str(content.get("question", "")).strip(),
         source=str(content.get("source", "")).strip(),
-        minutes=float(minutes) if isinstance(minutes, int | float) else None,
     )

@@ -1,5 +1,6 @@
 """How every declared study runs: measure what is missing, conclude, draw, write the report."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -7,11 +8,14 @@ from typing import TypeVar
 import pandas as pd
 
 from kvprobe.experiments.begin import begin
+from kvprobe.experiments.durations import TIMING, Duration, durations, peak_bytes
 from kvprobe.experiments.page import write_page
-from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.runs import MACHINE, Run
+from kvprobe.experiments.settings import Settings, digest_of
 from kvprobe.experiments.study import Study
+from kvprobe.files import write_whole
 from kvprobe.inference.model import Model
+from kvprobe.progress import watched
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import save
 
@@ -37,17 +41,23 @@ def run_study(
     """
     if model is not None:
         config = replace(config, model=model.name)
-    inputs = {**study.inputs(config), **study.measuring}
-    model, run = begin(study.name, config, root, name, inputs, model)
-    # What a user's study concludes may have changed since it was measured.
-    if not run.finished or not study.ships:
-        rows = run.tables() if run.finished else study.collect(model, config, run)
-        if not run.finished:
-            for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():
-                run.save_table(name, table)
-        conclusion = study.conclude(rows, config, model)
-        draw(study, conclusion.findings, model.name, run.path / "figures")
-        run.finish(conclusion.record())
+    measured = durations().get(digest_of(study.name, config))
+    with watched(measured and measured.timing) as clock:
+        inputs = {**study.inputs(config), **study.measuring}
+        model, run = begin(study.name, config, root, name, inputs, model)
+        # What a user's study concludes may have changed since it was measured.
+        if not run.finished or not study.ships:
+            resumed = (run.path / "parts").is_dir()
+            rows = run.tables() if run.finished else study.collect(model, config, run)
+            if not run.finished:
+                for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():
+                    run.save_table(name, table)
+            conclusion = study.conclude(rows, config, model)
+            draw(study, conclusion.findings, model.name, run.path / "figures")
+            if not (run.finished or resumed):
+                took = Duration(study.name, "", MACHINE, peak_bytes(), clock.timing)
+                write_whole(run.path / TIMING, json.dumps(took.record()))
+            run.finish(conclusion.record())
     write_page(study, run)
     return run
 

@@ -1,6 +1,5 @@
 """A run is a directory: what was asked, on what it ran, what came out. An interrupted run resumes."""
 
-import hashlib
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ import pandas as pd
 import yaml
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings, as_mapping
+from kvprobe.experiments.settings import Settings, as_mapping, digest_of
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import differing
 from kvprobe.report.findings import Findings
@@ -29,6 +28,8 @@ the second had its numbers in another shape."""
 MOST_BYTES = 2**28
 """Of a JSON file of a run that is read at all."""
 PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
+
+MACHINE = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
@@ -78,8 +79,7 @@ class Run:
                 f"and choose the folder with --out."
             )
         settings = {"study": study, "settings": as_mapping(config)}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        run = cls(root / (name or f"{study}-{digest}"))
+        run = cls(root / (name or f"{study}-{digest_of(study, config)}"))
         environment = _environment(model, device, settings, inputs or {})
         if (run.path / "config.yaml").is_file():
             wrong = run._mismatch(settings, environment)
@@ -247,7 +247,7 @@ def _environment(model: str, device: str, settings: Mapping[str, Any], inputs: M
         "device": device,
         "seed": settings["settings"].get("seed"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "machine": MACHINE,
     }
 
 

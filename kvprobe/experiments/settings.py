@@ -1,5 +1,7 @@
 """One dataclass is the Python API, the YAML schema and the command-line flags of a study."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -76,6 +78,12 @@ def as_mapping(config: Settings) -> dict[str, Any]:
     """The settings as YAML and JSON hold them, with lists for tuples; `from_mapping` reads them back."""
     values = {name: getattr(config, name) for name in types_of(type(config))}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def digest_of(study: str, config: Settings) -> str:
+    """Eight hexadecimal digits that tell these settings of a study from others."""
+    settings = {"study": study, "settings": as_mapping(config)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _typed(name: str, kind: Any, value: Any) -> Any:

@@ -17,6 +17,7 @@ import pandas as pd
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
+from kvprobe.extensions import extensions
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
@@ -171,8 +172,8 @@ class Study(Generic[Config]):
 
     @property
     def command(self) -> str:
-        """What `kvprobe run` calls it: a study that is not kvprobe's own is a file of its name."""
-        return self.name if self.ships else f"{self.name}.py"
+        """What `kvprobe run` calls it: a study that neither ships nor was added by a package is a file of its name."""
+        return self.name if self.ships or self.name in extensions("studies") else f"{self.name}.py"
 
     @property
     def measuring(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve_folder
 from kvprobe.models.unproved import Lane
+from kvprobe.names import near_keywords
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.text.tokens import Tokens
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
 
 
+@near_keywords
 def load(
     source: Any = "smollm2-135m",
     *,
@@ -159,6 +161,7 @@ class Model(Brief):
         )
         return replace(needed, config=replace(needed.config, name=self.name))
 
+    @near_keywords
     def prefill(
         self,
         text: Readable,
@@ -207,6 +210,7 @@ class Model(Brief):
         require_type("The cache", start, (KVCache, Scene), "a KVCache, or what Model.watch returned")
         return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
 
+    @near_keywords
     def extend(
         self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
     ) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
@@ -218,6 +222,7 @@ class Model(Brief):
         """
         return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits)
 
+    @near_keywords
     def generate(
         self,
         start: KVCache | Readable,
@@ -267,6 +272,7 @@ class Model(Brief):
         require_type("The cache", cache, KVCache, "a KVCache, such as Model.prefill returns")
         return as_seen(self.lanes, cache)
 
+    @near_keywords
     def sweep(
         self,
         start: KVCache | Readable,
@@ -319,6 +325,7 @@ class Model(Brief):
             done=done,
         )
 
+    @near_keywords
     def capture(
         self,
         text: Readable,

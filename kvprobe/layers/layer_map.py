@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
@@ -20,9 +19,11 @@ from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
+from kvprobe.names import near_keywords
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL
 from kvprobe.patching.reader import suffixes
+from kvprobe.progress import Bar
 from kvprobe.text.tokens import Tokens
 
 LEAST = 1e-4
@@ -73,6 +74,7 @@ class LayerMap(Brief):
         return frame.assign(damage=self.damage, restored=self.restored, noised=self.noised, pi=self.pi)
 
 
+@near_keywords
 def layer_map(
     model: Model,
     clean: KVCache,
@@ -109,7 +111,7 @@ def layer_map(
     drops = [(Component("attn", layer), Component("mlp", layer)) for layer in range(shape.n_layers)]
     kl_from_clean = KL(kept).to(clean_run.logits)
     count = len(groups) + len(blocks) + len(drops)
-    with tqdm(total=count, desc="Restoring", unit="row", disable=not progress) as bar:
+    with Bar(total=count, desc="Restoring", unit="row", disable=not progress) as bar:
 
         def kls(reading: Suffix, groups: Sequence[tuple[Component, ...]], other: Outputs) -> list[float]:
             """KL(clean ‖ reading with each group's outputs replaced by another run's)."""

@@ -23,7 +23,7 @@ from kvprobe.memory.weights import active
 from kvprobe.memory.weights import weights as weights_of
 from kvprobe.memory.widths import widths_of
 from kvprobe.memory.written import plan_of
-from kvprobe.names import unknown
+from kvprobe.names import near_keywords, unknown
 
 
 class Budget(Needs):
@@ -43,6 +43,7 @@ class Budget(Needs):
         return "\n".join(lines(self))
 
 
+@near_keywords
 def budget(
     model: str | os.PathLike[str] | Mapping[str, Any],
     *,

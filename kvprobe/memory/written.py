@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from kvprobe.cache.slots import Evicts, Plan, Rounds
 from kvprobe.errors import UserError
+from kvprobe.extensions import extension, extensions
 from kvprobe.names import unknown
 
 if TYPE_CHECKING:
@@ -88,9 +89,11 @@ def kinds() -> "Mapping[str, type[Policy]]":
 def _policy(node: ast.expr, text: str) -> "Policy":
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise UserError(_unreadable(text))
-    name, known = node.func.id, kinds()
+    name, known = node.func.id, dict(kinds())
     if name not in known:
-        raise UserError(unknown("policy", name[:40], known))
+        if name not in (added := extensions("policies")):
+            raise UserError(unknown("policy", name[:40], [*known, *added]))
+        known[name] = _added(name)
     taken = [field for field in fields(known[name]) if field.init]
     in_order = [field.name for field in taken if not field.kw_only]
     if len(node.args) > len(in_order):
@@ -113,6 +116,16 @@ def _policy(node: ast.expr, text: str) -> "Policy":
     return known[name](
         **{setting: _value(name, setting, hints[setting], node, text) for setting, node in settings.items()}
     )
+
+
+def _added(name: str) -> "type[Policy]":
+    """The policy that another package added under this name."""
+    from kvprobe.policies import Policy
+
+    kind = extension("policies", name)
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise UserError(f"The entry point {name!r} of kvprobe.policies must be a class of policies.")
+    return kind
 
 
 def _value(name: str, setting: str, hint: Any, node: ast.expr, text: str) -> Any:

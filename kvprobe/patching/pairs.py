@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
@@ -20,6 +20,7 @@ from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.patching.plan import Reads
 from kvprobe.patching.rows import ROWS
+from kvprobe.progress import Bar
 from kvprobe.stats import Estimate, ratio
 from kvprobe.text.tokens import Tokens
 
@@ -67,6 +68,7 @@ class PairMaps(Brief):
         return summarise(self.table, by)
 
 
+@near_keywords
 def patch_pairs(
     model: Model,
     pairs: Sequence[Pair],
@@ -87,7 +89,7 @@ def patch_pairs(
     if not pairs:
         raise UserError("There are no pairs to patch; give at least one.")
     tables = []
-    for number, pair in enumerate(tqdm(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
+    for number, pair in enumerate(Bar(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
         patched = patch_sweep(
             model,
             pair.base,

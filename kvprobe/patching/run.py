@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Float
-from tqdm.auto import tqdm
 
 from kvprobe.models.loading import free_bytes
 from kvprobe.patching.grid import Cell
@@ -15,6 +14,7 @@ from kvprobe.patching.plan import Plan
 from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import BYTES, ROWS
 from kvprobe.patching.total import Total
+from kvprobe.progress import Bar
 
 Runner = Reader | Total
 """Reads the clean row and one row for each cell."""
@@ -44,7 +44,7 @@ def _values(
     values = np.empty(len(cells))
     # A total pass begins at the first slot of any of its cells, so cells that begin at the same slot stand together.
     order = sorted(range(len(cells)), key=lambda number: (plan.reads == "total" and min(cells[number].slots), number))
-    with tqdm(total=len(cells), desc="Patching", unit="cell", disable=not progress) as bar:
+    with Bar(total=len(cells), desc="Patching", unit="cell", disable=not progress) as bar:
         while order:
             count = _rows_that_fit(runner, [cells[number] for number in order[:rows]], plan.lanes.device)
             numbers, order = order[:count], order[count:]

@@ -51,7 +51,7 @@ class Probe(Brief):
 
     def _table(self) -> Table:
         columns = ("measure", "split", "mean", "low", "high")
-        return columns, ([getattr(each, column) for column in columns] for each in self.card.measures)
+        return columns, ([getattr(measure, column) for column in columns] for measure in self.card.measures)
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.names import unknown
+from kvprobe.names import near_keywords, unknown
 from kvprobe.probes.card import Card, published_probes
 from kvprobe.probes.probe import Probe
 from kvprobe.text.tokens import Tokens
@@ -103,6 +103,7 @@ class Scan(Brief):
         return f"Of {by}, {len(leaks)} {show} content of {hidden} that is not read without it: {listed}."
 
 
+@near_keywords
 def scan(
     model: Model,
     chat: Transcript,

@@ -6,7 +6,7 @@ within context; in bits as well as in hits; and with family-wise p-values over a
 `kvprobe.probing.probe_features` makes all of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -19,7 +19,7 @@ from kvprobe.brief import Brief, table_html
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Site
 from kvprobe.probing.intervals import LEVEL, held_out
-from kvprobe.stats import DIFFERENCE, Estimate
+from kvprobe.stats import DIFFERENCE, FEWEST, Estimate
 from kvprobe.tasks.designs import Target
 from kvprobe.wording import percent, points
 
@@ -57,6 +57,7 @@ class Probing(Brief):
         clusters: the unit that intervals leave out, per sample: its context, or itself where all samples share one
             context.
         use: what the model itself says about the answer, a row per sample and arm; None if it was not asked.
+        warnings: why its numbers may mislead, in sentences; see `doubts`.
     """
 
     target: Target
@@ -69,6 +70,7 @@ class Probing(Brief):
     right: Mapping[tuple[str, str], np.ndarray] = field(repr=False)
     clusters: Int[np.ndarray, "samples"] = field(repr=False)
     use: pd.DataFrame | None = None
+    warnings: tuple[str, ...] = ()
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.target.name!r}, {len(self.table)} sites and splits, chance {self.chance:.3g}"
@@ -80,7 +82,7 @@ class Probing(Brief):
         return self.target.chance
 
     def _html(self) -> str:
-        claims = "".join(f"<p>{escape(claim(self, split))}</p>" for split in self.picks)
+        claims = "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines())
         readings = dict.fromkeys(reading for _, reading in self.right)
         rows = ([name, *(self._accuracy(split, name) for split in self.picks)] for name in readings)
         return claims + table_html(("accuracy", *self.picks), rows)
@@ -118,7 +120,36 @@ class Probing(Brief):
         return "p_family" not in rows or bool(rows["p_family"].min() <= LEVEL)
 
     def __str__(self) -> str:
-        return "\n".join(claim(self, split) for split in self.picks)
+        doubted = [f"Warning: {warning}" for warning in self.warnings]
+        return "\n".join([*doubted, *(claim(self, split) for split in self.picks)])
+
+
+def doubts(
+    labels: Int[np.ndarray, "places samples"],
+    clusters: Int[np.ndarray, "samples"],
+    target: Target,
+    summary: pd.DataFrame,
+) -> Iterator[str]:
+    """Why the numbers of a design may mislead."""
+    names, members = np.unique(clusters, return_inverse=True)
+    if len(names) < FEWEST:
+        yield f"with {len(names)} contexts there are no intervals and nothing is claimed; give at least {FEWEST}."
+    for place, row in zip(target.places, labels, strict=True):
+        counts = np.zeros((len(names), len(target.classes)), int)
+        np.add.at(counts, (members, row), 1)
+        if len(names) < len(clusters) and (counts == counts[:, :1]).all():
+            where = f" at {place!r}" if place else ""
+            yield (
+                f"every context has each class of {target.name!r}{where} equally often, so the labels of its other "
+                "samples tell what a sample's label is not: floors fall below chance and leads look larger; draw "
+                "labels at random."
+            )
+    still = (summary["reading"] == "retained") & (summary["accuracy_low"] == summary["accuracy_high"])
+    for _, row in summary[still].iterrows():
+        yield (
+            f"{row['split']}: every context has the same accuracy of {row['accuracy']:.0%}, so its interval has no "
+            "width and says nothing of how much it varies."
+        )
 
 
 def claim(probing: Probing, split: str) -> str:
@@ -128,15 +159,16 @@ def claim(probing: Probing, split: str) -> str:
     where nothing gives the labels away, at most 5 % of probings claim anything.
     """
     lead, above = _lead(probing, split)
-    floor = f"{FLOOR} floor {percent(probing.reading(split, FLOOR))}, " if lead == FLOOR else ""
+    floor = f"{lead} {'floor' if lead == FLOOR else 'alone'} {percent(probing.reading(split, lead))}"
     selective = (
         f", with a selectivity of {points(probing.reading(split, CONTROL, 'lead'))}"
         if CONTROL in probing.readings(split)
         else ""
     )
+    retained = percent(probing.reading(split, "retained"))
     return (
         f"{split}: {verdict(probing, split)} above the {lead}; a probe reads "
-        f"{percent(probing.reading(split, 'retained'))} of {probing.target.name} ({floor}chance {probing.chance:.0%}), "
+        f"{retained} of {probing.target.name} ({floor}, chance {probing.chance:.0%}), "
         f"{points(above)} above it{selective}."
     )
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.model import Model
 from kvprobe.probing.features import Features, Site
+from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Target
 from kvprobe.text.transcript import Transcript
 
@@ -35,7 +35,7 @@ def damaged_slots(
     """
     vectors: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
     labels, contexts = [], []
-    for number, transcript in enumerate(tqdm(transcripts.values(), desc="Damaging caches", unit="conversation")):
+    for number, transcript in enumerate(Bar(transcripts.values(), desc="Damaging caches", unit="conversation")):
         tokens = transcript.tokens(model.tokenizer)
         span = tokens.span(at)
         sound = model.prefill(tokens[: span.stop])

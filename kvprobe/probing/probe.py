@@ -1,6 +1,7 @@
 """One call from a design to a claim: what can be read at a segment after others were hidden, above which floors, and
 whether the model uses it."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
+from kvprobe.names import near_keywords
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
@@ -21,6 +23,7 @@ from kvprobe.probing.use import can_be_asked, measure_use
 from kvprobe.tasks.designs import Design, Sample
 
 
+@near_keywords
 def probe(
     model: Model,
     design: Design,
@@ -34,7 +37,7 @@ def probe(
     folds: int = 5,
     permutations: int = 99,
     untrained: bool = False,
-    rng: np.random.Generator | None = None,
+    seed: int = 0,
 ) -> Probing:
     """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the
     model uses it.
@@ -50,13 +53,13 @@ def probe(
         per_head: probes for each KV head, of all heads.
         permutations: of labels within context; 0 leaves p-values out.
         untrained: also read a model of the same configuration with random weights, as a further floor.
-        rng: of folds and controls; seeded with 0 by default.
+        seed: of folds, control tasks, permutations and random weights.
 
     Raises:
         UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
-    rng = np.random.default_rng(0) if rng is None else rng
+    rng = np.random.default_rng(seed)
     asked = can_be_asked(model, design, at)
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)
     features = read(model, design, hide=hide)
@@ -68,6 +71,8 @@ def probe(
         blank = random_model(model, int(rng.integers(2**31)))
         floors["untrained"] = read(blank, design, hide=hide, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
+    for warning in probing.warnings:
+        warnings.warn(warning, stacklevel=2)
     return replace(probing, use=measure_use(model, design, at, hide) if asked else None)
 
 

@@ -9,10 +9,9 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.errors import UserError
-from kvprobe.probing.claims import CONTROL, FLOOR, Probing
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing, doubts
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
 from kvprobe.probing.curves import chosen_curves
 from kvprobe.probing.description import description
@@ -21,6 +20,7 @@ from kvprobe.probing.fits import chosen, fit_tasks, permuted_scores
 from kvprobe.probing.permutation import p_values, step_down
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.probing.tables import floor_table, site_table, sparse_table, summary_table
+from kvprobe.progress import Bar
 
 CONTROLS = 4
 """The least number of control tasks; each place of a target has its own."""
@@ -62,7 +62,7 @@ def probe_features(
     own_sites = sum(map(len, features.sites.values()))
     floor_sites = sum(len(sites) for floor in floors.values() for sites in floor.sites.values())
     probes = own_sites * (2 + (permutations > 0)) + floor_sites
-    with tqdm(total=probes * len(splits), desc=note, unit="probe") as bar:
+    with Bar(total=probes * len(splits), desc=note, unit="probe") as bar:
         shared = _Shared(folds, orders, clusters, rng, bar.update)
         parts, scores = zip(*(_under(split, features, floors, shared) for split in splits), strict=True)
     tables = {name: pd.concat([getattr(part, name) for part in parts], ignore_index=True) for name in _TABLES}
@@ -81,6 +81,7 @@ def probe_features(
         picks={split: picks for part in parts for split, picks in part.picks.items()},
         right={reading: hits for part in parts for reading, hits in part.right.items()},
         clusters=clusters,
+        warnings=tuple(doubts(features.labels.numpy(), clusters, features.target, tables["summary"])),
     )
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import are_whole
@@ -14,6 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import READS, Features, Site, read_outs
+from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Design
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
@@ -67,7 +67,7 @@ def read_features(
     texts: list[tuple[int, ...]] = [()] * len(design.samples)
     count = 0
     stacks = (one for group in groups.values() for one in _stacked(model, group, at, hide, families, layers, treat))
-    for tokens, members, stacked in tqdm(stacks, desc=note, unit="conversation", total=sum(map(len, groups.values()))):
+    for tokens, members, stacked in Bar(stacks, desc=note, unit="conversation", total=sum(map(len, groups.values()))):
         span = tokens.span(at)
         slots = [_within(span, design.samples[number].slot, number, at) for number in members]
         places = {slot: count + place for place, slot in enumerate(dict.fromkeys(slots))}

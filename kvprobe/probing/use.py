@@ -7,11 +7,11 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
+from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Design, Sample
 from kvprobe.text.tokens import Tokens
 
@@ -60,7 +60,7 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
     for number, sample in enumerate(design.samples):
         contexts.setdefault(sample.context, []).append(number)
     tables = []
-    with tqdm(total=len(design.samples), desc="Asking the model", unit="conversation") as bar:
+    with Bar(total=len(design.samples), desc="Asking the model", unit="conversation") as bar:
         for context, members in contexts.items():
             samples = [design.samples[number] for number in members]
             answers = [_answer(model, sample, at) for sample in samples]

@@ -49,7 +49,7 @@ class Findings:
         self.extend(findings)
 
     def __repr__(self) -> str:
-        counts = Counter((each.name, tuple(each.keys)) for each in self)
+        counts = Counter((finding.name, tuple(finding.keys)) for finding in self)
         shown = [f"{count} {name}({', '.join(keys)})" for (name, keys), count in counts.items()]
         return f"Findings({'; '.join(shown)})"[:1000]
 
@@ -130,14 +130,20 @@ class Findings:
 
     def values(self, name: str, key: str, **keys: Key | tuple[Key, ...]) -> list[Key]:
         """The different values of a key among those of `where(name, **keys)` that have it, in order."""
-        return list(dict.fromkeys(each.keys[key] for each in self.where(name, **keys) if key in each.keys))
+        return list(dict.fromkeys(finding.keys[key] for finding in self.where(name, **keys) if key in finding.keys))
 
     def frame(self, name: str | None = None) -> pd.DataFrame:
         """All findings, or those of one name, as a tidy table: one row each, keys that do not apply missing."""
         rows = [
-            {"name": each.name, **each.keys, "unit": each.unit, **asdict(each.value), "comparisons": each.comparisons}
-            for each in self
-            if name in (None, each.name)
+            {
+                "name": finding.name,
+                **finding.keys,
+                "unit": finding.unit,
+                **asdict(finding.value),
+                "comparisons": finding.comparisons,
+            }
+            for finding in self
+            if name in (None, finding.name)
         ]
         keys = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
         return pd.DataFrame(rows, columns=["name", *keys, *COLUMNS[1:]])
@@ -145,9 +151,9 @@ class Findings:
     def records(self) -> list[dict[str, Any]]:
         """For strict JSON; `from_records` reads them back."""
         return [
-            {"name": each.name, "keys": dict(each.keys), **each.value.record()}
-            | {"unit": each.unit, "comparisons": each.comparisons}
-            for each in self
+            {"name": finding.name, "keys": dict(finding.keys), **finding.value.record()}
+            | {"unit": finding.unit, "comparisons": finding.comparisons}
+            for finding in self
         ]
 
     @classmethod

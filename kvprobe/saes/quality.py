@@ -14,12 +14,12 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import relative_entropy
+from kvprobe.progress import Bar
 from kvprobe.saes.dictionary import Dictionary
 from kvprobe.saes.places import port_of
 from kvprobe.saes.shards import FIRST, at_places
@@ -90,7 +90,7 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
     mean = torch.cat(_activations(model, dictionary, texts)).mean(0)
     edits = {"spliced": dictionary.splicing(), "mean": _constant(mean), "zero": _constant(torch.zeros_like(mean))}
     rows = []
-    for text in tqdm(texts, desc=f"Splicing in {dictionary.place}", unit="text"):
+    for text in Bar(texts, desc=f"Splicing in {dictionary.place}", unit="text"):
         targets = torch.tensor(text.ids[FIRST + 1 :], device=model.lanes.device)[:, None]
         clean = _predictions(model, text)
         row = {"predicted": len(targets), "clean": -float(clean.gather(1, targets).sum())}

@@ -21,7 +21,6 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
@@ -29,6 +28,7 @@ from kvprobe.inference.capture import Port, editing
 from kvprobe.inference.forward import extend
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
+from kvprobe.progress import Bar
 from kvprobe.saes.places import Place, port_of
 from kvprobe.text.tokens import Tokens
 
@@ -136,7 +136,7 @@ def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folde
     ports = {place: port_of(model.lanes, place) for place in places}
     groups = list(_grouped(texts))
     _begin(folder, model, texts, places, len(groups))
-    with tqdm(total=sum(map(len, texts)), desc="Recording activations", unit="token") as bar:
+    with Bar(total=sum(map(len, texts)), desc="Recording activations", unit="token") as bar:
         for number, group in enumerate(groups):
             path = folder / f"{number:05d}.safetensors"
             if path.is_file():

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.progress import Bar
 from kvprobe.saes.dictionary import FINGERPRINT, Dictionary
 from kvprobe.saes.places import Place
 from kvprobe.saes.shards import Shards
@@ -76,7 +76,7 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dict
         sae = _new(recipe, len(mean), steps, _metadata(shards, place, recipe, model_name))
     batches = shards.batches(place, recipe.batch, np.random.default_rng(recipe.seed))
     trainer = SAETrainer(_config(recipe, steps), sae, ((batch - mean) / spread for batch in batches))
-    with tqdm(total=steps * recipe.batch, desc=f"Training a dictionary of {place}", unit="token") as bar:
+    with Bar(total=steps * recipe.batch, desc=f"Training a dictionary of {place}", unit="token") as bar:
         for step in range(steps):
             # One step of sae-lens' `fit`, with a bar that counts tokens and without its log.
             trainer.maybe_reset_sparsity()

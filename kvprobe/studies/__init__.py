@@ -1,13 +1,15 @@
 """Studies: one folder, one question. Listing them imports nothing heavy."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import UserError
+from kvprobe.extensions import extension, extensions
 from kvprobe.names import one_line, shown, unknown
 
 if TYPE_CHECKING:
@@ -21,25 +23,25 @@ class Entry:
     """A study in the list of all; its code is imported when it is run.
 
     Attributes:
-        file: of a study that a user wrote.
+        elsewhere: reads a study that does not ship with kvprobe.
     """
 
     name: str
     question: str
-    file: Path | None = None
+    elsewhere: "Callable[[], Study[Any]] | None" = None
 
     @property
     def config(self) -> type[Any]:
         """The dataclass of its settings."""
-        if self.file is not None:
-            return read_study(self.file).config
+        if self.elsewhere is not None:
+            return self.elsewhere().config
         return import_module(f"kvprobe.studies.{self.name}.config").Config
 
     @property
     def declaration(self) -> "Study[Any]":
         """The study itself."""
-        if self.file is not None:
-            return read_study(self.file)
+        if self.elsewhere is not None:
+            return self.elsewhere()
         return import_module(f"kvprobe.studies.{self.name}.study").STUDY
 
     def run(
@@ -110,18 +112,17 @@ STUDIES = {
 
 
 def find(name: str) -> Entry:
-    """The study of this name, or of this Python file.
+    """The study of this name, which another package may have added, or of this Python file.
 
     Raises:
         UserError: there is none; the near match is named.
     """
-    if name.endswith(".py"):
-        path = Path(name)
-        study = read_study(path)
-        return Entry(study.name, study.question, path)
-    if name not in STUDIES:
-        raise UserError(unknown("study", name, STUDIES))
-    return STUDIES[name]
+    if name in STUDIES:
+        return STUDIES[name]
+    if not name.endswith(".py") and name not in extensions("studies"):
+        raise UserError(unknown("study", name, [*STUDIES, *extensions("studies")]))
+    read = partial(read_study, Path(name)) if name.endswith(".py") else partial(added_study, name)
+    return Entry(read().name, read().question, read)
 
 
 def study_of(run: "Run", file: Path | None = None) -> Entry:
@@ -131,7 +132,7 @@ def study_of(run: "Run", file: Path | None = None) -> Entry:
         UserError: the run is of a study that kvprobe does not have, and no file is named.
     """
     name = str(run.config.get("study"))
-    if file is None and name not in STUDIES:
+    if file is None and name not in STUDIES and name not in extensions("studies"):
         raise UserError(f"{run.path} is a run of {shown(name)}; name its file with --study.")
     return find(name if file is None else str(file))
 
@@ -145,6 +146,20 @@ def read_study(path: Path) -> "Study[Any]":
     if not path.is_file():
         raise UserError(f"There is no Python file {path}; `kvprobe new study NAME` writes one to begin with.")
     return _study_of(path.resolve(), path.stat().st_mtime_ns)
+
+
+def added_study(name: str) -> "Study[Any]":
+    """The study that another package added under this name.
+
+    Raises:
+        UserError: it cannot be imported, is no study, or has another name.
+    """
+    from kvprobe.experiments.study import Study
+
+    study = extension("studies", name)
+    if not isinstance(study, Study) or study.name != name:
+        raise UserError(f"The entry point {name!r} of kvprobe.studies must be a Study whose name is {name!r}.")
+    return study
 
 
 @cache

@@ -74,7 +74,10 @@ class Transcript(Brief):
 
     def _table(self) -> Table:
         hidden = self.hidden
-        rows = [(each.segment, each.role, each.text, "yes" if each.segment in hidden else "") for each in self.messages]
+        rows = [
+            (message.segment, message.role, message.text, "yes" if message.segment in hidden else "")
+            for message in self.messages
+        ]
         return ("segment", "role", "text", "hidden"), rows
 
     @cached_property

@@ -101,7 +101,6 @@ def test_every_preset_that_ships_is_a_valid_config():
     for preset in presets().values():
         from_mapping(find(preset.study).config, preset.settings)
         assert preset.question
-        assert preset.minutes
 
 
 def test_every_study_has_a_preset():
@@ -114,8 +113,8 @@ def test_an_unknown_study_names_the_near_one():
 
 def test_a_preset_is_read_from_yaml(tmp_path: Path):
     path = tmp_path / "mine.yaml"
-    path.write_text("study: leakage\nsettings: {contexts: 10, samples: 100}\nminutes: 2\n")
-    assert read_preset(path) == Preset("mine", "leakage", {"contexts": 10, "samples": 100}, minutes=2.0)
+    path.write_text("study: leakage\nsettings: {contexts: 10, samples: 100}\n")
+    assert read_preset(path) == Preset("mine", "leakage", {"contexts": 10, "samples": 100})
 
 
 LAUGHS = "a0: &a0 [ha, ha]\n" + "".join(

@@ -201,6 +201,11 @@ def test_attribution_ranks_cells_as_patching_does_and_its_scores_agree_for_value
     assert guess.agreement["score"] > (0.7 if tiny.name == "MixtralForCausalLM" else 0.8)
     assert isinstance(guess.map, PatchMap)
     table = guess.df()
+    checked, count = table.dropna(subset=["effect"]), len(guess.sample) // 10
+    top = {name: set(checked[name].abs().nlargest(count).index) for name in ("effect", "score", "linear")}
+    shared = {name: len(top["effect"] & top[name]) / count for name in ("score", "linear")}
+    assert guess.overlap == pytest.approx(shared)
+    assert shared["score"] >= 0.5
     assert (table["score"] - table["linear"])[table["part"] == "V"].abs().max() < 1e-4
 
 

@@ -1,13 +1,15 @@
 """Claims on planted features: each split and each control behaves as its design says."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from kvprobe.probing.claims import CONTROL, FLOOR, Probing
+from kvprobe.probing.claims import CONTROL, FLOOR, Probing, doubts
 from kvprobe.probing.features import Features
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.tasks.designs import Target
+from kvprobe.wording import percent
 from tests.probing.planted import bayes_accuracy
 from tests.refusals import refused
 
@@ -198,7 +200,9 @@ def test_without_a_floor_a_claim_is_compared_with_the_strongest_reading_without_
     answers = torch.where(torch.rand(len(HOMES), generator=generator) < 0.2, labels(3)[0], liked)[None]
     features = features_of(features.tensors["v"][:, ::2], answers)
     probing = probe_features(features, {}, permutations=0, rng=np.random.default_rng(1))
-    assert str(probing).startswith("random: not detected above the context")
+    first = str(probing).splitlines()[0]
+    assert first.startswith("random: not detected above the context")
+    assert f"(context alone {percent(probing.reading('random', 'context'))}, chance 25%)" in first
 
 
 def test_the_same_generator_gives_the_same_claim(probings: dict[str, Probing]):
@@ -214,6 +218,39 @@ def test_a_claim_names_what_was_read_and_above_which_floor(probings: dict[str, P
     assert all("decodable above the restart" in line and "not" not in line for line in said)
     assert all("chance 25%" in line and "selectivity" in line for line in said)
     assert "not detected" in str(probings["none"]).splitlines()[1]
+
+
+def test_a_design_that_misleads_is_warned_of(probings: dict[str, Probing]):
+    assert not any(probing.warnings for probing in probings.values())
+    features, _ = planted("none", 0.0)
+    places = torch.from_numpy(np.arange(len(HOMES)) % CLASSES)
+    balanced = features_of(features.tensors["v"][:, ::2], places[None])
+    probing = probe_features(balanced, {}, permutations=0, rng=np.random.default_rng(0))
+    (warning,) = probing.warnings
+    assert "equally often" in warning
+    assert str(probing).startswith(f"Warning: {warning}")
+    # What the warning says: within contexts, the other labels are read as what a sample's label is not.
+    assert accuracy(probing, "random", "context") < 1 / CLASSES
+
+
+def test_few_contexts_and_intervals_without_width_are_warned_of():
+    answers, clusters = np.array([[0, 1, 1] * 5]), np.repeat(np.arange(5), 3)
+    summary = pd.DataFrame(
+        [
+            {"split": "random", "reading": "retained", "accuracy": 0.5, "accuracy_low": 0.5, "accuracy_high": 0.5},
+            {"split": "random", "reading": "text", "accuracy": 0.5, "accuracy_low": 0.5, "accuracy_high": 0.5},
+            {
+                "split": "paired",
+                "reading": "retained",
+                "accuracy": 0.5,
+                "accuracy_low": np.nan,
+                "accuracy_high": np.nan,
+            },
+        ]
+    )
+    few, still = doubts(answers, clusters, Target("colour", ("red", "blue")), summary)
+    assert few.startswith("with 5 contexts there are no intervals")
+    assert still.startswith("random: every context has the same accuracy of 50%")
 
 
 def test_impossible_probings_are_refused_in_a_sentence():

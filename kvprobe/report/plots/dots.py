@@ -83,12 +83,12 @@ def _draw(axis: Any, panel: Panel, findings: Findings, labels: Callable[[str, Ke
     apart = panel.line != panel.down
     shifts = np.linspace(-0.2, 0.2, len(panel.styles)) if apart else np.zeros(len(panel.styles))
     for (line, style), shift in zip(panel.styles.items(), shifts, strict=True):
-        dots = [each for each in known if each.keys[panel.line] == line and not each.value.unknown]
+        dots = [finding for finding in known if finding.keys[panel.line] == line and not finding.value.unknown]
         if dots:
-            means, low, high = np.array([(each.value.mean, *each.value.ends) for each in dots]).T
+            means, low, high = np.array([(finding.value.mean, *finding.value.ends) for finding in dots]).T
             axis.errorbar(
                 means,
-                [down.index(each.keys[panel.down]) + shift for each in dots],
+                [down.index(finding.keys[panel.down]) + shift for finding in dots],
                 xerr=np.clip([means - low, high - means], 0, None),
                 fmt=style.marker,
                 color=style.colour,

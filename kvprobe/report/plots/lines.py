@@ -162,7 +162,7 @@ class Lines:
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
             own, other = (
-                [(across[each.keys[self.x]], each.value) for each in some if self._on(each, line, across)]
+                [(across[finding.keys[self.x]], finding.value) for finding in some if self._on(finding, line, across)]
                 for some in (known, beside)
             )
             if self.curves:
@@ -198,7 +198,7 @@ def _common(findings: Findings, name: str, known: Sequence[Finding]) -> Estimate
     fits = (
         finding.value
         for finding in findings.where(name)
-        if known and all(finding.keys.items() <= each.keys.items() for each in known)
+        if known and all(finding.keys.items() <= place.keys.items() for place in known)
     )
     return next(fits, None)
 

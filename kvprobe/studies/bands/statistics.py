@@ -26,19 +26,19 @@ def statistic(
         values: quantities, items last; only items at which all are known count, and they must be at least half.
         say: from means, draws first (all items, then all but each), to a number for each draw.
     """
-    known = np.logical_and.reduce([np.isfinite(each).reshape(-1, each.shape[-1]).all(0) for each in values])
+    known = np.logical_and.reduce([np.isfinite(quantity).reshape(-1, quantity.shape[-1]).all(0) for quantity in values])
     count = int(known.sum())
     if 2 * count < len(known):
         return None
     weights = np.concatenate([np.ones((1, count), int), leave_one_out(count)])
     sizes = np.maximum(weights.sum(1), 1)
-    means = [np.moveaxis(np.moveaxis(each[..., known], -1, 0).T @ weights.T / sizes, -1, 0) for each in values]
+    means = [np.moveaxis(np.moveaxis(quantity[..., known], -1, 0).T @ weights.T / sizes, -1, 0) for quantity in values]
     with np.errstate(divide="ignore", invalid="ignore"):
         numbers = say(*means)
     if not np.isfinite(numbers[0]):
         return None
     # An item counts as much as it contributes to the means.
-    parts = [np.abs(each[..., known]).reshape(-1, count).sum(0) for each in values]
+    parts = [np.abs(quantity[..., known]).reshape(-1, count).sum(0) for quantity in values]
     shares = np.sum([part / part.sum() for part in parts if part.sum()], axis=0)
     return jackknife(float(numbers[0]), numbers[1:], within, comparisons, shares)
 
@@ -52,8 +52,8 @@ def spearman(
     one: Float[np.ndarray, "draws layers"], other: Float[np.ndarray, "draws layers"]
 ) -> Float[np.ndarray, "draws"]:
     """Rank correlation across layers, draw by draw; NaN where all layers are equal."""
-    ranks = [pd.DataFrame(each).rank(axis=1).to_numpy() for each in (one, other)]
-    first, second = (each - each.mean(1, keepdims=True) for each in ranks)
+    ranks = [pd.DataFrame(numbers).rank(axis=1).to_numpy() for numbers in (one, other)]
+    first, second = (rank - rank.mean(1, keepdims=True) for rank in ranks)
     with np.errstate(invalid="ignore"):
         return (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
 

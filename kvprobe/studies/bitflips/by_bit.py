@@ -47,7 +47,9 @@ class ByBit:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
-        places = list(dict.fromkeys((each.keys["task"], each.keys["dtype"]) for each in findings.where(self.finding)))
+        places = list(
+            dict.fromkeys((finding.keys["task"], finding.keys["dtype"]) for finding in findings.where(self.finding))
+        )
         if not places:
             return None
         paint = {"bit_share": _shares, "bit_kl": _kl}[self.finding]

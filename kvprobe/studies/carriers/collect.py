@@ -148,7 +148,7 @@ def swaps(
     others = {"full": aligned(model.lanes, base, donor).cache, "self": base}
     reader = Reader(model.lanes, base, others, asked.suffix)
     order = sorted(wanted, key=lambda cell: cell.layers[0])
-    found = [_values(told, each) for logits in reader.passes(order, asked.kept) for each in logits]
+    found = [_values(told, row) for logits in reader.passes(order, asked.kept) for row in logits]
     last = everything[-len(asked.answer) :]
     right = bool((last.argmax(-1) == torch.tensor(asked.answer, device=last.device)).all())
     ends, aims = _values(told, theirs), _values(told, everything)

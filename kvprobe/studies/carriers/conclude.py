@@ -97,7 +97,9 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     chat = compacted_conversation(contexts()[0], compactions()[0], code)
     facts = {
-        "chat": [vars(each) for each in passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))],
+        "chat": [
+            vars(passage) for passage in passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))
+        ],
         "summary": [compactions()[0].summary_question, compactions()[0].summary_answer],
         "layers": model.geometry.n_layers,
         "negligible": NEGLIGIBLE,

@@ -23,7 +23,7 @@ def by(x: str, file: str, finding: str, line: str, caption: str, **more: Any) ->
 
 
 def fine(share: Estimate) -> str:
-    return f"{100 * share.mean:+.2f} % ({span(share, lambda each: f'{100 * each:+.2f}')})"
+    return f"{100 * share.mean:+.2f} % ({span(share, lambda end: f'{100 * end:+.2f}')})"
 
 
 STUDY = Study(

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.experiments.parts import tensor_of_parts, text_of_part, write_parts
 from kvprobe.experiments.runs import Run
@@ -23,6 +22,7 @@ from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features
 from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
+from kvprobe.progress import Bar
 from kvprobe.studies.compaction.arms import ARMS, RETAINED
 from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import ASKED, CONDITIONS, FAMILIES, LOOKED_AT, SEEN, read_context
@@ -73,8 +73,8 @@ def measured(paths: Sequence[Path], codes: Sequence[str]) -> dict[str, pd.DataFr
     shares: dict[str, Any] = dict(zip(LOOKED_AT, np.moveaxis(attention, -1, 0), strict=True))
     conversations = {
         **{
-            name: pd.DataFrame(each.reshape(-1, each.shape[-1])).mean(axis=1)
-            for name, each in zip(("kl", "agreement", "between"), known, strict=True)
+            name: pd.DataFrame(measured.reshape(-1, measured.shape[-1])).mean(axis=1)
+            for name, measured in zip(("kl", "agreement", "between"), known, strict=True)
         },
         "tokens": np.isfinite(known[0]).sum(-1),
         **{
@@ -111,7 +111,7 @@ def fitted(paths: Sequence[Path], codes: Sequence[str], config: Config) -> dict[
     rng = np.random.default_rng([config.seed, 2])
     folds = {split: fold_numbers(split, owners, config.folds, rng) for split in SPLITS}
     digits, variation, probes = [], [], []
-    for arm in tqdm(ARMS, desc="Fitting probes", unit="arm"):
+    for arm in Bar(ARMS, desc="Fitting probes", unit="arm"):
         tensors: dict[Family, Tensor] = {family: tensor_of_parts(paths, f"{arm.name}.{family}") for family in FAMILIES}
         rows = np.arange(len(codes)) if arm in RETAINED else owners
         features = Features.of_read_outs(tensors, rows, labels, owners, TARGET)

@@ -63,7 +63,9 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     first = conversations[conversations["context"] == 0].set_index("condition")
     chat = compacted_conversation(contexts()[0], compactions()[0], code := str(tables["samples"]["code"][0]))
     facts: dict[str, Any] = {
-        "chat": [vars(each) for each in passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))],
+        "chat": [
+            vars(passage) for passage in passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))
+        ],
         "questions": {kind: compactions()[0].question(kind) for kind in KINDS},
         "answers": {name: {kind: str(first[f"answer_{kind}"][name]) for kind in KINDS} for name in CONDITIONS},
         "layers": model.geometry.n_layers,

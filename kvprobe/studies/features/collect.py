@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
@@ -23,6 +22,7 @@ from kvprobe.inference.model import Model
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.sparse import eta_squared, sparse_hits
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers, paired_features
+from kvprobe.progress import Bar
 from kvprobe.report.views.latents import latent_view, peak_words
 from kvprobe.saes import Dictionary, Shards, activating
 from kvprobe.studies.features.config import Config
@@ -66,7 +66,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     dictionaries, shards = prepare(model, config, run)
     cases = list(enumerate(samples_of(model, config)))
     texts = [conversation(context, codes[0]).tokens(model.tokenizer) for _, (context, codes) in cases]
-    turned = {str(each.place): (each, each.rotated(config.seed)) for each in dictionaries}
+    turned = {str(dictionary.place): (dictionary, dictionary.rotated(config.seed)) for dictionary in dictionaries}
 
     def judged(features: Dictionary) -> pd.DataFrame:
         return judge(model, features, texts, config.seed)
@@ -89,7 +89,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         "samples": decoded(paths, dictionaries, config),
         "exchanges": exchanges,
         "shown": shown,
-        "activating": pd.concat([texts_of(model, each, shards, shown) for each in dictionaries], ignore_index=True),
+        "activating": pd.concat(
+            [texts_of(model, dictionary, shards, shown) for dictionary in dictionaries], ignore_index=True
+        ),
         "dictionaries": pd.DataFrame({"place": turned.keys(), "notes": map(notes_of, dictionaries)}),
     }
 
@@ -190,7 +192,7 @@ def decoded(paths: Sequence[Path], dictionaries: Sequence[Dictionary], config: C
     rng = np.random.default_rng([config.seed, 5])
     folds = {split: fold_numbers(split, contexts, config.folds, rng) for split in SPLITS}
     tables = []
-    with tqdm(total=len(dictionaries) * len(ARMS), desc="Fitting probes", unit="arm") as bar:
+    with Bar(total=len(dictionaries) * len(ARMS), desc="Fitting probes", unit="arm") as bar:
         for features in dictionaries:
             for arm in ARMS:
                 rows = {reader: tensor_of_parts(paths, f"{features.place}.{arm}.{reader}") for reader in READERS}

@@ -101,7 +101,7 @@ def restarted(model: Model, context: Context, code: str) -> Tokens:
 def judge(model: Model, features: Dictionary, texts: Sequence[Tokens], seed: int) -> pd.DataFrame:
     """One row per text (`grid` is texts) with what `reconstruction` finds, `turned` (the error of the turned
     dictionary) and, for the first few, what `splice` finds; and one per latent (`grid` is latents)."""
-    found, turned = (reconstruction(model, each, texts) for each in (features, features.rotated(seed)))
+    found, turned = (reconstruction(model, dictionary, texts) for dictionary in (features, features.rotated(seed)))
     rows = found.texts.assign(grid="texts", text=range(len(texts)), turned=turned.texts["error"])
     rows = rows.join(splice(model, features, texts[:SPLICED]))
     latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": found.density})
@@ -127,7 +127,7 @@ def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context,
     rows = []
     for features in dictionaries:
         place = features.place
-        there, here = (joined(each[place.family, place.layer])[0].float() for each in (restart, retained))
+        there, here = (joined(cache[place.family, place.layer])[0].float() for cache in (restart, retained))
         moved, directions = features.encode(there) - features.encode(here), features.directions
         shifts = {"retained": torch.zeros_like(here), "whole": there - here}
         for name, latents in sets[str(place)].items():

@@ -103,7 +103,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     def together(case: Case) -> pd.DataFrame:
         sets = by_half[1 - case.half]
         labels = [(sort, draw) for sort, groups in sets.items() for draw in range(len(groups))]
-        groups = [group for each in sets.values() for group in each]
+        groups = [group for of_sort in sets.values() for group in of_sort]
         tables = []
         for family, clean, damaged in damages(model, config, case):
             damage, left = restored_together(model, clean, damaged, case.suffix, groups, kept=config.suffix)

@@ -112,7 +112,7 @@ def add_stream(findings: Findings, states: Rows) -> None:
             drawn = of == "rho" or (of in ("erasure_attn", "erasure_mlp") and layer > 1)
             findings.number("stream" if drawn else "stream_also", value, measure=of, family=family, layer=int(layer))
     for kind in ("attn", "mlp"):
-        index = pd.Series({each.keys["layer"]: each.value.mean for each in findings.where("index", kind=kind)})
+        index = pd.Series({finding.keys["layer"]: finding.value.mean for finding in findings.where("index", kind=kind)})
         for of in ("angle", "drop"):
             rho = index.rank().corr(medians.loc[NONE][of].rank())
             findings.number("baseline", float(rho), measure=of, kind=kind)
@@ -219,7 +219,7 @@ def warnings_of(findings: Findings, prompts: int) -> Iterator[str]:
         yield few
     for kind, name in KINDS.items():
         count = sum(findings.at("count", kind=kind, verdict=verdict).mean for verdict in (POISON, FILTER))
-        mean, high = (findings.at("chance", kind=kind, statistic=each).mean for each in ("mean", "high"))
+        mean, high = (findings.at("chance", kind=kind, statistic=statistic).mean for statistic in ("mean", "high"))
         if 0 < count <= high:
             yield (
                 f"{count:.0f} of the {name} have a verdict, where chance gives {mean:.1f} on average and may give "
@@ -231,7 +231,9 @@ def views_of(model: Model, config: Config, findings: Findings) -> Sequence[Atten
     """One conversation read with its cache whole and damaged, in the layers whose heads matter most, index beside each
     head."""
     heads = findings.where("index", kind="head")
-    table = pd.Series({(each.keys["layer"], each.keys["head"]): each.value.mean for each in heads}).unstack()
+    table = pd.Series(
+        {(finding.keys["layer"], finding.keys["head"]): finding.value.mean for finding in heads}
+    ).unstack()
     layers = sorted(table.abs().max(axis=1).nlargest(SHOWN).index)
     case = cases_of(config, model)[0]
     _, clean, damaged = damages(model, config, case)[0]

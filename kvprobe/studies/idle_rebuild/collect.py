@@ -75,9 +75,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 def tables_of(read: Any) -> dict[str, pd.DataFrame]:
     """What `read_session` gave of all sessions: `tokens`, `layers`, and `samples`, the means of `tokens` by reply, with
     the number of its `tokens` and how many come before the first that differs (`alike`)."""
-    each = read["layer"].isna()
-    layers = read.loc[~each, ["sample", "family", "layer", "segment", "distance"]].astype({"layer": int})
-    tokens = read.loc[each, ["sample", *REPLY, "token", "kl", "agrees", "nll"]]
+    of_token = read["layer"].isna()
+    layers = read.loc[~of_token, ["sample", "family", "layer", "segment", "distance"]].astype({"layer": int})
+    tokens = read.loc[of_token, ["sample", *REPLY, "token", "kl", "agrees", "nll"]]
     tokens = tokens.astype(dict.fromkeys(("turn", "read", "token"), int)).reset_index(drop=True)
     by_reply = tokens.assign(alike=tokens.groupby(["sample", *REPLY])["agrees"].cumprod())
     samples = by_reply.groupby(["sample", *REPLY], sort=False, as_index=False).agg(

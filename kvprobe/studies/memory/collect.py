@@ -11,6 +11,7 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.measured import measure, storage_bytes
 from kvprobe.inference.model import Model
+from kvprobe.progress import Clock
 from kvprobe.studies.memory.config import Config
 
 GENERATED = 2
@@ -89,7 +90,8 @@ def collect_growth(model: Model, config: Config, run: Run) -> pd.DataFrame:
 def collect_times(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """For each length and repeat: seconds to the next token, with the cache of what stands before and without it.
 
-    Both give the same token: `difference` is the largest between their logits, in units of the logits' spread.
+    `others` is how many cores other processes used meanwhile. Both ways give the same token: `difference` is the
+    largest between their logits, in units of the logits' spread.
     """
 
     def timed(length: int) -> pd.DataFrame:
@@ -99,7 +101,7 @@ def collect_times(model: Model, config: Config, run: Run) -> pd.DataFrame:
         ids = _ids(model, length)
         past = DynamicCache(config=plain.config)
         plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
-        rows, difference = [], 0.0
+        rows, difference, clock = [], 0.0, Clock()
         for repeat in range(config.repeats + 1):
             # Each repeat reads the last token once more, one slot further on: its time is that of this length.
             cached, with_cache = _seconds(
@@ -111,7 +113,7 @@ def collect_times(model: Model, config: Config, run: Run) -> pd.DataFrame:
                 difference = float((one - other).abs().max() / other.std())
             else:
                 rows.append({"length": length, "repeat": repeat, "cached": with_cache, "anew": without})
-        return pd.DataFrame(rows).assign(difference=difference)
+        return pd.DataFrame(rows).assign(difference=difference, others=clock.timing.others)
 
     return table_of_parts(run, config.timed, "time", timed, doing="Timing tokens", unit="length")
 

@@ -21,6 +21,8 @@ ALLOWED = 0.05
 """Relative error of a peak that a budget may have and still be called right."""
 SAME = 1e-2
 """By how much of their spread the logits of the same token may differ, read with the cache and without."""
+QUIET = 0.2
+"""Cores that other processes may use while tokens are timed."""
 WAYS = ("cached", "anew")
 VIEWS = ("transformers", "vLLM", "logical", "measured")
 POINTS = 61
@@ -66,10 +68,13 @@ def concluded(tables: Mapping[str, Rows], budget: Budget, device: str = "cpu") -
     }
     difference = float(times["difference"].max())
     seen = f"With the cache and without it the logits differ by {difference:.1e} of their spread (allowed: {SAME:g})."
-    return Conclusion(findings, [Control(seen, difference <= SAME)], facts, list(warnings_of(budget)))
+    return Conclusion(findings, [Control(seen, difference <= SAME)], facts, list(warnings_of(budget, times)))
 
 
-def warnings_of(budget: Budget) -> Iterator[str]:
+def warnings_of(budget: Budget, times: Rows) -> Iterator[str]:
+    others = float(times["others"].max())
+    if others > QUIET:
+        yield f"Other processes used {others:.1f} cores while tokens were timed, so seconds are too long."
     if not budget.widths.exact:
         yield "The activations of this family are an estimate."
 

@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.experiments.parts import tensor_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
@@ -24,6 +23,7 @@ from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.transfer import transferred
+from kvprobe.progress import Bar
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES
 from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES, USE_ARMS, Place, name_of, place, read_session
@@ -118,7 +118,7 @@ def fitted(parts: Parts, folds: Folds) -> dict[str, pd.DataFrame]:
     found: dict[str, list[pd.DataFrame]] = defaultdict(list)
     inner: dict[tuple[Split, Place], Tensor] = {}
     sites: list[Pick] = []
-    for at in tqdm(PLACES, desc="Fitting probes", unit="place"):
+    for at in Bar(PLACES, desc="Fitting probes", unit="place"):
         for condition in CONDITIONS:
             features = parts.features(condition, at, parts.families)
             sites = list(features.family_sites)
@@ -140,7 +140,7 @@ def fitted(parts: Parts, folds: Folds) -> dict[str, pd.DataFrame]:
             if condition == "retained":
                 found["variation"].append(varying(features).assign(arm=at[0], distance=at[1]))
     for split in TRANSFERRED:
-        for arm in tqdm(ARMS, desc=f"Testing probes at other distances, {split}", unit="arm"):
+        for arm in Bar(ARMS, desc=f"Testing probes at other distances, {split}", unit="arm"):
             of_distance = [inner[split, place(arm, distance)] for distance in DISTANCES]
             picks = [sites[index] for index in torch.stack(of_distance).mean(0).argmax(0).tolist()]
             found["picks"].append(named(picks).assign(picks="transfer", arm=arm, split=split))
@@ -171,7 +171,7 @@ def carried(
     right = np.empty((len(DISTANCES), len(DISTANCES), len(folds)))
     for pick in set(picks):
         vectors = [parts.vectors(place(arm, distance), pick, split) for distance in DISTANCES]
-        seen, size = (torch.stack(each) for each in zip(*vectors, strict=True))
+        seen, size = (torch.stack(parts) for parts in zip(*vectors, strict=True))
         predicted = transferred(seen, parts.labels, torch.from_numpy(folds), len(TARGET.classes), size)
         own = np.isin(folds, [fold for fold, other in enumerate(picks) if other == pick])
         right[..., own] = predicted.eq(parts.labels).double().mean(2).numpy()[..., own]

@@ -124,7 +124,10 @@ def light_cone(findings: Findings, variation: Rows, allowed: float) -> Control:
     varies = variation[variation["family"] != "resid_post"].groupby(["arm", "distance", "layer"])["variation"].max()
     worst = 0.0
     for arm, distance in PLACES:
-        own, lowest = varies[arm, distance], lowest_layer(next(each for each in ARMS if arm in (ALL, each)), distance)
+        own, lowest = (
+            varies[arm, distance],
+            lowest_layer(next(first for first in ARMS if arm in (ALL, first)), distance),
+        )
         findings.number("lowest", lowest, arm=arm, distance=distance)
         worst = max(worst, below := float(own[own.index < lowest].max()))
         for layers, value in {"below": below, "there": own.get(lowest), "last": own.iloc[-1]}.items():

@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
@@ -37,6 +36,7 @@ from kvprobe.policies import (
     SlidingWindow,
     SnapKV,
 )
+from kvprobe.progress import Bar
 from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
 from kvprobe.text.messages import Message, Part
@@ -238,7 +238,7 @@ def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:
         return known | condition | memory | outcomes_of(script, said, full)
 
     rows = [row(FULL, FULL, 100, scene.cache, full)]
-    for condition in tqdm(conditions(config), desc="Policies", unit="condition", leave=False):
+    for condition in Bar(conditions(config), desc="Policies", unit="condition", leave=False):
         cache = model.apply(condition.policy(len(tokens), config.seed), scene)
         rows.append(row(condition.name, condition.kind, condition.level, cache, say(model, cache, script)))
     return pd.DataFrame(rows)
@@ -277,7 +277,7 @@ def outcomes_of(script: Script, said: Said, full: Said) -> dict[str, float]:
         "code_margin": float(code["margin"].sum()),
         "instructions": float(kept.double().mean()),
         "instruction_margin": float(margins.mean()),
-        **{f"instruction{place}": float(each) for place, each in enumerate(kept, start=1)},
+        **{f"instruction{place}": float(right) for place, right in enumerate(kept, start=1)},
     }
 
 

@@ -175,7 +175,7 @@ def gained(rows: Rows, findings: Findings, config: Config, baseline: str) -> Row
         return findings.at("memory", kind=kind, level=level).mean
 
     rivals = {
-        (name, bits): next((each for each in config.budgets if memory(baseline, each) >= memory(name, bits)), -1)
+        (name, bits): next((budget for budget in config.budgets if memory(baseline, budget) >= memory(name, bits)), -1)
         for name, kind in KINDS.items()
         for bits in kind.bits
     }

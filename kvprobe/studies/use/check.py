@@ -14,9 +14,9 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from kvprobe.probing.ridge import ridge_probes
+from kvprobe.progress import Bar
 from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, Erasers, conversations, features, labels, roles
 from kvprobe.studies.use.read import PARTS, PLACES
 
@@ -34,7 +34,7 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
     sites = [
         (half, place, role, part) for half in (0, 1) for place in PLACES for role in roles(place) for part in PARTS
     ]
-    for half, place, role, part in tqdm(sites, desc="Probing what was erased", unit="site"):
+    for half, place, role, part in Bar(sites, desc="Probing what was erased", unit="site"):
         own, other = reads[half::2], reads[1 - half :: 2]
         intact, answers, homes = features(own, place, role, part), labels(own, role), conversations(own)
         trained, known, their = features(other, place, role, part), labels(other, role), conversations(other)

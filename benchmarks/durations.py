@@ -1,0 +1,50 @@
+"""How long presets take on this machine: runs them one after the other, and writes what `kvprobe ls`, `--dry-run` and
+the bars of later runs say.
+
+    python benchmarks/durations.py PRESET...
+
+Beside other work seconds are too long, so they are not written if others used the machine.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvprobe.experiments.durations import TIMING, Duration
+from kvprobe.experiments.presets import presets
+from kvprobe.experiments.settings import digest_of, from_mapping
+from kvprobe.shipped import shipped
+from kvprobe.studies import STUDIES
+
+QUIET = 0.1
+"""The most that others may use, in cores."""
+
+
+def main() -> None:
+    page = shipped("analyses") / "durations.json"
+    for name in sys.argv[1:]:
+        with TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "kvprobe", "run", name, "--out", folder, "--name", "timed"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            record = json.loads((Path(folder) / "timed" / TIMING).read_text(encoding="utf-8"))
+        took = replace(Duration.from_record(record), preset=name)
+        print(f"{name}: {took}, {took.peak_bytes / 1e9:.1f} GB, others used {took.timing.others:.2f} cores")
+        if took.timing.others > QUIET:
+            sys.exit("Others had the machine too; wait until they end.")
+        records = json.loads(page.read_text(encoding="utf-8")) | {digest(name): took.record()}
+        # In the order of the presets; what has changed since it was measured goes.
+        records = {place: records[place] for place in map(digest, presets()) if place in records}
+        page.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+
+
+def digest(name: str) -> str:
+    """Of a preset's settings."""
+    preset = presets()[name]
+    return digest_of(preset.study, from_mapping(STUDIES[preset.study].config, preset.settings))
+
+
+if __name__ == "__main__":
+    main()
