@@ -1,6 +1,7 @@
 # make demo   a fresh machine to a leakage report on real weights
 # make test   lint, spelling and tests, in an environment of its own making
 # make docs   the documentation as a site that opens from a folder: site/index.html
+# make notebooks   run notebooks/*.py and write them as .ipynb with what they show
 #
 # A GPU user chooses another build of torch:  make demo TORCH=torch
 
@@ -11,7 +12,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint docs figures benchmark clean
+.PHONY: demo test lint docs figures notebooks benchmark clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/kvprobe run leakage-quick
@@ -36,6 +37,9 @@ docs: $(VENV)/.documented
 
 figures: $(VENV)/.installed
 	$(PY) figures/draw.py
+
+notebooks: $(VENV)/.notebooks
+	$(PY) notebooks/execute.py
 
 benchmark: $(VENV)/.developed
 	$(PY) benchmarks/lanes.py
@@ -72,6 +76,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.developed: $(VENV)/.installed
 	$(PIP) install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/.notebooks: $(VENV)/.installed
+	$(PIP) install --quiet --editable '.[notebook]'
 	touch $@
 
 $(VENV)/.documented: $(VENV)/.installed

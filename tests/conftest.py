@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -47,6 +49,16 @@ def tiny_llama(tiny_models: dict[str, Model]) -> Model:
 @pytest.fixture(scope="session")
 def tiny_gemma(tiny_models: dict[str, Model]) -> Model:
     return tiny_models["gemma3"]
+
+
+@pytest.fixture
+def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the code of a page or notebook shares, in a folder of its own; the model is loaded once for all of them."""
+    monkeypatch.setattr(
+        "kvprobe.inference.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how)
+    )
+    monkeypatch.chdir(tmp_path)
+    return {}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 import kvprobe
 from kvprobe.experiments.skeleton import write_skeleton
-from kvprobe.inference.model import Model
+from tests.as_printed import run_code
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,17 +44,6 @@ def shown(page: Path) -> str:
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 
 
-@pytest.fixture
-def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a page's blocks share, in a folder of their own; the model is loaded once for all pages."""
-    load = kvprobe.load
-    monkeypatch.setattr(
-        "kvprobe.inference.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how)
-    )
-    monkeypatch.chdir(tmp_path)
-    return {}
-
-
 def run(page: Path, namespace: dict[str, Any]) -> dict[str, Any]:
     """Run a page's Python; a block that begins with the name of a file is written to it first."""
     for block in blocks(page):
@@ -63,7 +52,7 @@ def run(page: Path, namespace: dict[str, Any]) -> dict[str, Any]:
             if file is not None:
                 Path(file[1]).write_text(block.code)
             code = "\n" * block.line + block.code
-            exec(compile(code, page.name, "exec"), namespace)
+            run_code(code, page.name, namespace)
     return namespace
 
 

@@ -49,6 +49,7 @@ PAGES = [
 DATA = sorted((ROOT / "analyses").rglob("*.yaml")) + sorted((ROOT / "kvprobe" / "studies").rglob("*.yaml"))
 TEMPLATES = sorted((ROOT / "kvprobe").rglob("*.j2"))
 MODULES = sorted((ROOT / "kvprobe").rglob("*.py"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 FIELD = re.compile(r"\{[^{}]*\}")
 """A replacement field of an f-string."""
@@ -97,7 +98,9 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
-@pytest.mark.parametrize("paths", [PAGES, DATA, TEMPLATES, MODULES], ids=["pages", "data", "templates", "modules"])
+@pytest.mark.parametrize(
+    "paths", [PAGES, DATA, TEMPLATES, MODULES, NOTEBOOKS], ids=["pages", "data", "templates", "modules", "notebooks"]
+)
 def test_no_archaic_or_private_word_is_left(paths: list[Path]):
     assert paths
     left = [hit for path in paths for hit in hits(path)]

@@ -1,13 +1,13 @@
 """The question that everyone has first: what does the model say after messages were hidden, and what still shows?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
 
 from kvprobe.attention import attend, dangling
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -77,6 +77,10 @@ class Comparison(Brief):
     replies: Mapping[str, Reply]
     attention: pd.DataFrame = field(repr=False)
     left_out: str = ""
+
+    def _facts(self) -> Iterable[str]:
+        yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
+        yield f"{len(self.replies)} replies"
 
     def _table(self) -> Table:
         return frame_table(self.df())

@@ -20,7 +20,7 @@ from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.rows import Readable, rows_of, user_turn
+from kvprobe.inference.rows import Readable, are_texts, rows_of, texts_after, user_turn
 from kvprobe.inference.sweep import ROWS, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
 from kvprobe.memory.forward import Kernel, Logits
@@ -214,7 +214,9 @@ class Model(Brief):
     def extend(
         self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
     ) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
-        """Read after `cache`: a text at the positions that follow it, tokens at their own positions.
+        """Read after `cache`: texts at the positions that follow it, tokens at their own positions.
+
+        One text is read after every row, and a list gives each row its own. A cache of one row is shared by all.
 
         Returns the longer cache and the logits after the last `logits` tokens of each row.
         """
@@ -352,14 +354,12 @@ class Model(Brief):
         )
 
     def tokens_after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
-        """The tokens of `text`; a bare text takes the positions that follow the cache, row by row."""
+        """The tokens of `text`; a bare text, or one for each row, takes the positions that follow the cache."""
         if cache is None:
             return self.tokens(text)
         require_type("The cache", cache, KVCache, "a KVCache, such as Model.prefill returns, or None")
-        if not isinstance(text, str):
-            return self.tokens(text)
-        ids = self._tokenizer()(text, add_special_tokens=False)["input_ids"]
-        return [Tokens.of(ids, "text", position) for position in entries(cache.ledger.following, int)]
+        following = entries(cache.ledger.following, int)
+        return texts_after(text, following, self._tokenizer()) if are_texts(text) else self.tokens(text)
 
     def prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
         """What is read before the model answers: a next turn, a conversation with the answer's header, a text."""

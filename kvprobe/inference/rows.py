@@ -1,7 +1,7 @@
 """What users give a model to read, as runs of tokens, one per row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
@@ -41,6 +41,33 @@ def rows_of(text: object, tokenizer: Callable[[], Any], answered: bool) -> list[
             "(Tokens.of(ids)), or a list of such rows."
         )
     return [row for piece in pieces for row in rows_of(piece, tokenizer, answered)]
+
+
+def are_texts(text: object) -> TypeGuard[str | Sequence[str]]:
+    """Whether it is a bare text, or a list of them."""
+    if isinstance(text, str):
+        return True
+    rows = cast(Sequence[object], text) if isinstance(text, list | tuple) else ()
+    return bool(rows) and all(isinstance(row, str) for row in rows)
+
+
+def texts_after(text: str | Sequence[str], following: Sequence[int], tokenizer: Any) -> list[Tokens]:
+    """Bare texts as they follow a cache: one text after every row, or one for each, or all after a single row.
+
+    Args:
+        following: the position that comes next, of each row of the cache.
+
+    Raises:
+        UserError: there is not one text for each row.
+    """
+    texts = [text] * len(following) if isinstance(text, str) else text
+    following = [*following] * len(texts) if len(following) == 1 else following
+    if len(texts) != len(following):
+        raise UserError(f"{len(texts)} texts follow a cache of {len(following)} rows; give one text for each row.")
+    return [
+        Tokens.of(tokenizer(row, add_special_tokens=False)["input_ids"], "text", position)
+        for row, position in zip(texts, following, strict=True)
+    ]
 
 
 def user_turn(text: str, tokenizer: Any) -> tuple[Tokens, Tokens]:

@@ -61,7 +61,8 @@ class PatchMap(Brief):
         return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
 
     def _table(self) -> Table:
-        return frame_table(self.df())
+        """The cells, those of the largest effect first."""
+        return frame_table(self.df().iloc[np.argsort(-np.abs(self.effect), kind="stable")])
 
     @cached_property
     def texts(self) -> tuple[str, ...]:

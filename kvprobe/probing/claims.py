@@ -8,13 +8,14 @@ within context; in bits as well as in hits; and with family-wise p-values over a
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief, table_html
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Site
 from kvprobe.probing.intervals import LEVEL, held_out
@@ -73,15 +74,21 @@ class Probing(Brief):
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.target.name!r}, {len(self.table)} sites and splits, chance {self.chance:.3g}"
-        yield from (claim(self, split) for split in self.picks)
+        yield from (f"{split}: {verdict(self, split)}" for split in self.picks)
 
     @property
     def chance(self) -> float:
         """Accuracy of a blind guess."""
         return self.target.chance
 
-    def _table(self) -> Table:
-        return frame_table(self.summary)
+    def _html(self) -> str:
+        claims = "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines())
+        readings = dict.fromkeys(reading for _, reading in self.right)
+        rows = ([name, *(self._accuracy(split, name) for split in self.picks)] for name in readings)
+        return claims + table_html(("accuracy", *self.picks), rows)
+
+    def _accuracy(self, split: str, reading: str) -> str:
+        return percent(self.reading(split, reading)) if (split, reading) in self.right else ""
 
     def df(self) -> pd.DataFrame:
         """The table of all sites."""
@@ -151,25 +158,34 @@ def claim(probing: Probing, split: str) -> str:
     The claim's interval is wide enough for those of all splits to hold together, and the permutation test must agree:
     where nothing gives the labels away, at most 5 % of probings claim anything.
     """
-    readings = probing.readings(split)
-    blind = [name for name in ("context", "text", "majority", "embedding") if name in readings]
-    lead = FLOOR if FLOOR in readings else max(blind, key=lambda name: probing.reading(split, name).mean)
-    above = probing.lead(split, lead, len(probing.picks))
+    lead, above = _lead(probing, split)
     floor = f"{lead} {'floor' if lead == FLOOR else 'alone'} {percent(probing.reading(split, lead))}"
     selective = (
-        f", with a selectivity of {points(probing.reading(split, CONTROL, 'lead'))}" if CONTROL in readings else ""
+        f", with a selectivity of {points(probing.reading(split, CONTROL, 'lead'))}"
+        if CONTROL in probing.readings(split)
+        else ""
     )
     retained = percent(probing.reading(split, "retained"))
     return (
-        f"{split}: {_verdict(probing, split, above)} above the {lead}; a probe reads "
+        f"{split}: {verdict(probing, split)} above the {lead}; a probe reads "
         f"{retained} of {probing.target.name} ({floor}, chance {probing.chance:.0%}), "
         f"{points(above)} above it{selective}."
     )
 
 
-def _verdict(probing: Probing, split: str, above: Estimate) -> str:
+def verdict(probing: Probing, split: str) -> str:
+    """Decodable, not detected, not confirmed, or undecided."""
+    _, above = _lead(probing, split)
     if not above.has_interval:
         return "undecided for want of contexts"
     if not above.above():
         return "not detected"
     return "decodable" if probing.confirmed(split) else "not confirmed (permuted labels are read as well)"
+
+
+def _lead(probing: Probing, split: str) -> tuple[str, Estimate]:
+    """The floor of a claim, and how much more is read than there."""
+    readings = probing.readings(split)
+    blind = [name for name in ("context", "text", "majority", "embedding") if name in readings]
+    floor = FLOOR if FLOOR in readings else max(blind, key=lambda name: probing.reading(split, name).mean)
+    return floor, probing.lead(split, floor, len(probing.picks))

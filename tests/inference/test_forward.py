@@ -381,3 +381,17 @@ def test_a_cache_of_another_dtype_is_refused(tiny: Model):
         values=tuple(values.bfloat16() for values in cache.values),
     )
     refused(lambda: extend(tiny.lanes, half, [Tokens.of([4], start=3)]), "dtype")
+
+
+def test_texts_follow_each_row_of_a_cache_as_each_follows_its_own(tiny_llama: Model):
+    chats = ("a shed and a mill", "a mill")
+    texts = ["the shed", "a mill and"]
+    alone = [tiny_llama.extend(tiny_llama.prefill(chat), text)[1] for chat, text in zip(chats, texts, strict=True)]
+    together, logits = tiny_llama.extend(tiny_llama.prefill(list(chats)), texts)
+    assert_close(logits, torch.cat(alone), 1e-5)
+    assert together.ledger.segments.shape[0] == 2
+    shared = tiny_llama.prefill(chats[0])
+    assert_close(
+        tiny_llama.extend(shared, texts)[1], torch.cat([tiny_llama.extend(shared, text)[1] for text in texts]), 1e-5
+    )
+    refused(lambda: tiny_llama.extend(together, [*texts, "a shed"]), "3 texts follow a cache of 2 rows")

@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 import pytest
 
+import kvprobe as kv
+from kvprobe.inference.model import Model
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.heatmaps import Heatmaps
@@ -83,3 +88,60 @@ def test_lines_without_a_key_for_panels_have_one_panel_of_the_chosen_findings():
     [axis] = figure.axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
     assert drawn == {"kept": pytest.approx([0.2, 0.3]), "masked": pytest.approx([0.6, 0.7])}
+
+
+HEADS = pd.DataFrame([(layer, head, layer - head / 2) for layer in (0, 1, 4) for head in (0, 1)])
+HEADS = HEADS.set_axis(["layer", "head", "gain"], axis=1)
+
+
+@pytest.mark.parametrize(("backend", "left_open"), [("inline", 0), ("agg", 1)])
+def test_a_notebook_is_left_one_figure_to_show_and_goes_on_showing_those_of_the_user(
+    backend: str, left_open: int, monkeypatch: pytest.MonkeyPatch
+):
+    plt.close("all")
+    plt.ioff()
+    monkeypatch.setattr(plt, "get_backend", lambda: backend)
+    subplots = plt.subplots
+
+    def first_figure(*args: Any, **named: Any) -> Any:
+        plt.ion()  # as the inline backend does when it is loaded
+        return subplots(*args, **named)
+
+    monkeypatch.setattr(plt, "subplots", first_figure)
+    figure = kv.plots.by_head(HEADS, "gain")
+    assert figure.axes
+    assert len(plt.get_fignums()) == left_open
+    assert plt.isinteractive()
+    plt.ioff()
+    plt.close("all")
+
+
+def test_a_map_of_heads_has_their_numbers_on_a_scale_from_or_around_zero():
+    drawn = kv.plots.by_head(HEADS, "gain", "share").axes[0].collections[0]
+    assert drawn.get_array().tolist() == [[0, 1, 4], [-0.5, 0.5, 3.5]]
+    assert drawn.get_clim() == (-4, 4)
+    assert kv.plots.by_head(HEADS.query("gain >= 0"), "gain").axes[0].collections[0].get_clim() == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        (HEADS.rename(columns={"gain": "gains"}), "There is no column called 'gain'; did you mean 'gains'?"),
+        (pd.concat([HEADS, HEADS]), "The table has several rows for a layer and head; choose one of them"),
+    ],
+)
+def test_a_table_without_one_number_for_each_head_is_refused(table: pd.DataFrame, sentence: str):
+    with pytest.raises(kv.UserError) as refused:
+        kv.plots.by_head(table, "gain")
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_figure_of_replies_has_the_probability_of_each_token_in_every_arm(tiny_llama: Model):
+    chat = kv.Transcript.from_messages(
+        [{"role": role, "content": "a shed"} for role in ("system", "user", "assistant")], ["s", "u", "a"]
+    )
+    compared = kv.compare(tiny_llama, chat, ["u"], "a mill", max_new_tokens=3)
+    axis = kv.plots.replies(compared).axes[0]
+    expected = np.exp([reply.logprobs for reply in compared.replies.values()])
+    assert np.allclose(axis.collections[0].get_array(), expected)
+    assert [text.get_text() for text in axis.get_yticklabels()] == list(compared.replies)

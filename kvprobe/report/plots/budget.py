@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import ENGINES
 from kvprobe.memory.units import short
-from kvprobe.report.plots.style import styled
+from kvprobe.report.plots.style import shown_once, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,6 +76,7 @@ def stack_of(budget: Budget, along: Along, longest: int = 0, points: int = 161) 
     )
 
 
+@shown_once
 def draw_stack(stack: Stack, measured: Sequence[tuple[int, int | float]] = ()) -> "Figure":
     """The plot of a stack; see `memory`."""
     import matplotlib.pyplot as plt

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvprobe.report.plots.style import styled
+from kvprobe.report.plots.style import shown_once, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvprobe.probing.claims import Probing
 
 
+@shown_once
 def leak(probing: "Probing") -> "Figure":
     """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split, with intervals."""
     import matplotlib.pyplot as plt

@@ -1,14 +1,17 @@
 """The house style: how every figure looks, and how it is saved."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Arguments = ParamSpec("Arguments")
 
 ARM_COLOURS = {
     "hidden": "#7f7f7f",
@@ -25,12 +28,35 @@ ARM_COLOURS = {
 @contextmanager
 def styled() -> Iterator[None]:
     """The style of kvprobe's figures, within a `with` block."""
+    import matplotlib as mpl
     import matplotlib.pyplot as plt
     import seaborn as sns
 
     settings: Any = {"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8.5, "lines.linewidth": 1.5}
     with sns.axes_style("ticks"), plt.rc_context(settings):
         yield
+        interactive = plt.isinteractive()
+    # The first figure of a notebook loads its backend, which turns interactive mode on; without that mode, the figures
+    # that a user draws afterwards would not be shown.
+    mpl.interactive(interactive)
+
+
+def shown_once(draw: "Callable[Arguments, Figure]") -> "Callable[Arguments, Figure]":
+    """A function that draws, whose figure a notebook shows as the value of its cell and nowhere else.
+
+    Of figures that pyplot holds open, the inline backend shows each after its cell, so this one would be seen twice.
+    """
+
+    @wraps(draw)
+    def drawn(*args: Arguments.args, **named: Arguments.kwargs) -> "Figure":
+        import matplotlib.pyplot as plt
+
+        figure = draw(*args, **named)
+        if "inline" in plt.get_backend():
+            plt.close(figure)
+        return figure
+
+    return drawn
 
 
 def save(figure: "Figure", path: Path) -> None:
