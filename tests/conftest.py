@@ -10,9 +10,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import hypothesis
 import pytest
 import torch
-from jaxtyping import config, install_import_hook
+from jaxtyping import config
 
-install_import_hook("kvprobe", "beartype.beartype")
+from tests.checking import check_annotations
+
+check_annotations("kvprobe")
 
 from kvprobe.inference.model import Model, load  # noqa: E402 - only now are its annotations checked
 from tests.models import ARCHITECTURES, tiny_tokenizer  # noqa: E402

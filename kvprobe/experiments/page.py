@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
+from jinja2.runtime import Context
+from jinja2.utils import pass_context
 from markupsafe import Markup
 
 from kvprobe import wording
@@ -57,6 +60,23 @@ def answer(study: Study[Any], run: Run) -> str:
     return str(Markup(_Page(study, run).rendered(answering=True)).striptags())
 
 
+@cache
+def _templates(folder: Path | None) -> Environment:
+    """The templates in a study's folder and those of all pages, compiled once."""
+    own = [FileSystemLoader(folder)] if folder else []
+    loader = ChoiceLoader([*own, PackageLoader("kvprobe.report")])
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {name: getattr(wording, name) for name in FORMATS}
+    environment.filters["label"] = _label
+    return environment
+
+
+@pass_context
+def _label(context: Context, value: Any, key: str) -> str:
+    """The filter of templates that writes a key's value as the study does."""
+    return context["study"].label(key, value)
+
+
 @dataclass
 class _Page:
     """What templates may use: its public methods, beside what `rendered` names.
@@ -80,13 +100,10 @@ class _Page:
 
     def rendered(self, answering: bool = False) -> str:
         """The page's body, or its answer alone."""
-        own = [FileSystemLoader(self.study.folder)] if self.study.folder else []
-        loader = ChoiceLoader([*own, PackageLoader("kvprobe.report")])
-        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-        environment.filters |= {name: getattr(wording, name) for name in FORMATS}
-        environment.filters["label"] = lambda value, key: self.study.label(key, value)
         try:
-            template = environment.get_template("page.html.j2" if own else "study.html.j2")
+            template = _templates(self.study.folder).get_template(
+                "page.html.j2" if self.study.folder else "study.html.j2"
+            )
             return template.render(self._known, answering=answering)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Files of a run are untrusted: facts of another shape fail anywhere in a template.

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +163,13 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
     from gguf import GGUFReader
 
     try:
-        weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+        reader = GGUFReader(gguf)
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:
         raise UserError(f"{gguf.name} is not a GGUF file ({one_line(error)}); fetch it again.") from error
     _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
     try:
-        with _quiet(bars=True):
+        with _quiet(bars=True), _read_once(gguf, reader):
             model = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
             )
@@ -215,6 +217,23 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
             f"The weights of {name} need {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but "
             f"{free / 2**30:.1f} GiB are free on {device}; use a smaller dtype, a smaller model or another device."
         )
+
+
+@contextmanager
+def _read_once(gguf: Path, reader: Any) -> Generator[None]:
+    """While this lasts, this file is not read again: transformers would read it for the config, the weights and the
+    tokenizer, ten seconds each for the 262,144 tokens of Gemma."""
+    library: Any = import_module("gguf")
+    whole = library.GGUFReader
+
+    def read(path: str | os.PathLike[str], *given: Any) -> Any:
+        return reader if Path(path) == gguf else whole(path, *given)
+
+    library.GGUFReader = read
+    try:
+        yield
+    finally:
+        library.GGUFReader = whole
 
 
 @contextmanager

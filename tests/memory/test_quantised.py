@@ -1,12 +1,15 @@
 """The budget's quantised caches are those that transformers really holds: storage, byte for byte, step by step."""
 
+from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from optimum.quanto.library.extensions import get_extension
 from transformers import LlamaConfig
 from transformers.cache_utils import QuantizedCache
 
@@ -18,6 +21,19 @@ from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.written import plan_of
 from tests.refusals import refused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_a_compiler() -> Iterator[None]:
+    """Quanto unpacks in Python: it would first compile an extension for half a minute, and hold the same bytes."""
+
+    def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+        return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_extension("quanto_cpp"), "_lib", SimpleNamespace(unpack=unpack))
+        yield
+
 
 quanto = st.sampled_from(["int4", "int2"])
 floats = st.sampled_from(["float32", "bfloat16"])

@@ -8,8 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 import kvprobe.experiments.begin as beginning
 from kvprobe.experiments import running
@@ -197,9 +199,16 @@ def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
     return (study, *import_module(f"tests.studies.{MODULES[name]}").example())
 
 
+def as_pixels(figure: Figure, path: Path) -> None:
+    figure.savefig(path.with_suffix(".png"), dpi=50)
+    plt.close(figure)
+
+
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path):
+def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # A page shows pixels; `assert_figures` of whole runs proves that figures are saved as vectors too.
+    monkeypatch.setattr(running, "save", as_pixels)
     study, config, conclusion = declared(name)
     shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path, drawn=True)
     assert answer(study, shown).strip()

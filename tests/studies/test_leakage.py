@@ -160,14 +160,24 @@ def test_numbers_are_those_of_the_probings(finished: Run):
     assert findings.at("token_accuracy", condition="restart").mean < 0.3
 
 
-def test_other_secrets_run_beside_an_untrained_model(
+TOPICS = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1)
+
+
+def test_runs_are_read_beside_an_untrained_model(
+    wordy: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
+    run = leakage.run(replace(TOPICS, untrained=True), tmp_path, model=wordy)
+    findings = Conclusion.of(run.metrics).findings
+    assert findings.get("accuracy", arm="masked", split="paired", reading="untrained")
+
+
+def test_other_secrets_are_known_by_the_model(
     smol: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
-    config = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1, untrained=True)
-    run = leakage.run(config, tmp_path, model=smol)
+    run = leakage.run(TOPICS, tmp_path, model=smol)
     findings = Conclusion.of(run.metrics).findings
-    assert findings.get("accuracy", arm="masked", split="paired", reading="untrained")
     margin = findings.at("margin", condition="full")
     assert margin.mean > 1
     assert not margin.has_interval  # three conversations are too few
@@ -176,10 +186,10 @@ def test_other_secrets_run_beside_an_untrained_model(
 
 
 def test_one_context_says_that_it_does_not_generalise(
-    smol: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wordy: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
-    run = leakage.run(replace(SMALL, contexts=1, samples=40), tmp_path, model=smol)
+    run = leakage.run(replace(SMALL, contexts=1, samples=40), tmp_path, model=wordy)
     conclusion = Conclusion.of(run.metrics)
     assert conclusion.findings.values("accuracy", "split") == ["random"]
     assert conclusion.findings.at("leak", arm="masked", split="random").clusters == 40
