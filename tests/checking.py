@@ -10,7 +10,7 @@ from dataclasses import is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, isclass, isgeneratorfunction, signature
 from types import CodeType, FunctionType, SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any, ParamSpecArgs, ParamSpecKwargs, get_args, get_type_hints
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
@@ -96,9 +96,12 @@ def _arguments(bound: dict[str, Any], expected: Signature) -> Iterator[tuple[str
 
 
 def _hints(fn: FunctionType) -> dict[str, Any]:
-    """The annotations of a function, less those that only a type checker can resolve, such as of circular imports."""
+    """The annotations of a function, less those that only a type checker can resolve, such as of circular imports and
+    of what a decorated function takes."""
     hints: dict[str, Any] = {}
     for name, hint in fn.__annotations__.items():
+        if isinstance(hint, ParamSpecArgs | ParamSpecKwargs):
+            continue
         try:
             hints |= get_type_hints(SimpleNamespace(__annotations__={name: hint}), fn.__globals__, include_extras=True)
         except Exception:
