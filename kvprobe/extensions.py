@@ -1,7 +1,7 @@
 """What other installed packages add: entry points of the groups `kvprobe.policies` and `kvprobe.studies`. Their code is
 imported when its name is used."""
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from kvprobe.errors import UserError
@@ -10,8 +10,8 @@ from kvprobe.names import one_line
 Kind = Literal["policies", "studies"]
 
 
-def extensions(kind: Kind) -> dict[str, EntryPoint]:
-    """What there is, by name."""
+def extensions(kind: Kind) -> dict[str, Any]:
+    """Entry points (of the standard library, or of the backport that another package imported) by name."""
     return {point.name: point for point in entry_points(group=f"kvprobe.{kind}")}
 
 
@@ -30,6 +30,6 @@ def extension(kind: Kind, name: str) -> Any:
         ) from error
 
 
-def package(point: EntryPoint) -> str:
+def package(point: Any) -> str:
     """The package that an entry point belongs to."""
     return "an unnamed package" if point.dist is None else f"package {point.dist.name}"
