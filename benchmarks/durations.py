@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 
 from kvprobe.experiments.durations import TIMING, Duration
 from kvprobe.experiments.presets import presets
-from kvprobe.experiments.settings import digest_of, from_mapping
+from kvprobe.listing import digest_of_preset
 from kvprobe.shipped import shipped
-from kvprobe.studies import STUDIES
 
 QUIET = 0.1
 """The most that others may use, in cores."""
@@ -34,16 +33,11 @@ def main() -> None:
         print(f"{name}: {took}, {took.peak_bytes / 1e9:.1f} GB, others used {took.timing.others:.2f} cores")
         if took.timing.others > QUIET:
             sys.exit("Others had the machine too; wait until they end.")
-        records = json.loads(page.read_text(encoding="utf-8")) | {digest(name): took.record()}
+        records = json.loads(page.read_text(encoding="utf-8")) | {digest_of_preset(presets()[name]): took.record()}
         # In the order of the presets; what has changed since it was measured goes.
-        records = {place: records[place] for place in map(digest, presets()) if place in records}
+        current = map(digest_of_preset, presets().values())
+        records = {digest: records[digest] for digest in current if digest in records}
         page.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-
-
-def digest(name: str) -> str:
-    """Of a preset's settings."""
-    preset = presets()[name]
-    return digest_of(preset.study, from_mapping(STUDIES[preset.study].config, preset.settings))
 
 
 if __name__ == "__main__":

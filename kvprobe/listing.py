@@ -25,7 +25,7 @@ def known() -> dict[str, list[dict[str, Any]]]:
                 "name": preset.name,
                 "study": preset.study,
                 "settings": dict(preset.settings),
-                "took": (took := duration_of(preset)) and took.record(),
+                "took": (took := durations().get(digest_of_preset(preset))) and took.record(),
             }
             for preset in presets().values()
         ],
@@ -40,10 +40,9 @@ def known() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def duration_of(preset: Preset) -> Duration | None:
-    """What a preset took when it was measured; None if it was not, or has changed since."""
-    study = STUDIES[preset.study]
-    return durations().get(digest_of(study.name, from_mapping(study.config, preset.settings)))
+def digest_of_preset(preset: Preset) -> str:
+    """Of all its settings, the study's defaults among them; by it `durations` know what was measured."""
+    return digest_of(preset.study, from_mapping(STUDIES[preset.study].config, preset.settings))
 
 
 def lines(entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvprobe.experiments.settings import Settings, as_mapping, digest_of
+from kvprobe.experiments.settings import Settings, as_mapping, digest_of, folder_of
 from kvprobe.files import read_json
 from kvprobe.progress import Stage, Timing
 from kvprobe.shipped import shipped
@@ -58,14 +58,13 @@ def durations() -> dict[str, Duration]:
 
 def plan(study: str, config: Settings, root: Path, name: str | None) -> Iterator[str]:
     """What a run would do, in lines; nothing is loaded or written."""
-    digest = digest_of(study, config)
-    folder = root / (name or f"{study}-{digest}")
+    folder = folder_of(study, config, root, name)
     states = {"metrics.json": "is finished: its report would be written again", "parts": "would be resumed"}
     state = next((state for file, state in states.items() if (folder / file).exists()), "would be new")
     yield f"{study} would run with these settings:"
     yield from (f"  {setting}: {value}" for setting, value in as_mapping(config).items())
     yield f"The run {folder} {state}."
-    took = durations().get(digest)
+    took = durations().get(digest_of(study, config))
     if took is None:
         measured = ", ".join(f"{other.preset} {other}" for other in durations().values() if other.study == study)
         yield f"How long it takes was not measured. Of this study: {measured or 'nothing was'}."

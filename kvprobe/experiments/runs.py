@@ -17,7 +17,7 @@ import pandas as pd
 import yaml
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings, as_mapping, digest_of
+from kvprobe.experiments.settings import Settings, as_mapping, folder_of
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import differing
 from kvprobe.report.findings import Findings
@@ -79,7 +79,7 @@ class Run:
                 f"and choose the folder with --out."
             )
         settings = {"study": study, "settings": as_mapping(config)}
-        run = cls(root / (name or f"{study}-{digest_of(study, config)}"))
+        run = cls(folder_of(study, config, root, name))
         environment = _environment(model, device, settings, inputs or {})
         if (run.path / "config.yaml").is_file():
             wrong = run._mismatch(settings, environment)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvprobe.checks import require
@@ -84,6 +85,11 @@ def digest_of(study: str, config: Settings) -> str:
     """Eight hexadecimal digits that tell these settings of a study from others."""
     settings = {"study": study, "settings": as_mapping(config)}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def folder_of(study: str, config: Settings, root: Path, name: str | None) -> Path:
+    """The folder of a run; its default name is made from the settings."""
+    return root / (name or f"{study}-{digest_of(study, config)}")
 
 
 def _typed(name: str, kind: Any, value: Any) -> Any:

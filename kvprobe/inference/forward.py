@@ -236,7 +236,7 @@ def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
             f"The new tokens start at position {int(new.positions[row, 0])}, but the cache holds live slots up to "
             f"{int(last[row])}: the naive position mode. Start them at `ledger.following`; or ask for it by name, with "
             f"KVCache.reindex('naive').",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

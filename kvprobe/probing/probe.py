@@ -72,7 +72,7 @@ def probe(
         floors["untrained"] = read(blank, design, hide=hide, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
     for warning in probing.warnings:
-        warnings.warn(warning, stacklevel=2)
+        warnings.warn(warning, stacklevel=3)
     return replace(probing, use=measure_use(model, design, at, hide) if asked else None)
 
 

@@ -8,9 +8,9 @@ import pytest
 from kvprobe.experiments import durations as module
 from kvprobe.experiments.durations import Duration, durations, minutes, plan
 from kvprobe.experiments.presets import presets
-from kvprobe.experiments.settings import digest_of, from_mapping
+from kvprobe.experiments.settings import digest_of
+from kvprobe.listing import digest_of_preset
 from kvprobe.progress import Stage, Timing
-from kvprobe.studies import STUDIES
 from kvprobe.studies.dangling.config import Config
 
 TOOK = Duration(
@@ -36,10 +36,7 @@ def test_a_duration_is_read_back_as_it_was_written():
 
 def test_every_duration_that_ships_is_of_a_preset_as_it_is_now():
     """One that fails here was changed after it was measured: run `python benchmarks/durations.py PRESET` again."""
-    now = {
-        digest_of(preset.study, from_mapping(STUDIES[preset.study].config, preset.settings)): preset.name
-        for preset in presets().values()
-    }
+    now = {digest_of_preset(preset): preset.name for preset in presets().values()}
     assert {digest: took.preset for digest, took in durations().items()}.items() <= now.items()
     assert all(took.timing.stages and took.timing.others < 0.2 for took in durations().values())
     assert "leakage-quick" in {took.preset for took in durations().values()}

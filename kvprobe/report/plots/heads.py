@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.report.plots.style import shown_once, styled
+from kvprobe.report.plots.style import heat, shown_once, styled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +23,6 @@ def by_head(table: "pd.DataFrame", value: str, label: str | None = None) -> "Fig
         UserError: the table has no such column, or several rows for a layer and head.
     """
     import matplotlib.pyplot as plt
-    import seaborn as sns
 
     for name in ("layer", "head", value):
         if name not in table:
@@ -31,18 +30,9 @@ def by_head(table: "pd.DataFrame", value: str, label: str | None = None) -> "Fig
     if bool(table.duplicated(["layer", "head"]).any()):
         raise UserError("The table has several rows for a layer and head; choose one of them, or take their mean.")
     wide = table.pivot(index="head", columns="layer", values=value)
-    around_zero = bool((wide.min() < 0).any())
     limit = float(wide.abs().max().max()) or 1.0
     with styled():
         size = (2.2 + 0.2 * len(wide.columns), 1.2 + 0.16 * len(wide))
         figure, axis = plt.subplots(figsize=size, layout="constrained")
-        sns.heatmap(
-            wide,
-            ax=axis,
-            cmap="RdBu" if around_zero else "Blues",
-            vmin=-limit if around_zero else 0,
-            vmax=limit,
-            cbar_kws={"label": label or value},
-        )
-        axis.tick_params(length=2)
+        heat(axis, wide, limit, label or value, around_zero=bool((wide.min() < 0).any()))
     return figure

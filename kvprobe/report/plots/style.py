@@ -71,20 +71,21 @@ def save(figure: "Figure", path: Path) -> None:
     plt.close(figure)
 
 
-def heat(axis: "Axes", table: "pd.DataFrame", limit: int | float, label: str | None) -> None:
-    """Draw a table of numbers around zero as a heat map, first row on top.
+def heat(axis: "Axes", table: "pd.DataFrame", limit: int | float, label: str | None, around_zero: bool = True) -> None:
+    """Draw a table of numbers as a heat map, first row on top.
 
     Args:
-        limit: the largest value of the colour scale, which is symmetric.
+        limit: the largest value of the colour scale.
         label: of the colour bar; None for no bar.
+        around_zero: whether the scale is symmetric; otherwise it begins at zero.
     """
     import seaborn as sns
 
     sns.heatmap(
         table,
         ax=axis,
-        cmap="RdBu",
-        vmin=-limit,
+        cmap="RdBu" if around_zero else "Blues",
+        vmin=-limit if around_zero else 0,
         vmax=limit,
         cbar=label is not None,
         cbar_kws={"label": label} if label is not None else None,
