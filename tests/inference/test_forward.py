@@ -386,7 +386,11 @@ def test_a_cache_of_another_dtype_is_refused(tiny: Model):
 def test_texts_follow_each_row_of_a_cache_as_each_follows_its_own(tiny_llama: Model):
     chats = ("a shed and a mill", "a mill")
     texts = ["the shed", "a mill and"]
-    alone = [tiny_llama.extend(tiny_llama.prefill(chat), text)[1] for chat, text in zip(chats, texts, strict=True)]
+    alone = []
+    for chat, text in zip(chats, texts, strict=True):
+        cache = tiny_llama.prefill(chat)
+        ids = tiny_llama.tokenizer(text, add_special_tokens=False)["input_ids"]
+        alone.append(tiny_llama.extend(cache, [Tokens.of(ids, "text", start=cache.slots)])[1])
     together, logits = tiny_llama.extend(tiny_llama.prefill(list(chats)), texts)
     assert_close(logits, torch.cat(alone), 1e-5)
     assert together.ledger.segments.shape[0] == 2
