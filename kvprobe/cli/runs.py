@@ -57,6 +57,8 @@ def _add_run_command(command: str, preset: Preset) -> None:
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
     run.__doc__ = preset.question or study.question
+    if command in runs_app:  # of an earlier command in this process; the file of this name may be another one now
+        del runs_app[command]
     runs_app.command(run, name=command)
 
 
