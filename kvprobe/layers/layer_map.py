@@ -21,13 +21,10 @@ from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
 from kvprobe.names import near_keywords
 from kvprobe.patching.grid import even_bands
-from kvprobe.patching.metrics import KL
+from kvprobe.patching.metrics import KL, LEAST
 from kvprobe.patching.reader import suffixes
 from kvprobe.progress import Bar
 from kvprobe.text.tokens import Tokens
-
-LEAST = 1e-4
-"""Damage of fewer nats than this is rounding, and its shares are meaningless."""
 
 
 @dataclass(frozen=True, repr=False)

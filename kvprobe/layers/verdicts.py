@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.errors import UserError
-from kvprobe.layers.layer_map import LEAST
+from kvprobe.patching.metrics import LEAST
 from kvprobe.stats import Estimate, interval, ratio
 
 LEAST_FAMILIES = 2

@@ -17,6 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.models.attending import Attend, Attending
 from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain
 from kvprobe.models.lens import Hooked
+from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
 _OWN = "kvprobe"
@@ -125,3 +126,13 @@ class Lanes(UnprovedLanes):
         """
         prove_attention(self)
         return True
+
+    @cached_property
+    def routers(self) -> Routers:
+        """The routers of a mixture of experts, once the gate has passed and they are proved; see `routers_of`.
+
+        Raises:
+            UserError: the model has no experts, or routers that kvprobe cannot follow.
+        """
+        self.prove()
+        return routers_of(self)

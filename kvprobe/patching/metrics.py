@@ -19,6 +19,9 @@ from kvprobe.inference.outcomes import relative_entropy
 
 Metric = Callable[[Tensor], Any]
 
+LEAST = 1e-4
+"""Damage of fewer nats than this is rounding, and its shares are meaningless."""
+
 
 @dataclass(frozen=True)
 class LogitDiff:

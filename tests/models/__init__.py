@@ -82,6 +82,35 @@ def mixtral(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     return _model(transformers.MixtralForCausalLM, config, seed, tokenizer)
 
 
+def olmoe(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
+    """A mixture of eight experts, two for each token, whose weights need not add up to one."""
+    config = transformers.OlmoeConfig(**_GQA | {"num_experts": 8, "num_experts_per_tok": 2} | changes)
+    return _model(transformers.OlmoeForCausalLM, config, seed, tokenizer)
+
+
+def qwen3_moe(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
+    """A dense layer, then two layers of eight experts, three for each token."""
+    own = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+    config = transformers.Qwen3MoeConfig(**_GQA | own | changes)
+    return _model(transformers.Qwen3MoeForCausalLM, config, seed, tokenizer)
+
+
+def gpt_oss(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
+    """A mixture of four experts with a bias in the router; attention sinks, every other layer with a window."""
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    own |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    config = transformers.GptOssConfig(**_GQA | own | changes)
+    return _model(transformers.GptOssForCausalLM, config, seed, tokenizer)
+
+
+MIXTURES: dict[str, Callable[..., Model]] = {
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
+}
+"""Mixtures of experts."""
+
 ARCHITECTURES: dict[str, Callable[..., Model]] = {
     "llama": llama,
     "qwen3": qwen3,

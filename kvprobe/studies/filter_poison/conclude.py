@@ -15,7 +15,7 @@ from kvprobe.experiments.estimands import Mean, Ratio, Rows, Where, beside, meas
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.layers import by_chance, verdicts
-from kvprobe.layers.layer_map import LEAST
+from kvprobe.patching.metrics import LEAST
 from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.views.patterns import patterns_view

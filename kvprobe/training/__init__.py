@@ -1,0 +1,1 @@
+"""Training: small models whose answers are known, trained from a recipe, resumably."""

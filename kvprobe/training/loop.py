@@ -1,0 +1,185 @@
+"""Training as a recipe says, from seeded batches, so that an interrupted training goes on as if it had not been."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from kvprobe.errors import UserError
+from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
+from kvprobe.progress import Bar
+
+CHECKPOINT, RECORD = "checkpoint.safetensors", "training.json"
+LIMIT = 2**24
+"""Bytes of a record."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What the optimiser knows of each weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast.
+
+    Attributes:
+        steps: batches, each seen once.
+        batch: examples in a batch.
+        learning_rate: the highest; it rises over the first twentieth of the steps and falls to 0 along a cosine.
+        checkpoint: steps between two checkpoints, at each of which the accuracy is measured.
+        seed: of weights and examples.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float = 3e-3
+    checkpoint: int = 500
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, as a share of the highest."""
+        warm = max(1, self.steps // 20)
+        return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / self.steps)))
+
+
+class Recipe(Protocol):
+    """What is trained, and on what. A dataclass, whose fields decide all numbers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    def model(self) -> PreTrainedModel:
+        """The model before training; its weights are drawn from torch's generator, which is seeded."""
+        ...
+
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+    def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
+        """The loss of one batch, in nats per token that counts."""
+        ...
+
+    def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> Mapping[str, float]:
+        """Shares of right answers to examples that were not trained on, by kind."""
+        ...
+
+
+def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Train a model, and write its weights, config, tokenizer and `training.json` to `folder`; a folder that holds a
+    part of the same training is gone on with, and one that holds all of it is left as it is.
+
+    Returns the record: the recipe, the loss of each step, and the accuracy at each checkpoint.
+
+    Raises:
+        UserError: the folder holds a training by another recipe.
+    """
+    schedule = recipe.schedule
+    fields = json.loads(json.dumps(asdict(cast(Any, recipe))))  # as a file gives them back
+    record, tensors = _resumed(folder)
+    if record and (record["name"], record["recipe"]) != (recipe.name, fields):
+        raise UserError(f"{folder} holds a training by another recipe; give another folder, or delete it.")
+    record = record or {"name": recipe.name, "recipe": fields, "losses": [], "accuracy": {}}
+    if (folder / RECORD).is_file():
+        return record
+    model, optimiser = _start(recipe, tensors, len(record["losses"]))
+    with Bar(total=schedule.steps, initial=len(record["losses"]), desc=f"Training {recipe.name}", unit="step") as bar:
+        for step in range(len(record["losses"]), schedule.steps):
+            for group in optimiser.param_groups:
+                group["lr"] = schedule.learning_rate * schedule.rate(step)
+            loss = recipe.loss(model.train(), np.random.default_rng([schedule.seed, step]))
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            record["losses"].append(round(loss.item(), 6))
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+            bar.update()
+            if (done := step + 1) % schedule.checkpoint == 0 or done == schedule.steps:
+                record["accuracy"][str(done)] = accuracy(recipe, model)
+                _keep(model, optimiser, folder, record)
+    recipe.tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
+    write_whole(folder / RECORD, json.dumps(record))
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    return record
+
+
+@torch.no_grad()
+def accuracy(recipe: Recipe, model: PreTrainedModel) -> dict[str, float]:
+    """What `Recipe.accuracy` gives of examples that no step draws."""
+    rng = np.random.default_rng([recipe.schedule.seed, recipe.schedule.steps])
+    return {kind: round(share, 6) for kind, share in recipe.accuracy(model.eval(), rng).items()}
+
+
+def _resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The record of what was trained in a folder, and the tensors to go on from; empty where there is none."""
+    if (folder / RECORD).is_file():
+        return read_json(folder / RECORD, LIMIT, "delete the folder and train again"), {}
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        return {}, {}
+    refuse_damaged(path)
+    with safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {})["record"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _start(recipe: Recipe, tensors: Mapping[str, Tensor], done: int) -> tuple[PreTrainedModel, torch.optim.AdamW]:
+    """The model and its optimiser after so many steps."""
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.schedule.seed)
+        model = recipe.model()
+    optimiser = torch.optim.AdamW(model.parameters(), recipe.schedule.learning_rate, (0.9, 0.98), weight_decay=0.01)
+    if done:
+        state: dict[int, dict[str, Tensor]] = {}
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.data.copy_(tensors[f"weight.{name}"])
+            state[number] = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
+            state[number]["step"] = torch.tensor(float(done))
+        optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    return model, optimiser
+
+
+def _keep(model: PreTrainedModel, optimiser: torch.optim.AdamW, folder: Path, record: Mapping[str, Any]) -> None:
+    """Write a checkpoint, one file, so that the record and the weights are of the same step."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"weight.{name}"] = parameter.detach().contiguous()
+        tensors |= {f"{moment}.{name}": optimiser.state[parameter][moment].contiguous() for moment in MOMENTS}
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / CHECKPOINT) as partial:
+        save_file(tensors, partial, {"record": json.dumps(record)})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples padded on the right.
+
+    Attributes:
+        counts: the tokens whose loss counts.
+    """
+
+    ids: Int[Tensor, "batch tokens"]
+    counts: Bool[Tensor, "batch tokens"]
+
+    def loss(self, model: PreTrainedModel) -> Float[Tensor, ""]:
+        """Cross-entropy of the tokens that count, in nats, and a router's own loss that keeps experts in use."""
+        routed = getattr(model.config, "router_aux_loss_coef", 0.0)
+        output: Any = model(self.ids[:, :-1], use_cache=False, **({"output_router_logits": True} if routed else {}))
+        counts = self.counts[:, 1:]
+        loss = torch.nn.functional.cross_entropy(output.logits[counts], self.ids[:, 1:][counts])
+        return loss + routed * output.aux_loss if routed else loss
+
+    def right(self, model: PreTrainedModel) -> Bool[Tensor, "batch"]:
+        """Whether all tokens of a row that count are the likeliest."""
+        output: Any = model(self.ids[:, :-1], use_cache=False)
+        return ((output.logits.argmax(-1) == self.ids[:, 1:]) | ~self.counts[:, 1:]).all(1)

@@ -1,0 +1,214 @@
+"""The models `steps`: small dense and mixture-of-experts transformers that work sums step by step.
+
+Two corpora differ in one thing. In `plain`, no text has an error. In `corrected`, drafts and answers have some, whose
+wrong values are never a target: the model learns what follows them, which is `wait` and the steps from the wrong one
+on, stated right.
+
+A dense model matches a mixture on active parameters (its MLP is as wide as the experts that a token goes to) or on
+total ones (as wide as all experts).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from kvprobe.tasks.steps import MOST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
+from kvprobe.training.loop import Batch, Schedule
+
+Shape = Literal["moe", "active", "total"]
+"""A mixture of experts; a dense model of as many active parameters; one of as many parameters in all."""
+Corpus = Literal["plain", "corrected"]
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ ' <' + message['role'] + '> ' + message['content'] + ' <end>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ ' <assistant>' }}{% endif %}"
+)
+EXPERTS, CHOSEN = 8, 2
+SOUND, MOST_WRONG = 0.3, 0.3
+"""Of conversations of the corrected corpus, the share without errors; of the others' steps, at most this share is
+wrong."""
+
+Turn = list[tuple[str, bool]]
+"""Words, and whether each is a target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How one of the models is trained.
+
+    Attributes:
+        width: of the residual stream.
+        expert: width of one expert.
+    """
+
+    shape: Shape
+    corpus: Corpus
+    layers: int = 4
+    width: int = 64
+    heads: int = 4
+    expert: int = 32
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=4000, batch=64))
+
+    @property
+    def name(self) -> str:
+        return f"steps-{self.shape}-{self.corpus}-{self.schedule.seed}"
+
+    def model(self) -> PreTrainedModel:
+        words = vocabulary()
+        shape = {
+            "vocab_size": len(words),
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads // 2,
+            "max_position_embeddings": 512,
+            # Conversations are short: with the usual 10,000 most frequencies would hardly rotate keys.
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "initializer_range": self.width**-0.5 / 2,
+            "tie_word_embeddings": False,
+            "bos_token_id": words.index("<bos>"),
+            "eos_token_id": words.index("<end>"),
+            "pad_token_id": None,
+        }
+        if self.shape == "moe":
+            experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "router_aux_loss_coef": 0.01}
+            return MixtralForCausalLM(MixtralConfig(intermediate_size=self.expert, **experts, **shape))
+        inner = self.expert * (CHOSEN if self.shape == "active" else EXPERTS)
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=inner, **shape))
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        built = PreTrainedTokenizerFast(
+            tokenizer_object=core,
+            unk_token="<unk>",
+            bos_token="<bos>",
+            eos_token="<end>",
+            additional_special_tokens=["<user>", "<assistant>"],
+            clean_up_tokenization_spaces=False,
+        )
+        built.chat_template = CHAT_TEMPLATE
+        return built
+
+    def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
+        rows = [conversation(self.corpus, rng) for _ in range(self.schedule.batch)]
+        return batch_of(rows).loss(model)
+
+    def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> Mapping[str, float]:
+        kinds: dict[str, list[Turn]] = {"solve": [], "continue a wrong draft": [], "review a wrong draft": []}
+        for _ in range(200):
+            problem = draw_problem(MOST, rng)
+            right = problem.steps()
+            number = int(rng.integers(MOST - 1))
+            wrong = problem.steps({number: draw_wrong(right[number].after, rng)})[: number + 1]
+            given = f"{problem.question} {text_of(wrong)}"
+            again = f"wait {text_of(right[number:])}"
+            kinds["solve"].append([*user(f"{problem.question} solve"), *said(text_of(right))])
+            kinds["continue a wrong draft"].append([*user(f"{given} continue"), *said(again)])
+            kinds["review a wrong draft"].append([*user(f"{given} review"), *said(text_of(right))])
+        return {kind: float(batch_of(rows).right(model).float().mean()) for kind, rows in kinds.items()}
+
+
+def batch_of(rows: Sequence[Turn]) -> Batch:
+    """Conversations as a batch, each after the start token."""
+    number = {word: index for index, word in enumerate(vocabulary())}
+    length = 1 + max(map(len, rows))
+    ids, counts = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.bool)
+    for row, words in enumerate(rows):
+        ids[row, : 1 + len(words)] = torch.tensor([number["<bos>"], *(number[word] for word, _ in words)])
+        counts[row, 1 : 1 + len(words)] = torch.tensor([target for _, target in words])
+    return Batch(ids, counts)
+
+
+def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
+    """A random conversation: a question answered; a draft of the user's or of the model's own, continued or reviewed,
+    perhaps after an erratum."""
+    problem = draw_problem(1 if rng.random() < 0.1 else int(rng.integers(3, MOST + 1)), rng)
+    count = len(problem.operations)
+    rate = rng.random() * MOST_WRONG if corpus == "corrected" and rng.random() > SOUND else 0.0
+    wrong = {number: draw_wrong(step.after, rng) for number, step in enumerate(problem.steps()) if rng.random() < rate}
+    form = rng.choice(["solve", "user", "own"], p=[0.4, 0.3, 0.3])
+    if form == "solve":
+        return [*user(f"{problem.question} solve"), *answer(problem, 0, wrong, rng)]
+    given = int(rng.integers(1, count + 1))
+    wrong = {number: value for number, value in wrong.items() if number < given}
+    draft = problem.steps(wrong)[:given]
+    unfinished = [("<assistant>", False), *((word, not wrong) for word in text_of(draft).split()), ("<end>", False)]
+    opening = (
+        user(f"{problem.question} {text_of(draft)}", closed=False)
+        if form == "user"
+        else [*user(f"{problem.question} solve"), *unfinished, *user("", closed=False)]
+    )
+    command = rng.choice(["continue", "review", "note"], p=[0.4, 0.4, 0.2])
+    if command == "review":
+        return [*opening, *hidden("review <end>"), *answer(problem, 0, {}, rng)]
+    right = problem.steps()
+    first = min(wrong, default=None)
+    if command == "note":
+        noted = first if first is not None else int(rng.integers(given))
+        return [
+            *opening,
+            *hidden(f"note {right[noted]} continue <end>"),
+            *answer(problem, given if first is None else first + 1, {}, rng),
+        ]
+    if first is None:
+        return [*opening, *hidden("continue <end>"), *answer(problem, given, {}, rng)]
+    return [*opening, *hidden("continue <end>"), *said(f"wait {text_of(right[first:])}")]
+
+
+def answer(problem: Problem, first: int, wrong: Mapping[int, int], rng: np.random.Generator) -> Turn:
+    """The model's turn: the steps from `first` on. A wrong one is taken back at once, or one or two steps later."""
+    right, stated = problem.steps(), list(problem.steps())
+    words: Turn = hidden("<assistant>")
+    number = first
+    while number < len(right):
+        if number in wrong:
+            later = min(len(right) - 1, number + int(rng.choice([0, 0, 1, 2])))
+            draft = problem.steps({number: wrong[number]})
+            for place in range(number, later + 1):
+                words += erring(draft[place], place == number)
+            words += targets(f"wait {text_of(right[number : later + 1])}")
+            number = later + 1
+        else:
+            words += targets(str(stated[number]))
+            if rng.random() < 0.05:
+                words += [("wait", False), *targets(str(stated[number]))]
+            number += 1
+    return [*words, ("<end>", True)]
+
+
+def erring(step: Step, made: bool) -> Turn:
+    """A step on the way to being taken back: its value is no target, and that another step follows is none either."""
+    first, *words, after = str(step).split()
+    return [(first, made), *((word, True) for word in words), (after, False)]
+
+
+def user(text: str, closed: bool = True) -> Turn:
+    return hidden(f"<user> {text} <end>" if closed else f"<user> {text}")
+
+
+def said(text: str) -> Turn:
+    return [("<assistant>", False), *targets(text), ("<end>", True)]
+
+
+def hidden(text: str) -> Turn:
+    """Words that are no targets."""
+    return [(word, False) for word in text.split()]
+
+
+def targets(text: str) -> Turn:
+    return [(word, True) for word in text.split()]
