@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError
 
 from kvprobe.cli.instruments import attend, budget, compare, doctor, scan
 from kvprobe.cli.runs import add_run_commands, list_everything, new, publish, report, runs_app, view
+from kvprobe.cli.training import train_app
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
 
@@ -18,6 +19,7 @@ app = App(
     version_flags=["--version"],
 )
 app.command(runs_app)
+app.command(train_app)
 app.command(list_everything, name="ls")
 for command in (compare, attend, scan, budget, doctor, report, view, publish, new):
     app.command(command)

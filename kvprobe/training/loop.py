@@ -1,11 +1,10 @@
 """Training as a recipe says, from seeded batches, so that an interrupted training goes on as if it had not been."""
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvprobe.errors import UserError
 from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
 from kvprobe.progress import Bar
+from kvprobe.training.schedule import Schedule
 
 CHECKPOINT, RECORD = "checkpoint.safetensors", "training.json"
 LIMIT = 2**24
@@ -26,30 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """What the optimiser knows of each weight."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How long and how fast.
-
-    Attributes:
-        steps: batches, each seen once.
-        batch: examples in a batch.
-        learning_rate: the highest; it rises over the first twentieth of the steps and falls to 0 along a cosine.
-        checkpoint: steps between two checkpoints, at each of which the accuracy is measured.
-        seed: of weights and examples.
-    """
-
-    steps: int
-    batch: int
-    learning_rate: float = 3e-3
-    checkpoint: int = 500
-    seed: int = 0
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, as a share of the highest."""
-        warm = max(1, self.steps // 20)
-        return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / self.steps)))
-
-
+@runtime_checkable
 class Recipe(Protocol):
     """What is trained, and on what. A dataclass, whose fields decide all numbers."""
 
@@ -171,15 +148,22 @@ class Batch:
     ids: Int[Tensor, "batch tokens"]
     counts: Bool[Tensor, "batch tokens"]
 
-    def loss(self, model: PreTrainedModel) -> Float[Tensor, ""]:
-        """Cross-entropy of the tokens that count, in nats, and a router's own loss that keeps experts in use."""
-        routed = getattr(model.config, "router_aux_loss_coef", 0.0)
-        output: Any = model(self.ids[:, :-1], use_cache=False, **({"output_router_logits": True} if routed else {}))
-        counts = self.counts[:, 1:]
-        loss = torch.nn.functional.cross_entropy(output.logits[counts], self.ids[:, 1:][counts])
-        return loss + routed * output.aux_loss if routed else loss
-
     def right(self, model: PreTrainedModel) -> Bool[Tensor, "batch"]:
         """Whether all tokens of a row that count are the likeliest."""
         output: Any = model(self.ids[:, :-1], use_cache=False)
         return ((output.logits.argmax(-1) == self.ids[:, 1:]) | ~self.counts[:, 1:]).all(1)
+
+
+def loss_of(model: PreTrainedModel, batches: Sequence[Batch]) -> Float[Tensor, ""]:
+    """Cross-entropy of the tokens that count, in nats, their mean over all batches; and a router's own loss, which
+    keeps experts in use."""
+    routed = getattr(model.config, "router_aux_loss_coef", 0.0)
+    losses, count = [], sum(int(batch.counts[:, 1:].sum()) for batch in batches)
+    for batch in batches:
+        output: Any = model(batch.ids[:, :-1], use_cache=False, **({"output_router_logits": True} if routed else {}))
+        counts = batch.counts[:, 1:]
+        logits, targets = output.logits[counts], batch.ids[:, 1:][counts]
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / count)
+        if routed:
+            losses.append(routed * output.aux_loss / len(batches))
+    return torch.stack(losses).sum()

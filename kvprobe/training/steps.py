@@ -10,7 +10,6 @@ total ones (as wide as all experts).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,17 +26,16 @@ from transformers import (
 )
 
 from kvprobe.tasks.steps import MOST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
-from kvprobe.training.loop import Batch, Schedule
-
-Shape = Literal["moe", "active", "total"]
-"""A mixture of experts; a dense model of as many active parameters; one of as many parameters in all."""
-Corpus = Literal["plain", "corrected"]
+from kvprobe.training.loop import Batch, loss_of
+from kvprobe.training.schedule import Corpus, Schedule, Shape
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ ' <' + message['role'] + '> ' + message['content'] + ' <end>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ ' <assistant>' }}{% endif %}"
 )
 EXPERTS, CHOSEN = 8, 2
+PARTS = 4
+"""Of a batch, by length, so that short conversations are not padded to the longest."""
 SOUND, MOST_WRONG = 0.3, 0.3
 """Of conversations of the corrected corpus, the share without errors; of the others' steps, at most this share is
 wrong."""
@@ -53,6 +51,7 @@ class Steps:
     Attributes:
         width: of the residual stream.
         expert: width of one expert.
+        tested: examples of each kind whose accuracy is measured.
     """
 
     shape: Shape
@@ -61,7 +60,8 @@ class Steps:
     width: int = 64
     heads: int = 4
     expert: int = 32
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=4000, batch=64))
+    tested: int = 200
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=2500, batch=64))
 
     @property
     def name(self) -> str:
@@ -105,12 +105,13 @@ class Steps:
         return built
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
-        rows = [conversation(self.corpus, rng) for _ in range(self.schedule.batch)]
-        return batch_of(rows).loss(model)
+        rows = sorted((conversation(self.corpus, rng) for _ in range(self.schedule.batch)), key=len)
+        part = max(1, len(rows) // PARTS)
+        return loss_of(model, [batch_of(rows[first : first + part]) for first in range(0, len(rows), part)])
 
     def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> Mapping[str, float]:
         kinds: dict[str, list[Turn]] = {"solve": [], "continue a wrong draft": [], "review a wrong draft": []}
-        for _ in range(200):
+        for _ in range(self.tested):
             problem = draw_problem(MOST, rng)
             right = problem.steps()
             number = int(rng.integers(MOST - 1))

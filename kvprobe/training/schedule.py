@@ -1,0 +1,42 @@
+"""How long and how fast a model is trained. Imports nothing heavy, so that the command line can show it at once."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from kvprobe.checks import require
+
+Shape = Literal["moe", "active", "total"]
+"""A mixture of experts; a dense model of as many active parameters; one of as many parameters in all."""
+Corpus = Literal["plain", "corrected"]
+"""Texts without errors; or with some, which are taken back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast.
+
+    Attributes:
+        steps: batches, each seen once.
+        batch: examples in a batch.
+        learning_rate: the highest; it rises over the first twentieth of the steps and falls to 0 along a cosine.
+        checkpoint: steps between two checkpoints, at each of which the accuracy is measured.
+        seed: of weights and examples.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float = 3e-3
+    checkpoint: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "checkpoint"):
+            require(name, getattr(self, name), 1)
+        require("seed", self.seed, 0)
+        require("learning_rate", self.learning_rate, 0)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, as a share of the highest."""
+        warm = max(1, self.steps // 20)
+        return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / self.steps)))

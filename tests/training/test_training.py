@@ -1,0 +1,165 @@
+"""Training that is interrupted at any point gives the same weights; what the models `steps` are trained on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvprobe.inference.model import load
+from kvprobe.tasks.steps import read_steps
+from kvprobe.training.loop import CHECKPOINT, loss_of, train
+from kvprobe.training.schedule import Corpus, Schedule, Shape
+from kvprobe.training.steps import Steps, batch_of, conversation
+from tests.refusals import refused
+
+SMALL = Steps(
+    shape="moe",
+    corpus="corrected",
+    layers=2,
+    width=16,
+    heads=2,
+    expert=8,
+    tested=2,
+    schedule=Schedule(steps=7, batch=4, checkpoint=2),
+)
+
+
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    train(SMALL, folder)
+    return folder
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 6])
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
+    whole: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+):
+    taken = Steps.loss
+    steps = iter(range(100))
+
+    def dies(recipe: Steps, model: torch.nn.Module, rng: np.random.Generator) -> torch.Tensor:
+        if next(steps) == stop:
+            raise Killed
+        return taken(recipe, model, rng)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Steps, "loss", dies)
+        with pytest.raises(Killed):
+            train(SMALL, tmp_path)
+    train(SMALL, tmp_path)
+    assert (tmp_path / "training.json").read_bytes() == (whole / "training.json").read_bytes()
+    expected = load_file(whole / "model.safetensors")
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    )
+    assert not (tmp_path / CHECKPOINT).exists()
+
+
+def test_a_finished_training_is_left_as_it_is(whole: Path):
+    before = (whole / "model.safetensors").stat().st_mtime_ns
+    record = train(SMALL, whole)
+    assert (whole / "model.safetensors").stat().st_mtime_ns == before
+    assert len(record["losses"]) == 7
+    assert list(record["accuracy"]) == ["2", "4", "6", "7"]
+
+
+def test_another_recipe_is_refused_in_the_same_folder(whole: Path):
+    refused(lambda: train(replace(SMALL, corpus="plain"), whole), "another recipe")
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path):
+    (tmp_path / CHECKPOINT).write_bytes(b"nothing")
+    refused(lambda: train(SMALL, tmp_path), "delete")
+
+
+def test_training_leaves_the_global_generator_alone_and_lowers_the_loss(tmp_path: Path):
+    before = torch.get_rng_state()
+    recipe = replace(SMALL, schedule=Schedule(steps=40, batch=8, checkpoint=40))
+    losses = train(recipe, tmp_path)["losses"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    other = replace(recipe, schedule=replace(recipe.schedule, seed=1, steps=1))
+    assert train(other, tmp_path / "other")["losses"][0] != losses[0]
+
+
+def test_the_written_folder_loads_and_answers(whole: Path):
+    model = load(whole)
+    answer = model.generate([{"role": "user", "content": "a 3 b 7 c 1 : a + 4 solve"}], max_new_tokens=3)
+    assert len(answer.tokens[0]) > 0
+    assert json.loads((whole / "training.json").read_text())["name"] == "steps-moe-corrected-0"
+
+
+def test_shapes_match_on_active_or_on_all_parameters():
+    def count(shape: Shape) -> int:
+        return sum(parameter.numel() for parameter in Steps(shape=shape, corpus="plain").model().parameters())
+
+    moe, active, total = count("moe"), count("active"), count("total")
+    routers = 4 * 8 * 64
+    assert moe - routers == total
+    experts = 4 * 3 * 64 * 32
+    assert total - active == 6 * experts
+
+
+# ---- what is trained on
+
+
+def words_of(corpus: Corpus, count: int) -> list[list[tuple[str, bool]]]:
+    rng = np.random.default_rng(5)
+    return [conversation(corpus, rng) for _ in range(count)]
+
+
+@pytest.mark.parametrize("corpus", ["plain", "corrected"])
+def test_no_wrong_value_is_a_target(corpus: Corpus):
+    """Every step all of whose words are targets is right in itself, and so is every step of the plain corpus."""
+    wrong = 0
+    for words in words_of(corpus, 400):
+        for place, (word, _) in enumerate(words):
+            if word == "=":
+                steps = read_steps(" ".join(text for text, _ in words[place - 4 : place + 2]))
+                if steps and not steps[0].adds_up:
+                    wrong += 1
+                    assert not words[place + 1][1]
+    assert (wrong > 50) == (corpus == "corrected")
+
+
+def test_an_error_of_ones_own_is_taken_back_from_the_wrong_step_on():
+    taken_back = 0
+    for words in words_of("corrected", 400):
+        text = " ".join(word for word, _ in words)
+        answer = text.rsplit("<assistant>", 1)[1].removesuffix("<end>")
+        if "wait" in answer:
+            before, after = answer.split("wait", 1)
+            stated, restated = read_steps(before), read_steps(after.split("wait")[0])
+            wrong = [number for number, step in enumerate(stated) if not step.adds_up]
+            if wrong:
+                taken_back += 1
+                again = stated[wrong[0] :]
+                assert [step.operation for step in restated[: len(again)]] == [step.operation for step in again]
+                assert all(step.adds_up for step in restated[: len(again)])
+    assert taken_back > 30
+
+
+def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_batched():
+    rows = words_of("corrected", 6)
+    model = SMALL.model().eval()
+    together = loss_of(model, [batch_of(rows)])
+    apart = loss_of(model, [batch_of(rows[:1]), batch_of(rows[1:])])
+    model.config.router_aux_loss_coef = 0.0
+    torch.testing.assert_close(loss_of(model, [batch_of(rows)]), loss_of(model, [batch_of([row]) for row in rows]))
+    assert together > loss_of(model, [batch_of(rows)])
+    assert apart > loss_of(model, [batch_of(rows)])
+
+
+def test_a_batch_marks_targets_and_padding():
+    batch = batch_of([[("a", False), ("3", True)], [("b", False), ("=", False), ("7", True)]])
+    assert batch.ids.shape == (2, 4)
+    assert batch.counts.tolist() == [[False, False, True, False], [False, False, False, True]]
