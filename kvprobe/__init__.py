@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
 
-    from kvprobe import attention, erasing, faults, layers, patching, policies, saes
+    from kvprobe import attention, erasing, faults, layers, patching, policies, routing, saes
     from kvprobe.attention import Patterns, attend
     from kvprobe.cache.cache import KVCache
     from kvprobe.cache.ledger import Ledger
@@ -108,6 +108,7 @@ _MODULES = {
     "patching": "kvprobe.patching",
     "plots": "kvprobe.report.plots",
     "policies": "kvprobe.policies",
+    "routing": "kvprobe.routing",
     "saes": "kvprobe.saes",
     "views": "kvprobe.report.views",
 }
@@ -163,6 +164,7 @@ __all__ = [
     "plots",
     "policies",
     "probe",
+    "routing",
     "row_generators",
     "saes",
     "scan",

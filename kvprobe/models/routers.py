@@ -1,5 +1,6 @@
 """Routers of a mixture of experts: the modules that say which experts compute each token, and with what weights."""
 
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from kvprobe.errors import UserError
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.unproved import UnprovedLanes
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts."""
+_EXPERTS = re.compile("expert|router|moe", re.IGNORECASE)
+"""In names of modules that only a mixture of experts has."""
 
 
 class Decision(NamedTuple):
@@ -74,8 +75,7 @@ def routers_of(lanes: UnprovedLanes) -> Routers:
         if routers:
             modules[layer] = routers[0]
     if not modules:
-        config = lanes.plain.config
-        if any(getattr(config, attribute, None) for attribute in EXPERTS):
+        if any(_EXPERTS.search(type(module).__name__) for block in lanes.blocks for module in block.modules()):
             raise UserError(f"The routers of {name} are built in a way that kvprobe cannot follow; use another model.")
         raise UserError(f"{name} is no mixture of experts, so nothing is routed; use Mixtral or OLMoE, say.")
     routers = Routers(modules)

@@ -33,6 +33,11 @@ def test_these_families_work_on_the_plain_lane_alone(kind: str):
     assert LISTED[kind].startswith("plain")
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"])
+def test_routing_is_read_in_these_mixtures(kind: str):
+    assert LISTED[kind].endswith("routing")
+
+
 @pytest.mark.parametrize("kind", ["mpt", "bloom", "roberta", "rwkv", "xlstm", "hrm_text", "mimo_v2_flash"])
 def test_these_families_are_refused(kind: str):
     assert LISTED[kind] == "refused"

@@ -228,7 +228,7 @@ def test_refusals() -> None:
 
 
 def test_routers_that_return_something_else_are_refused() -> None:
-    refused(lambda: read(kv.load(every.tiny("deepseek_v3")), said(IDS)), "cannot follow")
+    refused(lambda: read(kv.load(every.tiny("glm4_moe")), said(IDS)), "cannot follow")
 
 
 def test_routers_that_experts_do_not_follow_are_refused() -> None:
