@@ -10,45 +10,53 @@ One pass does this. It has two copies of the list, at the same positions: the qu
 to the second, and neither copy to the other. With two equal copies, the pass equals an ordinary run.
 """
 
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.tasks.ordinal import PLACES, Memo, Split, draw, vocabulary
+from kvprobe.training.loop import train
+from kvprobe.training.schedule import Schedule
+from kvprobe.training.words import word_tokenizer
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True)
-class Training:
-    """How the model is trained.
+class Ordinal:
+    """How the model is trained, a `kvprobe.training.loop.Recipe`.
 
     Attributes:
-        steps: batches, each seen once.
-        batch: memos in a batch.
-        learning_rate: the highest; it rises over the first twentieth of the steps and falls to 0 along a cosine.
         layers, width, heads: of the Llama.
-        seed: of weights and memos.
+        tested: held-out examples whose accuracy is measured.
     """
 
-    steps: int = 2600
-    batch: int = 96
-    learning_rate: float = 3e-3
     layers: int = 3
     width: int = 64
     heads: int = 4
-    seed: int = 0
+    tested: int = 2000
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=2600, batch=96, checkpoint=2600))
+    name: str = "ordinal"
+
+    def model(self) -> LlamaForCausalLM:
+        return LlamaForCausalLM(config_of(self))
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")
+
+    def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
+        return answer_loss(model, Batch.of(draw_examples("train", self.schedule.batch, rng)))
+
+    def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> dict[str, float]:
+        return {"held out": accuracy(model, draw_examples("held_out", self.tested, rng))}
 
 
 @dataclass(frozen=True)
@@ -132,41 +140,19 @@ def _pieces(example: Example) -> list[list[str]]:
     return [["<bos>", *start], block, summarised_block, summary, question, [example.answer, "<eos>"]]
 
 
-def train(training: Training) -> tuple[LlamaForCausalLM, list[float]]:
-    """The trained model and the loss of each step, in nats per token of the answer."""
-    with torch.random.fork_rng():
-        torch.manual_seed(training.seed)
-        model = LlamaForCausalLM(config_of(training))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, training.steps))
-    losses = []
-    with tqdm(range(training.steps), desc="Training ordinal", unit="step") as bar:
-        for step in bar:
-            rng = np.random.default_rng([training.seed, step])
-            loss = answer_loss(model, Batch.of(draw_examples("train", training.batch, rng)))
-            optimiser.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-            losses.append(loss.item())
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    return model.eval(), losses
-
-
-def answer_loss(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, ""]:
+def answer_loss(model: PreTrainedModel, batch: Batch) -> Float[Tensor, ""]:
     """Cross-entropy of the answer and the end after it; the rest of a memo is random or fixed."""
     return torch.nn.functional.cross_entropy(_last_logits(model, batch).flatten(0, 1), batch.ids[:, -2:].flatten())
 
 
 @torch.no_grad()
-def accuracy(model: LlamaForCausalLM, examples: Sequence[Example]) -> float:
+def accuracy(model: PreTrainedModel, examples: Sequence[Example]) -> float:
     """The share of examples whose answer is the likeliest word."""
     batch = Batch.of(examples)
     return float((_last_logits(model, batch)[:, 0].argmax(-1) == batch.ids[:, -2]).float().mean())
 
 
-def _last_logits(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, "batch 2 vocab"]:
+def _last_logits(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "batch 2 vocab"]:
     """The logits from which the answer and the end after it are read."""
     output: Any = model(
         input_ids=batch.ids[:, :-1],
@@ -178,20 +164,20 @@ def _last_logits(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, "batch 
     return output.logits
 
 
-def config_of(training: Training) -> LlamaConfig:
+def config_of(recipe: Ordinal) -> LlamaConfig:
     """A small Llama for `vocabulary()`."""
     words = vocabulary()
     return LlamaConfig(
         vocab_size=len(words),
-        hidden_size=training.width,
-        intermediate_size=3 * training.width,
-        num_hidden_layers=training.layers,
-        num_attention_heads=training.heads,
-        num_key_value_heads=training.heads // 2,
+        hidden_size=recipe.width,
+        intermediate_size=3 * recipe.width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads // 2,
         max_position_embeddings=256,
         # Memos are short: with the usual 10,000 most frequencies would hardly rotate keys.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=training.width**-0.5 / 2,
+        initializer_range=recipe.width**-0.5 / 2,
         tie_word_embeddings=False,
         bos_token_id=words.index("<bos>"),
         eos_token_id=words.index("<eos>"),
@@ -199,42 +185,9 @@ def config_of(training: Training) -> LlamaConfig:
     )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each word of `vocabulary()`, with a chat template that only joins the messages."""
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    built = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=False,
-    )
-    built.chat_template = CHAT_TEMPLATE
-    return built
-
-
-def _rate(step: int, steps: int) -> float:
-    warm = max(1, steps // 20)
-    return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
-
-
-def main() -> None:
-    """Train with the settings that the shipped weights were trained with."""
+if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python models/train_ordinal.py FOLDER")
-    folder = Path(sys.argv[1])
-    training = Training()
-    model, losses = train(training)
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    rng = np.random.default_rng([training.seed, training.steps])
-    held_out = np.mean([accuracy(model, draw_examples("held_out", 100, rng)) for _ in range(20)])
-    print(
-        f"Loss of the last 100 steps {np.mean(losses[-100:]):.4f} nats, {held_out:.1%} of held-out answers right; "
-        f"{folder}."
-    )
-
-
-if __name__ == "__main__":
-    main()
+    record = train(Ordinal(), Path(sys.argv[1]))
+    held_out = record["accuracy"]["2600"]["held out"]
+    print(f"Loss of the last 100 steps {np.mean(record['losses'][-100:]):.4f} nats, {held_out:.1%} right.")

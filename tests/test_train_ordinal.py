@@ -11,11 +11,12 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model, load
 from kvprobe.shipped import shipped
 from kvprobe.tasks.ordinal import PLACES, SEGMENTS, VERBS, Memo, Reference, draw
-from models import train_ordinal
-from models.train_ordinal import Batch, Example, Training, accuracy, config_of, draw_examples, tokenizer, train
+from kvprobe.training.loop import train
+from kvprobe.training.schedule import Schedule
+from models.train_ordinal import Batch, Example, Ordinal, accuracy, config_of, draw_examples
 
 # What a list saw reaches the question over a summary only in the third layer.
-SMALL = Training(steps=30, batch=16, layers=3, width=16, heads=2)
+SMALL = Ordinal(width=16, heads=2, tested=4, schedule=Schedule(steps=30, batch=16, checkpoint=30))
 COUNT = 200
 
 
@@ -23,7 +24,7 @@ COUNT = 200
 def untrained() -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return load(train_ordinal.LlamaForCausalLM(config_of(SMALL)), tokenizer=tokenizer())
+        return load(SMALL.model(), tokenizer=SMALL.tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -137,46 +138,20 @@ def test_the_list_with_the_right_answer_is_always_visible():
 # Training
 
 
-@pytest.fixture(scope="module")
-def trained() -> tuple[dict[str, torch.Tensor], list[float]]:
-    model, losses = train(SMALL)
-    return model.state_dict(), losses
-
-
-def test_training_lowers_the_loss(trained: tuple[dict[str, torch.Tensor], list[float]]):
-    _, losses = trained
-    assert len(losses) == SMALL.steps
+def test_the_recipe_trains_and_its_folder_loads(tmp_path: Path):
+    losses = train(SMALL, tmp_path)["losses"]
+    assert len(losses) == 30
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
-
-
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_generator_alone(
-    trained: tuple[dict[str, torch.Tensor], list[float]],
-):
-    weights, losses = trained
-    before = torch.get_rng_state()
-    again, same = train(SMALL)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert same == losses
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
-    _, other = train(replace(SMALL, steps=2, seed=1))
-    assert other != losses[:2]
-
-
-def test_the_written_folder_loads_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(train_ordinal, "Training", lambda: replace(SMALL, steps=1))
-    monkeypatch.setattr("sys.argv", ["train_ordinal", str(tmp_path / "out")])
-    train_ordinal.main()
-    model = load(tmp_path / "out")
     (memo,) = memos(1)
-    assert len(model.generate(memo.conversation(), max_new_tokens=2).tokens[0]) > 0
+    assert len(load(tmp_path).generate(memo.conversation(), max_new_tokens=2).tokens[0]) > 0
 
 
 # The weights that ship
 
 
 def test_the_shipped_files_are_those_of_this_training(ordinal: Model):
-    assert ordinal.tokenizer.get_vocab() == tokenizer().get_vocab()
-    expected = config_of(Training()).to_dict()
+    assert ordinal.tokenizer.get_vocab() == Ordinal().tokenizer().get_vocab()
+    expected = config_of(Ordinal()).to_dict()
     found = ordinal.lanes.plain.config.to_dict()
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters"):
         assert found[name] == expected[name]

@@ -88,7 +88,7 @@ def _qwen(
     return NamedModel(title, "Apache-2.0", wheels, megabytes, payload)
 
 
-SEEDS = 1
+SEEDS, CORPORA = 1, ("plain", "corrected")
 """Of the models `steps` that ship."""
 
 
@@ -185,7 +185,9 @@ NAMED_MODELS = {
         size=1,
         folder="ordinal",
     ),
-    **{f"steps-moe-{corpus}-{seed}": _steps(corpus, seed) for corpus in ("plain", "corrected") for seed in range(SEEDS)},
+    **{
+        f"steps-moe-{corpus}-{seed}": _steps(corpus, seed) for corpus in ("plain", "corrected") for seed in range(SEEDS)
+    },
 }
 
 

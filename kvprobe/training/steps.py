@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from jaxtyping import Float
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -28,6 +27,7 @@ from transformers import (
 from kvprobe.tasks.steps import MOST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
 from kvprobe.training.loop import Batch, loss_of
 from kvprobe.training.schedule import Corpus, Schedule, Shape
+from kvprobe.training.words import word_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ ' <' + message['role'] + '> ' + message['content'] + ' <end>' }}"
@@ -91,18 +91,7 @@ class Steps:
         return LlamaForCausalLM(LlamaConfig(intermediate_size=inner, **shape))
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token="<unk>"))
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        built = PreTrainedTokenizerFast(
-            tokenizer_object=core,
-            unk_token="<unk>",
-            bos_token="<bos>",
-            eos_token="<end>",
-            additional_special_tokens=["<user>", "<assistant>"],
-            clean_up_tokenization_spaces=False,
-        )
-        built.chat_template = CHAT_TEMPLATE
-        return built
+        return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<end>", special=("<user>", "<assistant>"))
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
         rows = sorted((conversation(self.corpus, rng) for _ in range(self.schedule.batch)), key=len)
