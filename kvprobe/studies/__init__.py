@@ -35,7 +35,7 @@ class Entry:
         """The dataclass of its settings."""
         if self.elsewhere is not None:
             return self.elsewhere().config
-        return import_module(f"kvprobe.studies.{self.name}.config").Config
+        return import_module(f"kvprobe.studies.{self.name}").Config
 
     @property
     def declaration(self) -> "Study[Any]":

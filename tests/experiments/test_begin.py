@@ -16,7 +16,7 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import find
-from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.bitflips import Config
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.jsonl import JSONLines
 from kvprobe.tasks.task import items_digest

@@ -11,7 +11,7 @@ from kvprobe.experiments.presets import presets
 from kvprobe.experiments.settings import digest_of
 from kvprobe.listing import digest_of_preset
 from kvprobe.progress import Stage, Timing
-from kvprobe.studies.dangling.config import Config
+from kvprobe.studies.dangling import Config
 
 TOOK = Duration(
     "dangling",

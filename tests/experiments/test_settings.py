@@ -12,7 +12,7 @@ from kvprobe.experiments.reproduce import flags
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
 from kvprobe.studies import STUDIES, find
-from kvprobe.studies.leakage.config import AVAILABLE_CONTEXTS, Config
+from kvprobe.studies.leakage import AVAILABLE_CONTEXTS, Config
 from kvprobe.tasks.passcode import contexts
 from tests.refusals import refused
 

@@ -21,9 +21,9 @@ from kvprobe.faults import Gaussian
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate, newcombe, wilson
 from kvprobe.studies import bands
+from kvprobe.studies.bands import BANDS, NOISES, Config
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
 from kvprobe.studies.bands.conclude import concluded, verdict
-from kvprobe.studies.bands.config import BANDS, NOISES, Config
 from kvprobe.studies.bands.statistics import spearman
 from kvprobe.studies.bands.study import BAND_STYLES, MEANINGS, NOISE_LABELS, NOISE_STYLES, STUDY
 from kvprobe.tasks.retrieve import Retrieve

@@ -20,9 +20,9 @@ from kvprobe.inference.trials import Sample
 from kvprobe.models.geometry import Geometry
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import bitflips
+from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, cases, places
 from kvprobe.studies.bitflips.conclude import concluded
-from kvprobe.studies.bitflips.config import Config
 from kvprobe.studies.bitflips.study import STUDY
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt

@@ -21,10 +21,10 @@ from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
 from kvprobe.stats import wilson
 from kvprobe.studies import carriers
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, Asked, ask
 from kvprobe.studies.carriers.conclude import BOTH, conclude
-from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
 from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation

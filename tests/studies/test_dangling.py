@@ -17,9 +17,9 @@ from kvprobe.report.document import passages_of
 from kvprobe.report.views.patterns import heads_view
 from kvprobe.stats import FEWEST
 from kvprobe.studies import dangling
+from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP
 from kvprobe.studies.dangling.conclude import PLACES, concluded, found
-from kvprobe.studies.dangling.config import Config
 from kvprobe.studies.dangling.study import STUDY
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import VERBS

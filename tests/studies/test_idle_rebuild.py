@@ -21,6 +21,7 @@ from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.stats import FEWEST
 from kvprobe.studies import idle_rebuild
+from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild import collect as collecting
 from kvprobe.studies.idle_rebuild.collect import (
     AFTER,
@@ -37,7 +38,6 @@ from kvprobe.studies.idle_rebuild.collect import (
     tables_of,
 )
 from kvprobe.studies.idle_rebuild.conclude import conclude
-from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode

@@ -23,10 +23,9 @@ from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import FEWEST
 from kvprobe.studies import leakage
-from kvprobe.studies.leakage import reading
+from kvprobe.studies.leakage import Config, reading
 from kvprobe.studies.leakage.collect import ARMS, CHANGED
 from kvprobe.studies.leakage.conclude import concluded
-from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, HIDDEN_SEGMENTS, USE_ARMS, read_context
 from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation

@@ -15,10 +15,10 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.studies import patching
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import band_of
 from kvprobe.studies.patching.collect import AFTER, BEFORE, VALUE, Grid, cases_of, divided, measure_bands
 from kvprobe.studies.patching.conclude import concluded
-from kvprobe.studies.patching.config import Config
 from kvprobe.studies.patching.study import STUDY
 from kvprobe.tasks.facts import Fact, pair
 from tests.studies.runs import assert_figures, in_steps, made_up_fact, page_of

@@ -25,9 +25,9 @@ from kvprobe.inference.sweep import prepare
 from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import robustness
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
 from kvprobe.studies.robustness.conclude import concluded, ranking
-from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.study import STUDY
 from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.tasks.catalogue import find_task

@@ -30,8 +30,8 @@ from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
+from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
-from kvprobe.studies.bands.config import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.statistics import halves_agree, last_over_others, spearman, statistic
 from kvprobe.tasks.task import Task
 

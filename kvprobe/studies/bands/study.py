@@ -9,9 +9,9 @@ from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import inputs
+from kvprobe.studies.bands import Config
 from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
-from kvprobe.studies.bands.config import Config
 from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, plain, points, span

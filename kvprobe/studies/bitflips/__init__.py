@@ -1,8 +1,35 @@
 """Bit flips: what a single flipped bit does, by its place in the number."""
 
-from kvprobe.studies import STUDIES
-from kvprobe.studies.bitflips.config import Config
+from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["Config", "run"]
+from kvprobe.checks import require
+from kvprobe.errors import UserError
+from kvprobe.studies import STUDIES
+from kvprobe.studies.settings import AnswerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(AnswerSettings):
+    """Settings of the bit-flip study.
+
+    Attributes:
+        dtypes: in which K and V are stored when a bit flips.
+        flips: single flips at each bit of each dtype, for each item; layer, head, slot, channel, K or V are drawn.
+        error_rates: shares of all numbers of K and V of which one drawn bit flips, in the first of the dtypes.
+    """
+
+    samples: int = 24
+    dtypes: tuple[Literal["bf16", "fp16", "fp32"], ...] = ("bf16", "fp16", "fp32")
+    flips: int = 4
+    error_rates: tuple[float, ...] = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+
+    def validate(self) -> None:
+        super().validate()
+        require("flips", self.flips, 1, 1000)
+        for share in self.error_rates:
+            if not 0 < share <= 1:
+                raise UserError(f"Setting 'error_rates' has {share:g}; expected shares above 0, up to 1.")
+
 
 run = STUDIES["bitflips"].run

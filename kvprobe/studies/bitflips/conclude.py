@@ -19,8 +19,8 @@ from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, UNBOUNDED
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
+from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, NOWHERE
-from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import Task
 
 OF_RIGHT = ("nothing", "words", "breaks", "loud")

@@ -9,10 +9,10 @@ from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import inputs
+from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.by_bit import ByBit
 from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
-from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, two_digits
 

@@ -18,8 +18,8 @@ from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings, Key
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
-from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, HIDDEN, SELF, TOKEN
 from kvprobe.tasks.compaction import compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes

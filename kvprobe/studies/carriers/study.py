@@ -6,9 +6,9 @@ from typing import Any
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.collect import CODES, collect
 from kvprobe.studies.carriers.conclude import BOTH, conclude
-from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import KINDS
 from kvprobe.wording import percent, plain, points, signed, span
 

@@ -23,8 +23,8 @@ from kvprobe.probing.features import Features
 from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
 from kvprobe.progress import Bar
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, RETAINED
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import ASKED, CONDITIONS, FAMILIES, LOOKED_AT, SEEN, read_context
 from kvprobe.tasks.compaction import KINDS, compactions
 from kvprobe.tasks.designs import Target

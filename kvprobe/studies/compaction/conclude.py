@@ -12,9 +12,9 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, FACTORS, HIDDEN_SEGMENTS, MASK, RESTART
 from kvprobe.studies.compaction.collect import TARGET
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import CONDITIONS, LOOKED_AT, PAIRS
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts

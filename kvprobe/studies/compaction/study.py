@@ -8,10 +8,10 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.dots import Dots, Level, Panel
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, MODES
 from kvprobe.studies.compaction.collect import collect
 from kvprobe.studies.compaction.conclude import OUTCOMES, conclude
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import CALIBRATION, LOOKED_AT
 from kvprobe.wording import percent, plain, points, signed
 

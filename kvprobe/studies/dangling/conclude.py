@@ -14,8 +14,8 @@ from kvprobe.report.document import AttentionView, passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, cases_of, read
-from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, draw
 from kvprobe.tasks.ordinal import PLACES as ORDINALS

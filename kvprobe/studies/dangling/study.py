@@ -4,9 +4,9 @@ from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, SHARED, TOP, collect
 from kvprobe.studies.dangling.conclude import PLACES, conclude
-from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.ordinal import VERBS
 from kvprobe.wording import percent, plain, points, signed
 

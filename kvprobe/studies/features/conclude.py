@@ -17,8 +17,8 @@ from kvprobe.probing.permutation import step_down
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, estimate
+from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
-from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.reading import HIDDEN_SEGMENTS, READERS, UNTOUCHED
 from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.wording import few_clusters, percent

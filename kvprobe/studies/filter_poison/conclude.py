@@ -20,8 +20,8 @@ from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
+from kvprobe.studies.filter_poison import Config
 from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
-from kvprobe.studies.filter_poison.config import Config
 from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, Heads, heads_by_half
 from kvprobe.wording import few_clusters
 

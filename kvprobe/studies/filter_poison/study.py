@@ -7,9 +7,9 @@ from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import collect
 from kvprobe.studies.filter_poison.conclude import ALL, CHOSEN, KINDS, RANDOM, conclude
-from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.halves import FILTER, POISON
 from kvprobe.wording import percent, plain, points, signed
 

@@ -14,8 +14,8 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
+from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS
-from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
 from kvprobe.wording import few_clusters
 

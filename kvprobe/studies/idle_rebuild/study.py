@@ -6,9 +6,9 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import AFTER, SHARED, collect
 from kvprobe.studies.idle_rebuild.conclude import conclude
-from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.wording import percent, plain, signed
 
 RUNS = {

@@ -15,8 +15,8 @@ from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate
+from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.collect import CHANGED
-from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.reading import HIDDEN_SEGMENTS
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import secret

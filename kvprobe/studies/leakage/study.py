@@ -7,9 +7,9 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import LayerBySegment, Use
 from kvprobe.wording import percent, plain, points, signed
 

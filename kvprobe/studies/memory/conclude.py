@@ -15,7 +15,7 @@ from kvprobe.memory.units import both, short
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots.budget import Along, stack_of
 from kvprobe.stats import Estimate
-from kvprobe.studies.memory.config import Config
+from kvprobe.studies.memory import Config
 
 ALLOWED = 0.05
 """Relative error of a peak that a budget may have and still be called right."""

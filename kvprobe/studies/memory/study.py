@@ -10,9 +10,9 @@ from kvprobe.report.findings import Findings
 from kvprobe.report.plots.budget import Along, Stack, draw_stack
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.collect import collect
 from kvprobe.studies.memory.conclude import conclude
-from kvprobe.studies.memory.config import Config
 
 WHAT = {
     "weights": "weights",

@@ -24,8 +24,8 @@ from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.transfer import transferred
 from kvprobe.progress import Bar
+from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES
-from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES, USE_ARMS, Place, name_of, place, read_session
 from kvprobe.tasks.designs import Target
 from kvprobe.tasks.hops import sessions

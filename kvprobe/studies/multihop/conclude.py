@@ -16,9 +16,9 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, lowest_layer
 from kvprobe.studies.multihop.collect import TARGET
-from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES
 from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
 from kvprobe.wording import few_clusters

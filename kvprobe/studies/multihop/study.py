@@ -6,10 +6,10 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.bars import Bars
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.arms import lowest_layer
 from kvprobe.studies.multihop.collect import TARGET, TRANSFERRED, collect
 from kvprobe.studies.multihop.conclude import ALL, conclude
-from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import USE_ARMS
 from kvprobe.wording import percent, plain, points, signed
 

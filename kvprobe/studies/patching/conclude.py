@@ -11,9 +11,9 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import FEWEST, SHARE, band_of, bands_by_half, profile
 from kvprobe.studies.patching.collect import VALUE, Grid
-from kvprobe.studies.patching.config import Config
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.wording import few_clusters
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.collect import VALUE, collect
 from kvprobe.studies.patching.conclude import conclude
-from kvprobe.studies.patching.config import Config
 from kvprobe.wording import percent, points
 
 STYLES = {"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("black", "D"), "resid_pre": Style("#009e73")}

@@ -37,7 +37,7 @@ from kvprobe.policies import (
     SnapKV,
 )
 from kvprobe.progress import Bar
-from kvprobe.studies.policies.config import Config
+from kvprobe.studies.policies import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
 from kvprobe.text.messages import Message, Part
 from kvprobe.text.tokens import GENERATED, Tokens

@@ -14,6 +14,7 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
+from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import (
     CONTINUED,
     FULL,
@@ -27,7 +28,6 @@ from kvprobe.studies.policies.collect import (
     Condition,
     sample_conversation,
 )
-from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, VALUES
 from kvprobe.tasks.passcode import CODE_LENGTH
 from kvprobe.wording import few_clusters, percent

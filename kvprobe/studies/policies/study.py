@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, collect
 from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
-from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.figures import InstructionsByPlace, QualityByMemory
 
 STUDY = Study(

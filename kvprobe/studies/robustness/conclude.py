@@ -16,8 +16,8 @@ from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.stats import DIFFERENCE, FEWEST, UNBOUNDED
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
-from kvprobe.studies.robustness.config import Config
 from kvprobe.tasks.task import Task
 
 CONTRASTS = {

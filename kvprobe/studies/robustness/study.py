@@ -7,9 +7,9 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
-from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.task import shown_task

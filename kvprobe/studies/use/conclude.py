@@ -16,8 +16,8 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
+from kvprobe.studies.use import Config
 from kvprobe.studies.use.collect import cases_of, chosen_places
-from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, STRENGTHS, SWAP
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, RANDOM_0, SHRINKAGE
 from kvprobe.tasks.passcode import conversation

@@ -7,10 +7,10 @@ from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.use import Config
 from kvprobe.studies.use.check import INTACT, SAME
 from kvprobe.studies.use.collect import NOTHING, collect
 from kvprobe.studies.use.conclude import NEAR, conclude
-from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SITES, SWAP, TURN_MASKED
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM
 from kvprobe.wording import percent, plain, signed
