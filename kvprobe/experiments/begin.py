@@ -26,5 +26,5 @@ def begin(
         UserError: a setting that does not fit the model, or a directory that holds another run.
     """
     model = model or load(config.model, device=config.device, dtype=config.dtype)
-    device = f"{model.lanes.device}, {str(model.lanes.dtype).removeprefix('torch.')}"
+    device = f"{model.lanes.device}, {model.dtype}"
     return model, Run.open(study, config, model.fingerprint, device, root, name, inputs)

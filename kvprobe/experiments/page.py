@@ -101,9 +101,8 @@ class _Page:
     def rendered(self, answering: bool = False) -> str:
         """The page's body, or its answer alone."""
         try:
-            template = _templates(self.study.folder).get_template(
-                "page.html.j2" if self.study.folder else "study.html.j2"
-            )
+            folder = self.study.page_folder
+            template = _templates(folder).get_template("page.html.j2" if folder else "study.html.j2")
             return template.render(self._known, answering=answering)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Files of a run are untrusted: facts of another shape fail anywhere in a template.

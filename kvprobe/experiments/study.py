@@ -45,7 +45,7 @@ class Claim:
     finding: str
     above: str
     below: str
-    unclear: str
+    unclear: str = "not detected"
     against: float = 0.0
     negligible: float = 0.0
 
@@ -141,8 +141,8 @@ class Study(Generic[Config]):
         collect: measures; gives the rows of `samples.parquet`, one per sample and condition, or several such tables by
             name. Parts that it writes with `kvprobe.experiments.parts` let an interrupted run resume.
         conclude: findings, controls and facts, from what `collect` gave, config and model.
-        folder: where its page is, a Jinja template `page.html.j2` that extends `study.html.j2`; by default a page that
-            shows every claim and finding.
+        folder: where its page is, a Jinja template `page.html.j2` that extends `study.html.j2`. Without one, kvprobe's
+            own studies have theirs beside their settings, and others a page that shows every claim and finding.
         done: what was done, in sentences, for the default page.
         figures: the first is shown below the answer.
         claims: all that the page may claim.
@@ -169,6 +169,11 @@ class Study(Generic[Config]):
     def ships(self) -> bool:
         """Whether it is one of kvprobe's own."""
         return self.config.__module__.startswith("kvprobe.")
+
+    @property
+    def page_folder(self) -> Path | None:
+        """Where its page is; None for the page that shows everything."""
+        return Path(inspect.getfile(self.config)).parent if self.folder is None and self.ships else self.folder
 
     @property
     def command(self) -> str:

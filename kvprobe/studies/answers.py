@@ -137,6 +137,5 @@ def nothing_struck(rows: Rows, allowed: float, of: str = "") -> Control:
 
 def few_or_too_hard(config: AnswerSettings, tasks: dict[str, Any]) -> Iterator[str]:
     """Warnings of too few items, and of tasks that the model cannot do."""
-    if few := few_clusters(config.samples, "items of each task"):
-        yield few
+    yield from few_clusters(config.samples, "items of each task")
     yield from (task["too_hard"] for task in tasks.values() if task["too_hard"])

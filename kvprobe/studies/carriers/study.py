@@ -1,6 +1,5 @@
 """The carriers study: its declaration."""
 
-from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
@@ -37,7 +36,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         by(
             "group",

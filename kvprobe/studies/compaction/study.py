@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots import ARM_COLOURS
@@ -49,7 +48,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Dots(
             "arms",
@@ -69,15 +67,12 @@ STUDY = Study(
             "shaded: 95 % intervals over conversations.",
             x="layer",
             line="place",
-            x_label="layer",
             y_label="share of attention",
             styles=PLACES,
             curves=True,
         ),
     ),
-    claims=tuple(
-        Claim(name, above="raises", below="lowers", unclear="not detected") for name in ("gap", "beyond", "effect")
-    ),
+    claims=tuple(Claim(name, above="raises", below="lowers") for name in ("gap", "beyond", "effect")),
     labels={
         "outcome": OUTCOMES,
         "condition": {"full": "full context"} | dict(zip(CALIBRATION, UNRELATED, strict=True)),

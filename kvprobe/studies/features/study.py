@@ -1,7 +1,5 @@
 """The features study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.plots.lines import Lines, Style
@@ -58,7 +56,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     inputs=inputs,
     figures=(
         Lines(

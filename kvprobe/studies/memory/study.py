@@ -1,7 +1,6 @@
 """The memory study: its declaration."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Labels, Study
@@ -71,7 +70,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         StackFigure("stack", "context", "Memory by the length of a prompt that is read in one pass. Dots: measured."),
         StackFigure("generating", "new", "Memory by generated tokens, after the prompt."),

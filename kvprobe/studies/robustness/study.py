@@ -1,6 +1,5 @@
 """The robustness study: its declaration."""
 
-from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
@@ -53,7 +52,6 @@ STUDY = Study(
     inputs=inputs,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         by_rate(
             "accuracy_by_rate",
@@ -82,11 +80,11 @@ STUDY = Study(
             below="{fault}, which gains accuracy (its loss is {value})",
             unclear="{fault}, for which a loss was not detected ({value})",
         ),
-        Claim("harm_over_next", above="yes", below="no", unclear="not detected"),
-        Claim("harm_kl_over_next", above="yes", below="no", unclear="not detected"),
-        Claim("contrast", above="{first} costs more", below="{second} costs more", unclear="not detected"),
-        Claim("contrast_kl", above="{first} moves more", below="{second} moves more", unclear="not detected"),
-        Claim("reading_lost", above="loses more", below="loses less", unclear="not detected"),
+        Claim("harm_over_next", above="yes", below="no"),
+        Claim("harm_kl_over_next", above="yes", below="no"),
+        Claim("contrast", above="{first} costs more", below="{second} costs more"),
+        Claim("contrast_kl", above="{first} moves more", below="{second} moves more"),
+        Claim("reading_lost", above="loses more", below="loses less"),
     ),
     labels={
         "task": shown_task,
