@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
@@ -22,6 +22,7 @@ from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.plots.figure import Figure
 from kvprobe.stats import Estimate
 from kvprobe.wording import plain, verdict
 
@@ -96,27 +97,6 @@ class Conclusion:
         controls = filled(tuple[Control, ...], metrics.get("controls"), "the controls", LIMITS)
         warnings = filled(tuple[str, ...], metrics.get("warnings"), "the warnings", LIMITS)
         return cls(Findings.from_records(metrics.get("findings")), controls, metrics.get("facts") or {}, warnings)
-
-
-Labels = Callable[[str, Key], str]
-"""How a key's value is written, from the key and the value."""
-
-
-@runtime_checkable
-class Figure(Protocol):
-    """A figure as a declaration over findings."""
-
-    @property
-    def file(self) -> str:
-        """Its name, without suffix."""
-        ...
-
-    @property
-    def caption(self) -> str: ...
-
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
-        """A matplotlib figure; None where nothing of it was measured."""
-        ...
 
 
 Tables = pd.DataFrame | Mapping[str, pd.DataFrame]

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.reproduce import flags
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
+from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.studies import STUDIES, find
 from kvprobe.studies.leakage import AVAILABLE_CONTEXTS, Config
 from kvprobe.tasks.passcode import contexts

@@ -14,11 +14,11 @@ import pytest
 
 import kvprobe.inference.trials as trials
 from kvprobe.experiments.page import answer
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import Gaussian
 from kvprobe.inference.model import Model
+from kvprobe.presets import presets
 from kvprobe.stats import Estimate, newcombe, wilson
 from kvprobe.studies import bands
 from kvprobe.studies.bands import BANDS, NOISES, Config

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.estimands import Rows, chosen
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -41,6 +40,7 @@ from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
+from kvprobe.tidy import Rows, chosen
 from tests.models import any_model
 from tests.refusals import refused
 from tests.studies.runs import answer_of, assert_figures, in_steps

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvprobe.experiments.page import answer, write_page
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.experiments.study import Conclusion
@@ -23,6 +22,7 @@ from kvprobe.inference import trials
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
 from kvprobe.models.geometry import Geometry
+from kvprobe.presets import presets
 from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import robustness

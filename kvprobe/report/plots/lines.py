@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
 from kvprobe.stats import Estimate
 
@@ -87,7 +88,7 @@ class Lines:
     size: tuple[float, float] = (2.9, 3.0)
     title: str = ""
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -143,7 +144,7 @@ class Lines:
         findings: Findings,
         place: tuple[str, Key],
         across: Mapping[Key, float],
-        labels: Callable[[str, Key], str],
+        labels: Labels,
     ) -> None:
         known = self._known(findings, self.finding, place)
         beside = self._known(findings, self.beside[0], place) if self.beside else []

@@ -8,19 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvprobe.experiments.estimands import (
-    Difference,
-    Estimand,
-    Mean,
-    Rows,
-    Share,
-    Total,
-    Where,
-    beside,
-    chosen,
-    groups,
-    measure,
-)
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Total, measure
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -33,6 +21,7 @@ from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.statistics import halves_agree, last_over_others, spearman, statistic
 from kvprobe.tasks.task import Task
+from kvprobe.tidy import Rows, Where, beside, chosen, groups
 
 LAST, BUFFER = "quarter 4", "quarter 3"
 """Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.estimands import Estimand, Mean, Pooled, Rows, Share, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, Mean, Pooled, Share, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
@@ -20,6 +20,7 @@ from kvprobe.studies.answers import NATS, SOUND
 from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, NOWHERE
 from kvprobe.tasks.task import Task
+from kvprobe.tidy import Rows, Where, beside, chosen
 
 OF_RIGHT = ("nothing", "words", "breaks", "loud")
 """What became of an item whose clean answer is right: the same answer token for token; another wording, still right; no

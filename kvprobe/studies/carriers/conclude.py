@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Estimand, Mean, Ratio, Rows, Share, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
@@ -22,6 +22,7 @@ from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, HIDDEN, SELF, TOKEN
 from kvprobe.tasks.compaction import compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
+from kvprobe.tidy import Rows, beside, chosen
 from kvprobe.wording import few_clusters
 
 BOTH = "both"

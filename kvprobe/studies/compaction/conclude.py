@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Where, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -17,6 +17,7 @@ from kvprobe.studies.compaction.collect import TARGET
 from kvprobe.studies.compaction.reading import CONDITIONS, LOOKED_AT, PAIRS
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
+from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
 OUTCOMES = {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Mean, Ratio, Rows, Share, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Mean, Ratio, Share, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, chat_record
@@ -19,6 +19,7 @@ from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDO
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, draw
 from kvprobe.tasks.ordinal import PLACES as ORDINALS
+from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 PLACES = ("sink", "later", "local", "elsewhere")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvprobe.experiments.estimands import Estimand, HeldOut, Mean, Ratio, Rows, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, HeldOut, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
@@ -20,6 +20,7 @@ from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
 from kvprobe.studies.features.reading import HIDDEN_SEGMENTS, READERS, UNTOUCHED
 from kvprobe.tasks.passcode import contexts, conversation
+from kvprobe.tidy import Rows, beside, chosen
 from kvprobe.wording import few_clusters, percent
 
 FLIPS = 1999

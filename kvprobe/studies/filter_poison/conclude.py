@@ -11,7 +11,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from kvprobe.attention import attend
-from kvprobe.experiments.estimands import Mean, Ratio, Rows, Where, beside, measure
+from kvprobe.experiments.estimands import Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.layers import by_chance, verdicts
@@ -23,6 +23,7 @@ from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
 from kvprobe.studies.filter_poison import Config
 from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
 from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, Heads, heads_by_half
+from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
 ALL = "all"

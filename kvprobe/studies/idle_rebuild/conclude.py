@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Mean, Pooled, Ratio, Rows, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Difference, Mean, Pooled, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -16,6 +16,7 @@ from kvprobe.stats import SHARE
 from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS
 from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
+from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 SHOWN = ("kept", "compacted", "in_place", "rebuilt", "control")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Rows, measure
+from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
@@ -18,6 +18,7 @@ from kvprobe.studies.leakage.collect import CHANGED
 from kvprobe.studies.leakage.reading import HIDDEN_SEGMENTS
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import secret
+from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
 SINGLE_CONTEXT = (

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvprobe.experiments.study import Claim, Labels, Study
+from kvprobe.experiments.study import Claim, Study
 from kvprobe.memory.units import short
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots.budget import Along, Stack, draw_stack
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Rows, Total, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import INFORMATION
@@ -20,6 +20,7 @@ from kvprobe.studies.multihop.arms import ARMS, DISTANCES, lowest_layer
 from kvprobe.studies.multihop.collect import TARGET
 from kvprobe.studies.multihop.reading import PLACES
 from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
+from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
 
 AT = ("split", "arm", "distance")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.estimands import Estimand, Ratio, Rows, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, Ratio, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -14,6 +14,7 @@ from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import FEWEST, SHARE, band_of, bands_by_half, profile
 from kvprobe.studies.patching.collect import VALUE, Grid
 from kvprobe.tasks.facts import conversation, facts
+from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 SLACK = 1e-4

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from kvprobe.experiments.estimands import Estimand, Mean, Rows, beside, chosen, groups, measure
+from kvprobe.experiments.estimands import Estimand, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -30,6 +30,7 @@ from kvprobe.studies.policies.collect import (
 )
 from kvprobe.tasks.instructions import PLACES, VALUES
 from kvprobe.tasks.passcode import CODE_LENGTH
+from kvprobe.tidy import Rows, beside, chosen, groups
 from kvprobe.wording import few_clusters, percent
 
 MEASURES = ("kl", "agreement", "code", "instructions")

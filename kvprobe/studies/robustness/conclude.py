@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Share, Total, Where, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
@@ -19,6 +19,7 @@ from kvprobe.studies.answers import NATS
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
 from kvprobe.tasks.task import Task
+from kvprobe.tidy import Rows, Where, beside
 
 CONTRASTS = {
     ("gaussian", "zeros"): "noise at the layer's own scale against zeros",

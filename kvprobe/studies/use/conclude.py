@@ -7,7 +7,7 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 
-from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Rows, Share, Where, beside, measure
+from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
@@ -19,6 +19,7 @@ from kvprobe.studies.use.collect import cases_of, chosen_places
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, STRENGTHS, SWAP
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, RANDOM_0, SHRINKAGE
 from kvprobe.tasks.passcode import conversation
+from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
 CHANCE = 0.1
