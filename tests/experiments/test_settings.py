@@ -12,7 +12,8 @@ from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, typ
 from kvprobe.files import read_yaml
 from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.studies import STUDIES, find
-from kvprobe.studies.leakage import AVAILABLE_CONTEXTS, Config
+from kvprobe.studies.leakage import Config
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS
 from kvprobe.tasks.passcode import contexts
 from tests.refusals import refused
 

@@ -1,10 +1,10 @@
-"""Bands: which layers can bear noise, and how much of that is the noise's scale."""
+"""Which layers' caches can bear noise, and how much of that is the noise's own scale?"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvprobe.checks import require
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import ranged
 from kvprobe.report.reported import reported
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
@@ -35,10 +35,10 @@ class Config(AnswerSettings):
         reported: a table to print beside what was measured, such as canarypwn-bands-7b; none by default.
     """
 
-    samples: int = 14
+    samples: int = ranged(14, 2, 100_000)
     bands: tuple[Cut, ...] = ("quarters", "halves", "all")
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
-    single: float = 10.0
+    single: float = ranged(10.0, 0, 100)
     noises: tuple[Noise, ...] = NOISES
     parts: tuple[Part, ...] = PARTS
     timing: Timing = "fresh"
@@ -46,8 +46,6 @@ class Config(AnswerSettings):
     reported: str = ""
 
     def validate(self) -> None:
-        super().validate()
-        require("single", self.single, 0, 100)
         require_percents("rates", self.rates)
         if self.reported:
             self._require_comparable()

@@ -1,10 +1,10 @@
-"""Bit flips: what a single flipped bit does, by its place in the number."""
+"""What does a single flipped bit of K or V do, by its place in the number?"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from kvprobe.checks import require
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import ranged
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import AnswerSettings
 
@@ -19,14 +19,12 @@ class Config(AnswerSettings):
         error_rates: shares of all numbers of K and V of which one drawn bit flips, in the first of the dtypes.
     """
 
-    samples: int = 24
+    samples: int = ranged(24, 2, 100_000)
     dtypes: tuple[Literal["bf16", "fp16", "fp32"], ...] = ("bf16", "fp16", "fp32")
-    flips: int = 4
+    flips: int = ranged(4, 1, 1000)
     error_rates: tuple[float, ...] = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
     def validate(self) -> None:
-        super().validate()
-        require("flips", self.flips, 1, 1000)
         for share in self.error_rates:
             if not 0 < share <= 1:
                 raise UserError(f"Setting 'error_rates' has {share:g}; expected shares above 0, up to 1.")

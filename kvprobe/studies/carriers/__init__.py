@@ -1,12 +1,10 @@
-"""Carriers: after a turn was masked, which of the retained slots carry its effect?"""
+"""After a turn was masked, which of the slots that stay carry its effect?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
-
-AVAILABLE_CONTEXTS = 48
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +17,8 @@ class Config(Settings):
         seed: of codes.
     """
 
-    contexts: int = 12
-    bands: int = 6
-
-    def validate(self) -> None:
-        require("contexts", self.contexts, 2, AVAILABLE_CONTEXTS)
-        require("bands", self.bands, 1, 64)
+    contexts: int = ranged(12, 2, AVAILABLE_CONTEXTS)
+    bands: int = ranged(6, 1, 64)
 
 
 run = STUDIES["carriers"].run

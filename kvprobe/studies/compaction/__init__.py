@@ -1,13 +1,11 @@
-"""Mask or restart: what provenance, positions and delimiters each do to a compacted conversation."""
+"""Mask or restart? How much of the difference is provenance, how much position, how much delimiters?"""
 
 from dataclasses import dataclass
 
 from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
-from kvprobe.studies.settings import require_samples
-
-AVAILABLE_CONTEXTS = 48
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS, require_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +24,13 @@ class Config(Settings):
 
     contexts: int = AVAILABLE_CONTEXTS
     samples: int = 768
-    folds: int = 5
-    continuation: int = 32
-    answer: int = 16
-    batch: int = 16
+    folds: int = ranged(5, 3, 20)
+    continuation: int = ranged(32, 1, 512)
+    answer: int = ranged(16, 1, 256)
+    batch: int = ranged(16, 1)
 
     def validate(self) -> None:
-        require("folds", self.folds, 3, 20)
         require("contexts", self.contexts, self.folds, AVAILABLE_CONTEXTS)
-        require("continuation", self.continuation, 1, 512)
-        require("answer", self.answer, 1, 256)
-        require("batch", self.batch, 1)
         require_samples(self.samples, self.contexts, "contexts", self.folds)
 
 

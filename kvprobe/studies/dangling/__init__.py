@@ -1,9 +1,8 @@
-"""Dangling: where attention goes when what it looked at is gone, and whether anything pointed there."""
+"""A turn is hidden: where does the attention go that looked at it, and does anything point there?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
 
@@ -23,16 +22,10 @@ class Config(Settings):
     """
 
     kinds: tuple[FactKind, ...] = FACT_KINDS
-    prompts: int = 6
-    rescued: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    random: int = 5
-    memos: int = 300
-
-    def validate(self) -> None:
-        require("prompts", self.prompts, 1, FACTS_OF_A_KIND)
-        require("rescued", self.rescued[0], 1)
-        require("random", self.random, 2)
-        require("memos", self.memos, 0)
+    prompts: int = ranged(6, 1, FACTS_OF_A_KIND)
+    rescued: tuple[int, ...] = ranged((1, 2, 4, 8, 16, 32, 64), 1)
+    random: int = ranged(5, 2)
+    memos: int = ranged(300, 0)
 
 
 run = STUDIES["dangling"].run

@@ -1,13 +1,13 @@
-"""Features: what sparse features see of a turn that was masked."""
+"""Which sparse features differ after a turn was masked, which tell what it said, and do they matter?"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS
 
-AVAILABLE_CONTEXTS = 48
 TRAIN = "train"
 
 
@@ -33,24 +33,18 @@ class Config(Settings):
     dictionaries: tuple[str, ...] = (TRAIN,)
     places: tuple[str, ...] = ("resid_post.7", "v.7", "k_pre.7")
     kind: Literal["topk", "jumprelu"] = "topk"
-    width: int = 1024
+    width: int = ranged(1024, 2)
     active: int = 32
-    written: int = 384
-    length: int = 160
-    tokens: int = 500_000
-    contexts: int = AVAILABLE_CONTEXTS
-    codes: int = 8
+    written: int = ranged(384, 0)
+    length: int = ranged(160, 8)
+    tokens: int = ranged(500_000, 1024)
+    contexts: int = ranged(AVAILABLE_CONTEXTS, 6, AVAILABLE_CONTEXTS)
+    codes: int = ranged(8, 2, 1000)
     folds: int = 5
 
     def validate(self) -> None:
-        require("width", self.width, 2)
         require("active", self.active, 1, self.width)
-        require("written", self.written, 0)
-        require("length", self.length, 8)
-        require("tokens", self.tokens, 1024)
-        require("contexts", self.contexts, 6, AVAILABLE_CONTEXTS)
         require("folds", self.folds, 3, min(20, self.contexts))
-        require("codes", self.codes, 2, 1000)
 
     @property
     def trains(self) -> bool:

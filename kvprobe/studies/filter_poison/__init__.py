@@ -1,10 +1,9 @@
-"""Filter or poison: which components pass damage on to the answer, and which keep it away?"""
+"""Which attention blocks, MLPs and heads pass damage on, and which keep it away?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
 
@@ -28,7 +27,7 @@ class Config(Settings):
     """
 
     kinds: tuple[FactKind, ...] = FACT_KINDS
-    prompts: int = 4
+    prompts: int = ranged(4, 1, FACTS_OF_A_KIND)
     families: tuple[str, ...] = (
         "gaussian:1",
         "zeros:30",
@@ -37,15 +36,11 @@ class Config(Settings):
         "shifted:100",
         FALSE,
     )
-    suffix: int = 6
-    top: int = 10
-    random: int = 20
+    suffix: int = ranged(6, 1, 16)
+    top: int = ranged(10, 1)
+    random: int = ranged(20, 2)
 
     def validate(self) -> None:
-        require("prompts", self.prompts, 1, FACTS_OF_A_KIND)
-        require("suffix", self.suffix, 1, 16)
-        require("top", self.top, 1)
-        require("random", self.random, 2)
         rates = self.rates
         if len(rates) < len(self.families):
             raise UserError(

@@ -1,9 +1,8 @@
-"""Idle rebuild: where a session drifts whose compacted cache expired and was computed again from the visible text."""
+"""A compacted session goes idle and its cache is rebuilt from the visible text. Where does it drift?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 
 AVAILABLE_SESSIONS = 16
@@ -18,12 +17,8 @@ class Config(Settings):
         continuation: tokens of a run's own reply that the other runs are held against.
     """
 
-    sessions: int = AVAILABLE_SESSIONS
-    continuation: int = 32
-
-    def validate(self) -> None:
-        require("sessions", self.sessions, 2, AVAILABLE_SESSIONS)
-        require("continuation", self.continuation, 1, 512)
+    sessions: int = ranged(AVAILABLE_SESSIONS, 2, AVAILABLE_SESSIONS)
+    continuation: int = ranged(32, 1, 512)
 
 
 run = STUDIES["idle_rebuild"].run

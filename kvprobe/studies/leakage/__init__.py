@@ -1,17 +1,15 @@
-"""Leakage: how much of a hidden number survives in the KV cache after the turn that held it was masked."""
+"""How much of a hidden number survives in the KV cache after the turn that held it was masked?"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
-from kvprobe.studies.settings import require_samples
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS, require_samples
 
 SecretKind = Literal["code", "name", "topic", "sentiment"]
 """See `kvprobe.tasks.secrets`."""
-AVAILABLE_CONTEXTS = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +28,14 @@ class Config(Settings):
     """
 
     secret: SecretKind = "code"
-    contexts: int = AVAILABLE_CONTEXTS
+    contexts: int = ranged(AVAILABLE_CONTEXTS, 1, AVAILABLE_CONTEXTS)
     samples: int = 768
-    folds: int = 5
-    permutations: int = 49
+    folds: int = ranged(5, 3, 20)
+    permutations: int = ranged(49, 1, 10_000)
     untrained: bool = False
-    batch: int = 32
+    batch: int = ranged(32, 1)
 
     def validate(self) -> None:
-        require("contexts", self.contexts, 1, AVAILABLE_CONTEXTS)
-        require("folds", self.folds, 3, 20)
-        require("permutations", self.permutations, 1, 10_000)
-        require("batch", self.batch, 1)
         if 1 < self.contexts < self.folds:
             raise UserError(
                 f"Setting 'contexts' is {self.contexts}; expected 1, or at least as many as folds ({self.folds})."

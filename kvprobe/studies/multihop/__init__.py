@@ -1,11 +1,11 @@
-"""Multihop: how far a hidden turn reaches when every turn is summarised and masked in its turn."""
+"""Every turn is summarised and masked: how many turns later can the first still be read, and by which way?"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import require_samples
 
@@ -29,13 +29,11 @@ class Config(Settings):
     sessions: int = AVAILABLE_SESSIONS
     samples: int = 360
     families: tuple[Readable, ...] = ("k", "v")
-    folds: int = 5
-    batch: int = 32
+    folds: int = ranged(5, 3, AVAILABLE_SESSIONS)
+    batch: int = ranged(32, 1)
 
     def validate(self) -> None:
-        require("folds", self.folds, 3, AVAILABLE_SESSIONS)
         require("sessions", self.sessions, self.folds, AVAILABLE_SESSIONS)
-        require("batch", self.batch, 1)
         require_samples(self.samples, self.sessions, "sessions", self.folds)
         if self.families == ("resid_post",):
             raise UserError(

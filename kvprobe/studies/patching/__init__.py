@@ -1,9 +1,8 @@
-"""Patching: from which layers, slots and heads is a fact read, and from K or from V?"""
+"""From which layers, slots and heads is a fact read, and from K or from V?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND, FactKind
 
@@ -22,16 +21,10 @@ class Config(Settings):
     """
 
     kinds: tuple[FactKind, ...] = FACT_KINDS
-    facts: int = 4
-    ways: int = 1
-    step: int = 6
-    check: int = 24
-
-    def validate(self) -> None:
-        require("facts", self.facts, 1, FACTS_OF_A_KIND)
-        require("ways", self.ways, 1, 2)
-        require("step", self.step, 0)
-        require("check", self.check, 8)
+    facts: int = ranged(4, 1, FACTS_OF_A_KIND)
+    ways: int = ranged(1, 1, 2)
+    step: int = ranged(6, 0)
+    check: int = ranged(24, 8)
 
 
 run = STUDIES["patching"].run

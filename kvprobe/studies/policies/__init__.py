@@ -1,10 +1,9 @@
-"""Policies: what each cache policy costs in quality for the memory that it saves."""
+"""What does each cache policy cost in quality for the memory that it saves?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 
 FEWEST_SLOTS = 8
@@ -23,16 +22,12 @@ class Config(Settings):
         seed: of conversations, and random evictions.
     """
 
-    samples: int = 12
-    length: int = 512
-    budgets: tuple[int, ...] = (5, 10, 20, 30, 50, 75, 100)
+    samples: int = ranged(12, 2, 10_000)
+    length: int = ranged(512, 160, 2000)
+    budgets: tuple[int, ...] = ranged((5, 10, 20, 30, 50, 75, 100), 1, 100)
 
     def validate(self) -> None:
-        require("samples", self.samples, 2, 10_000)
-        require("length", self.length, 160, 2000)
         smallest = self.budgets[0]
-        require("budgets", smallest, 1, 100)
-        require("budgets", self.budgets[-1], 1, 100)
         if smallest * self.length < 100 * FEWEST_SLOTS:
             raise UserError(
                 f"Setting 'budgets' has {smallest}, which is {smallest * self.length / 100:g} slots of a conversation "

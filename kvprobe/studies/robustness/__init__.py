@@ -1,8 +1,8 @@
-"""Robustness: how much of the cache can be damaged, and how, before answers go wrong?"""
+"""How much of the cache can be damaged, and how, before answers go wrong?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
+from kvprobe.experiments.settings import ranged
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
 
@@ -38,16 +38,13 @@ class Config(AnswerSettings):
         "fp8-scale",
     )
     rates: tuple[float, ...] = (2.0, 5.0, 10.0, 20.0, 30.0, 50.0)
-    repeats: int = 1
+    repeats: int = ranged(1, 1, 1000)
     timing: Timing = "fresh"
     unit: UnitName = "slot"
-    procedure: float = 10.0
+    procedure: float = ranged(10.0, 0, 100)
     reported: str = ""
 
     def validate(self) -> None:
-        super().validate()
-        require("repeats", self.repeats, 1, 1000)
-        require("procedure", self.procedure, 0, 100)
         require_percents("rates", self.rates)
 
 

@@ -1,13 +1,10 @@
-"""Use: whether the model uses what a probe reads, by erasing it from the cache and by exchanging it for another
-run's."""
+"""Does the model use what a probe reads in its cache, and where?"""
 
 from dataclasses import dataclass
 
-from kvprobe.checks import require
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
-
-AVAILABLE_CONTEXTS = 48
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +20,11 @@ class Config(Settings):
         seed: of codes and random subspaces.
     """
 
-    contexts: int = 16
-    codes: int = 24
-    bands: int = 5
-    randoms: int = 2
-    batch: int = 32
-
-    def validate(self) -> None:
-        require("contexts", self.contexts, 6, AVAILABLE_CONTEXTS)
-        require("codes", self.codes, 12, 10_000)
-        require("bands", self.bands, 1, 64)
-        require("randoms", self.randoms, 1, 20)
-        require("batch", self.batch, 1)
+    contexts: int = ranged(16, 6, AVAILABLE_CONTEXTS)
+    codes: int = ranged(24, 12, 10_000)
+    bands: int = ranged(5, 1, 64)
+    randoms: int = ranged(2, 1, 20)
+    batch: int = ranged(32, 1)
 
 
 run = STUDIES["use"].run
