@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvprobe.experiments.durations import TIMING, Duration
-from kvprobe.experiments.presets import presets
+from kvprobe.durations import TIMING, Duration
 from kvprobe.listing import digest_of_preset
+from kvprobe.presets import presets
 from kvprobe.shipped import shipped
 
 QUIET = 0.1

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import matplotlib
 
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.experiments.study import Conclusion
 from kvprobe.memory.budget import budget
+from kvprobe.presets import presets
 from kvprobe.report.plots import memory, save
 from kvprobe.studies import find
 from kvprobe.studies.leakage.study import STUDY, by_layer

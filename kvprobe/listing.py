@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvprobe.experiments.durations import Duration, durations
-from kvprobe.experiments.presets import Preset, presets
+from kvprobe.durations import Duration, durations
 from kvprobe.experiments.settings import digest_of, from_mapping
 from kvprobe.extensions import extensions, package
 from kvprobe.files import read_yaml
 from kvprobe.models.catalogue import NAMED_MODELS
+from kvprobe.presets import Preset, presets
 from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES
 

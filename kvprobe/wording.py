@@ -58,11 +58,10 @@ def verdict(
     return above if value.above(against + negligible) else below if value.below(against - negligible) else neither
 
 
-def few_clusters(count: int, of: str) -> str | None:
-    """A report's sentence where there are too few clusters for an interval or a claim; None where there are enough."""
-    if count >= FEWEST:
-        return None
-    return (
+def few_clusters(count: int, of: str) -> list[str]:
+    """A report's warning where there are too few clusters for an interval or a claim; none where there are enough."""
+    few = (
         f"{count} {of} are too few for an interval, which takes {FEWEST}. Ranges over {of} are given instead, and "
         f"nothing is claimed."
     )
+    return [few] if count < FEWEST else []

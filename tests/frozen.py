@@ -138,8 +138,6 @@ def metrics_of(study: str, root: Path) -> Any:
     tests = import_module(f"tests.studies.{MODULES[study]}")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        if hasattr(tests, "study"):
-            patch.setattr(tests.study, "draw_all", lambda *_: None)
         if study in SETTINGS:
             patch.setattr(tests, "SMALL", replace(tests.SMALL, **SETTINGS[study]))
         if study in MORE:

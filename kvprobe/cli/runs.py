@@ -1,15 +1,17 @@
 """Commands on studies and their runs, and what there is to run."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 from cyclopts import App, Group, Parameter
 
 from kvprobe.cli.flags import StudyFile, whole, whole_numbers
-from kvprobe.experiments.presets import Preset, presets, read_preset
-from kvprobe.experiments.settings import LAST, Settings, as_mapping, from_mapping, types_of
+from kvprobe.durations import durations, minutes
+from kvprobe.experiments.settings import LAST, Settings, as_mapping, digest_of, folder_of, from_mapping, types_of
 from kvprobe.extensions import extensions
+from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.studies import STUDIES, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
@@ -35,6 +37,24 @@ def add_run_commands(arguments: list[str]) -> None:
         _add_run_command(name, preset)
 
 
+def plan(study: str, config: Settings, root: Path, name: str | None) -> Iterator[str]:
+    """What a run would do, in lines; nothing is loaded or written."""
+    folder = folder_of(study, config, root, name)
+    states = {"metrics.json": "is finished: its report would be written again", "parts": "would be resumed"}
+    state = next((state for file, state in states.items() if (folder / file).exists()), "would be new")
+    yield f"{study} would run with these settings:"
+    yield from (f"  {setting}: {value}" for setting, value in as_mapping(config).items())
+    yield f"The run {folder} {state}."
+    took = durations().get(digest_of(study, config))
+    if took is None:
+        measured = ", ".join(f"{other.preset} {other}" for other in durations().values() if other.study == study)
+        yield f"How long it takes was not measured. Of this study: {measured or 'nothing was'}."
+        return
+    yield f"It took {took} and {took.peak_bytes / 1e9:.1f} GB of memory when it was measured, of which"
+    for place, stage in enumerate(took.timing.stages):
+        yield f"  {stage.name}: {stage.total:,} × {stage.unit}, {minutes(took.timing.lasted(place))}"
+
+
 def _add_run_command(command: str, preset: Preset) -> None:
     study = find(preset.study)
     flags = _with_defaults(from_mapping(study.config, preset.settings))
@@ -48,8 +68,6 @@ def _add_run_command(command: str, preset: Preset) -> None:
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
         if dry_run:
-            from kvprobe.experiments.durations import plan
-
             print("\n".join(plan(study.name, chosen, out, name)))
             return
         directory = study.run(chosen, out, name)

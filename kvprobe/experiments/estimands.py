@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -17,11 +16,8 @@ from jaxtyping import Float
 from kvprobe.probing.intervals import held_out
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.stats import UNBOUNDED, Estimate, estimate, jackknife, ratio, wilson
+from kvprobe.tidy import Rows, Where, groups
 
-Rows = Any
-"""A table; pandas says too little of what selecting from one gives."""
-Where = Mapping[str, Key | tuple[Key, ...]]
-"""Values of columns that rows must have; one of several, where a tuple is given."""
 Values = Float[np.ndarray, "clusters"]
 
 
@@ -145,11 +141,11 @@ class Pooled(Estimand):
     less: Where | None = None
 
     def cells(self, rows: Rows) -> "list[Cell]":
-        pairs = [(keys, [own]) for keys, own in groups(rows, self.by, self.where)]
+        kinds = [(keys, [chosen]) for keys, chosen in groups(rows, self.by, self.where)]
         if self.less is not None:
-            others = {tuple(keys.values()): own for keys, own in groups(rows, self.by, self.less)}
-            pairs = [(keys, [*own, others[place]]) for keys, own in pairs if (place := tuple(keys.values())) in others]
-        return several(self.cell(keys, kinds) for keys, kinds in pairs)
+            less = {tuple(keys.values()): others for keys, others in groups(rows, self.by, self.less)}
+            kinds = [(keys, [*one, less[place]]) for keys, one in kinds if (place := tuple(keys.values())) in less]
+        return several(self.cell(keys, both) for keys, both in kinds)
 
     def cell(self, keys: Mapping[str, Key], kinds: Sequence[Rows]) -> "Cell":
         known = [rows[np.isfinite(rows[self.of].to_numpy(float))] for rows in kinds]
@@ -175,7 +171,7 @@ class Total(Estimand):
     """The sum over rows, which has no interval."""
 
     def cells(self, rows: Rows) -> "list[Cell]":
-        return [self.cell(keys, float(own[self.of].sum())) for keys, own in groups(rows, self.by, self.where)]
+        return [self.cell(keys, float(chosen[self.of].sum())) for keys, chosen in groups(rows, self.by, self.where)]
 
     def cell(self, keys: Mapping[str, Key], total: float) -> "Cell":
         return Cell(self, keys, 0, lambda _: Estimate(total))
@@ -197,10 +193,10 @@ class Cell:
     @property
     def family(self) -> tuple[str, tuple[Key, ...]] | None:
         """What it shares with the findings with which its interval holds together; None if it stands alone."""
-        own = self.estimand
-        if own.together is None:
+        estimand = self.estimand
+        if estimand.together is None:
             return None
-        return own.family or own.name, tuple(self.keys[key] for key in own.together)
+        return estimand.family or estimand.name, tuple(self.keys[key] for key in estimand.together)
 
 
 def several(cells: "Iterable[Cell]") -> "list[Cell]":
@@ -225,45 +221,14 @@ def measure(rows: Rows, estimands: Iterable[Estimand], *others: tuple[Rows, Iter
     return findings
 
 
-def beside(rows: Rows, of: str, where: Where, on: tuple[str, ...]) -> Any:
-    """A column for all rows: the mean of `of` in the rows of one condition that agree with a row on the columns `on`.
-
-    Taking a column away from it pairs every row with that condition: a `Mean` is then a paired difference.
-    """
-    means = chosen(rows, where).groupby(list(on))[of].mean().rename("beside")
-    return rows[list(on)].join(means, on=list(on))["beside"]
-
-
-def chosen(rows: Rows, where: Where) -> Rows:
-    """The rows that have these values."""
-    for column, value in where.items():
-        rows = rows[rows[column].isin(value) if isinstance(value, tuple) else rows[column] == value]
-    return rows
-
-
-def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str, Key], Rows]]:
-    """The chosen rows for each combination of values of some columns, in the order in which they come."""
-    rows = chosen(rows, where)
-    if not by:
-        return [({}, rows)] if len(rows) else []
-    return [(_plain(by, values), own) for values, own in rows.groupby(list(by), sort=False)]
-
-
 def by_cluster(rows: Rows, estimand: Estimand, where: Where) -> list[tuple[dict[str, Key], Values]]:
     """For each combination of `by`, the mean of each cluster of all rows in order; NaN for one that has no value."""
     clusters = np.unique(rows[estimand.cluster])
-    found = []
-    for keys, own in groups(rows, estimand.by, where):
-        values = own[estimand.of].to_numpy(float)
+    means = []
+    for keys, chosen in groups(rows, estimand.by, where):
+        values = chosen[estimand.of].to_numpy(float)
         known = np.isfinite(values)
-        places = np.searchsorted(clusters, own[estimand.cluster].to_numpy()[known])
+        places = np.searchsorted(clusters, chosen[estimand.cluster].to_numpy()[known])
         sums, sizes = np.bincount(places, values[known], len(clusters)), np.bincount(places, minlength=len(clusters))
-        found.append((keys, np.divide(sums, sizes, out=np.full(len(clusters), np.nan), where=sizes > 0)))
-    return found
-
-
-def _plain(by: tuple[str, ...], values: Iterable[Any]) -> dict[str, Key]:
-    """Keys without numpy's types."""
-    return {
-        key: value.item() if isinstance(value, np.generic) else value for key, value in zip(by, values, strict=True)
-    }
+        means.append((keys, np.divide(sums, sizes, out=np.full(len(clusters), np.nan), where=sizes > 0)))
+    return means

@@ -1,6 +1,5 @@
 """The page of a declared study's run: one HTML file, made again at any time from the run's files alone."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,9 +19,10 @@ from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.files import write_whole
 from kvprobe.names import one_line
 from kvprobe.plain_data import filled
-from kvprobe.report.document import LIMITS, AttentionView, Figure, HeatMap, Passage, TokenView
+from kvprobe.report.document import LIMITS, AttentionView, Figure, Passage, TokenView
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.page import picture, pieces
+from kvprobe.report.views.of_findings import maps_of, tokens_of
 from kvprobe.report.views.page import Part, drawn, page, render
 
 FORMATS = ("percent", "points", "plain", "signed")
@@ -63,8 +63,8 @@ def answer(study: Study[Any], run: Run) -> str:
 @cache
 def _templates(folder: Path | None) -> Environment:
     """The templates in a study's folder and those of all pages, compiled once."""
-    own = [FileSystemLoader(folder)] if folder else []
-    loader = ChoiceLoader([*own, PackageLoader("kvprobe.report")])
+    first = [FileSystemLoader(folder)] if folder else []
+    loader = ChoiceLoader([*first, PackageLoader("kvprobe.report")])
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {name: getattr(wording, name) for name in FORMATS}
     environment.filters["label"] = _label
@@ -101,9 +101,8 @@ class _Page:
     def rendered(self, answering: bool = False) -> str:
         """The page's body, or its answer alone."""
         try:
-            template = _templates(self.study.folder).get_template(
-                "page.html.j2" if self.study.folder else "study.html.j2"
-            )
+            folder = self.study.page_folder
+            template = _templates(folder).get_template("page.html.j2" if folder else "study.html.j2")
             return template.render(self._known, answering=answering)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Files of a run are untrusted: facts of another shape fail anywhere in a template.
@@ -146,76 +145,14 @@ class _Page:
         """A figure as the source of an image."""
         return picture(self.run.path / "figures", figure)
 
-    def heat(
-        self,
-        name: str,
-        rows: str,
-        columns: str,
-        caption: str,
-        unit: str,
-        where: Mapping[str, Any] | None = None,
-        panel: str = "",
-    ) -> Markup:
-        """Findings as an interactive map, or as several that share rows, columns and scale.
+    def heat(self, *keys: Any, **more: Any) -> Markup:
+        """Findings as interactive maps; see `kvprobe.report.views.of_findings.maps_of`."""
+        maps = maps_of(self.findings, self.study.label, *keys, **more)
+        return Markup('<div class="maps">{}</div>').format(Markup("").join(map(self.view, maps)))
 
-        Args:
-            rows, columns: keys.
-            where: the other keys; one of several values, where a list is given.
-            panel: the key with a map for each of its values.
-        """
-        keys: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in (where or {}).items()
-        }
-        along, across = (self.findings.values(name, key, **keys) for key in (rows, columns))
-        panels = [{panel: value} for value in self.findings.values(name, panel, **keys)] if panel else [{}]
-        maps = [
-            [
-                [self.findings.get(name, **keys | shown | {rows: row, columns: column}) for column in across]
-                for row in along
-            ]
-            for shown in panels
-        ]
-        values = [
-            [[None if cell is None or cell.unknown else cell.mean for cell in row] for row in cells] for cells in maps
-        ]
-        largest = max(
-            (abs(value) for cells in values for row in cells for value in row if value is not None), default=0
-        )
-        return Markup('<div class="maps">{}</div>').format(
-            Markup("").join(
-                self.view(
-                    HeatMap(
-                        caption=f"{self.study.label(panel, shown[panel])}: {caption}" if panel else caption,
-                        rows=[self.study.label(rows, row) for row in along],
-                        columns=[self.study.label(columns, column) for column in across],
-                        values=cells,
-                        unit=unit,
-                        row_axis=rows,
-                        column_axis=columns,
-                        scale=largest if len(panels) > 1 else None,
-                    )
-                )
-                for shown, cells in zip(panels, values, strict=True)
-            )
-        )
-
-    def tokens(
-        self, name: str, along: str, texts: Sequence[str], caption: str, label: str = "", kinds: str | None = None
-    ) -> Markup:
-        """Findings as a text with coloured tokens; 0 where there is no finding.
-
-        Args:
-            along: the key that has a value for each token.
-            texts: of the tokens.
-            label: of the numbers, where there is one kind of them.
-            kinds: the key whose values the reader picks from, where there are several.
-        """
-        chosen = [{kinds: kind} for kind in self.findings.values(name, kinds)] if kinds else [{}]
-        places = self.findings.values(name, along)
-        found = [[self.findings.get(name, **kind, **{along: place}) for place in places] for kind in chosen]
-        values = [[0.0 if cell is None else cell.mean for cell in row] for row in found]
-        labels = [self.study.label(kinds, kind[kinds]) if kinds else label for kind in chosen]
-        return self.view(TokenView(caption, filled(Sequence[str], texts, "the tokens", LIMITS), labels, values))
+    def tokens(self, *keys: Any, **more: Any) -> Markup:
+        """Findings as a text with coloured tokens; see `kvprobe.report.views.of_findings.tokens_of`."""
+        return self.view(tokens_of(self.findings, self.study.label, *keys, **more))
 
     def view(self, part: Part) -> Markup:
         """A view, drawn."""

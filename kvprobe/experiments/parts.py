@@ -38,17 +38,6 @@ def write_parts(
     return paths
 
 
-def table_parts(
-    run: Run, cases: Sequence[Case], name: str, measure: Callable[[Case], pd.DataFrame], *, doing: str, unit: str
-) -> list[Path]:
-    """A table of each case as a parquet file; see `write_parts`."""
-
-    def write(case: Case, path: Path) -> None:
-        measure(case).to_parquet(path, index=False)
-
-    return write_parts(run, cases, f"{name}.parquet", write, doing=doing, unit=unit)
-
-
 def tensor_parts(
     run: Run, cases: Sequence[Case], name: str, measure: Callable[[Case], dict[str, Tensor]], *, doing: str, unit: str
 ) -> list[Path]:
@@ -63,8 +52,12 @@ def tensor_parts(
 def table_of_parts(
     run: Run, cases: Sequence[Case], name: str, measure: Callable[[Case], pd.DataFrame], *, doing: str, unit: str
 ) -> pd.DataFrame:
-    """The tables of all cases, one below the other; see `write_parts`."""
-    paths = table_parts(run, cases, name, measure, doing=doing, unit=unit)
+    """The tables of all cases, one below the other, each kept as a parquet file; see `write_parts`."""
+
+    def write(case: Case, path: Path) -> None:
+        measure(case).to_parquet(path, index=False)
+
+    paths = write_parts(run, cases, f"{name}.parquet", write, doing=doing, unit=unit)
     return pd.concat([read_table(path) for path in paths], ignore_index=True)
 
 

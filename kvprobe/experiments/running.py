@@ -1,20 +1,21 @@
 """How every declared study runs: measure what is missing, conclude, draw, write the report."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
 
-from kvprobe.experiments.begin import begin
-from kvprobe.experiments.durations import TIMING, Duration, durations, peak_bytes
+from kvprobe.durations import TIMING, Duration, durations, peak_bytes
+from kvprobe.environment import MACHINE
 from kvprobe.experiments.page import write_page
-from kvprobe.experiments.runs import MACHINE, Run
+from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of
 from kvprobe.experiments.study import Study
 from kvprobe.files import write_whole
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.progress import watched
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import save
@@ -60,6 +61,28 @@ def run_study(
             run.finish(conclusion.record())
     write_page(study, run)
     return run
+
+
+def begin(
+    study: str,
+    config: Settings,
+    root: Path,
+    name: str | None,
+    inputs: Mapping[str, str] | None = None,
+    model: Model | None = None,
+) -> tuple[Model, Run]:
+    """The model that a study's config names, and the directory of the run, new, to be resumed, or finished.
+
+    Args:
+        inputs: for settings that name files, a digest of what these hold.
+        model: one that is loaded already, in place of the one that the config names.
+
+    Raises:
+        UserError: a setting that does not fit the model, or a directory that holds another run.
+    """
+    model = model or load(config.model, device=config.device, dtype=config.dtype)
+    device = f"{model.lanes.device}, {model.dtype}"
+    return model, Run.open(study, config, model.fingerprint, device, root, name, inputs)
 
 
 def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> None:

@@ -2,20 +2,17 @@
 
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
+from kvprobe.environment import environment
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of
 from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, write_whole
@@ -27,9 +24,6 @@ FORMAT = 3
 the second had its numbers in another shape."""
 MOST_BYTES = 2**28
 """Of a JSON file of a run that is read at all."""
-PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
-
-MACHINE = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
@@ -237,37 +231,5 @@ def _describe(folder: Path, settings: Mapping[str, Any], environment: Mapping[st
 
 
 def _environment(model: str, device: str, settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "versions": {package: _version(package) for package in PACKAGES},
-        "python": platform.python_version(),
-        "commit": _commit(),
-        "model": model,
-        "inputs": dict(inputs),
-        "device": device,
-        "seed": settings["settings"].get("seed"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": MACHINE,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of kvprobe's own checkout, if it runs from one."""
-    here = Path(__file__).resolve().parent.parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "log", "-1", "--format=%H", "--", str(here)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
+    about = {"format": FORMAT, "model": model, "inputs": dict(inputs), "device": device}
+    return {**about, "seed": settings["settings"].get("seed"), **environment()}

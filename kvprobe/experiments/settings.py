@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -17,6 +17,11 @@ LIMITS = Limits(text=4096, entries=1000)
 """Of one setting: characters of a text, and values of a list."""
 LAST = ("seed", "device", "dtype")
 """Settings of every study that come after the study's own where settings are listed."""
+
+
+def ranged(default: Any, low: float, high: float | None = None) -> Any:
+    """The default of a setting, and the range of its value or of each of its values."""
+    return field(default=default, metadata={"range": (low, high)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +42,21 @@ class Settings:
     """
 
     model: str = "smollm2-135m"
-    seed: int = 0
+    seed: int = ranged(0, 0)
     device: str = "auto"
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name, kind in types_of(type(self)).items():
             object.__setattr__(self, name, _typed(name, kind, getattr(self, name)))
-        require("seed", self.seed, 0)
+        for setting in (setting for setting in fields(self) if "range" in setting.metadata):
+            value = getattr(self, setting.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                require(setting.name, number, *setting.metadata["range"])
         self.validate()
 
     def validate(self) -> None:
-        """Refuse values that are out of range or do not fit each other; a study's config has its own rules here."""
+        """Refuse values that do not fit each other; a study's config has its own rules here."""
 
 
 Config = TypeVar("Config", bound=Settings)
@@ -58,7 +66,7 @@ Config = TypeVar("Config", bound=Settings)
 def types_of(kind: type[Settings]) -> dict[str, Any]:
     """The type of each setting, as they are listed: the model, the study's own, then seed, device and dtype."""
     hints = get_type_hints(kind)
-    names = sorted((field.name for field in fields(kind)), key=LAST.__contains__)
+    names = sorted((setting.name for setting in fields(kind)), key=LAST.__contains__)
     return {name: hints[name] for name in names}
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
@@ -22,6 +22,7 @@ from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.plots.figure import Figure
 from kvprobe.stats import Estimate
 from kvprobe.wording import plain, verdict
 
@@ -45,7 +46,7 @@ class Claim:
     finding: str
     above: str
     below: str
-    unclear: str
+    unclear: str = "not detected"
     against: float = 0.0
     negligible: float = 0.0
 
@@ -98,27 +99,6 @@ class Conclusion:
         return cls(Findings.from_records(metrics.get("findings")), controls, metrics.get("facts") or {}, warnings)
 
 
-Labels = Callable[[str, Key], str]
-"""How a key's value is written, from the key and the value."""
-
-
-@runtime_checkable
-class Figure(Protocol):
-    """A figure as a declaration over findings."""
-
-    @property
-    def file(self) -> str:
-        """Its name, without suffix."""
-        ...
-
-    @property
-    def caption(self) -> str: ...
-
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
-        """A matplotlib figure; None where nothing of it was measured."""
-        ...
-
-
 Tables = pd.DataFrame | Mapping[str, pd.DataFrame]
 Written = Callable[[Estimate], str]
 """How a number is written."""
@@ -141,8 +121,8 @@ class Study(Generic[Config]):
         collect: measures; gives the rows of `samples.parquet`, one per sample and condition, or several such tables by
             name. Parts that it writes with `kvprobe.experiments.parts` let an interrupted run resume.
         conclude: findings, controls and facts, from what `collect` gave, config and model.
-        folder: where its page is, a Jinja template `page.html.j2` that extends `study.html.j2`; by default a page that
-            shows every claim and finding.
+        folder: where its page is, a Jinja template `page.html.j2` that extends `study.html.j2`. Without one, kvprobe's
+            own studies have theirs beside their settings, and others a page that shows every claim and finding.
         done: what was done, in sentences, for the default page.
         figures: the first is shown below the answer.
         claims: all that the page may claim.
@@ -169,6 +149,11 @@ class Study(Generic[Config]):
     def ships(self) -> bool:
         """Whether it is one of kvprobe's own."""
         return self.config.__module__.startswith("kvprobe.")
+
+    @property
+    def page_folder(self) -> Path | None:
+        """Where its page is; None for the page that shows everything."""
+        return Path(inspect.getfile(self.config)).parent if self.folder is None and self.ships else self.folder
 
     @property
     def command(self) -> str:

@@ -101,7 +101,7 @@ class Model(Brief):
         yield repr(self.name)
         yield type(self.lanes.plain).__name__
         yield f"{shape.n_layers} layers of {shape.n_heads} heads over {shape.n_kv_heads} KV heads of {shape.d_head}"
-        yield f"{plain_dtype(self.lanes.dtype)} on {self.lanes.device}"
+        yield f"{self.dtype} on {self.lanes.device}"
 
     @property
     def tokenizer(self) -> Any:
@@ -110,6 +110,16 @@ class Model(Brief):
     @property
     def geometry(self) -> Geometry:
         return self.lanes.geometry
+
+    @property
+    def dtype(self) -> str:
+        """In which it computes and its caches are held, such as `float32`."""
+        return plain_dtype(self.lanes.dtype)
+
+    @property
+    def round_off(self) -> float:
+        """How far numbers that must be equal may differ, relative to their size: a hundred steps of the dtype."""
+        return 100 * torch.finfo(self.lanes.dtype).eps
 
     @property
     def fingerprint(self) -> str:

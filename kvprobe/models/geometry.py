@@ -28,6 +28,11 @@ class Geometry:
     windows: tuple[int | None, ...]
     max_position: int | None
 
+    @property
+    def shortest_window(self) -> int | None:
+        """The shortest sliding window of any layer; None where all layers attend to everything."""
+        return min((window for window in self.windows if window is not None), default=None)
+
     @classmethod
     def of(cls, config: Any) -> "Geometry":
         """Read a Hugging Face config.

@@ -138,7 +138,7 @@ class Probe(Brief):
             model=Path(model.name).name,
             weights=model.fingerprint,
             rounded=model.lanes.rounded_fingerprint,
-            dtype=_dtype(model),
+            dtype=model.dtype,
             site=site,
             training=trained,
             measures=tuple(measures),
@@ -267,7 +267,7 @@ class Probe(Brief):
         """
         if not self.fits(model):
             fingerprints = (model.fingerprint, self.card.weights)
-            if _dtype(model) != self.card.dtype:
+            if model.dtype != self.card.dtype:
                 fingerprints = (model.lanes.rounded_fingerprint, self.card.rounded)
             raise UserError(
                 f"{self.name} reads {self.card.model}, and {model.name} differs from it in {differing(*fingerprints)}, "
@@ -289,7 +289,7 @@ class Probe(Brief):
         weights."""
         if model.fingerprint == self.card.weights:
             return True
-        return _dtype(model) != self.card.dtype and model.lanes.rounded_fingerprint == self.card.rounded
+        return model.dtype != self.card.dtype and model.lanes.rounded_fingerprint == self.card.rounded
 
     def _checked(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         if features.shape[-1] != len(self.deviation):
@@ -316,10 +316,6 @@ def _gain(fitted: FittedProbe) -> tuple[float | None, float | None]:
         return None, 0.0
     last = int(sure[-1])
     return float(gains[last]), (last + 1) / len(gains)
-
-
-def _dtype(model: Model) -> str:
-    return str(model.lanes.dtype).removeprefix("torch.")
 
 
 def _slug(text: str) -> str:

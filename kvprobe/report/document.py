@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvprobe.plain_data import Limits
 from kvprobe.text.transcript import Message, Transcript
@@ -55,6 +56,17 @@ def passages_of(
         Passage(message.segment, message.role, message.text, message.segment in masked, mark(message))
         for message in chat.messages
     ]
+
+
+def chat_record(
+    chat: Transcript,
+    *,
+    masked: Collection[str] = (),
+    marked: str | None = None,
+    only_in: Collection[str] | None = None,
+) -> list[dict[str, Any]]:
+    """What `passages_of` gives, as JSON holds it."""
+    return [vars(passage) for passage in passages_of(chat, masked=masked, marked=marked, only_in=only_in)]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.plain_data import Limits, filled
 from kvprobe.stats import Estimate
+from kvprobe.tidy import Key
 
-Key = str | int | float
 COLUMNS = ("name", "unit", "mean", "low", "high", "clusters", "smallest", "largest", "comparisons")
 """Of the table of findings, beside its keys."""
 LIMITS = Limits(text=4096, entries=1_000_000)

@@ -27,15 +27,21 @@ class Entry:
     """
 
     name: str
-    question: str
     elsewhere: "Callable[[], Study[Any]] | None" = None
+
+    @property
+    def question(self) -> str:
+        """In a sentence: the first line of its package."""
+        if self.elsewhere is not None:
+            return self.elsewhere().question
+        return import_module(f"kvprobe.studies.{self.name}").__doc__ or ""
 
     @property
     def config(self) -> type[Any]:
         """The dataclass of its settings."""
         if self.elsewhere is not None:
             return self.elsewhere().config
-        return import_module(f"kvprobe.studies.{self.name}.config").Config
+        return import_module(f"kvprobe.studies.{self.name}").Config
 
     @property
     def declaration(self) -> "Study[Any]":
@@ -72,41 +78,23 @@ class Entry:
 
 
 STUDIES = {
-    entry.name: entry
-    for entry in (
-        Entry(
-            "leakage",
-            "How much of a hidden number survives in the KV cache after the turn that held it was masked?",
-        ),
-        Entry(
-            "compaction",
-            "Mask or restart? How much of the difference is provenance, how much position, how much delimiters?",
-        ),
-        Entry("policies", "What does each cache policy cost in quality for the memory that it saves?"),
-        Entry(
-            "idle_rebuild",
-            "A compacted session goes idle and its cache is rebuilt from the visible text. Where does it drift?",
-        ),
-        Entry("robustness", "How much of the cache can be damaged, and how, before answers go wrong?"),
-        Entry("bands", "Which layers' caches can bear noise, and how much of that is the noise's own scale?"),
-        Entry("bitflips", "What does a single flipped bit of K or V do, by its place in the number?"),
-        Entry("patching", "From which layers, slots and heads is a fact read, and from K or from V?"),
-        Entry("carriers", "After a turn was masked, which of the slots that stay carry its effect?"),
-        Entry(
-            "dangling",
-            "A turn is hidden: where does the attention go that looked at it, and does anything point there?",
-        ),
-        Entry("memory", "Is the memory budget right, and what does the cache cost and save?"),
-        Entry("use", "Does the model use what a probe reads in its cache, and where?"),
-        Entry("filter_poison", "Which attention blocks, MLPs and heads pass damage on, and which keep it away?"),
-        Entry(
-            "multihop",
-            "Every turn is summarised and masked: how many turns later can the first still be read, and by which way?",
-        ),
-        Entry(
-            "features",
-            "Which sparse features differ after a turn was masked, which tell what it said, and do they matter?",
-        ),
+    name: Entry(name)
+    for name in (
+        "leakage",
+        "compaction",
+        "policies",
+        "idle_rebuild",
+        "robustness",
+        "bands",
+        "bitflips",
+        "patching",
+        "carriers",
+        "dangling",
+        "memory",
+        "use",
+        "filter_poison",
+        "multihop",
+        "features",
     )
 }
 
@@ -122,7 +110,7 @@ def find(name: str) -> Entry:
     if not name.endswith(".py") and name not in extensions("studies"):
         raise UserError(unknown("study", name, [*STUDIES, *extensions("studies")]))
     read = partial(read_study, Path(name)) if name.endswith(".py") else partial(added_study, name)
-    return Entry(read().name, read().question, read)
+    return Entry(read().name, read)
 
 
 def study_of(run: "Run", file: Path | None = None) -> Entry:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Rows, Where, chosen
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Control
@@ -22,6 +21,7 @@ from kvprobe.stats import wilson
 from kvprobe.studies.settings import AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task, items_digest, prompt, rankable, too_hard
+from kvprobe.tidy import Rows, Where, chosen
 from kvprobe.wording import few_clusters
 
 WHEN: dict[Timing, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
@@ -137,6 +137,5 @@ def nothing_struck(rows: Rows, allowed: float, of: str = "") -> Control:
 
 def few_or_too_hard(config: AnswerSettings, tasks: dict[str, Any]) -> Iterator[str]:
     """Warnings of too few items, and of tasks that the model cannot do."""
-    if few := few_clusters(config.samples, "items of each task"):
-        yield few
+    yield from few_clusters(config.samples, "items of each task")
     yield from (task["too_hard"] for task in tasks.values() if task["too_hard"])

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, ranged
 
 Timing = Literal["once", "fresh", "piling"]
 """When a fault strikes; see `TIMINGS`."""
@@ -22,6 +22,8 @@ TIMINGS: dict[Timing, str] = {
 }
 FACT_KINDS: tuple[FactKind, ...] = get_args(FactKind)
 FACTS_OF_A_KIND = 12
+AVAILABLE_CONTEXTS = 48
+"""Of `kvprobe.tasks.passcode`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,8 @@ class AnswerSettings(Settings):
     """
 
     tasks: tuple[str, ...] = ("retrieve",)
-    samples: int = 20
+    samples: int = ranged(20, 2, 100_000)
     follow: bool = True
-
-    def validate(self) -> None:
-        require("samples", self.samples, 2, 100_000)
 
 
 def require_samples(samples: int, groups: int, of: str, folds: int) -> None:

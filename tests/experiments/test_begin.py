@@ -8,15 +8,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import kvprobe.experiments.begin as beginning
 from kvprobe.errors import UserError
 from kvprobe.experiments import running
-from kvprobe.experiments.begin import begin
 from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.running import begin
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import find
-from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.bitflips import Config
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.jsonl import JSONLines
 from kvprobe.tasks.task import items_digest
@@ -31,7 +30,7 @@ LINES = [
 
 
 def opened(model: Model, root: Path, monkeypatch: pytest.MonkeyPatch, tasks: str = "one") -> Run:
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: model)
+    monkeypatch.setattr(running, "load", lambda *_, **__: model)
     return begin("bitflips", Config(samples=2), root, None, {"tasks": tasks})[1]
 
 

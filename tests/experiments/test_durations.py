@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.experiments import durations as module
-from kvprobe.experiments.durations import Duration, durations, minutes, plan
-from kvprobe.experiments.presets import presets
+from kvprobe.cli import runs as module
+from kvprobe.cli.runs import plan
+from kvprobe.durations import Duration, durations, minutes
 from kvprobe.experiments.settings import digest_of
 from kvprobe.listing import digest_of_preset
+from kvprobe.presets import presets
 from kvprobe.progress import Stage, Timing
-from kvprobe.studies.dangling.config import Config
+from kvprobe.studies.dangling import Config
 
 TOOK = Duration(
     "dangling",

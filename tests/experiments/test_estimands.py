@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Pooled, Ratio, Rows, Share, Total, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Pooled, Ratio, Share, Total, measure
 from kvprobe.stats import DIFFERENCE, Estimate, estimate, ratio, wilson
+from kvprobe.tidy import Rows, beside
 
 
 def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:

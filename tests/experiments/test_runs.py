@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments.parts import table_of_parts, table_parts, tensor_of_parts, tensor_parts, text_of_part
+from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts, text_of_part
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
 from kvprobe.files import write_whole
@@ -118,10 +118,11 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: st
 def test_a_damaged_part_is_named_with_what_to_do(tmp_path: Path, cut: int):
     run = Run.open("study", Config(), MODEL, "cpu", tmp_path)
     bar = {"doing": "Measuring", "unit": "case"}
-    made = {table_parts: pd.DataFrame({"a": range(9)}), tensor_parts: {"a": torch.arange(9)}}
-    for write, content in made.items():
-        (path,) = write(run, [0], "a", lambda _, content=content: content, **bar)
-        assert write(run, [0], "a", pytest.fail, **bar) == [path]
+    tables, tensors = (table_of_parts, pd.DataFrame({"a": range(9)})), (tensor_parts, {"a": torch.arange(9)})
+    for kind, (write, content) in {"parquet": tables, "safetensors": tensors}.items():
+        write(run, [0], "a", lambda _, content=content: content, **bar)
+        write(run, [0], "a", pytest.fail, **bar)
+        path = run.part(f"00000-a.{kind}")
         path.write_bytes(path.read_bytes()[:cut])
         refused(
             lambda write=write: write(run, [0], "a", pytest.fail, **bar),

@@ -7,12 +7,13 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from kvprobe.experiments.presets import Preset, presets, read_preset
 from kvprobe.experiments.reproduce import flags
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, types_of
 from kvprobe.files import read_yaml
+from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.studies import STUDIES, find
-from kvprobe.studies.leakage.config import AVAILABLE_CONTEXTS, Config
+from kvprobe.studies.leakage import Config
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS
 from kvprobe.tasks.passcode import contexts
 from tests.refusals import refused
 

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from kvprobe.cli import entry, main, runs
-from kvprobe.experiments.presets import read_preset
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
+from kvprobe.presets import read_preset
 from kvprobe.probes.card import ProbeInput
 from kvprobe.studies import find
 from kvprobe.studies.leakage.study import STUDY

@@ -38,9 +38,9 @@ def llama(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
 
 
 @cache
-def any_model() -> Model:
-    """Where it does not matter which."""
-    return llama(tokenizer=tiny_tokenizer())
+def any_model(layers: int = N_LAYERS) -> Model:
+    """Where it does not matter which, but perhaps how many layers it has."""
+    return llama(tokenizer=tiny_tokenizer(), num_hidden_layers=layers)
 
 
 def qwen3(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:

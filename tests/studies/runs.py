@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import kvprobe.experiments.begin as beginning
 from kvprobe.experiments import running
 from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.runs import Run
@@ -22,7 +21,7 @@ from kvprobe.tasks.passcode import Context
 
 def give(patch: pytest.MonkeyPatch, model: Model) -> None:
     """Let a study that loads any model get this one."""
-    patch.setattr(beginning, "load", lambda *_, **__: model)
+    patch.setattr(running, "load", lambda *_, **__: model)
 
 
 def in_steps(run: Callable[[], Run]) -> Run:

@@ -14,22 +14,22 @@ import pytest
 
 import kvprobe.inference.trials as trials
 from kvprobe.experiments.page import answer
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import Gaussian
 from kvprobe.inference.model import Model
+from kvprobe.presets import presets
 from kvprobe.stats import Estimate, newcombe, wilson
 from kvprobe.studies import bands
+from kvprobe.studies.bands import BANDS, NOISES, Config
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
-from kvprobe.studies.bands.conclude import concluded, verdict
-from kvprobe.studies.bands.config import BANDS, NOISES, Config
+from kvprobe.studies.bands.conclude import conclude, verdict
 from kvprobe.studies.bands.statistics import spearman
 from kvprobe.studies.bands.study import BAND_STYLES, MEANINGS, NOISE_LABELS, NOISE_STYLES, STUDY
 from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import prompt
 from kvprobe.text.transcript import Transcript
-from tests.models import llama, tiny_tokenizer
+from tests.models import any_model, llama, tiny_tokenizer
 from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_of
 
 
@@ -163,7 +163,7 @@ def made_up(
 
 
 def numbers(config: Config = MADE_UP, **columns: Any) -> Conclusion:
-    return concluded(made_up(config, **columns), config)
+    return conclude(made_up(config, **columns), config, any_model())
 
 
 def example() -> tuple[Config, Conclusion]:
@@ -238,7 +238,7 @@ def test_accuracy_ranks_bands_by_what_they_lose():
 def test_intervals_of_pairs_hold_together_over_a_cut_all_noises_and_tasks():
     config = replace(MADE_UP, tasks=("retrieve", "recite"))
     second = made_up(config, task="recite").assign(sample=lambda rows: rows["sample"] + config.samples)
-    found = concluded(pd.concat([made_up(config), second]), config).findings
+    found = conclude(pd.concat([made_up(config), second]), config, any_model()).findings
     for name in ("pair_kl", "pair_kl_at", "pair_lost", "pair_lost_at"):
         counts = {finding.keys["cut"]: finding.comparisons for finding in found.where(name)}
         assert counts == {"quarters": 6 * 2 * 2, "halves": 1 * 2 * 2}
@@ -313,7 +313,10 @@ def test_broken_rows_count_as_wrong_are_left_out_of_kl_at_all_rates_and_are_name
     table = made_up()
     mine = (table["band"] == "quarter 4") & (table["noise"] == "layer") & (table["parts"] == "k") & (table["rate"] == 2)
     table.loc[mine & (table["sample"] < 3), ["broken", "kl"]] = "K of layer 6, KV head 0, slot 11", 1e9
-    found, cell = concluded(table, MADE_UP), {"band": "quarter 4", "noise": "layer", "parts": "k", "rate": 2.0}
+    found, cell = (
+        conclude(table, MADE_UP, any_model()),
+        {"band": "quarter 4", "noise": "layer", "parts": "k", "rate": 2.0},
+    )
     assert at(found, "broken", **cell).mean == 3
     assert at(found, "accuracy", **cell).ends == pytest.approx(wilson(13, 16).ends)
     assert at(found, "kl", **cell).mean == pytest.approx(3.0)
@@ -327,7 +330,7 @@ def test_kl_of_a_case_that_broke_in_most_items_is_not_reported():
     table = made_up()
     broken = (table["band"] == "quarter 1") & (table["rate"] == 2) & (table["sample"] < 9)
     table.loc[broken, "broken"] = "V of layer 7, KV head 1, slot 2"
-    found, place = concluded(table, MADE_UP), {"task": "retrieve", "noise": "layer", "parts": "k"}
+    found, place = conclude(table, MADE_UP, any_model()), {"task": "retrieve", "noise": "layer", "parts": "k"}
     assert found.findings.get("kl", band="quarter 1", rate=2.0, **place) is None
     measured = {(each["rate"], each["measure"]) for each in found.facts["orders"] if each["cut"] == "quarters"}
     assert measured == {(1.0, "kl"), (1.0, "lost"), (2.0, "lost"), (None, "lost")}
@@ -337,14 +340,14 @@ def test_kl_of_a_case_that_broke_in_most_items_is_not_reported():
 def test_a_control_that_does_not_hold_and_few_items_are_warned_of():
     few = replace(MADE_UP, samples=4)
     table = made_up(few)
-    found = concluded(table, few)
+    found = conclude(table, few, any_model())
     assert [control.holds for control in found.controls] == [True]
     assert ["4 items of each task are too few" in warning for warning in found.warnings] == [True]
     row = table.index[(table["group"] == CONTROL) & (table["sample"] == 2)]
     for column, value in {"same": False, "kl": 1e-3, "struck": 1}.items():
         altered = table.copy()
         altered.loc[row, column] = value
-        assert [control.holds for control in concluded(altered, few).controls] == [False], column
+        assert [control.holds for control in conclude(altered, few, any_model()).controls] == [False], column
 
 
 def test_without_kl_bands_are_compared_by_accuracy(tmp_path: Path):

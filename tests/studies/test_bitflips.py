@@ -17,20 +17,20 @@ from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.strike import corrupt
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import Sample
-from kvprobe.models.geometry import Geometry
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import bitflips
+from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, cases, places
-from kvprobe.studies.bitflips.conclude import concluded
-from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.studies.bitflips.study import STUDY
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from kvprobe.text.tokens import Tokens
+from tests.models import any_model
 from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(tasks=("retrieve",), samples=2, dtypes=("bf16", "fp16"), flips=1, error_rates=(1e-3, 1e-1))
-SHAPE = Geometry(n_layers=6, n_heads=2, n_kv_heads=2, d_head=8, d_model=16, windows=(None,) * 6, max_position=None)
+SHAPE = any_model(6).geometry
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ Right = Callable[[int], bool]
 Became = Callable[[Labels, int], dict[str, Any]]
 
 
-def made_up(became: Became, config: Config, right: Right = lambda _: True, dtype: str = "float32") -> Conclusion:
+def made_up(became: Became, config: Config, right: Right = lambda _: True) -> Conclusion:
     """What is concluded of a task whose rows became this, by labels and sample."""
-    return concluded(rows_of(became, config, right), config, SHAPE, dtype)
+    return conclude(rows_of(became, config, right), config, any_model(6))
 
 
 def rows_of(became: Became, config: Config, right: Right = lambda _: True) -> pd.DataFrame:
@@ -279,12 +279,14 @@ def controls_with(group: str, column: str, value: Any) -> list[bool | None]:
     """Whether controls hold with this value in one row of a group."""
     table = rows_of(lambda *_: {}, MADE_UP)
     table.loc[table.query("group == @group").index[:1], column] = value
-    return [control.holds for control in concluded(table, MADE_UP, SHAPE).controls]
+    return [control.holds for control in conclude(table, MADE_UP, any_model(6)).controls]
 
 
-def test_few_items_and_a_coarse_model_are_warned_of():
+def test_few_items_and_a_coarse_model_are_warned_of(monkeypatch: pytest.MonkeyPatch):
     assert made_up(lambda *_: {}, MADE_UP).warnings == []
-    assert "rounded away again" in made_up(lambda *_: {}, MADE_UP, dtype="bfloat16").warnings[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "dtype", "bfloat16")
+        assert "rounded away again" in made_up(lambda *_: {}, MADE_UP).warnings[0]
     few = made_up(lambda *_: {}, Config(samples=4, dtypes=("bf16",), flips=1, error_rates=(1e-3,)))
     assert "4 items" in few.warnings[0]
     assert "tolerated" not in few.findings

@@ -13,7 +13,6 @@ import torch
 
 import kvprobe.studies.carriers.groups as swapped
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.estimands import chosen
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
@@ -21,13 +20,14 @@ from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
 from kvprobe.stats import wilson
 from kvprobe.studies import carriers
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, Asked, ask
 from kvprobe.studies.carriers.conclude import BOTH, conclude
-from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
 from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
+from kvprobe.tidy import chosen
 from tests.models import any_model
 from tests.studies.runs import answer_of, assert_figures, in_steps, short_contexts
 

@@ -15,10 +15,9 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.probing.features import read_outs
-from kvprobe.studies.compaction import run
+from kvprobe.studies.compaction import Config, run
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, RETAINED
 from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCOMES, conclude
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, irrelevant, read_context
 from kvprobe.studies.compaction.study import STUDY
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions

@@ -17,9 +17,9 @@ from kvprobe.report.document import passages_of
 from kvprobe.report.views.patterns import heads_view
 from kvprobe.stats import FEWEST
 from kvprobe.studies import dangling
+from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP
-from kvprobe.studies.dangling.conclude import PLACES, concluded, found
-from kvprobe.studies.dangling.config import Config
+from kvprobe.studies.dangling.conclude import PLACES, concluded, findings_of
 from kvprobe.studies.dangling.study import STUDY
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import VERBS
@@ -164,7 +164,7 @@ def numbers(made_up: Any) -> Conclusion:
     views = [heads_view(weights, ["a", "<b>", "c"], "made up", index=np.array([[0.1, 0.2]]), index_name="mass")]
     chat = passages_of(conversation(fact, fact.values[0]), masked=(HIDDEN,))
     shown = {"chat": [vars(each) for each in chat], "layers": 2, "views": [vars(each) for each in views]}
-    return concluded(found(made_up), shown)
+    return concluded(findings_of(made_up), shown)
 
 
 def example() -> tuple[Config, Conclusion]:

@@ -13,14 +13,13 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-import kvprobe.experiments.begin as beginning
 from kvprobe.experiments import running
 from kvprobe.experiments.page import answer, write_page
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, from_mapping
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
+from kvprobe.presets import presets
 from kvprobe.studies import STUDIES, Entry, find
 from tests.frozen import MODULES
 from tests.refusals import refused
@@ -155,7 +154,7 @@ def test_every_study_has_settings_that_it_refuses():
 def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
     name: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(beginning, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(running, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     refused(lambda: find(name).run(find(name).config(**settings), tmp_path), words)
     assert not list(tmp_path.iterdir())
 
@@ -180,8 +179,10 @@ def test_a_finished_run_is_found_again_and_not_run(
     monkeypatch.setattr(running, "write_page", lambda *_: None)
     monkeypatch.setattr(Entry, "write_report", lambda *_: None)
 
+    begin = running.begin
+
     def finished_at_once(*given: Any) -> tuple[Model, Run]:
-        model, run = beginning.begin(*given)
+        model, run = begin(*given)
         run.finish({"chance": 0.5})
         return model, run
 

@@ -22,10 +22,9 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
 from kvprobe.saes import Dictionary
-from kvprobe.studies.features import run
+from kvprobe.studies.features import Config, run
 from kvprobe.studies.features.collect import ARMS, PARTS
 from kvprobe.studies.features.conclude import conclude, fewest, p_values
-from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.prepare import hand_written
 from kvprobe.studies.features.reading import READERS, RESTARTED, exchange, read_context, restarted
 from kvprobe.studies.features.study import STUDY

@@ -22,9 +22,9 @@ from kvprobe.layers import Component, restored_together
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import heads_view
 from kvprobe.studies import filter_poison
+from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import STRUCK, cases_of, fault_of, struck_of
 from kvprobe.studies.filter_poison.conclude import KINDS, STREAM, concluded, warnings_of
-from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, heads_by_half
 from kvprobe.studies.filter_poison.study import STUDY
 from tests.refusals import refused

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.estimands import Rows, chosen
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -21,6 +20,7 @@ from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.stats import FEWEST
 from kvprobe.studies import idle_rebuild
+from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild import collect as collecting
 from kvprobe.studies.idle_rebuild.collect import (
     AFTER,
@@ -37,10 +37,10 @@ from kvprobe.studies.idle_rebuild.collect import (
     tables_of,
 )
 from kvprobe.studies.idle_rebuild.conclude import conclude
-from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
+from kvprobe.tidy import Rows, chosen
 from tests.models import any_model
 from tests.refusals import refused
 from tests.studies.runs import answer_of, assert_figures, in_steps

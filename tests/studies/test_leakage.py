@@ -19,17 +19,16 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
-from kvprobe.report.document import passages_of
 from kvprobe.report.findings import Findings
 from kvprobe.stats import FEWEST
 from kvprobe.studies import leakage
-from kvprobe.studies.leakage import reading
+from kvprobe.studies.leakage import Config, reading
 from kvprobe.studies.leakage.collect import ARMS, CHANGED
-from kvprobe.studies.leakage.conclude import concluded
-from kvprobe.studies.leakage.config import Config
-from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, HIDDEN_SEGMENTS, USE_ARMS, read_context
+from kvprobe.studies.leakage.conclude import conclude
+from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, USE_ARMS, read_context
 from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
+from tests.models import any_model
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, in_steps, page_of
 
@@ -276,8 +275,7 @@ def tables(
 
 def numbers(made_up: Any) -> tuple[Config, Conclusion]:
     config = Config(contexts=made_up["samples"]["context"].nunique(), samples=len(made_up["samples"]))
-    chat = passages_of(conversation(contexts()[0], CODES[0]), masked=HIDDEN_SEGMENTS, marked=CODES[0])
-    return config, concluded(made_up, config, 1e-7, {"chat": [vars(each) for each in chat], "layers": 2})
+    return config, conclude(made_up, config, any_model())
 
 
 def example() -> tuple[Config, Conclusion]:

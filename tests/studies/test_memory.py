@@ -16,8 +16,8 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import budget
 from kvprobe.stats import estimate
+from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.conclude import concluded, slopes
-from kvprobe.studies.memory.config import Config
 from kvprobe.studies.memory.study import STUDY
 from tests.studies.runs import assert_figures, in_steps, page_of
 

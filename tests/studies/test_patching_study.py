@@ -15,12 +15,13 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.studies import patching
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import band_of
 from kvprobe.studies.patching.collect import AFTER, BEFORE, VALUE, Grid, cases_of, divided, measure_bands
-from kvprobe.studies.patching.conclude import concluded
-from kvprobe.studies.patching.config import Config
+from kvprobe.studies.patching.conclude import conclude
 from kvprobe.studies.patching.study import STUDY
 from kvprobe.tasks.facts import Fact, pair
+from tests.models import any_model
 from tests.studies.runs import assert_figures, in_steps, made_up_fact, page_of
 
 N_LAYERS = 4
@@ -179,7 +180,7 @@ def numbers(table: pd.DataFrame) -> Conclusion:
         for grid, part, layer in (*layers, *((Grid.TOKENS, part, np.nan) for part in ("K", "V", "KV"))):
             rows.append({**known, "grid": grid.value, "part": part, "layer": layer, "score": known["effect"]})
     rows.append({**known, "grid": Grid.TOTAL.value, "part": "KV", "effect": -5.0})
-    return concluded(table, pd.DataFrame(rows), Config(), N_LAYERS)
+    return conclude({"samples": table, "example": pd.DataFrame(rows)}, Config(), any_model(N_LAYERS))
 
 
 def example() -> tuple[Config, Conclusion]:

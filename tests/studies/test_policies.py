@@ -17,10 +17,10 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Scene
 from kvprobe.studies import policies
+from kvprobe.studies.policies import Config
 from kvprobe.studies.policies import collect as collecting
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, WINDOW, Condition
 from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets, least_memory
-from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.study import STUDY
 from kvprobe.tasks.instructions import DEPTHS, VALUES, instructions, needles
 from kvprobe.text.tokens import Tokens

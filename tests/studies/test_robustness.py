@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvprobe.experiments.page import answer, write_page
-from kvprobe.experiments.presets import presets
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.experiments.study import Conclusion
@@ -22,17 +21,19 @@ from kvprobe.faults.strike import corrupt
 from kvprobe.inference import trials
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import prepare
+from kvprobe.models.geometry import Geometry
+from kvprobe.presets import presets
 from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import robustness
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
-from kvprobe.studies.robustness.conclude import concluded, ranking
-from kvprobe.studies.robustness.config import Config
+from kvprobe.studies.robustness.conclude import conclude, ranking
 from kvprobe.studies.robustness.study import STUDY
 from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
-from tests.models import N_LAYERS
+from tests.models import N_LAYERS, any_model
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_of
 
@@ -218,8 +219,8 @@ MADE_UP = Config(
 )
 
 
-def numbers(table: pd.DataFrame, config: Config = MADE_UP, **facts: Any) -> Conclusion:
-    return concluded(table, config, **facts)
+def numbers(table: pd.DataFrame, config: Config = MADE_UP) -> Conclusion:
+    return conclude(table, config, any_model())
 
 
 def example() -> tuple[Config, Conclusion]:
@@ -385,12 +386,12 @@ def test_a_control_that_fails_is_said_to_fail(column: str, value: Any, which: st
     assert [control.holds for control in numbers(table).controls] == [number != place for number in range(3)]
 
 
-def test_slots_in_another_order_are_no_control_where_a_window_hides_some():
+def test_slots_in_another_order_are_no_control_where_a_window_hides_some(monkeypatch: pytest.MonkeyPatch):
     table = made_up(graded, MADE_UP, kl=lambda *_: 1.0)
-    task = find_task("recite")
-    reach = 80 + task.max_new_tokens
-    assert numbers(table, window=reach).controls[2].holds is True
-    assert numbers(table, window=reach - 1).controls[2].holds is None
+    reach = 80 + find_task("recite").max_new_tokens
+    for window, holds in ((reach, True), (reach - 1, None)):
+        monkeypatch.setattr(Geometry, "shortest_window", window)
+        assert numbers(table).controls[2].holds is holds
 
 
 def test_readings_of_the_seeds_procedure_are_held_against_fresh_damage_by_slot():
@@ -416,7 +417,7 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     task = find_task(config.tasks[0])
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
     table["score_strict"], table["score_flexible"] = table["score_exact"], True
-    found = concluded(table, config)
+    found = numbers(table, config)
     run = page_of(STUDY, config, found, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}

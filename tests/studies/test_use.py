@@ -16,11 +16,11 @@ from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
 from kvprobe.studies import use
+from kvprobe.studies.use import Config
 from kvprobe.studies.use import collect as collecting
 from kvprobe.studies.use.check import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import cases_of, chosen_places, fit_halves
 from kvprobe.studies.use.conclude import NEAR, SITES, conclude
-from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     BOTH,
     CONTROL,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvprobe.inference.model import Model
-from kvprobe.studies.leakage.config import SecretKind
+from kvprobe.studies.leakage import SecretKind
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import KINDS, secret

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvprobe.studies.multihop.config import AVAILABLE_SESSIONS
+from kvprobe.studies.multihop import AVAILABLE_SESSIONS
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, agreeing, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
 from tests.refusals import refused

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvprobe.studies.idle_rebuild.config import AVAILABLE_SESSIONS
+from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, conversation, sessions
 from tests.refusals import refused
 

@@ -1,12 +1,13 @@
 """Bars over findings: one for each value of a key, with its interval."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
 
 
@@ -30,7 +31,7 @@ class Bars:
     caption: str
     where: Mapping[str, Key] = field(default_factory=dict)
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 

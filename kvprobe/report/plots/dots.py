@@ -1,12 +1,13 @@
 """Dots over findings: panels in which numbers stand one below the other, with their intervals."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Style
 from kvprobe.report.plots.style import styled
 
@@ -51,7 +52,7 @@ class Dots:
     caption: str
     panels: tuple[Panel, ...]
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
         """The figure; None where nothing of its first panel was measured."""
         import matplotlib.pyplot as plt
 
@@ -77,7 +78,7 @@ class Dots:
         return figure
 
 
-def _draw(axis: Any, panel: Panel, findings: Findings, labels: Callable[[str, Key], str]) -> None:
+def _draw(axis: Any, panel: Panel, findings: Findings, labels: Labels) -> None:
     known = findings.where(panel.finding, **{**panel.where, panel.line: tuple(panel.styles)})
     down = list(dict.fromkeys(finding.keys[panel.down] for finding in known))
     apart = panel.line != panel.down

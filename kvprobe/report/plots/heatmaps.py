@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import heat, styled
 
 
@@ -47,7 +48,7 @@ class Heatmaps:
     marked: Callable[[Mapping[str, Key]], bool] = lambda _: False
     edge: Callable[[Any, Any], float] | None = None
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
 from kvprobe.stats import Estimate
 
@@ -51,7 +52,8 @@ class Lines:
         rules: values of y at which a thin line is drawn; at 0 by default, where a number is negative.
         upright: numbers on the x axis of curves at which a dotted line is drawn.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
-        x_label, y_label: of the axes.
+        y_label: of the y axis.
+        x_label: of the x axis; the name of its key by default.
         log: whether the y axis is logarithmic.
         curves: for many x: whether the x axis is linear (it is logarithmic otherwise), and intervals are shaded.
         limits: of the y axis.
@@ -65,8 +67,8 @@ class Lines:
     caption: str
     finding: str
     x: str
-    x_label: str
     y_label: str
+    x_label: str | None = None
     line: str = ""
     panel: str = ""
     styles: Mapping[Any, Style] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Lines:
     size: tuple[float, float] = (2.9, 3.0)
     title: str = ""
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -113,7 +115,7 @@ class Lines:
                     axis.set_title(labels(self.panel, panel) if self.panel else "")
                     self._panel(axis, findings, (row, panel), across, labels)
             for axis in grid[-1]:
-                axis.set_xlabel(self.x_label)
+                axis.set_xlabel(self.x if self.x_label is None else self.x_label)
             figure.suptitle(self.title or title, fontsize=10)
             _legends(grid)
             figure.tight_layout(h_pad=2.2)
@@ -142,7 +144,7 @@ class Lines:
         findings: Findings,
         place: tuple[str, Key],
         across: Mapping[Key, float],
-        labels: Callable[[str, Key], str],
+        labels: Labels,
     ) -> None:
         known = self._known(findings, self.finding, place)
         beside = self._known(findings, self.beside[0], place) if self.beside else []

@@ -1,12 +1,12 @@
 """Points over findings: one finding against another with the same keys, in panels."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
 
 
@@ -35,7 +35,7 @@ class Scatter:
     coloured: tuple[str, float]
     names: tuple[str, str]
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 

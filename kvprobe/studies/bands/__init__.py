@@ -1,8 +1,65 @@
-"""Bands: which layers can bear noise, and how much of that is the noise's scale."""
+"""Which layers' caches can bear noise, and how much of that is the noise's own scale?"""
 
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvprobe.errors import UserError
+from kvprobe.experiments.settings import ranged
+from kvprobe.report.reported import reported
 from kvprobe.studies import STUDIES
-from kvprobe.studies.bands.config import Config
+from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
 
-__all__ = ["Config", "run"]
+Cut = Literal["all", "halves", "quarters"]
+Noise = Literal["layer", "head", "channel", "effect"]
+Part = Literal["kv", "k", "v"]
+
+BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "quarters": 4}
+"""Into how many bands the layers are cut."""
+NOISES: tuple[Noise, ...] = get_args(Noise)
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(AnswerSettings):
+    """Settings of the band study.
+
+    Attributes:
+        bands: which cuts of the layers to strike.
+        rates: share of the slots that is struck in a band, in percent.
+        single: rate in percent at which every single layer is struck; 0 leaves that out.
+        noises: what Gaussian noise is matched to; channel includes the covariance.
+        parts: K and V together, or one of them.
+        timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
+            piling (anew before each token, and left there).
+        unit: what is drawn at once: slot (the same in all layers), layer (each its own slots), head, or number.
+        reported: a table to print beside what was measured, such as canarypwn-bands-7b; none by default.
+    """
+
+    samples: int = ranged(14, 2, 100_000)
+    bands: tuple[Cut, ...] = ("quarters", "halves", "all")
+    rates: tuple[float, ...] = (1.0, 2.0, 4.0)
+    single: float = ranged(10.0, 0, 100)
+    noises: tuple[Noise, ...] = NOISES
+    parts: tuple[Part, ...] = PARTS
+    timing: Timing = "fresh"
+    unit: UnitName = "slot"
+    reported: str = ""
+
+    def validate(self) -> None:
+        require_percents("rates", self.rates)
+        if self.reported:
+            self._require_comparable()
+
+    def _require_comparable(self) -> None:
+        """Refuse a table with which nothing here could be compared."""
+        table = reported(self.reported)
+        tasks = [name.partition(":")[0] for name in self.tasks]
+        if table.task not in tasks or not any(row.startswith(("quarter", "half")) for row in table.rows):
+            raise UserError(
+                f"Setting 'reported' is {self.reported!r}, a table of {', '.join(table.rows)} on {table.task}; "
+                f"expected a table of bands on one of this run's tasks ({', '.join(self.tasks)}), as "
+                "canarypwn-bands-7b with gsm8k."
+            )
+
 
 run = STUDIES["bands"].run

@@ -19,7 +19,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.inference.trials import Case
 from kvprobe.studies.answers import WHEN, collect_answers
-from kvprobe.studies.bands.config import BANDS, Config, Cut
+from kvprobe.studies.bands import BANDS, Config, Cut
 
 CONTROL, CUTS, SINGLES = "control", "bands", "singles"
 """Groups of cases: nothing struck, a band of layers struck, a single layer struck."""

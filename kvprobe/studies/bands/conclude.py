@@ -6,34 +6,22 @@ from math import inf
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Float
 
-from kvprobe.experiments.estimands import (
-    Difference,
-    Estimand,
-    Mean,
-    Rows,
-    Share,
-    Total,
-    Where,
-    beside,
-    chosen,
-    groups,
-    measure,
-)
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Total, measure
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
+from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
-from kvprobe.studies.bands.config import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.statistics import halves_agree, last_over_others, spearman, statistic
 from kvprobe.tasks.task import Task
+from kvprobe.tidy import Rows, Where, beside, chosen, groups
 
 LAST, BUFFER = "quarter 4", "quarter 3"
 """Canarypwn's article finds the last quarter the most sensitive, and calls the third a buffer."""
@@ -103,18 +91,8 @@ ESTIMANDS: tuple[Estimand, ...] = (
 less V over all bands (or layers), noises and tasks."""
 
 
-def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(rows, config, str(model.lanes.dtype).removeprefix("torch."))
-
-
-def concluded(table: Rows, config: Config, dtype: str = "float32") -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        table: see `collect`.
-        dtype: of the model.
-    """
     tasks = answers.tasks_of(config)
     rows = prepared(table, tasks)
     findings = measure(rows, ESTIMANDS)
@@ -134,12 +112,8 @@ def concluded(table: Rows, config: Config, dtype: str = "float32") -> Conclusion
         "bands": {str(band["band"]): [int(band["first"]), int(band["last"])] for band in bands},
         "part": next(part for part in PARTS if part in config.parts),
         "orders": orders(findings, config),
-        "example": {
-            "chat": [vars(passage) for passage in passages_of(item.chat, marked=item.answer)],
-            "lead": item.lead,
-            "answer": item.answer,
-        },
-        "dtype": dtype,
+        "example": {"chat": chat_record(item.chat, marked=item.answer), "lead": item.lead, "answer": item.answer},
+        "dtype": model.dtype,
         "published": None if published is None else answers.published_facts(published, config.model),
     }
     controls = [
@@ -178,24 +152,24 @@ def complete(rows: Rows, by: tuple[str, ...]) -> Any:
 
 def by_noise(rows: Rows, of: str, along: str, where: Where) -> dict[tuple[Key, ...], Float[np.ndarray, "along items"]]:
     """A column as an array for each task, noise and part, in a fixed order whatever the config's."""
-    found = {
-        tuple(keys.values()): own.groupby([along, "sample"])[of].mean().unstack("sample").to_numpy()
-        for keys, own in groups(rows, NOISE, where)
+    arrays = {
+        tuple(keys.values()): rows_of_noise.groupby([along, "sample"])[of].mean().unstack("sample").to_numpy()
+        for keys, rows_of_noise in groups(rows, NOISE, where)
     }
-    tasks = dict.fromkeys(task for task, *_ in found)
+    tasks = dict.fromkeys(task for task, *_ in arrays)
     every = [(task, noise, parts) for task in tasks for parts in PARTS for noise in NOISES]
-    return {place: found[place] for place in every if place in found}
+    return {place: arrays[place] for place in every if place in arrays}
 
 
 def add_leads(findings: Findings, rows: Rows) -> None:
     """How many times the mean KL of the other quarters the last one has, all rates together, and by what factor that is
     larger than under noise at the layer's scale."""
     quarters = by_noise(rows, "kl_all", "band", {"band": tuple(names_of("quarters"))})
-    for place, own in quarters.items():
-        _add(findings, "lead", place, statistic([own], last_over_others, POSITIVE))
+    for place, means in quarters.items():
+        _add(findings, "lead", place, statistic([means], last_over_others, POSITIVE))
     changes = [
-        (place, [own, quarters[place[0], "layer", place[2]]])
-        for place, own in quarters.items()
+        (place, [means, quarters[place[0], "layer", place[2]]])
+        for place, means in quarters.items()
         if place[1] != "layer" and (place[0], "layer", place[2]) in quarters
     ]
     for place, pair in changes:
@@ -230,15 +204,15 @@ def add_less_published(findings: Findings) -> None:
     """What was measured less what was published."""
     for name, measured in {"published_sound": "sound", "published": "accuracy"}.items():
         for theirs in findings.where(name):
-            own = findings.get(measured, **theirs.keys)
-            if own is not None:
-                findings.add(Finding(f"less_{name}", theirs.keys, newcombe(own, theirs.value)))
+            ours = findings.get(measured, **theirs.keys)
+            if ours is not None:
+                findings.add(Finding(f"less_{name}", theirs.keys, newcombe(ours, theirs.value)))
 
 
 def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
     """The bands of each cut, most sensitive first, which neighbours differ, and what is decided of the article's
     claims; one for each rate, and one for all rates together, whose `rate` is None."""
-    found = []
+    decided = []
     tasks, rates = findings.values("sound", "task"), (*config.rates, None)
     for cut, of, task, parts, noise, rate in product(COMPARED, MEASURES, tasks, PARTS, NOISES, rates):
         at: dict[str, Key] = {"task": task, "noise": noise, "parts": parts}
@@ -251,8 +225,8 @@ def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
         }
         known = order_of(means, pairs)
         if known is not None:
-            found.append({**at, "cut": cut, "measure": of, "rate": rate, **known})
-    return found
+            decided.append({**at, "cut": cut, "measure": of, "rate": rate, **known})
+    return decided
 
 
 def order_of(

@@ -1,7 +1,6 @@
 """The band study: its declaration."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
@@ -9,9 +8,9 @@ from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import inputs
+from kvprobe.studies.bands import Config
 from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
-from kvprobe.studies.bands.config import Config
 from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, plain, points, span
@@ -94,7 +93,6 @@ STUDY = Study(
     inputs=inputs,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         by_noise(
             "kl_by_band",
@@ -139,9 +137,9 @@ STUDY = Study(
         ),
     ),
     claims=(
-        *(Claim(f"pair_{of}", above="{first}", below="{second}", unclear="not detected") for of in ("kl", "lost")),
+        *(Claim(f"pair_{of}", above="{first}", below="{second}") for of in ("kl", "lost")),
         *(
-            Claim(name, above="K costs more", below="V costs more", unclear="not detected")
+            Claim(name, above="K costs more", below="V costs more")
             for name in ("keys_kl", "keys_lost", "layer_keys_kl", "layer_keys_lost")
         ),
         Claim("change", above="larger", below="smaller", unclear="not detected", against=1.0),

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.study import Labels
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots import styled
+from kvprobe.report.plots.figure import Labels
 
 LOUD, BREAKS, WORDS, NOTHING, KL = "#222222", "#d55e00", "#56b4e9", "#e3e3e3", "#0072b2"
 STACK_OF_RIGHT = (

@@ -16,7 +16,7 @@ from kvprobe.inference.sweep import Trial
 from kvprobe.inference.trials import Case, Sample
 from kvprobe.models.geometry import Geometry
 from kvprobe.studies.answers import collect_answers
-from kvprobe.studies.bitflips.config import Config
+from kvprobe.studies.bitflips import Config
 
 ANY = "any"
 """Flips at a rate that may be of any bit."""

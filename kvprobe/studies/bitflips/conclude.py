@@ -6,22 +6,21 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from kvprobe.experiments.estimands import Estimand, Mean, Pooled, Rows, Share, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, Mean, Pooled, Share, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
 from kvprobe.inference.model import Model
-from kvprobe.models.geometry import Geometry
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, UNBOUNDED
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
+from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, NOWHERE
-from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import Task
+from kvprobe.tidy import Rows, Where, beside, chosen
 
 OF_RIGHT = ("nothing", "words", "breaks", "loud")
 """What became of an item whose clean answer is right: the same answer token for token; another wording, still right; no
@@ -88,18 +87,9 @@ def estimands() -> Iterator[Estimand]:
         yield Total(name=f"{count}_rows", of=count, by=LEVEL, where=RATE)
 
 
-def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(rows, config, model.geometry, str(model.lanes.dtype).removeprefix("torch."))
-
-
-def concluded(table: Rows, config: Config, shape: Geometry, dtype: str = "float32") -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        table: see `collect`.
-        dtype: in which the model runs.
-    """
+    shape = model.geometry
     tasks = answers.tasks_of(config)
     thirds = bands(shape.n_layers, min(3, shape.n_layers))
     rows = prepared(table, tasks, late=thirds[-1], early=thirds[0])
@@ -122,13 +112,13 @@ def concluded(table: Rows, config: Config, shape: Geometry, dtype: str = "float3
             name: fact | harm_facts(chosen(rows, {"task": name}), bool(fact["too_hard"]))
             for name, fact in about.items()
         },
-        "chat": [vars(passage) for passage in passages_of(item.chat, marked=item.answer)],
+        "chat": chat_record(item.chat, marked=item.answer),
         "lead": item.lead,
         "layers": shape.n_layers,
         "windows": [window for window in shape.windows if window is not None],
         "late": [thirds[-1][0], thirds[-1][-1]],
         "early": [thirds[0][0], thirds[0][-1]],
-        "dtype": dtype,
+        "dtype": model.dtype,
     }
     controls = [control for task in tasks for control in controls_of(rows[rows["task"] == task.name], task.name)]
     return Conclusion(findings, controls, facts, list(warnings_of(config, findings, facts)))
@@ -170,22 +160,22 @@ def add_tolerated(findings: Findings, task: str) -> None:
             findings.number("tolerated", tolerated, task=task, field=field)
 
 
-def harm_facts(own: Rows, too_hard: bool) -> dict[str, Any]:
+def harm_facts(rows: Rows, too_hard: bool) -> dict[str, Any]:
     """What became of a task's answers, as tables show it."""
     return {
-        "items": own["sample"].nunique(),
+        "items": rows["sample"].nunique(),
         "became": list(OF_ALL[:3] if too_hard else OF_RIGHT[:3]),
         "harm": "changed" if too_hard else "breaks",
-        "broken": {group: broken(own[own["group"] == group]) for group in ("single", "rate")},
-        "examples": examples(own),
+        "broken": {group: broken(rows[rows["group"] == group]) for group in ("single", "rate")},
+        "examples": examples(rows),
     }
 
 
 def broken(rows: Rows) -> dict[str, Any]:
     """How many rows were not finite, and the first of them."""
-    found = rows[rows["nonfinite"]]
-    first = {name: str(found.iloc[0][name]) for name in ("broken", "item", "dtype", "field")} if len(found) else None
-    return {"rows": len(rows), "broken": len(found), "first": first}
+    broken_rows = rows[rows["nonfinite"]]
+    records = broken_rows[["broken", "item", "dtype", "field"]].astype(str).to_dict("records")
+    return {"rows": len(rows), "broken": len(records), "first": records[0] if records else None}
 
 
 def examples(rows: Rows) -> list[dict[str, Any]]:

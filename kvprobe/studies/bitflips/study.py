@@ -1,7 +1,5 @@
 """The bit-flip study: its declaration."""
 
-from pathlib import Path
-
 import numpy as np
 
 from kvprobe.experiments.study import Claim, Study
@@ -9,10 +7,10 @@ from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import inputs
+from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.by_bit import ByBit
 from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
-from kvprobe.studies.bitflips.config import Config
 from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, two_digits
 
@@ -79,7 +77,6 @@ STUDY = Study(
     inputs=inputs,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         ByBit(
             "shares_by_bit",
@@ -105,7 +102,7 @@ STUDY = Study(
     ),
     claims=(
         *(Claim(name, "more often than", "less often than", "not detectably more often than") for name in GAPS),
-        Claim("from_clean", above="above clean", below="below clean", unclear="not detected"),
+        Claim("from_clean", above="above clean", below="below clean"),
     ),
     labels={
         "task": shown_task,

@@ -23,7 +23,7 @@ from kvprobe.inference.model import Model
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Metric, aligned
 from kvprobe.patching.metrics import measured
 from kvprobe.patching.reader import Reader
-from kvprobe.studies.carriers.config import Config
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.groups import HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
-from kvprobe.experiments.estimands import Estimand, Mean, Ratio, Rows, Share, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings, Key
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
-from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, HIDDEN, SELF, TOKEN
 from kvprobe.tasks.compaction import compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts, draw_codes
+from kvprobe.tidy import Rows, beside, chosen
 from kvprobe.wording import few_clusters
 
 BOTH = "both"
@@ -38,8 +38,6 @@ COMPARED = (
 """Pairs of what is swapped at all layers, and the questions of which the answer speaks."""
 NEGLIGIBLE = 1e-3
 """Nats per token below which there is hardly an effect to carry."""
-ROUND_OFF = 100
-"""Steps of the dtype's precision that a control may vary by."""
 CLOSE = 0.01
 """Share of the largest KL that a control may move."""
 NATS = {"kl": "nats", "logprob": "nats", "logit_diff": "logits"}
@@ -84,7 +82,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     swaps = chosen(table, {"question": QUESTIONS, "group": GROUPS})
     rows: Rows = pd.concat([swaps, swaps.assign(question=BOTH)], ignore_index=True)
     rows["banded"] = rows["band"] != EVERY_LAYER
-    add(findings, rows, *ESTIMANDS)
+    findings.extend(measure(rows, ESTIMANDS))
     add_sizes(findings, swaps)
     add_gaps(findings, chosen(rows, {**KL, "banded": False}))
     add_leads(findings, chosen(rows, {**KL, **ALL_AFTER, "question": BOTH, "banded": True}))
@@ -93,26 +91,18 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     tokens = chosen(table, {"group": TOKEN, **KL}).sort_values("slot")
     for slot, effect, way in zip(tokens["slot"], tokens["effect"], tokens["way"], strict=True):
         findings.number("token_share", effect / way if way else 0.0, slot=int(slot))
-    few = few_clusters(config.contexts, "conversations")
     code = draw_codes(1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0]
     chat = compacted_conversation(contexts()[0], compactions()[0], code)
     facts = {
-        "chat": [
-            vars(passage) for passage in passages_of(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask"))
-        ],
+        "chat": chat_record(chat, masked=(HIDDEN,), marked=code, only_in=(HIDDEN, "ask")),
         "summary": [compactions()[0].summary_question, compactions()[0].summary_answer],
         "layers": model.geometry.n_layers,
         "negligible": NEGLIGIBLE,
         "hidden": HIDDEN,
         "tokens": [str(token) for token in tokens["token"]],
     }
-    controls = list(controls_of(findings, torch.finfo(model.lanes.dtype).eps))
-    return Conclusion(findings, controls, facts, [few] if few else [])
-
-
-def add(findings: Findings, rows: Rows, *estimands: Estimand) -> None:
-    for finding in measure(rows, estimands):
-        findings.add(finding)
+    controls = list(controls_of(findings, model.round_off))
+    return Conclusion(findings, controls, facts, few_clusters(config.contexts, "conversations"))
 
 
 def add_sizes(findings: Findings, swaps: Rows) -> None:
@@ -134,9 +124,9 @@ def add_gaps(findings: Findings, rows: Rows) -> None:
         others = tuple(question for question in (*QUESTIONS, BOTH) if question not in answered)
         known: dict[str, Any] = {"of": "ahead", "over": "way", "by": SWAP[:2]}
         known["keys"] = {"first": first, "second": second}
-        mine, rest = ({**ALL_AFTER, key: first, "question": questions} for questions in (answered, others))
-        add(findings, ahead, Ratio(name="gap", where=mine, claims=HEADLINE, **known))
-        add(findings, ahead, Ratio(name="gap", where=rest, together=(), **known))
+        for questions, family in ((answered, {"claims": HEADLINE}), (others, {"together": ()})):
+            where = {**ALL_AFTER, key: first, "question": questions}
+            findings.extend(measure(ahead, [Ratio(name="gap", where=where, **family, **known)]))
 
 
 def add_leads(findings: Findings, rows: Rows) -> None:
@@ -154,7 +144,7 @@ def add_leads(findings: Findings, rows: Rows) -> None:
             gap = Ratio(
                 name="ahead", of="ahead", over="way", where=where, keys={**where, "other": other}, claims=HEADLINE
             )
-            add(findings, ahead, gap)
+            findings.extend(measure(ahead, [gap]))
         if gaps := findings.where("ahead", direction=direction):
             nearest = min(gaps, key=lambda finding: finding.value.ends[0])
             findings.add(replace(nearest, name="lead"))
@@ -171,7 +161,8 @@ def add_codes(findings: Findings, rows: Rows) -> None:
     findings.number("able", able["sample"].nunique())
     # Over the whole swing in view: what turning the code from the one to the other could move.
     way = able["full"] - able["full_other"]
-    add(findings, able.assign(effect=-able["effect"], masked=able["base"] - able["donor"], way=way), *OF_CODES)
+    swung = able.assign(effect=-able["effect"], masked=able["base"] - able["donor"], way=way)
+    findings.extend(measure(swung, OF_CODES))
 
 
 def add_checks(findings: Findings, table: Rows) -> None:
@@ -184,7 +175,7 @@ def add_checks(findings: Findings, table: Rows) -> None:
             findings.number("off", effects.abs().max(), NATS[metric], group=group, metric=metric)
 
 
-def controls_of(findings: Findings, precision: float) -> Iterator[Control]:
+def controls_of(findings: Findings, round_off: float) -> Iterator[Control]:
     """What must be zero, and what must be everything."""
     slack = CLOSE * max(finding.value.mean for finding in findings.where("largest_distance"))
     apart = findings.at("apart").mean
@@ -193,7 +184,7 @@ def controls_of(findings: Findings, precision: float) -> Iterator[Control]:
     yield Control(
         f"Light cone: slots before {HIDDEN} cannot know of it. Their K and V differ between the caches by at most "
         f"{apart:.1e} of the largest; swapping them all moves the KL by at most {before:.1e} nats.",
-        apart <= ROUND_OFF * precision and before <= slack,
+        apart <= round_off and before <= slack,
     )
     yield Control(f"Every slot swapped for its own K and V moves the KL by at most {itself:.1e} nats.", itself <= slack)
     yield Control(

@@ -1,14 +1,13 @@
 """The carriers study: its declaration."""
 
-from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.collect import CODES, collect
 from kvprobe.studies.carriers.conclude import BOTH, conclude
-from kvprobe.studies.carriers.config import Config
 from kvprobe.studies.carriers.groups import KINDS
 from kvprobe.wording import percent, plain, points, signed, span
 
@@ -37,7 +36,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         by(
             "group",

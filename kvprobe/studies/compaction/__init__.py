@@ -1,8 +1,37 @@
-"""Mask or restart: what provenance, positions and delimiters each do to a compacted conversation."""
+"""Mask or restart? How much of the difference is provenance, how much position, how much delimiters?"""
 
+from dataclasses import dataclass
+
+from kvprobe.checks import require
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
-from kvprobe.studies.compaction.config import Config
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS, require_samples
 
-__all__ = ["Config", "run"]
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """Settings of the compaction study.
+
+    Attributes:
+        contexts: different conversations; each is asked three questions and continued under every arm.
+        samples: codes in all, for leak and use; each context gets samples / contexts of its own.
+        folds: test folds of the probes.
+        continuation: tokens of the full context's own reply over which the arms are compared.
+        answer: tokens of an answer to a question.
+        batch: codes that are read side by side.
+        seed: of codes and folds.
+    """
+
+    contexts: int = AVAILABLE_CONTEXTS
+    samples: int = 768
+    folds: int = ranged(5, 3, 20)
+    continuation: int = ranged(32, 1, 512)
+    answer: int = ranged(16, 1, 256)
+    batch: int = ranged(16, 1)
+
+    def validate(self) -> None:
+        require("contexts", self.contexts, self.folds, AVAILABLE_CONTEXTS)
+        require_samples(self.samples, self.contexts, "contexts", self.folds)
+
 
 run = STUDIES["compaction"].run

@@ -4,7 +4,7 @@ One file per conversation is kept, so an interrupted run resumes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from kvprobe.probing.features import Features
 from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, centred_within, fold_numbers
 from kvprobe.progress import Bar
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, RETAINED
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import ASKED, CONDITIONS, FAMILIES, LOOKED_AT, SEEN, read_context
 from kvprobe.tasks.compaction import KINDS, compactions
 from kvprobe.tasks.designs import Target
 from kvprobe.tasks.passcode import contexts, draw_codes
+from kvprobe.tidy import crossed
 
 TARGET = Target("code", tuple("0123456789"))
 
@@ -92,16 +93,10 @@ def measured(paths: Sequence[Path], codes: Sequence[str]) -> dict[str, pd.DataFr
     }
     heads = {"layer": range(attention.shape[2]), "head": range(attention.shape[3])}
     return {
-        "samples": _table({"sample": range(len(codes)), "condition": ASKED}, samples),
-        "conversations": _table({"context": cases, "condition": CONDITIONS}, conversations),
-        "attention": _table({"context": cases, "condition": SEEN, **heads}, shares),
+        "samples": crossed({"sample": range(len(codes)), "condition": ASKED}, samples),
+        "conversations": crossed({"context": cases, "condition": CONDITIONS}, conversations),
+        "attention": crossed({"context": cases, "condition": SEEN, **heads}, shares),
     }
-
-
-def _table(keys: Mapping[str, Sequence[Any]], columns: Mapping[str, Any]) -> pd.DataFrame:
-    """A row for each combination of the keys' values, the last key's changing fastest."""
-    index = pd.MultiIndex.from_product(list(keys.values()), names=list(keys))
-    return pd.DataFrame({name: np.ravel(values) for name, values in columns.items()}, index).reset_index()
 
 
 def fitted(paths: Sequence[Path], codes: Sequence[str], config: Config) -> dict[str, pd.DataFrame]:

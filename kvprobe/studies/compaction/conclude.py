@@ -4,20 +4,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
-import torch
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Where, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, FACTORS, HIDDEN_SEGMENTS, MASK, RESTART
 from kvprobe.studies.compaction.collect import TARGET
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import CONDITIONS, LOOKED_AT, PAIRS
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
+from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
 OUTCOMES = {
@@ -43,34 +43,29 @@ HEADLINE = {
 }
 """Outcomes of which the answer speaks, by finding; of effects the main ones. Their intervals hold together."""
 LEVEL = ("outcome", "condition")
-ROUND_OFF = 100
-"""Steps of the dtype's precision that a control may vary by."""
 HIDDEN = "hidden turns"
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
     findings = measure(prepared(tables), estimands())
-    for finding in measure(attended(tables["attention"]), ATTENTION):
-        findings.add(finding)
+    findings.extend(measure(attended(tables["attention"]), ATTENTION))
     conversations, variation = tables["conversations"], tables["variation"]
     findings.number("chance", TARGET.chance)
     findings.number("reply_tokens", conversations["tokens"][conversations["condition"] == "full"].mean(), "tokens")
     findings.number("variation", variation["variation"][variation["layer"] < 2].max(), layers="0 and 1")
     last = variation["layer"] == variation["layer"].max()
     findings.number("variation", variation["variation"][last].max(), layers="last")
-    few = few_clusters(config.contexts, "conversations")
     first = conversations[conversations["context"] == 0].set_index("condition")
     chat = compacted_conversation(contexts()[0], compactions()[0], code := str(tables["samples"]["code"][0]))
     facts: dict[str, Any] = {
-        "chat": [
-            vars(passage) for passage in passages_of(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask"))
-        ],
+        "chat": chat_record(chat, masked=HIDDEN_SEGMENTS, marked=code, only_in=("T2", "ask")),
         "questions": {kind: compactions()[0].question(kind) for kind in KINDS},
         "answers": {name: {kind: str(first[f"answer_{kind}"][name]) for kind in KINDS} for name in CONDITIONS},
         "layers": model.geometry.n_layers,
     }
-    return Conclusion(findings, [light_cone(findings, torch.finfo(model.lanes.dtype).eps)], facts, [few] if few else [])
+    few = few_clusters(config.contexts, "conversations")
+    return Conclusion(findings, [light_cone(findings, model.round_off)], facts, few)
 
 
 def prepared(tables: Mapping[str, Rows]) -> Rows:
@@ -107,8 +102,8 @@ def estimands() -> Iterator[Estimand]:
                 "together": (),
                 "family": "headline" if outcome in HEADLINE.get(name, ()) else name,
             }
-            own = known if name == "gap_irrelevant" else {**known, **family}
-            yield Difference(name=name, of=of, where=masked, less=restarted, within=within_pair, **own)
+            joined = known if name == "gap_irrelevant" else {**known, **family}
+            yield Difference(name=name, of=of, where=masked, less=restarted, within=within_pair, **joined)
         for effect in EFFECTS:
             headline = outcome in HEADLINE["effect"] and effect in FACTORS
             family = {"together": () if headline else ("outcome",), "family": "headline" if headline else "effect"}
@@ -141,10 +136,9 @@ ATTENTION: tuple[Estimand, ...] = (
 )
 
 
-def light_cone(findings: Findings, precision: float) -> Control:
+def light_cone(findings: Findings, allowed: float) -> Control:
     """Whether the code stays out of what it cannot reach."""
     near, far = (findings.at("variation", layers=layers).mean for layers in ("0 and 1", "last"))
-    allowed = ROUND_OFF * precision
     return Control(
         "Light cone: where slots are retained, K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
         f"{near:.1e} of their size (allowed for round-off: {allowed:.1e}); at the last layer by {far:.1e}.",

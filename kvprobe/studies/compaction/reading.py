@@ -18,8 +18,8 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import read_outs
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, Arm
-from kvprobe.studies.compaction.config import Config
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation
 from kvprobe.tasks.passcode import Context
 from kvprobe.text.tokens import Tokens

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.dots import Dots, Level, Panel
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, MODES
 from kvprobe.studies.compaction.collect import collect
 from kvprobe.studies.compaction.conclude import OUTCOMES, conclude
-from kvprobe.studies.compaction.config import Config
 from kvprobe.studies.compaction.reading import CALIBRATION, LOOKED_AT
 from kvprobe.wording import percent, plain, points, signed
 
@@ -49,7 +48,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Dots(
             "arms",
@@ -69,15 +67,12 @@ STUDY = Study(
             "shaded: 95 % intervals over conversations.",
             x="layer",
             line="place",
-            x_label="layer",
             y_label="share of attention",
             styles=PLACES,
             curves=True,
         ),
     ),
-    claims=tuple(
-        Claim(name, above="raises", below="lowers", unclear="not detected") for name in ("gap", "beyond", "effect")
-    ),
+    claims=tuple(Claim(name, above="raises", below="lowers") for name in ("gap", "beyond", "effect")),
     labels={
         "outcome": OUTCOMES,
         "condition": {"full": "full context"} | dict(zip(CALIBRATION, UNRELATED, strict=True)),

@@ -22,7 +22,7 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff
-from kvprobe.studies.dangling.config import Config
+from kvprobe.studies.dangling import Config
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
 from kvprobe.text.tokens import Tokens

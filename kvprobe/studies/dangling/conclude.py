@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Mean, Ratio, Rows, Share, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Mean, Ratio, Share, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.report.document import AttentionView, passages_of
+from kvprobe.report.document import AttentionView, chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, cases_of, read
-from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, draw
 from kvprobe.tasks.ordinal import PLACES as ORDINALS
+from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 PLACES = ("sink", "later", "local", "elsewhere")
@@ -66,10 +67,9 @@ OF_MEMOS = (
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    findings, fact = found(tables), facts(config.kinds[:1])[0]
-    chat = passages_of(conversation(fact, fact.values[0]), masked=(HIDDEN,))
+    findings, fact = findings_of(tables), facts(config.kinds[:1])[0]
     shown = {
-        "chat": [vars(passage) for passage in chat],
+        "chat": chat_record(conversation(fact, fact.values[0]), masked=(HIDDEN,)),
         "layers": model.geometry.n_layers,
         "views": [vars(example(model, config, findings))],
     }
@@ -84,7 +84,7 @@ def concluded(findings: Findings, shown: Mapping[str, Any]) -> Conclusion:
     return Conclusion(findings, list(controls_of(findings)), known, list(warnings_of(findings)))
 
 
-def found(tables: Mapping[str, Rows]) -> Findings:
+def findings_of(tables: Mapping[str, Rows]) -> Findings:
     """All numbers of a run, from the tables of `collect`."""
     table = tables["samples"].rename(columns={"prompt": "sample"})
     arms, heads = (table[table["grid"] == grid] for grid in ("arms", "heads"))
@@ -165,8 +165,7 @@ def controls_of(findings: Findings) -> Iterator[Control]:
 def warnings_of(findings: Findings) -> Iterator[str]:
     """What a reader must know before the numbers."""
     count, able = findings.at("margin", arm=FULL).clusters, findings.at("able", arm=FULL).mean
-    if few := few_clusters(count, "conversations"):
-        yield few
+    yield from few_clusters(count, "conversations")
     if able < 0.75 * count:
         yield (
             f"The model says the right value in {able:g} of {count} conversations even with everything in view, so "

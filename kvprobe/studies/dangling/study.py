@@ -1,12 +1,10 @@
 """The dangling study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, SHARED, TOP, collect
 from kvprobe.studies.dangling.conclude import PLACES, conclude
-from kvprobe.studies.dangling.config import Config
 from kvprobe.tasks.ordinal import VERBS
 from kvprobe.wording import percent, plain, points, signed
 
@@ -29,7 +27,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Lines(
             file="went",
@@ -39,7 +36,6 @@ STUDY = Study(
             x="layer",
             line="place",
             panel="arm",
-            x_label="layer",
             y_label="attention gained",
             styles={place: Style(*look) for place, look in PLACE_LOOKS.items()},
             curves=True,
@@ -76,9 +72,9 @@ STUDY = Study(
     ),
     claims=(
         *(Claim(name, above="more", below="less", unclear="not detectably more") for name in ("lead", "gap")),
-        Claim("beyond", above="more", below="less", unclear="not detected"),
-        Claim("way", above="hiding lowers it", below="hiding raises it", unclear="not detected"),
-        Claim("closing", above="closing raises it", below="closing lowers it", unclear="not detected"),
+        Claim("beyond", above="more", below="less"),
+        Claim("way", above="hiding lowers it", below="hiding raises it"),
+        Claim("closing", above="closing raises it", below="closing lowers it"),
         Claim("leans", above=SAW, below=NOW, unclear="neither of the two more often"),
     ),
     labels={

@@ -25,7 +25,7 @@ from kvprobe.probing.splits import SPLITS, Split, fold_numbers, paired_features
 from kvprobe.progress import Bar
 from kvprobe.report.views.latents import latent_view, peak_words
 from kvprobe.saes import Dictionary, Shards, activating
-from kvprobe.studies.features.config import Config
+from kvprobe.studies.features import Config
 from kvprobe.studies.features.prepare import prepare
 from kvprobe.studies.features.reading import (
     PER_CODE,

@@ -6,27 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 
-from kvprobe.experiments.estimands import Estimand, HeldOut, Mean, Ratio, Rows, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, HeldOut, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.probing.permutation import step_down
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, estimate
+from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
-from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.reading import HIDDEN_SEGMENTS, READERS, UNTOUCHED
 from kvprobe.tasks.passcode import contexts, conversation
+from kvprobe.tidy import Rows, beside, chosen
 from kvprobe.wording import few_clusters, percent
 
 FLIPS = 1999
 """Sign flips of the null; no p can be below 1 / (FLIPS + 1)."""
-ROUND_OFF = 100
-"""Steps of the dtype's precision that a control may vary by."""
 STEP = 0.125
 """Of a histogram, in powers of ten."""
 COUNTED = 2
@@ -69,22 +67,20 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     exchanges = compared(exchanges)
     findings = Findings()
     for rows, estimands in ((texts, QUALITY), (samples, DECODING), (exchanges, EXCHANGE)):
-        for finding in measure(rows, estimands):
-            findings.add(finding)
+        findings.extend(measure(rows, estimands))
     one = ahead(samples, {"arm": "hidden", "split": "paired", "k": 1}, {"reader": "raw"})
     new = {"every": True, "split": "leave-context-out", "reader": "latents"}
     floor = ahead(samples, new, {"arm": "restart T3"})
     claims = ((one, SINGLE), (floor, SEEN), (exchanges, BEYOND))
     comparisons = COUNTED + len(claims) * texts["place"].nunique()
     for rows, estimand in claims:
-        for finding in measure(rows, [replace(estimand, claims=comparisons)]):
-            findings.add(finding)
+        findings.extend(measure(rows, [replace(estimand, claims=comparisons)]))
     findings.number("chance", 1 / DIGITS)
     add_latents(findings, tables)
     add_differences(findings, tables, comparisons, config.seed)
-    chat = passages_of(conversation(contexts()[0], CODE), masked=HIDDEN_SEGMENTS, marked=CODE, only_in=("T2", "T3"))
+    chat = conversation(contexts()[0], CODE)
     facts: dict[str, Any] = {
-        "chat": [vars(passage) for passage in chat],
+        "chat": chat_record(chat, masked=HIDDEN_SEGMENTS, marked=CODE, only_in=("T2", "T3")),
         "exchanged": EXCHANGED,
         "flips": FLIPS,
         "level": LEVEL,
@@ -96,8 +92,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
         "trained_on": [json.loads(notes) for notes in tables["dictionaries"]["notes"]],
         "layers": model.geometry.n_layers,
     }
-    held = list(controls(findings, torch.finfo(model.lanes.dtype).eps))
-    return Conclusion(findings, held, facts, list(warnings(findings, config)))
+    return Conclusion(findings, list(controls(findings, model.round_off)), facts, list(warnings(findings, config)))
 
 
 def compared(exchanges: Rows) -> Rows:
@@ -120,8 +115,8 @@ def add_latents(findings: Findings, tables: Mapping[str, Rows]) -> None:
     """How many latents are active how often in the conversations: hardly ever, nearly always, and by the logarithm of
     the share of tokens, in steps. Of those that stand out, how often they are active in the recorded texts, and the
     share of their variance that lies between digits (`eta`)."""
-    for place, own in tables["latents"].groupby("place", sort=False):
-        density = own["density"].to_numpy(float)
+    for place, latents in tables["latents"].groupby("place", sort=False):
+        density = latents["density"].to_numpy(float)
         counts = {"all": len(density), "silent": (density == 0).sum(), "dense": (density > 0.5).sum()}
         for of, count in counts.items():
             findings.number("latents", count, place=place, of=of)
@@ -140,9 +135,9 @@ def add_differences(findings: Findings, tables: Mapping[str, Rows], comparisons:
     latent, p of those that differ, and the difference of those that stand out. The largest difference where there can
     be none."""
     shown = {(row["place"], row["why"], row["latent"]) for row in tables["shown"].to_dict("records")}
-    for (place, segment, reader), own in tables["means"].groupby(["place", "segment", "reader"], sort=False):
+    for (place, segment, reader), means in tables["means"].groupby(["place", "segment", "reader"], sort=False):
         retained, restart = (
-            own[arm].to_numpy(float).reshape(own["context"].nunique(), -1) for arm in ("retained", "restart")
+            means[arm].to_numpy(float).reshape(means["context"].nunique(), -1) for arm in ("retained", "restart")
         )
         change, keys = retained - restart, {"place": place, "segment": segment}
         if segment == UNTOUCHED:
@@ -184,27 +179,26 @@ def fewest(values: Float[np.ndarray, "columns"]) -> int:
     return int(np.searchsorted(np.sort(values)[::-1].cumsum(), values.sum() / 2) + 1)
 
 
-def controls(findings: Findings, precision: float) -> Iterator[Control]:
+def controls(findings: Findings, allowed: float) -> Iterator[Control]:
     """Whether nothing differs where nothing can, and whether the dictionaries are better than turned ones."""
     for place in map(str, findings.values("unexplained", "place")):
-        off, slack = findings.at("round_off", place=place).mean, ROUND_OFF * precision
+        off = findings.at("round_off", place=place).mean
         yield Control(
             f"Light cone, {place}: the system message stands before everything that is hidden, so that nothing may "
-            f"differ there. It differs by {off:.1e} of its size (allowed for round-off: {slack:.1e}).",
-            off <= slack,
+            f"differ there. It differs by {off:.1e} of its size (allowed for round-off: {allowed:.1e}).",
+            off <= allowed,
         )
-        turned, own = (findings.at(name, place=place) for name in ("unexplained_turned", "unexplained"))
+        turned, trained = (findings.at(name, place=place) for name in ("unexplained_turned", "unexplained"))
         yield Control(
             f"Turned dictionary, {place}: turned at random, it leaves {percent(turned)} of the variance unexplained; "
-            f"as trained, {percent(own)}.",
-            own.high < turned.low if own.has_interval else own.mean < turned.mean,
+            f"as trained, {percent(trained)}.",
+            trained.high < turned.low if trained.has_interval else trained.mean < turned.mean,
         )
 
 
 def warnings(findings: Findings, config: Config) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    if few := few_clusters(config.contexts, "conversations"):
-        yield few
+    yield from few_clusters(config.contexts, "conversations")
     for recovered in findings.where("recovered"):
         if recovered.value.mean < 0.5:
             yield (

@@ -13,7 +13,7 @@ from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.saes import Dictionary, Place, Recipe, Shards, record, self_written, train
 from kvprobe.saes.dictionary import content_digest
-from kvprobe.studies.features.config import Config
+from kvprobe.studies.features import Config
 from kvprobe.tasks import facts, sessions
 from kvprobe.text.tokens import Tokens
 

@@ -21,7 +21,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.saes import Dictionary, reconstruction, splice
 from kvprobe.saes.places import joined, port_of
-from kvprobe.studies.features.config import Config
+from kvprobe.studies.features import Config
 from kvprobe.tasks.passcode import Context, contexts, conversation, draw_codes
 from kvprobe.text.tokens import Tokens
 

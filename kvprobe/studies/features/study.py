@@ -1,15 +1,13 @@
 """The features study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.report.plots.scatter import Scatter
 from kvprobe.stats import Estimate
+from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import PARTS, collect
 from kvprobe.studies.features.conclude import conclude
-from kvprobe.studies.features.config import Config
 from kvprobe.studies.features.prepare import inputs
 from kvprobe.wording import percent, plain, points, span
 
@@ -58,7 +56,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     inputs=inputs,
     figures=(
         Lines(

@@ -25,7 +25,7 @@ from kvprobe.inference.trials import unrelated
 from kvprobe.layers import layer_map, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
-from kvprobe.studies.filter_poison.config import FALSE, Config
+from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.halves import NONE, heads_by_half
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.text.tokens import Tokens

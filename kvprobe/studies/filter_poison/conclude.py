@@ -11,7 +11,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from kvprobe.attention import attend
-from kvprobe.experiments.estimands import Mean, Ratio, Rows, Where, beside, measure
+from kvprobe.experiments.estimands import Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.layers import by_chance, verdicts
@@ -20,9 +20,10 @@ from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
+from kvprobe.studies.filter_poison import Config
 from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
-from kvprobe.studies.filter_poison.config import Config
 from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, Heads, heads_by_half
+from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
 ALL = "all"
@@ -121,9 +122,9 @@ def add_stream(findings: Findings, states: Rows) -> None:
 def add_looks(findings: Findings, heads: Rows) -> None:
     """Rank correlations over heads of what they do with struck slots with their index, and the same within layers; none
     where all heads are alike."""
-    found = []
-    for family, own in heads.groupby("family", sort=False):
-        wide = own.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
+    correlations = []
+    for family, of_family in heads.groupby("family", sort=False):
+        wide = of_family.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
         layers = wide["damage"].columns.get_level_values("layer").to_numpy(int)
         weights = np.concatenate([np.ones((1, len(wide)), int), leave_one_out(len(wide))])
         damage, restored = (weights @ wide[of].to_numpy(float) for of in ("damage", "restored"))
@@ -137,9 +138,9 @@ def add_looks(findings: Findings, heads: Rows) -> None:
                 pairs = zip(means, 1 - restored / damage, strict=True)
                 rhos = np.array([rank_correlation(one, two, within) for one, two in pairs])
                 if isfinite(rhos[0]):
-                    found.append((name, {"look": look, "family": family}, rhos))
-    claimed = sum(name == "look_within" for name, *_ in found)
-    for name, keys, rhos in found:
+                    correlations.append((name, {"look": look, "family": family}, rhos))
+    claimed = sum(name == "look_within" for name, *_ in correlations)
+    for name, keys, rhos in correlations:
         family = claimed if name == "look_within" else 0
         value = jackknife(float(rhos[0]), rhos[1:], DIFFERENCE, max(1, family))
         findings.add(Finding(name, keys, value, comparisons=family))
@@ -160,10 +161,9 @@ def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, Heads]) ->
     """The index of each set on the half that it was not found on, that of random heads, and the difference; how many
     random sets go as far; which heads both halves chose, and how many random ones are of the chosen."""
     rows = prepared(table)
-    for finding in measure(rows, [REMOVED, BEYOND, BEYOND_ONE]):
-        findings.add(finding)
-    for (family, sort), own in rows[rows["heads"] == RANDOM].groupby(["family", "sort"], sort=False):
-        keys, sums = {"family": family, "sort": sort}, own.groupby("draw")[["gone", "damage"]].sum()
+    findings.extend(measure(rows, [REMOVED, BEYOND, BEYOND_ONE]))
+    for (family, sort), draws in rows[rows["heads"] == RANDOM].groupby(["family", "sort"], sort=False):
+        keys, sums = {"family": family, "sort": sort}, draws.groupby("draw")[["gone", "damage"]].sum()
         further = sums["gone"] / sums["damage"] - findings.at("removed", **keys, heads=CHOSEN).mean
         findings.number("as_far", int((further >= 0 if sort == POISON else further <= 0).sum()), **keys)
         findings.number("sets", len(sums), **keys)
@@ -215,8 +215,7 @@ def controls_of(findings: Findings, maps: Rows) -> Iterator[Control]:
 
 def warnings_of(findings: Findings, prompts: int) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    if few := few_clusters(prompts, "conversations"):
-        yield few
+    yield from few_clusters(prompts, "conversations")
     for kind, name in KINDS.items():
         count = sum(findings.at("count", kind=kind, verdict=verdict).mean for verdict in (POISON, FILTER))
         mean, high = (findings.at("chance", kind=kind, statistic=statistic).mean for statistic in ("mean", "high"))

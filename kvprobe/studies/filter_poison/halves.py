@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.layers import Component, verdicts
-from kvprobe.studies.filter_poison.config import Config
+from kvprobe.studies.filter_poison import Config
 
 NONE = "none"
 """The control: the clean cache in the place of the damaged one."""

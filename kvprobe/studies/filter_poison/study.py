@@ -1,15 +1,13 @@
 """The filter-poison study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import collect
 from kvprobe.studies.filter_poison.conclude import ALL, CHOSEN, KINDS, RANDOM, conclude
-from kvprobe.studies.filter_poison.config import FALSE, Config
 from kvprobe.studies.filter_poison.halves import FILTER, POISON
 from kvprobe.wording import percent, plain, points, signed
 
@@ -31,7 +29,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Lines(
             file="strips",
@@ -43,7 +40,6 @@ STUDY = Study(
             line="family",
             panel="kind",
             where={"kind": ("attn", "mlp")},
-            x_label="layer",
             y_label="causal index π",
             styles=STYLES,
             curves=True,
@@ -84,7 +80,6 @@ STUDY = Study(
             x="layer",
             line="family",
             panel="measure",
-            x_label="layer",
             y_label="share",
             styles=STYLES,
             curves=True,
@@ -93,7 +88,7 @@ STUDY = Study(
     ),
     claims=(
         *(Claim(name, "removes more", "removes less", "not detected") for name in ("beyond", "beyond_one")),
-        Claim("look_within", above="pass more on", below="pass less on", unclear="not detected"),
+        Claim("look_within", above="pass more on", below="pass less on"),
     ),
     labels={
         "kind": KINDS,

@@ -22,7 +22,7 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.studies.idle_rebuild.config import Config
+from kvprobe.studies.idle_rebuild import Config
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
 from kvprobe.text.tokens import Tokens
 

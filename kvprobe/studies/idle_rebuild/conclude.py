@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
-from kvprobe.experiments.estimands import Difference, Mean, Pooled, Ratio, Rows, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Difference, Mean, Pooled, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
+from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS
-from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
+from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 SHOWN = ("kept", "compacted", "in_place", "rebuilt", "control")
@@ -25,8 +25,6 @@ TURNS = {"all": AFTER, "new": AFTER[:1], "back": AFTER[1:]}
 """Turns after the compaction: all, the one that opens a new topic, those that ask back."""
 ENOUGH = 0.75
 """Share of replies that must be long enough for a token's place in the reply to be shown."""
-ROUND_OFF = 100
-"""Steps of the dtype's precision that a control may be off by."""
 
 COMPACTED: Where = {"reference": "compacted"}
 ANSWER: dict[str, Any] = {"together": ("turns",), "family": "answer", "unit": "nats"}
@@ -109,24 +107,23 @@ OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segmen
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    findings = found(tables)
-    findings.number("allowed", ROUND_OFF * torch.finfo(model.lanes.dtype).eps)
-    few = few_clusters(int(findings.at("sessions").mean), "sessions")
+    findings = findings_of(tables)
+    findings.number("allowed", model.round_off)
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
-    chat = passages_of(conversation(sessions()[0]), masked=SUMMARISED)
-    windows = [window for window in model.geometry.windows if window is not None]
+    chat = chat_record(conversation(sessions()[0]), masked=SUMMARISED)
     facts = {
-        "chat": [vars(passage) for passage in chat if passage.segment in shown],
+        "chat": [passage for passage in chat if passage["segment"] in shown],
         "layers": model.geometry.n_layers,
-        "window": min(windows, default=0),
+        "window": model.geometry.shortest_window or 0,
     }
-    return Conclusion(findings, list(controls_of(findings)), facts, [few] if few else [])
+    few = few_clusters(int(findings.at("sessions").mean), "sessions")
+    return Conclusion(findings, list(controls_of(findings)), facts, few)
 
 
-def found(tables: Mapping[str, Rows]) -> Findings:
+def findings_of(tables: Mapping[str, Rows]) -> Findings:
     """All numbers of a run, from the tables of `collect`."""
     samples, tokens = (tables[name].assign(run=run_of(tables[name])) for name in ("samples", "tokens"))
-    scripted, early, own = (samples[samples["reply"] == reply] for reply in ("scripted", "early", "own"))
+    scripted, early, unscripted = (samples[samples["reply"] == reply] for reply in ("scripted", "early", "own"))
     shown = over_compacted(scripted[scripted["run"].isin(SHOWN)])
     early = by_read(over_compacted(early))
     rebuilds = scripted[scripted["arm"].str.startswith("rebuilt")]
@@ -139,7 +136,7 @@ def found(tables: Mapping[str, Rows]) -> Findings:
             measure(shown, OF_EACH_TURN),
             measure(rebuilds, OF_REBUILDS),
             measure(early, OF_EARLY),
-            measure(own.assign(identical=own["alike"] >= own["tokens"]), OF_OWN),
+            measure(unscripted.assign(identical=unscripted["alike"] >= unscripted["tokens"]), OF_OWN),
             measure(often(chosen(tokens, ALONG)), OF_TOKENS),
             measure(tables["layers"], OF_LAYERS),
         )
@@ -191,7 +188,7 @@ def add_checks(findings: Findings, tokens: Rows, scripted: Rows, layers: Rows) -
     before = chosen(tokens, {"reply": "scripted", "arm": tuple(f"rebuilt{turn}" for turn in CONTROLS)})
     rebuilt: Where = {**COMPACTED, "turn": AFTER, "arm": tuple(f"rebuilt{turn}" for turn in AFTER)}
     whenever = chosen(scripted, rebuilt).groupby(["sample", "turn"])["kl"]
-    own = tokens[(tokens["reply"] == "own") & (tokens["arm"] == tokens["reference"])]
+    spoken = tokens[(tokens["reply"] == "own") & (tokens["arm"] == tokens["reference"])]
     later, every = tuple(f"T{turn}" for turn in AFTER), tuple(range(layers["layer"].max() + 1))
     off = {
         "from compacted": largest(None, "compacted"),
@@ -206,7 +203,7 @@ def add_checks(findings: Findings, tokens: Rows, scripted: Rows, layers: Rows) -
     findings.number("deepest", distance(("summary",), every[-1]), segment="summary")
     findings.number("deepest", distance(later, every[-1]), segment="turns")
     findings.number("same_before", chosen(before, COMPACTED)["agrees"].mean())
-    findings.number("said_again", own["agrees"].mean())
+    findings.number("said_again", spoken["agrees"].mean())
 
 
 def controls_of(findings: Findings) -> Iterator[Control]:

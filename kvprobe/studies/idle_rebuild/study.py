@@ -1,14 +1,12 @@
 """The idle-rebuild study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import AFTER, SHARED, collect
 from kvprobe.studies.idle_rebuild.conclude import conclude
-from kvprobe.studies.idle_rebuild.config import Config
 from kvprobe.wording import percent, plain, signed
 
 RUNS = {
@@ -31,7 +29,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Lines(
             file="drift_by_turn",
@@ -42,7 +39,6 @@ STUDY = Study(
             x="turn",
             line="run",
             panel="measure",
-            x_label="turn",
             y_label="nats per token of the scripted reply",
             styles=RUNS,
             upright=(AFTER[0] - 0.5,),
@@ -96,7 +92,6 @@ STUDY = Study(
             x="layer",
             line="segment",
             panel="family",
-            x_label="layer",
             y_label="‖rebuilt in place − compacted‖ / ‖compacted‖",
             drawn=lambda segment: segment != SHARED[0],
             styles={"summary": Style("#1a1a1a", "s")} | {f"T{turn}": style for turn, style in LATER.items()},

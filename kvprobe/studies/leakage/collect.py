@@ -18,7 +18,7 @@ from kvprobe.probing.probe import embeddings
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import centred_within
 from kvprobe.stats import estimate
-from kvprobe.studies.leakage.config import Config
+from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.reading import FLOORS, USE_ARMS, Parts, read
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")

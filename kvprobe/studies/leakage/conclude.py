@@ -5,25 +5,22 @@ from math import nan
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import torch
 
-from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Rows, measure
+from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate
+from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.collect import CHANGED
-from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.reading import HIDDEN_SEGMENTS
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tasks.secrets import secret
+from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
-ROUND_OFF = 100
-"""Steps of the dtype's precision that a control may vary by."""
 SINGLE_CONTEXT = (
     "This does not generalise: all samples share one conversation, as in most published probes. The accuracy below "
     "separates secrets within this one template; a probe may do so by features that exist in no other conversation. It "
@@ -34,59 +31,52 @@ ANSWER: dict[str, Any] = {"together": (), "family": "answer"}
 """All that the answer may claim has intervals that hold together."""
 
 
-def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
+def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
+    findings = findings_of(tables, config)
+    findings.number("precision", model.round_off / 100)
+    near, far = (findings.at("reach", layers=layers).mean for layers in ("0 and 1", "last"))
+    light_cone = Control(
+        "Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the secret. They "
+        f"vary by {near:.1e} of their size (allowed for round-off: {model.round_off:.1e}), at the last layer by "
+        f"{far:.1e}.",
+        near <= model.round_off,
+    )
     hidden = secret(config.secret)
     text = hidden.draw(1, 1, np.random.default_rng([config.seed, 1]), model.tokenizer)[0][0]
     chat = conversation(hidden.contexts[0], text)
-    passages = passages_of(chat, masked=HIDDEN_SEGMENTS, marked=text, only_in=("T2", "T3"))
-    shown = {"chat": [vars(passage) for passage in passages], "layers": model.geometry.n_layers}
-    return concluded(tables, config, torch.finfo(model.lanes.dtype).eps, shown)
+    facts = {
+        "chat": chat_record(chat, masked=HIDDEN_SEGMENTS, marked=text, only_in=("T2", "T3")),
+        "layers": model.geometry.n_layers,
+    }
+    warnings = [SINGLE_CONTEXT] if config.contexts == 1 else few_clusters(config.contexts, "conversations")
+    return Conclusion(findings, [light_cone], facts, warnings)
 
 
-def concluded(
-    tables: Mapping[str, pd.DataFrame], config: Config, precision: float, shown: Mapping[str, Any]
-) -> Conclusion:
-    """What `conclude` gives, from the tables of `collect` and from facts that take the model."""
-    findings = found(tables, config, precision)
-    seen = {name: findings.at("reach", layers=name).mean for name in ("0 and 1", "last")}
-    slack = ROUND_OFF * precision
-    light_cone = Control(
-        "Light cone: with one turn masked between, K and V of T3 at layers 0 and 1 cannot depend on the secret. They "
-        f"vary by {seen['0 and 1']:.1e} of their size (allowed for round-off: {slack:.1e}), at the last layer by "
-        f"{seen['last']:.1e}.",
-        seen["0 and 1"] <= slack,
-    )
-    warning = SINGLE_CONTEXT if config.contexts == 1 else few_clusters(config.contexts, "conversations")
-    return Conclusion(findings, [light_cone], shown, [warning] if warning else [])
-
-
-def found(tables: Mapping[str, Rows], config: Config, precision: float) -> Findings:
+def findings_of(tables: Mapping[str, Rows], config: Config) -> Findings:
     """All numbers of a run, from the tables of `collect`."""
     samples, single = tables["samples"], config.contexts == 1
     # In one conversation only samples can be left out, and the claim is about that conversation alone.
     rows = samples.assign(cluster=samples["sample" if single else "context"], lead=samples["right"] - samples["floor"])
     findings = measure(rows, estimands(single))
     clusters = rows["cluster"].nunique()
-    for finding in read_by_probes(tables, clusters):
-        findings.add(finding)
-    for (arm, split), own in tables["probes"].dropna(subset="p_family").groupby(["arm", "split"], sort=False):
-        detected = own[own["p_family"] <= LEVEL]
-        numbers = {"sites": len(own), "detected": len(detected), "lowest_layer": detected["layer"].min()}
-        for name, value in {**numbers, "best": own["accuracy"].max(), "p": own["p_family"].min()}.items():
+    findings.extend(read_by_probes(tables, clusters))
+    for (arm, split), sites in tables["probes"].dropna(subset="p_family").groupby(["arm", "split"], sort=False):
+        detected = sites[sites["p_family"] <= LEVEL]
+        numbers = {"sites": len(sites), "detected": len(detected), "lowest_layer": detected["layer"].min()}
+        for name, value in {**numbers, "best": sites["accuracy"].max(), "p": sites["p_family"].min()}.items():
             findings.number(name, value, arm=arm, split=split)
     picks: Any = tables["picks"].groupby(["arm", "split", "family", "layer", "read"], sort=False).size()
     for keys in picks.reset_index(name="folds").to_dict("records"):
         findings.number("picked", keys.pop("folds"), **keys)
     codes = tables["codelength"].groupby(["arm", "split"], sort=False)[["bits", "context_bits", "uniform_bits"]].mean()
-    for (arm, split), own in codes.iterrows():
-        for code, bits in own.items():
+    for (arm, split), lengths in codes.iterrows():
+        for code, bits in lengths.items():
             findings.number("codelength", bits, "bits", arm=arm, split=split, code=code)
     reach: Any = tables["reach"].groupby("layer")["varies"].max()
     findings.number("reach", reach[reach.index < 2].max(), layers="0 and 1")
     findings.number("reach", reach.iloc[-1], layers="last")
     findings.number("chance", secret(config.secret).target.chance)
-    findings.number("precision", precision)
     return findings
 
 
@@ -104,10 +94,10 @@ def estimands(single: bool) -> Iterator[Estimand]:
     leaks = [("masked", headline)]
     leaks += [] if single else [(CHANGED["masked"], headline), ("masked", "paired")]
     for arm, split in leaks:
-        own: dict[str, Any] = {"where": {"condition": arm, "split": split}, "keys": {"arm": arm, "split": split}}
-        yield HeldOut(name="leak", of="lead", within=DIFFERENCE, cluster="cluster", **own, **ANSWER)
-    own = {"where": {"condition": "masked", "split": headline}, "within": SHARE, "cluster": "cluster"}
-    yield HeldOut(name="by_place", of="right", by=("place",), **own)
+        of_arm: dict[str, Any] = {"where": {"condition": arm, "split": split}, "keys": {"arm": arm, "split": split}}
+        yield HeldOut(name="leak", of="lead", within=DIFFERENCE, cluster="cluster", **of_arm, **ANSWER)
+    masked = {"condition": "masked", "split": headline}
+    yield HeldOut(name="by_place", of="right", by=("place",), where=masked, within=SHARE, cluster="cluster")
 
 
 def read_by_probes(tables: Mapping[str, Rows], clusters: int) -> Iterator[Finding]:

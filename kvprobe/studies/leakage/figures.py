@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.study import Labels
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import ARM_COLOURS, styled
+from kvprobe.report.plots.figure import Labels
 
 SEGMENTS = {
     "before": "summary 1",

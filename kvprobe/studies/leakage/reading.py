@@ -23,7 +23,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Features, read_outs
-from kvprobe.studies.leakage.config import Config
+from kvprobe.studies.leakage import Config
 from kvprobe.tasks.designs import Target
 from kvprobe.tasks.passcode import Context, conversation
 from kvprobe.tasks.secrets import secret

@@ -1,15 +1,14 @@
 """The leakage study: its declaration."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.studies.leakage.config import Config
 from kvprobe.studies.leakage.figures import LayerBySegment, Use
 from kvprobe.wording import percent, plain, points, signed
 
@@ -52,7 +51,6 @@ def by_layer(file: str, read: str, slots: str) -> Lines:
         panel="split",
         row=family,
         where={"read": read},
-        x_label="layer",
         y_label="accuracy per label",
         styles={arm: Style(ARM_COLOURS[arm], "") for arm in ARMS},
         level=("chance", "chance"),
@@ -72,7 +70,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         by_layer("accuracy_by_layer_mean", "mean", "a segment's slots averaged"),
         by_layer("accuracy_by_layer_last", "last", "from a segment's last slot"),

@@ -12,7 +12,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.measured import measure, storage_bytes
 from kvprobe.inference.model import Model
 from kvprobe.progress import Clock
-from kvprobe.studies.memory.config import Config
+from kvprobe.studies.memory import Config
 
 GENERATED = 2
 """The last tokens of each context, which are read one by one."""

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Mean, Rows, measure
+from kvprobe.experiments.estimands import Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
@@ -15,7 +15,8 @@ from kvprobe.memory.units import both, short
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots.budget import Along, stack_of
 from kvprobe.stats import Estimate
-from kvprobe.studies.memory.config import Config
+from kvprobe.studies.memory import Config
+from kvprobe.tidy import Rows
 
 ALLOWED = 0.05
 """Relative error of a peak that a budget may have and still be called right."""

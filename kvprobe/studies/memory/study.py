@@ -1,18 +1,18 @@
 """The memory study: its declaration."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvprobe.experiments.study import Claim, Labels, Study
+from kvprobe.experiments.study import Claim, Study
 from kvprobe.memory.units import short
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots.budget import Along, Stack, draw_stack
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.collect import collect
 from kvprobe.studies.memory.conclude import conclude
-from kvprobe.studies.memory.config import Config
 
 WHAT = {
     "weights": "weights",
@@ -71,7 +71,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         StackFigure("stack", "context", "Memory by the length of a prompt that is read in one pass. Dots: measured."),
         StackFigure("generating", "new", "Memory by generated tokens, after the prompt."),

@@ -24,12 +24,13 @@ from kvprobe.probing.fits import chosen, fit_sites
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.transfer import transferred
 from kvprobe.progress import Bar
+from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES
-from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES, USE_ARMS, Place, name_of, place, read_session
 from kvprobe.tasks.designs import Target
 from kvprobe.tasks.hops import sessions
 from kvprobe.tasks.passcode import draw_codes
+from kvprobe.tidy import crossed
 
 TARGET = Target("code", tuple("0123456789"))
 CONDITIONS = ("retained", "restart")
@@ -102,13 +103,12 @@ class Parts:
 
 def used(parts: Parts) -> pd.DataFrame:
     """A row for each code and cache that the model was asked with."""
-    index = pd.MultiIndex.from_product([range(len(parts.owners)), USE_ARMS], names=["sample", "condition"])
     columns = {
         **{name: parts.numbers(name).sum(-1) for name in ("logprob", "margin")},
         "token_accuracy": parts.numbers("correct").mean(-1),
         "kl": parts.numbers("kl"),
     }
-    rows = pd.DataFrame({name: values.ravel() for name, values in columns.items()}, index).reset_index()
+    rows = crossed({"sample": range(len(parts.owners)), "condition": USE_ARMS}, columns)
     codes = np.array(["".join(map(str, digits)) for digits in parts.labels.T.tolist()])
     return rows.assign(session=parts.owners[rows["sample"]], code=codes[rows["sample"]])
 
@@ -175,6 +175,5 @@ def carried(
         predicted = transferred(seen, parts.labels, torch.from_numpy(folds), len(TARGET.classes), size)
         own = np.isin(folds, [fold for fold, other in enumerate(picks) if other == pick])
         right[..., own] = predicted.eq(parts.labels).double().mean(2).numpy()[..., own]
-    index = pd.MultiIndex.from_product([DISTANCES, DISTANCES, range(len(folds))], names=["trained", "tested", "sample"])
-    rows = pd.DataFrame({"accuracy": right.ravel()}, index).reset_index()
+    rows = crossed({"trained": DISTANCES, "tested": DISTANCES, "sample": range(len(folds))}, {"accuracy": right})
     return rows.assign(session=parts.owners[rows["sample"]])

@@ -5,49 +5,44 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
-from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Rows, Total, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, HeldOut, Mean, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import INFORMATION
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.probing.splits import SPLITS
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.arms import ARMS, DISTANCES, lowest_layer
 from kvprobe.studies.multihop.collect import TARGET
-from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import PLACES
 from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
+from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
 
 AT = ("split", "arm", "distance")
 SITE = ("family", "layer", "read")
 ALL = "all"
 """The arm of what is the same in all of them."""
-ROUND_OFF = 100
-"""Steps of the dtype's precision that a control may vary by."""
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
     findings = measure(prepared(tables), estimands())
-    for finding in [*measure(tested(tables["transfer"]), TRANSFER), *measure(tables["picks"].assign(folds=1), PICKS)]:
-        findings.add(finding)
+    findings.extend(measure(tested(tables["transfer"]), TRANSFER, (tables["picks"].assign(folds=1), PICKS)))
     findings.number("chance", TARGET.chance)
     add_layers(findings, tables["probes"])
-    control = light_cone(findings, tables["variation"], ROUND_OFF * torch.finfo(model.lanes.dtype).eps)
+    control = light_cone(findings, tables["variation"], model.round_off)
     chat = conversation(sessions()[0], code := str(tables["samples"]["code"][0]))
-    passages = passages_of(chat, masked=TURN_NAMES, marked=code, only_in=(TURN_NAMES[0], "Q"))
-    few = few_clusters(config.sessions, "sessions")
     facts = {
-        "chat": list(map(vars, passages)),
+        "chat": chat_record(chat, masked=TURN_NAMES, marked=code, only_in=(TURN_NAMES[0], "Q")),
         "layers": model.geometry.n_layers,
         "variance_floor": VARIANCE_FLOOR,
     }
-    return Conclusion(findings, [control], facts, [few] if few else [])
+    return Conclusion(findings, [control], facts, few_clusters(config.sessions, "sessions"))
 
 
 def prepared(tables: Mapping[str, Rows]) -> Rows:
@@ -112,9 +107,9 @@ PICKS: tuple[Estimand, ...] = (
 
 def add_layers(findings: Findings, probes: Rows) -> None:
     """Accuracy above chance of the probe of averaged slots at every layer, paired, in each arm."""
-    own = probes[(probes["condition"] == "retained") & (probes["split"] == "paired") & (probes["read"] == "mean")]
+    averaged = probes[(probes["condition"] == "retained") & (probes["split"] == "paired") & (probes["read"] == "mean")]
     for arm in ARMS:
-        for row in own[own["arm"].isin((ALL, arm))].itertuples():
+        for row in averaged[averaged["arm"].isin((ALL, arm))].itertuples():
             keys = {"family": row.family, "arm": arm, "layer": row.layer, "distance": row.distance}
             findings.number("by_layer", row.accuracy - TARGET.chance, **keys)
 
@@ -124,13 +119,11 @@ def light_cone(findings: Findings, variation: Rows, allowed: float) -> Control:
     varies = variation[variation["family"] != "resid_post"].groupby(["arm", "distance", "layer"])["variation"].max()
     worst = 0.0
     for arm, distance in PLACES:
-        own, lowest = (
-            varies[arm, distance],
-            lowest_layer(next(first for first in ARMS if arm in (ALL, first)), distance),
-        )
+        by_layer = varies[arm, distance]
+        lowest = lowest_layer(next(first for first in ARMS if arm in (ALL, first)), distance)
         findings.number("lowest", lowest, arm=arm, distance=distance)
-        worst = max(worst, below := float(own[own.index < lowest].max()))
-        for layers, value in {"below": below, "there": own.get(lowest), "last": own.iloc[-1]}.items():
+        worst = max(worst, below := float(by_layer[by_layer.index < lowest].max()))
+        for layers, value in {"below": below, "there": by_layer.get(lowest), "last": by_layer.iloc[-1]}.items():
             if value is not None:
                 findings.number("variation", value, arm=arm, distance=distance, layers=layers)
     return Control(

@@ -1,15 +1,13 @@
 """The multihop study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.bars import Bars
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.arms import lowest_layer
 from kvprobe.studies.multihop.collect import TARGET, TRANSFERRED, collect
 from kvprobe.studies.multihop.conclude import ALL, conclude
-from kvprobe.studies.multihop.config import Config
 from kvprobe.studies.multihop.reading import USE_ARMS
 from kvprobe.wording import percent, plain, points, signed
 
@@ -33,7 +31,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Lines(
             file="by_distance",
@@ -99,11 +96,8 @@ STUDY = Study(
         ),
     ),
     claims=(
-        *(
-            Claim(name, above="above the floor", below="below the floor", unclear="not detected")
-            for name in ("leak", "beyond")
-        ),
-        Claim("direct", above="more without hops", below="less without hops", unclear="not detected"),
+        *(Claim(name, above="above the floor", below="below the floor") for name in ("leak", "beyond")),
+        Claim("direct", above="more without hops", below="less without hops"),
         Claim("gain", above="used", below="turned away", unclear="no use detected", negligible=1e-3),
     ),
     labels={

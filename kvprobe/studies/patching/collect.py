@@ -19,8 +19,8 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
 from kvprobe.patching.pairs import table_of
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import Bands, bands_by_half
-from kvprobe.studies.patching.config import Config
 from kvprobe.tasks.facts import facts, pair
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens

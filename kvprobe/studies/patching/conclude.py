@@ -4,17 +4,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from kvprobe.experiments.estimands import Estimand, Ratio, Rows, Total, Where, beside, chosen, measure
+from kvprobe.experiments.estimands import Estimand, Ratio, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import FEWEST, SHARE, band_of, bands_by_half, profile
 from kvprobe.studies.patching.collect import VALUE, Grid
-from kvprobe.studies.patching.config import Config
 from kvprobe.tasks.facts import conversation, facts
+from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 SLACK = 1e-4
@@ -49,13 +49,9 @@ ESTIMANDS: tuple[Estimand, ...] = (
 the layers beside it; of a band, as a share of what all layers do."""
 
 
-def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
+def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    return concluded(tables["samples"], tables.get("example"), config, model.geometry.n_layers)
-
-
-def concluded(table: Rows, example: Rows | None, config: Config, n_layers: int) -> Conclusion:
-    """What `conclude` gives, without the model."""
+    table, example, n_layers = tables["samples"], tables.get("example"), model.geometry.n_layers
     known = table[table["able"]]
     enough = known["cluster"].nunique() >= FEWEST
     findings = measure(prepared(known), ESTIMANDS) if enough else Findings()
@@ -64,9 +60,9 @@ def concluded(table: Rows, example: Rows | None, config: Config, n_layers: int) 
     findings.number("facts", runs["cluster"].nunique())
     findings.number("able_facts", known["cluster"].nunique())
     fact = facts(config.kinds)[0]
-    chat = passages_of(conversation(fact, fact.values[0]), marked=fact.values[0], only_in=("fact", "question"))
+    chat = chat_record(conversation(fact, fact.values[0]), marked=fact.values[0], only_in=("fact", "question"))
     shown: dict[str, Any] = {"enough": enough, "fewest": FEWEST, "share": SHARE, "layers": n_layers}
-    shown |= {"chat": [vars(passage) for passage in chat], "example": None}
+    shown |= {"chat": chat, "example": None}
     if enough:
         add_bands(findings, known, n_layers)
         add_agreement(findings, known)
@@ -74,8 +70,8 @@ def concluded(table: Rows, example: Rows | None, config: Config, n_layers: int) 
             first = example.drop_duplicates("slot").sort_values("slot")
             shown["example"] = {"fact": str(first["cluster"].iloc[0]), "texts": first["text"].tolist()}
             add_example(findings, example.sort_values("slot", kind="stable"))
-    few = few_clusters(int(known["cluster"].nunique()), "facts") if enough else None
-    return Conclusion(findings, list(controls_of(findings, table)), shown, [few] if few else [])
+    few = few_clusters(int(known["cluster"].nunique()), "facts") if enough else []
+    return Conclusion(findings, list(controls_of(findings, table)), shown, few)
 
 
 def prepared(known: Rows) -> Rows:
@@ -113,10 +109,10 @@ def add_agreement(findings: Findings, known: Rows) -> None:
     cells = known[(known["grid"] == Grid.HEADS) & known["effect"].notna()]
     findings.number("checked", len(cells), "cells")
     for score in ("score", "linear"):
-        for part, mine in cells.groupby("part", sort=False):
-            ranked = [(run[score].rank(), run["effect"].rank()) for _, run in mine.groupby("pair")]
-            own = [one.corr(other) for one, other in ranked if one.nunique() > 1 and other.nunique() > 1]
-            quartiles = np.percentile(own, [25, 50, 75]).tolist() if own else [None] * 3
+        for part, of_part in cells.groupby("part", sort=False):
+            ranked = [(run[score].rank(), run["effect"].rank()) for _, run in of_part.groupby("pair")]
+            correlations = [one.corr(other) for one, other in ranked if one.nunique() > 1 and other.nunique() > 1]
+            quartiles = np.percentile(correlations, [25, 50, 75]).tolist() if correlations else [None] * 3
             for quartile, value in zip(("low", "median", "high"), quartiles, strict=True):
                 findings.number("agreement", value, score=score, part=str(part), quartile=quartile)
 

@@ -1,13 +1,11 @@
 """The patching study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.collect import VALUE, collect
 from kvprobe.studies.patching.conclude import conclude
-from kvprobe.studies.patching.config import Config
 from kvprobe.wording import percent, points
 
 STYLES = {"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("black", "D"), "resid_pre": Style("#009e73")}
@@ -39,7 +37,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Lines(
             file="whole_by_segment",
@@ -68,7 +65,6 @@ STUDY = Study(
             panel="segment",
             where={"segment": VALUE},
             drawn=lambda part: part != "KV",
-            x_label="layer",
             y_label=SHARE,
             styles=STYLES,
             rules=(0.0,),
@@ -77,14 +73,14 @@ STUDY = Study(
         maps("slot", "token", "One fact: one layer of one slot at a time, by attribution.", stacked=True),
     ),
     claims=(
-        Claim("everything", above="carries the fact", below="moves the answer away", unclear="not detected"),
+        Claim("everything", above="carries the fact", below="moves the answer away"),
         Claim(
             "difference",
             above="V carries more than K",
             below="K carries more than V",
             unclear="which carries more is not decided",
         ),
-        Claim("interaction", above="part takes both", below="part is in either", unclear="not detected"),
+        Claim("interaction", above="part takes both", below="part is in either"),
     ),
     labels={
         "part": {"KV": "K and V", "resid_pre": "residual stream from this layer on"},

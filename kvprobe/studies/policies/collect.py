@@ -19,7 +19,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_parts
+from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -37,7 +37,7 @@ from kvprobe.policies import (
     SnapKV,
 )
 from kvprobe.progress import Bar
-from kvprobe.studies.policies.config import Config
+from kvprobe.studies.policies import Config
 from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
 from kvprobe.text.messages import Message, Part
 from kvprobe.text.tokens import GENERATED, Tokens
@@ -193,15 +193,12 @@ class Said:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """The rows of all samples (see `read_sample`), in order."""
-    paths = table_parts(
-        run,
-        range(config.samples),
-        "sample",
-        lambda sample: read_sample(model, config, sample),
-        doing="Evicting and asking",
-        unit="conversation",
-    )
-    return pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)
+
+    def read(sample: int) -> pd.DataFrame:
+        return read_sample(model, config, sample)
+
+    samples = range(config.samples)
+    return table_of_parts(run, samples, "sample", read, doing="Evicting and asking", unit="conversation")
 
 
 def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:

@@ -8,12 +8,13 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from kvprobe.experiments.estimands import Estimand, Mean, Rows, beside, chosen, groups, measure
+from kvprobe.experiments.estimands import Estimand, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
+from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import (
     CONTINUED,
     FULL,
@@ -27,9 +28,9 @@ from kvprobe.studies.policies.collect import (
     Condition,
     sample_conversation,
 )
-from kvprobe.studies.policies.config import Config
 from kvprobe.tasks.instructions import PLACES, VALUES
 from kvprobe.tasks.passcode import CODE_LENGTH
+from kvprobe.tidy import Rows, beside, chosen, groups
 from kvprobe.wording import few_clusters, percent
 
 MEASURES = ("kl", "agreement", "code", "instructions")
@@ -60,14 +61,14 @@ def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
     given, chat = sample_conversation(model, config, 0)
     instruction, value = given.instructions[0]
-    windows = [window for window in model.geometry.windows if window is not None]
+    shape = model.geometry
     facts = {
-        "chat": [vars(passage) for passage in passages_of(chat, marked=given.code, only_in=("needle",))],
+        "chat": chat_record(chat, marked=given.code, only_in=("needle",)),
         "code": [given.needle.question, given.needle.lead],
         "instruction": [instruction.query, instruction.lead, value],
-        "layers": model.geometry.n_layers,
-        "windows": [len(windows), min(windows, default=0)],
-        "dtype": str(model.lanes.dtype).removeprefix("torch."),
+        "layers": shape.n_layers,
+        "windows": [shape.n_layers - shape.windows.count(None), shape.shortest_window or 0],
+        "dtype": model.dtype,
     }
     return concluded(rows, config, facts)
 
@@ -90,7 +91,7 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
         for name in MEASURES
     }
     slots = round(findings.at("conversation", of="slots", statistic="mean").mean)
-    found = {
+    facts = {
         **facts,
         "judged": judged,
         "tolerance": TOLERANCE,
@@ -104,7 +105,7 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
         "bits": {name: list(kind.bits) for name, kind in KINDS.items() if kind.bits},
         "policies": {name: shown_policy(name, slots) for name in KINDS},
     }
-    return Conclusion(findings, [control_of(findings)], found, list(warnings_of(findings, config, judged)))
+    return Conclusion(findings, [control_of(findings)], facts, list(warnings_of(findings, config, judged)))
 
 
 def prepared(table: Rows) -> Rows:
@@ -151,12 +152,12 @@ def gains(baseline: str) -> Iterator[Estimand]:
     """What conditions gain on one baseline; for each kind of condition the intervals hold together."""
     by, keys = (*CONDITION, "against"), {"baseline": baseline}
     for names, within, unit in ((("kl",), UNBOUNDED, "nats"), (MEASURES[1:], DIFFERENCE, "")):
-        for own, name in GAINS.items():
+        for role, name in GAINS.items():
             yield Mean(
                 name=name,
                 of="gain",
                 by=by,
-                where={"role": own, "measure": names},
+                where={"role": role, "measure": names},
                 keys=keys,
                 within=within,
                 unit=unit,
@@ -195,9 +196,9 @@ def judged_budgets(config: Config) -> list[int]:
 
 def add_sizes(findings: Findings, table: Rows) -> None:
     """Numbers without intervals: memory, lengths, chance, and what nothing evicted left unchanged."""
-    for keys, own in groups(table, ("kind", "level"), {}):
+    for keys, rows in groups(table, ("kind", "level"), {}):
         for name, unit in {"memory": "", "bytes": "bytes", "bytes_held": "bytes"}.items():
-            findings.number(name, own[name].mean(), unit, **keys)
+            findings.number(name, rows[name].mean(), unit, **keys)
     once = table.drop_duplicates("sample")
     for column in ("slots", "reach", "depth", "continued"):
         for statistic in ("mean", "min", "max"):
@@ -277,8 +278,7 @@ def control_of(findings: Findings) -> Control:
 
 def warnings_of(findings: Findings, config: Config, judged: Mapping[str, bool]) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    if few := few_clusters(config.samples, "conversations"):
-        yield few
+    yield from few_clusters(config.samples, "conversations")
     for name in (name for name in MEASURES if not judged[name]):
         whole, chance = whole_cache(findings, name), findings.at("chance", measure=name).mean
         yield (

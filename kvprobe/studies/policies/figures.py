@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.experiments.study import Labels
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots import styled
+from kvprobe.report.plots.figure import Labels
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM
 from kvprobe.tasks.instructions import PLACES
 

@@ -1,11 +1,9 @@
 """The policies study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, collect
 from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
-from kvprobe.studies.policies.config import Config
 from kvprobe.studies.policies.figures import InstructionsByPlace, QualityByMemory
 
 STUDY = Study(
@@ -19,9 +17,8 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(QualityByMemory(), InstructionsByPlace()),
-    claims=tuple(Claim(name, above="better", below="worse", unclear="not detected") for name in GAINS.values()),
+    claims=tuple(Claim(name, above="better", below="worse") for name in GAINS.values()),
     labels={
         "kind": {FULL: "full cache"} | {name: kind.label for name, kind in KINDS.items()},
         "level": "{:g} %".format,

@@ -19,7 +19,7 @@ from kvprobe.names import unknown
 from kvprobe.report.reported import Reported, reported
 from kvprobe.studies import answers
 from kvprobe.studies.answers import WHEN, collect_answers, same_task, tasks_of
-from kvprobe.studies.robustness.config import Config
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.settings import TIMINGS, Timing
 from kvprobe.tasks.task import Task
 

@@ -1,24 +1,25 @@
 """From answers to findings: every fault at every rate against the same items on a sound cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Rows, Share, Total, Where, beside, measure
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
-from kvprobe.report.document import Passage, passages_of
+from kvprobe.report.document import Passage, chat_record
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.stats import DIFFERENCE, FEWEST, UNBOUNDED
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
-from kvprobe.studies.robustness.config import Config
 from kvprobe.tasks.task import Task
+from kvprobe.tidy import Rows, Where, beside
 
 CONTRASTS = {
     ("gaussian", "zeros"): "noise at the layer's own scale against zeros",
@@ -61,23 +62,8 @@ ESTIMANDS: tuple[Estimand, ...] = (
 """Of a fault at a rate; of a fault, averaged over rates with equal weight; of canarypwn's faults in every reading."""
 
 
-def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
+def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    windows = [window for window in model.geometry.windows if window is not None]
-    dtype = str(model.lanes.dtype).removeprefix("torch.")
-    return concluded(rows, config, window=min(windows, default=None), dtype=dtype, layers=model.geometry.n_layers)
-
-
-def concluded(
-    table: Rows, config: Config, *, window: int | None = None, dtype: str = "float32", layers: int = 0
-) -> Conclusion:
-    """What `conclude` gives, without the model.
-
-    Args:
-        table: see `collect`.
-        window: the shortest sliding window of the model's layers, if there is one.
-        dtype: of the model.
-    """
     tasks = answers.tasks_of(config)
     rows = prepared(table, tasks)
     findings = measure(rows, (*ESTIMANDS, *contrasts()))
@@ -99,32 +85,32 @@ def concluded(
         "faults": fault_facts(config),
         "example": example(table, config, tasks[0]),
         "rate": middle_rate(config),
-        "layers": layers,
-        "dtype": dtype,
+        "layers": model.geometry.n_layers,
+        "dtype": model.dtype,
         "published": None if published is None else answers.published_facts(published, config.model),
     }
-    controls = list(controls_of(table, config, dtype, reach=reach, window=window))
+    controls = list(controls_of(table, config, model.dtype, reach=reach, window=model.geometry.shortest_window))
     return Conclusion(findings, controls, facts, list(warnings_of(table, config, facts)))
 
 
 def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
     """A row for each answer and scorer; a broken row is wrong whatever it said."""
-    found = []
+    tables = []
     for task in tasks:
-        own = table[table["task"] == task.name]
-        whole = own[own["group"] == MAIN].groupby("fault")["broken"].agg(lambda broken: bool((broken == "").all()))
-        own = own.assign(
+        rows = table[table["task"] == task.name]
+        whole = rows[rows["group"] == MAIN].groupby("fault")["broken"].agg(lambda broken: bool((broken == "").all()))
+        rows = rows.assign(
             rows=1,
-            drawn=own["unit"],
-            broken_rows=own["broken"] != "",
-            untouched_rows=own["struck"] == 0,
-            control=[name in CATALOGUE and CATALOGUE[name].control for name in own["fault"]],
-            whole=own["fault"].map(whole),
+            drawn=rows["unit"],
+            broken_rows=rows["broken"] != "",
+            untouched_rows=rows["struck"] == 0,
+            control=[name in CATALOGUE and CATALOGUE[name].control for name in rows["fault"]],
+            whole=rows["fault"].map(whole),
         )
         for scorer in task.scorers:
-            correct = own[f"score_{scorer}"].astype(bool) & ~own["broken_rows"]
-            found.append(own.assign(scorer=scorer, headline=scorer == task.scorers[0], correct=correct.astype(float)))
-    rows: Rows = pd.concat(found, ignore_index=True)
+            correct = rows[f"score_{scorer}"].astype(bool) & ~rows["broken_rows"]
+            tables.append(rows.assign(scorer=scorer, headline=scorer == task.scorers[0], correct=correct.astype(float)))
+    rows: Rows = pd.concat(tables, ignore_index=True)
     by_item = ("task", "scorer", "sample")
     clean = beside(rows, "correct", {"case": -1}, by_item)
     usual = beside(rows, "correct", {"group": PROCEDURE, "timing": "fresh", "unit": "slot"}, (*by_item, "fault"))
@@ -238,11 +224,9 @@ def example(table: Rows, config: Config, task: Task) -> dict[str, Any]:
     main = first[(first["group"] == MAIN) & (first["rate"] == middle_rate(config)) & (first["repeat"] == 0)]
     place = int(first["sample"].iloc[0] - mine["sample"].min())
     item = task.items(place + 1, config.seed)[-1]
-    chat = passages_of(item.chat, marked=item.answer)
-    if item.lead:
-        chat.append(Passage("generation", "assistant", f"{item.lead} …"))
+    lead = [vars(Passage("generation", "assistant", f"{item.lead} …"))] if item.lead else []
     return {
-        "chat": [vars(passage) for passage in chat],
+        "chat": chat_record(item.chat, marked=item.answer) + lead,
         "answer": str(first["answer"].iloc[0]),
         "sound": str(first[first["case"] == -1]["text"].iloc[0]),
         "damaged": {str(name): str(text) for name, text in zip(main["fault"], main["text"], strict=True)},
@@ -254,7 +238,7 @@ def middle_rate(config: Config) -> float:
     return config.rates[(len(config.rates) - 1) // 2]
 
 
-def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: int | None) -> Any:
+def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: int | None) -> Iterator[Control]:
     """Whether nothing did nothing, a NaN was found, and slots in another order made no difference."""
     allowed = UNCHANGED[dtype]
 
@@ -265,20 +249,20 @@ def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: 
     checks = table[table["group"] == CONTROL]
     nothing, nan = checks[checks["rate"] == 0], checks[checks["fault"] == NOT_A_NUMBER]
     yield answers.nothing_struck(nothing, allowed)
-    found = int((nan["broken"] != "").sum())
-    yield Control(f"One slot of NaN was reported as broken in {found} of {len(nan)} rows.", found == len(nan))
+    reported = int((nan["broken"] != "").sum())
+    yield Control(f"One slot of NaN was reported as broken in {reported} of {len(nan)} rows.", reported == len(nan))
     for name in config.faults:
         if CATALOGUE[name].control:
             rows = table[(table["group"] == MAIN) & (table["fault"] == name)]
-            told = f"{CATALOGUE[name].label}, slots in another order: {answers.as_sound(rows, allowed)}"
+            seen = f"{CATALOGUE[name].label}, slots in another order: {answers.as_sound(rows, allowed)}"
             if window is None or reach <= window:
-                yield Control(told, within(rows) and (config.follow or bool(rows["same"].all())))
+                yield Control(seen, within(rows) and (config.follow or bool(rows["same"].all())))
             else:
                 hidden = f"Prompts and answers reach {reach} positions and the shortest sliding window is {window}"
-                yield Control(f"{told} {hidden}, so the order decides what is visible.", None)
+                yield Control(f"{seen} {hidden}, so the order decides what is visible.", None)
 
 
-def warnings_of(table: Rows, config: Config, facts: dict[str, Any]) -> Any:
+def warnings_of(table: Rows, config: Config, facts: dict[str, Any]) -> Iterator[str]:
     """What a reader must know before the numbers."""
     yield from answers.few_or_too_hard(config, facts["tasks"])
     if FEWEST <= config.samples < FEW:

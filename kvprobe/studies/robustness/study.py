@@ -1,15 +1,14 @@
 """The robustness study: its declaration."""
 
-from pathlib import Path
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
-from kvprobe.studies.robustness.config import Config
 from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.task import shown_task
@@ -53,7 +52,6 @@ STUDY = Study(
     inputs=inputs,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         by_rate(
             "accuracy_by_rate",
@@ -82,11 +80,11 @@ STUDY = Study(
             below="{fault}, which gains accuracy (its loss is {value})",
             unclear="{fault}, for which a loss was not detected ({value})",
         ),
-        Claim("harm_over_next", above="yes", below="no", unclear="not detected"),
-        Claim("harm_kl_over_next", above="yes", below="no", unclear="not detected"),
-        Claim("contrast", above="{first} costs more", below="{second} costs more", unclear="not detected"),
-        Claim("contrast_kl", above="{first} moves more", below="{second} moves more", unclear="not detected"),
-        Claim("reading_lost", above="loses more", below="loses less", unclear="not detected"),
+        Claim("harm_over_next", above="yes", below="no"),
+        Claim("harm_kl_over_next", above="yes", below="no"),
+        Claim("contrast", above="{first} costs more", below="{second} costs more"),
+        Claim("contrast_kl", above="{first} moves more", below="{second} moves more"),
+        Claim("reading_lost", above="loses more", below="loses less"),
     ),
     labels={
         "task": shown_task,

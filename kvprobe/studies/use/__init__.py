@@ -1,9 +1,30 @@
-"""Use: whether the model uses what a probe reads, by erasing it from the cache and by exchanging it for another
-run's."""
+"""Does the model use what a probe reads in its cache, and where?"""
 
+from dataclasses import dataclass
+
+from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
-from kvprobe.studies.use.config import Config
+from kvprobe.studies.settings import AVAILABLE_CONTEXTS
 
-__all__ = ["Config", "run"]
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """Settings of the use study.
+
+    Attributes:
+        contexts: different conversations; erasers are fitted on one half and tried on the other, and the reverse.
+        codes: that each conversation is read with, its own.
+        bands: bands that the layers are cut into.
+        randoms: random subspaces beside each eraser.
+        batch: conversations that are read side by side.
+        seed: of codes and random subspaces.
+    """
+
+    contexts: int = ranged(16, 6, AVAILABLE_CONTEXTS)
+    codes: int = ranged(24, 12, 10_000)
+    bands: int = ranged(5, 1, 64)
+    randoms: int = ranged(2, 1, 20)
+    batch: int = ranged(32, 1)
+
 
 run = STUDIES["use"].run

@@ -17,8 +17,8 @@ from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
+from kvprobe.studies.use import Config
 from kvprobe.studies.use.check import check
-from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import (
     ERASE,
     FULL,

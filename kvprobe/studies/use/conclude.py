@@ -7,27 +7,26 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 
-import torch
-
-from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Rows, Share, Where, beside, measure
+from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
+from kvprobe.studies.use import Config
 from kvprobe.studies.use.collect import cases_of, chosen_places
-from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, STRENGTHS, SWAP
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, RANDOM_0, SHRINKAGE
 from kvprobe.tasks.passcode import conversation
+from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
 CHANCE = 0.1
 NEAR = 0.15
 """Share of digits up to which a probe's accuracy counts as near chance."""
-ROUND_OFF = 1e4
-"""Steps of the dtype's precision, of the largest logit difference, that a control may move."""
+SLACK = 100
+"""By how many times round-off of the largest logit difference a control may move."""
 NATS, LOGITS = "nats", "logits"
 
 EDIT = ("site", "part", "edit")
@@ -83,16 +82,14 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     # Where two runs hardly differ, a share of their difference means nothing.
     ways = tuple(way.keys["view"] for way in findings.where("way") if way.value.above())
     turned = Ratio(name="turned", of="moved", over="way", by=EDIT, where={**SWAPPED, "view": ways})
-    for finding in measure(edits, [turned]):
-        findings.add(finding)
+    findings.extend(measure(edits, [turned]))
     findings.number("chance", CHANCE)
     add_sizes(findings, tables["erasers"])
     count = int(edits["sample"].nunique())
     replies = tables["replies"].assign(name=tables["replies"]["name"].replace({RANDOM_0: RANDOM}))
     case = cases_of(config, model.tokenizer)[0]
-    chat = passages_of(conversation(case.context, case.pair[0]), marked=case.pair[0], only_in=("T2", "T3"))
     facts = {
-        "chat": [vars(passage) for passage in chat],
+        "chat": chat_record(conversation(case.context, case.pair[0]), marked=case.pair[0], only_in=("T2", "T3")),
         "layers": model.geometry.n_layers,
         "conversations": count,
         "near": NEAR,
@@ -103,9 +100,8 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
         ],
         "replies": replies[["code", "place", "name", "reply"]].to_dict("records"),
     }
-    few = few_clusters(count, "conversations")
-    held = list(controls(findings, edits, torch.finfo(model.lanes.dtype).eps))
-    return Conclusion(findings, held, facts, [few] if few else [])
+    held = list(controls(findings, edits, model.round_off))
+    return Conclusion(findings, held, facts, few_clusters(count, "conversations"))
 
 
 def prepared(table: Rows) -> Rows:
@@ -127,23 +123,23 @@ def prepared(table: Rows) -> Rows:
 def add_sizes(findings: Findings, erasers: Rows) -> None:
     """Mean rank, share of the variance moved and width over the halves' erasers of a place."""
     shown = erasers[erasers["name"].isin((LEACE, RANDOM_0, INLP))]
-    for (place, part, name), own in shown.groupby(["place", "part", "name"], sort=False):
+    for (place, part, name), sizes in shown.groupby(["place", "part", "name"], sort=False):
         keys = {"place": place, "part": part, "edit": RANDOM if name == RANDOM_0 else name}
         for column in ("rank", "share", "width"):
-            findings.number(column, own[column].mean(), **keys)
+            findings.number(column, sizes[column].mean(), **keys)
 
 
-def controls(findings: Findings, edits: Rows, precision: float) -> Iterator[Control]:
+def controls(findings: Findings, edits: Rows, round_off: float) -> Iterator[Control]:
     """Whether exchanging everything for the run's own changes nothing, and for the donor's gives the donor's answer."""
     largest = float(edits[["intact_difference", "donor_difference"]].abs().to_numpy().max())
     findings.number("largest", largest, LOGITS)
-    allowed = ROUND_OFF * precision * max(1.0, largest)
+    allowed = SLACK * round_off * max(1.0, largest)
     for name, end, result in (
         (ITSELF, "intact", "the run's own changes nothing"),
         (DONOR, "donor", "the donor's gives the donor's answer"),
     ):
-        own = edits[(edits["kind"] == CONTROL) & (edits["edit"] == name)]
-        off = float((own["difference"] - own[f"{end}_difference"]).abs().max())
+        exchanged = edits[(edits["kind"] == CONTROL) & (edits["edit"] == name)]
+        off = float((exchanged["difference"] - exchanged[f"{end}_difference"]).abs().max())
         findings.number("off", off, LOGITS, control=name)
         yield Control(
             f"Every slot from the code to the summary exchanged for {result}: off by at most {off:.1e} logits "

@@ -1,16 +1,14 @@
 """The use study: its declaration."""
 
-from pathlib import Path
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.use import Config
 from kvprobe.studies.use.check import INTACT, SAME
 from kvprobe.studies.use.collect import NOTHING, collect
 from kvprobe.studies.use.conclude import NEAR, conclude
-from kvprobe.studies.use.config import Config
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SITES, SWAP, TURN_MASKED
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM
 from kvprobe.wording import percent, plain, signed
@@ -42,7 +40,6 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    folder=Path(__file__).parent,
     figures=(
         Dots(
             "read_and_used",
@@ -89,7 +86,6 @@ STUDY = Study(
             x="strength",
             line="edit",
             panel="kind",
-            x_label="strength",
             y_label="",
             styles=STYLES,
             curves=True,
@@ -105,7 +101,6 @@ STUDY = Study(
             line="state",
             panel="place",
             row=lambda keys: f"{keys['probe']}, {keys['part']}",
-            x_label="layer",
             y_label="digits read (share)",
             styles=STYLES,
             level=("chance", "chance"),
@@ -115,9 +110,9 @@ STUDY = Study(
         ),
     ),
     claims=(
-        Claim("used", above="used", below="random takes more", unclear="not detected"),
+        Claim("used", above="used", below="random takes more"),
         Claim("left", above="still reads it", below="near chance", unclear="not decided", against=NEAR),
-        Claim("step", above="takes more", below="takes less", unclear="not detected"),
+        Claim("step", above="takes more", below="takes less"),
     ),
     labels={
         "view": {

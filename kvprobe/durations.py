@@ -4,13 +4,11 @@
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from kvprobe.experiments.settings import Settings, as_mapping, digest_of, folder_of
 from kvprobe.files import read_json
 from kvprobe.progress import Stage, Timing
 from kvprobe.shipped import shipped
@@ -51,27 +49,9 @@ class Duration:
 
 @cache
 def durations() -> dict[str, Duration]:
-    """What was measured of the presets that ship, by `digest_of` their settings."""
+    """What was measured of the presets that ship, by the digest of their settings."""
     records = read_json(shipped("analyses") / "durations.json", 2**24)
     return {digest: Duration.from_record(record) for digest, record in records.items()}
-
-
-def plan(study: str, config: Settings, root: Path, name: str | None) -> Iterator[str]:
-    """What a run would do, in lines; nothing is loaded or written."""
-    folder = folder_of(study, config, root, name)
-    states = {"metrics.json": "is finished: its report would be written again", "parts": "would be resumed"}
-    state = next((state for file, state in states.items() if (folder / file).exists()), "would be new")
-    yield f"{study} would run with these settings:"
-    yield from (f"  {setting}: {value}" for setting, value in as_mapping(config).items())
-    yield f"The run {folder} {state}."
-    took = durations().get(digest_of(study, config))
-    if took is None:
-        measured = ", ".join(f"{other.preset} {other}" for other in durations().values() if other.study == study)
-        yield f"How long it takes was not measured. Of this study: {measured or 'nothing was'}."
-        return
-    yield f"It took {took} and {took.peak_bytes / 1e9:.1f} GB of memory when it was measured, of which"
-    for place, stage in enumerate(took.timing.stages):
-        yield f"  {stage.name}: {stage.total:,} × {stage.unit}, {minutes(took.timing.lasted(place))}"
 
 
 def minutes(seconds: float) -> str:

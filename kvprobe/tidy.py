@@ -1,0 +1,51 @@
+"""Tidy tables, one row per observation: chosen by the values of columns, grouped, set beside each other, and made."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+Key = str | int | float
+Rows = Any
+"""A table; pandas says too little of what selecting from one gives."""
+Where = Mapping[str, Key | tuple[Key, ...]]
+"""Values of columns that rows must have; one of several, where a tuple is given."""
+
+
+def crossed(keys: Mapping[str, Sequence[Any]], columns: Mapping[str, Any]) -> pd.DataFrame:
+    """A row for each combination of the keys' values, the last key's changing fastest; columns are arrays of as many
+    numbers, of any shape."""
+    index = pd.MultiIndex.from_product(list(keys.values()), names=list(keys))
+    return pd.DataFrame({name: np.ravel(values) for name, values in columns.items()}, index).reset_index()
+
+
+def beside(rows: Rows, of: str, where: Where, on: tuple[str, ...]) -> Any:
+    """A column for all rows: the mean of `of` in the rows of one condition that agree with a row on the columns `on`.
+
+    Taking a column away from it pairs every row with that condition: a `Mean` is then a paired difference.
+    """
+    means = chosen(rows, where).groupby(list(on))[of].mean().rename("beside")
+    return rows[list(on)].join(means, on=list(on))["beside"]
+
+
+def chosen(rows: Rows, where: Where) -> Rows:
+    """The rows that have these values."""
+    for column, value in where.items():
+        rows = rows[rows[column].isin(value) if isinstance(value, tuple) else rows[column] == value]
+    return rows
+
+
+def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str, Key], Rows]]:
+    """The chosen rows for each combination of values of some columns, in the order in which they come."""
+    rows = chosen(rows, where)
+    if not by:
+        return [({}, rows)] if len(rows) else []
+    return [(_plain(by, values), own) for values, own in rows.groupby(list(by), sort=False)]
+
+
+def _plain(by: tuple[str, ...], values: Iterable[Any]) -> dict[str, Key]:
+    """Keys without numpy's types."""
+    return {
+        key: value.item() if isinstance(value, np.generic) else value for key, value in zip(by, values, strict=True)
+    }
