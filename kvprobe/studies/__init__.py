@@ -95,6 +95,7 @@ STUDIES = {
         "filter_poison",
         "multihop",
         "features",
+        "routing",
     )
 }
 

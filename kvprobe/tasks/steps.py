@@ -12,8 +12,8 @@ erratum: `note`, a step, `continue`. `wait` takes back the last steps: what foll
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -153,3 +153,104 @@ def vocabulary() -> tuple[str, ...]:
     """Every word of every conversation, after the control tokens; a word's id is its index here."""
     roles = ("<user>", "<assistant>", "<end>")
     return ("<unk>", "<bos>", *roles, *REGISTERS, "+", "-", "=", ":", *map(str, range(BASE)), *COMMANDS)
+
+
+# ---- a slip early on
+
+
+@dataclass(frozen=True)
+class Slip:
+    """An answer whose third step states a wrong value. Three steps on other registers follow, which are the same
+    whether it slipped or not, and then a step that starts from the value.
+
+    Attributes:
+        wrong: the value that the third step states instead.
+        harmless: the problem with another third operation, after which that value is right.
+    """
+
+    problem: Problem
+    wrong: int
+    harmless: Problem
+
+    @property
+    def right(self) -> int:
+        return self.problem.steps()[SLIPPED].after
+
+    @property
+    def drafts(self) -> "dict[Draft, tuple[Problem, tuple[Step, ...]]]":
+        """The question and the first three steps: as they should be, with the slip, and where the value is right."""
+        slipped = self.problem.steps({SLIPPED: self.wrong})
+        return {
+            "sound": (self.problem, self.problem.steps()[: SLIPPED + 1]),
+            "slip": (self.problem, slipped[: SLIPPED + 1]),
+            "harmless": (self.harmless, self.harmless.steps()[: SLIPPED + 1]),
+        }
+
+    @property
+    def later(self) -> tuple[Step, ...]:
+        """The steps on other registers."""
+        return self.problem.steps()[SLIPPED + 1 : -1]
+
+
+Draft = Literal["sound", "slip", "harmless"]
+SLIPPED = 2
+"""The number of the step with the wrong value, from 0."""
+LATER = 3
+
+
+def draw_slip(rng: np.random.Generator, wraps: bool = True) -> Slip:
+    """A random one.
+
+    Args:
+        wraps: whether values may pass 9 or 0; without, the sums are those of everyday.
+    """
+    while True:
+        slipped, *others = rng.permutation(REGISTERS).tolist()
+        before = rng.choice(REGISTERS, SLIPPED).tolist()
+        registers = [*before, slipped, *rng.choice(others, LATER).tolist(), slipped]
+        problem = _on(registers, draw_problem(len(registers), rng))
+        steps = problem.steps()
+        operation, start = problem.operations[SLIPPED], steps[SLIPPED].before
+        amount = int(rng.integers(1, BASE))
+        other = replace(operation, amount=amount)
+        operations = (*problem.operations[:SLIPPED], other, *problem.operations[SLIPPED + 1 :])
+        harmless = Problem(problem.starts, operations)
+        everyday = all(_everyday(step) for step in (*steps, *harmless.steps()[: SLIPPED + 1]))
+        if operation.amount not in (0, amount) and (wraps or everyday):
+            return Slip(problem, other.of(start), harmless)
+
+
+def _on(registers: Sequence[str], problem: Problem) -> Problem:
+    """The problem with its operations on these registers."""
+    operations = zip(registers, problem.operations, strict=True)
+    return replace(problem, operations=tuple(replace(done, register=register) for register, done in operations))
+
+
+def _everyday(step: Step) -> bool:
+    """Whether the sum is right without wrapping."""
+    operation = step.operation
+    return step.after == step.before + (operation.amount if operation.sign == "+" else -operation.amount)
+
+
+# ---- in English
+
+
+def question_in_english(problem: Problem) -> str:
+    """What `Problem.question` says, for a language model."""
+    starts = ", ".join(f"{register} is {value}" for register, value in zip(REGISTERS, problem.starts, strict=True))
+    done = "; ".join(
+        f"add {operation.amount} to {operation.register}"
+        if operation.sign == "+"
+        else f"take {operation.amount} from {operation.register}"
+        for operation in problem.operations
+    )
+    return f"At first {starts}. Then {done}. Work out every step in order, one line each."
+
+
+def in_english(steps: Iterable[Step]) -> str:
+    """Steps as lines of text, for a language model."""
+    return "".join(
+        f"{step.operation.register}: {step.before} {'plus' if step.operation.sign == '+' else 'minus'} "
+        f"{step.operation.amount} is {step.after}.\n"
+        for step in steps
+    )

@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 EXPERTS, CHOSEN = 8, 2
 PARTS = 4
 """Of a batch, by length, so that short conversations are not padded to the longest."""
-SOUND, MOST_WRONG = 0.3, 0.3
+SOUND, MOST_WRONG = 0.2, 0.5
 """Of conversations of the corrected corpus, the share without errors; of the others' steps, at most this share is
 wrong."""
 
@@ -161,13 +161,13 @@ def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
 
 
 def answer(problem: Problem, first: int, wrong: Mapping[int, int], rng: np.random.Generator) -> Turn:
-    """The model's turn: the steps from `first` on. A wrong one is taken back at once, or one or two steps later."""
+    """The model's turn: the steps from `first` on. A wrong one is taken back at once, or one step later."""
     right, stated = problem.steps(), list(problem.steps())
     words: Turn = hidden("<assistant>")
     number = first
     while number < len(right):
         if number in wrong:
-            later = min(len(right) - 1, number + int(rng.choice([0, 0, 1, 2])))
+            later = min(len(right) - 1, number + int(rng.choice([0, 0, 0, 1])))
             draft = problem.steps({number: wrong[number]})
             for place in range(number, later + 1):
                 words += erring(draft[place], place == number)

@@ -1,0 +1,173 @@
+"""Reading the same later tokens after a sound draft, a slip and a harmless change; and the same beginning cold and warm.
+
+All three drafts have as many tokens, so that the later tokens stand at the same positions. Of the two that differ from
+the sound one, `harmless` has the same wrong-looking value, but there it is right, because another amount was asked for.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.patching.metrics import LogitDiff
+from kvprobe.routing import Routing, agreement, mediate, read
+from kvprobe.studies.routing import Config
+from kvprobe.tasks.steps import (
+    MOST,
+    Problem,
+    Slip,
+    Step,
+    draw_problem,
+    draw_slip,
+    in_english,
+    question_in_english,
+    text_of,
+    vocabulary,
+)
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
+
+ALL = -1
+"""Stands for all layers at once."""
+NONE = -2
+"""Stands for no layer: a control."""
+
+
+class Wording:
+    """How sums are put to a model: in the words of the models `steps`, or in English."""
+
+    def __init__(self, model: Model) -> None:
+        self.tokenizer = model.tokenizer
+        if self.tokenizer is None:
+            raise UserError(f"{model.name} has no tokenizer, so nothing can be asked of it; give one to `load`.")
+        self.words = set(self.tokenizer.get_vocab()) == set(vocabulary())
+
+    def question(self, problem: Problem) -> str:
+        return f"{problem.question} solve" if self.words else question_in_english(problem)
+
+    def steps(self, steps: Sequence[Step]) -> str:
+        return f" {text_of(steps)}" if self.words else in_english(steps)
+
+    def asked(self, problem: Problem) -> Tokens:
+        """The conversation up to the answer."""
+        chat = Transcript.from_messages([{"role": "user", "content": self.question(problem)}], ["question"])
+        return chat.tokens(self.tokenizer, generation_prompt=True)
+
+    def after(self, before: Tokens, segment: str, text: str) -> Tokens:
+        """More of the answer."""
+        return Tokens.of(self.ids(text), segment, before.following)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def suffix(self, slip: Slip, before: Tokens) -> tuple[Tokens, LogitDiff]:
+        """The later steps and the beginning of the last one, up to where it states the value that it starts from; and
+        the margin of the right value over the wrong one.
+
+        Raises:
+            UserError: the tokenizer has no single tokens for digits.
+        """
+        register = slip.problem.operations[-1].register
+        lead = f" {register}" if self.words else f"{register}:"
+        text = self.steps(slip.later) + lead
+        right, wrong = (self.ids(f"{text} {value}") for value in (slip.right, slip.wrong))
+        if len(right) != len(wrong) or right[:-1] != wrong[:-1]:
+            raise UserError("This tokenizer does not give digits tokens of their own, which the problems need.")
+        return Tokens.of(right[:-1], "later", before.following), LogitDiff(right[-1], wrong[-1])
+
+
+def slips(model: Model, config: Config) -> list[Slip]:
+    """The problems of a run: for a language model, sums of everyday."""
+    wraps = Wording(model).words
+    return [draw_slip(np.random.default_rng([config.seed, number]), wraps) for number in range(config.problems)]
+
+
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """How alike the routing is by layer and token, what exchanging it does, and where experts are used."""
+    _ = model.lanes.routers  # refuses a model without them before anything is read
+    cases = list(enumerate(slips(model, config)))
+
+    def slipped(case: tuple[int, Slip]) -> pd.DataFrame:
+        return after_a_slip(model, *case)
+
+    def begun(case: tuple[int, Slip]) -> pd.DataFrame:
+        return cold_and_warm(model, *case, config)
+
+    return {
+        "samples": table_of_parts(run, cases, "slips", slipped, doing="Reading after a slip", unit="problem"),
+        "starts": table_of_parts(run, cases, "starts", begun, doing="Reading cold and warm", unit="problem"),
+    }
+
+
+def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
+    """Rows of three kinds: `token` (a layer and later token), `exchange` (the routing of layers), `load` (an expert)."""
+    wording = Wording(model)
+    before: dict[str, Tokens] = {}
+    for name, (problem, steps) in slip.drafts.items():
+        asked = wording.asked(problem)
+        before[name] = asked + wording.after(asked, "draft", wording.steps(steps))
+    if len({len(tokens) for tokens in before.values()}) > 1:
+        raise UserError("The drafts have different numbers of tokens, so their later tokens stand at other positions.")
+    caches = {name: model.prefill(tokens) for name, tokens in before.items()}
+    suffix, margin = wording.suffix(slip, before["sound"])
+    free = {name: read(model, suffix, cache) for name, cache in caches.items()}
+    rows = [tokens_of(free["sound"].routing, free[name].routing).assign(draft=name) for name in ("slip", "harmless")]
+    for name in ("slip", "harmless"):
+        rows.append(exchanges(model, caches["sound"], caches[name], suffix).assign(draft=name))
+    used = free["sound"].routing.members[:, 0].double().mean(1)
+    rows.append(
+        pd.DataFrame(
+            {"kind": "load", "layer": layer, "expert": expert, "share": float(share)}
+            for layer, shares in zip(free["sound"].routing.layers, used, strict=True)
+            for expert, share in enumerate(shares)
+        )
+    )
+    margins = {f"margin_{name}": float(margin(routed.logits[0])) for name, routed in free.items()}
+    return pd.concat(rows, ignore_index=True).assign(case=number, **margins)
+
+
+def tokens_of(one: Routing, other: Routing) -> pd.DataFrame:
+    """How alike two routings are, by layer and token."""
+    return agreement(one, other).drop(columns=["row", "position"]).assign(kind="token")
+
+
+def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens) -> pd.DataFrame:
+    """What the routing of all layers, of each layer and of none does to the last prediction."""
+    routed = tuple(model.lanes.routers.modules)
+    groups = {ALL: routed, NONE: (), **{layer: (layer,) for layer in routed}}
+    rows: list[dict[str, object]] = []
+    for layer, layers in groups.items():
+        mediation = mediate(model, sound, changed, suffix, layers=layers)
+        damage = mediation.damage
+        undone = damage - mediation.left
+        rows.append({"layer": layer, "damage": damage, "undone": undone, "caused": mediation.caused})
+    return pd.DataFrame(rows).assign(kind="exchange")
+
+
+def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.DataFrame:
+    """How alike the routing of a question's first tokens is after nothing and after a conversation, and after two
+    different conversations; at the same positions."""
+    wording = Wording(model)
+    rng = np.random.default_rng([config.seed, number, 1])
+    asked = {"role": "user", "content": wording.question(slip.problem)}
+    warm: list[tuple[Tokens, Tokens]] = []
+    for other in (draw_problem(MOST, rng), draw_problem(MOST, rng)):
+        answer = {"role": "assistant", "content": wording.steps(other.steps()).strip()}
+        chat = [{"role": "user", "content": wording.question(other)}, answer, asked]
+        tokens = Transcript.from_messages(chat, ["earlier", "answer", "question"]).tokens(wording.tokenizer)
+        start = tokens.span("question").start
+        warm.append((tokens[:start], tokens[start : start + config.start]))
+    where = max(text.positions[0] for _, text in warm)
+    text = warm[0][1].shifted(where)
+    cold = read(model, text).routing
+    routings = [
+        read(model, text, model.prefill(before.shifted(where - len(before)))).routing for before, _ in warm
+    ]
+    pairs = {"cold": (cold, routings[0]), "warm": (routings[1], routings[0])}
+    rows = [tokens_of(*pair).assign(pair=name) for name, pair in pairs.items()]
+    return pd.concat(rows, ignore_index=True).assign(case=number)
