@@ -46,6 +46,7 @@ MODULES = {
     "filter_poison": "test_filter_poison",
     "multihop": "test_multihop",
     "features": "test_features",
+    "routing": "test_routing_study",
 }
 """Where each study's tiny run is."""
 AROUND = {"features": ("few_texts",), "policies": ("short",)}

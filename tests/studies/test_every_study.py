@@ -133,8 +133,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"active": 2000}, "'active' is 2000; expected 1 to 1024"),
         ({"codes": 1}, "'codes' is 1; expected 2 to 1000"),
     ],
+    "routing": [
+        ({"problems": 1}, "'problems' is 1; expected 2 to 10000"),
+        ({"start": 1}, "'start' is 1; expected 2 to 512"),
+    ],
 }
-DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {name: name for name in ("dangling", "filter_poison", "patching")}
+DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
+    name: name for name in ("dangling", "filter_poison", "patching", "routing")
+}
 """The preset that has the settings that a study has by itself."""
 SHORTER_AND_LARGER = [
     *(f"{study}-{kind}" for study in ("dangling", "filter_poison", "patching") for kind in ("quick", "gemma3")),

@@ -1,4 +1,4 @@
-"""Does an early mistake change which experts compute what follows, does it act through that, and is a cold start other?"""
+"""Does an early mistake change which experts compute what follows, act through that, and is a cold start other?"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Reading the same later tokens after a sound draft, a slip and a harmless change; and the same beginning cold and warm.
+"""Reading the same later tokens after a sound draft, a slip and a harmless change; the same beginning cold and warm.
 
 All three drafts have as many tokens, so that the later tokens stand at the same positions. Of the two that differ from
 the sound one, `harmless` has the same wrong-looking value, but there it is right, because another amount was asked for.
@@ -105,7 +105,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
 
 def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
-    """Rows of three kinds: `token` (a layer and later token), `exchange` (the routing of layers), `load` (an expert)."""
+    """Rows of three kinds: `token` (of a layer), `exchange` (the routing of layers), `load` (of an expert)."""
     wording = Wording(model)
     before: dict[str, Tokens] = {}
     for name, (problem, steps) in slip.drafts.items():
@@ -165,9 +165,7 @@ def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.D
     where = max(text.positions[0] for _, text in warm)
     text = warm[0][1].shifted(where)
     cold = read(model, text).routing
-    routings = [
-        read(model, text, model.prefill(before.shifted(where - len(before)))).routing for before, _ in warm
-    ]
+    routings = [read(model, text, model.prefill(before.shifted(where - len(before)))).routing for before, _ in warm]
     pairs = {"cold": (cold, routings[0]), "warm": (routings[1], routings[0])}
     rows = [tokens_of(*pair).assign(pair=name) for name, pair in pairs.items()]
     return pd.concat(rows, ignore_index=True).assign(case=number)

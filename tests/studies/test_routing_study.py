@@ -1,0 +1,186 @@
+"""The routing study: whole runs on tiny mixtures, numbers of made-up tables, and the problems that it reads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.model import Model, load
+from kvprobe.studies import routing
+from kvprobe.studies.routing import Config
+from kvprobe.studies.routing.collect import ALL, NONE, Wording, after_a_slip, slips
+from kvprobe.studies.routing.conclude import conclude
+from kvprobe.studies.routing.study import STUDY
+from kvprobe.tasks.steps import SLIPPED, draw_slip
+from tests import models
+from tests.refusals import refused
+from tests.studies.runs import answer_of, assert_figures, in_steps
+
+SMALL = Config(problems=8, start=6)
+MADE_UP = Config(problems=10)
+LAYERS, EXPERTS, TOKENS = 2, 4, 5
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return models.mixtral(tokenizer=models.tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("runs")
+    return in_steps(lambda: routing.run(SMALL, root, model=tiny))
+
+
+def test_a_run_shows_everything(finished: Run):
+    found = Conclusion.of(finished.metrics).findings
+    assert {"moved", "undone", "cold"} <= set(found.names)
+    assert found.at("chance").mean == pytest.approx(5 / 18)  # two of four experts
+    assert len(found.where("load")) == 3 * 4
+    assert_figures(finished, *(figure.file for figure in STUDY.figures))
+    assert finished.metrics["controls"][0]["holds"]
+
+
+def test_the_same_settings_give_the_same_rows(finished: Run, tiny: Model):
+    rows = finished.df()
+    slip = slips(tiny, SMALL)[3]
+    again = after_a_slip(tiny, 3, slip)
+    pd.testing.assert_frame_equal(rows[rows["case"] == 3].reset_index(drop=True), again, check_dtype=False)
+
+
+def test_a_dense_model_is_refused(tmp_path: Path):
+    refused(lambda: routing.run(SMALL, tmp_path, model=models.any_model()), "no mixture of experts")
+
+
+# ---- the problems
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slip_and_the_harmless_change_state_the_same_value_and_are_followed_by_the_same(seed: int, wraps: bool):
+    slip = draw_slip(np.random.default_rng(seed), wraps)
+    steps = {name: draft for name, (_, draft) in slip.drafts.items()}
+    assert steps["slip"][SLIPPED].after == steps["harmless"][SLIPPED].after == slip.wrong != slip.right
+    assert [step.adds_up for step in steps["slip"]] == [True, True, False]
+    assert all(step.adds_up for name in ("sound", "harmless") for step in steps[name])
+    register = steps["slip"][SLIPPED].operation.register
+    assert register not in {step.operation.register for step in slip.later}
+    assert slip.problem.operations[-1].register == register
+    assert slip.problem.steps()[-1].before == slip.right
+    assert slip.harmless.steps()[-1].before == slip.wrong
+    assert slip.harmless.steps()[SLIPPED + 1 : -1] == slip.later
+    if not wraps:
+        assert all(0 <= step.before + step.operation.amount * (1 if step.operation.sign == "+" else -1) <= 9
+                   for step in slip.problem.steps())  # fmt: skip
+
+
+def test_the_shipped_mixture_goes_by_what_was_stated():
+    model = load("steps-moe-corrected-0")
+    wording, rows = Wording(model), []
+    assert wording.words
+    for slip in slips(model, Config(problems=10)):
+        problem, _ = slip.drafts["sound"]
+        said = model.generate([{"role": "user", "content": wording.question(problem)}], max_new_tokens=50).text
+        assert said == wording.steps(problem.steps()).strip()
+        rows.append(after_a_slip(model, 0, slip).iloc[0])
+    assert all(row["margin_sound"] > 0 and row["margin_slip"] < 0 and row["margin_harmless"] < 0 for row in rows)
+
+
+# ---- made-up tables
+
+Number = Callable[[int], float]
+
+
+def made_up(
+    slip: Number = lambda case: 0.6 + 0.01 * (case % 3),
+    harmless: Number = lambda case: 0.8 + 0.01 * (case % 4),
+    undone: Number = lambda case: 0.5 + 0.01 * (case % 2),
+    cold: Number = lambda case: 0.3 + 0.01 * (case % 3),
+    warm: Number = lambda case: 0.7,
+    nowhere: float = 0.0,
+) -> dict[str, pd.DataFrame]:
+    rows, starts = [], []
+    for case in range(MADE_UP.problems):
+        margins = {"margin_sound": 5.0 + case, "margin_slip": -5.0 - case, "margin_harmless": -6.0}
+        for draft, overlap in (("slip", slip(case)), ("harmless", harmless(case))):
+            for layer in range(LAYERS):
+                for token in range(TOKENS):
+                    measured = {"overlap": overlap, "jsd": 0.1, "entropy": 0.5, "other_entropy": 0.5}
+                    at = {"kind": "token", "layer": layer, "token": float(token), "text": f"t{token}"}
+                    rows.append({**at, **measured, "draft": draft, "case": case, **margins})
+            for layer in (ALL, NONE, *range(LAYERS)):
+                gone = nowhere if layer == NONE else undone(case) * (2.0 + case)
+                at = {"kind": "exchange", "layer": layer, "damage": 2.0 + case, "undone": gone, "caused": 0.2}
+                rows.append({**at, "draft": draft, "case": case, **margins})
+        for layer in range(LAYERS):
+            for expert in range(EXPERTS):
+                share = {0: 1.0, 1: 0.7, 2: 0.3, 3: 0.0}[expert]
+                at = {"kind": "load", "layer": layer, "expert": expert, "share": share}
+                rows.append({**at, "case": case, **margins})
+        for pair, overlap in (("cold", cold(case)), ("warm", warm(case))):
+            for token in range(3):
+                at = {"layer": 0, "token": token, "text": "t", "overlap": overlap if token else 0.0}
+                starts.append({**at, "jsd": 0.1, "entropy": 0.4, "other_entropy": 0.4, "pair": pair, "case": case})
+    return {"samples": pd.DataFrame(rows), "starts": pd.DataFrame(starts)}
+
+
+def concluded(tables: dict[str, pd.DataFrame]) -> Conclusion:
+    return conclude(tables, MADE_UP, models.mixtral(tokenizer=models.tiny_tokenizer()))
+
+
+def example() -> tuple[Config, Conclusion]:
+    """For the tests of all declared studies."""
+    return MADE_UP, concluded(made_up())
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Slips and harmless changes move the routing alike, nothing goes through it, and cold starts are as warm ones."""
+    overlap = [lambda _: float(rng.normal(0.6, 0.1)) for _ in range(4)]
+    slip, harmless, cold, warm = overlap
+    return concluded(made_up(slip, harmless, lambda _: float(rng.normal(0, 0.2)), cold, warm))
+
+
+def test_planted_numbers_are_found():
+    findings = example()[1].findings
+    cases = range(MADE_UP.problems)
+    moved = np.mean([0.8 + 0.01 * (case % 4) - 0.6 - 0.01 * (case % 3) for case in cases])
+    assert findings.at("moved").mean == pytest.approx(moved)
+    assert {findings.finding(name).comparisons for name in ("moved", "undone", "cold")} == {3}
+    shares = [0.5 + 0.01 * (case % 2) for case in cases]
+    assert findings.at("undone").mean == pytest.approx(np.average(shares, weights=[2.0 + case for case in cases]))
+    assert findings.at("done_by", draft="slip").mean == pytest.approx(0.2 * 10 / sum(2.0 + case for case in cases))
+    assert findings.at("cold").mean == pytest.approx(np.mean([0.7 - 0.3 - 0.01 * (case % 3) for case in cases]))
+    assert findings.at("start", pair="warm", place=0).mean == 0.0  # shown, but in no mean
+    assert findings.at("start_all", pair="warm").mean == pytest.approx(0.7)
+    assert findings.at("load", layer=1, expert=1).mean == pytest.approx(0.7)
+    assert findings.values("token", "place") == [f"{token} t{token}" for token in range(TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({}, "moves the routing more than the harmless change"),
+        ({"slip": lambda _: 0.95}, "moves the routing less than the harmless change"),
+        ({"slip": lambda case: 0.8 + (-1) ** case / 10}, "does not detectably move the routing more or less"),
+        ({}, "acts in part through the routers"),
+        ({"undone": lambda _: -0.3}, "is held back by the routers"),
+        ({"undone": lambda case: (-1) ** case / 5}, "does not detectably act through the routers"),
+        ({"cold": lambda _: 0.9}, "begins cold is routed more alike"),
+        ({"cold": lambda case: 0.7 + (-1) ** case / 10}, "is not detectably routed otherwise"),
+    ],
+)
+def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: str, tmp_path: Path):
+    assert expected in answer_of(STUDY, MADE_UP, concluded(made_up(**tables)), tmp_path)
+
+
+def test_controls_fail_where_they_should():
+    sound, moved = (concluded(made_up(nowhere=nowhere)).controls for nowhere in (0.0, 1e-3))
+    assert [control.holds for control in sound] == [True, True]
+    assert [control.holds for control in moved] == [False, True]
+    tables = made_up()
+    tables["samples"]["margin_slip"] *= -1
+    assert [control.holds for control in concluded(tables).controls] == [True, False]
