@@ -43,10 +43,10 @@ class LayerBySegment:
         with styled():
             figure, axes = plt.subplots(1, len(families), figsize=(10.5, 5.6), sharey=True, squeeze=False)
             for axis, family in zip(axes[0], families, strict=True):
-                own = chosen[chosen["family"] == family].pivot(index="layer", columns="arm", values="mean")
+                accuracy = chosen[chosen["family"] == family].pivot(index="layer", columns="arm", values="mean")
                 bar, top = family == families[-1], max(0.2, chosen["mean"].max())
                 look = {"cmap": "rocket_r", "cbar": bar, "cbar_kws": {"label": "accuracy per label (pale: chance)"}}
-                sns.heatmap(own[list(SEGMENTS)].rename(columns=SEGMENTS), ax=axis, vmin=chance, vmax=top, **look)
+                sns.heatmap(accuracy[list(SEGMENTS)].rename(columns=SEGMENTS), ax=axis, vmin=chance, vmax=top, **look)
                 axis.invert_yaxis()
                 axis.set(title=labels("family", family), xlabel="", ylabel="" if axis is not axes[0, 0] else "layer")
                 axis.tick_params(axis="y", rotation=0)
