@@ -142,7 +142,7 @@ def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
     )
 
 
-def complete(rows: Rows, by: tuple[str, ...]) -> Any:
+def complete(rows: Rows, by: tuple[str, ...]) -> Rows:
     """KL, where it is known in all of an item's rows that agree on `by`, and so in at least half of the items."""
     known = rows.assign(known=rows["kl"].notna())
     whole = known.groupby(["task", "sample", *by], dropna=False)["known"].transform("all")

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,6 +25,7 @@ from kvprobe.studies.dangling import Config
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import Rows
 
 HIDDEN, LATER = "fact", "T2"
 FULL, MASKED, CLOSED = "full", "masked", "closed up"
@@ -141,7 +141,7 @@ def outcome_of(case: Case, full: torch.Tensor, logits: torch.Tensor) -> dict[str
     return {"margin": float(case.metric(logits)), "kl": float(KL().to(full)(logits))}
 
 
-def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
+def sets_by_half(table: Rows, config: Config, model: Model) -> dict[int, Sets]:
     """The KV heads of which most attention dangles on each half, and random ones."""
     shape = model.geometry
     group = shape.n_heads // shape.n_kv_heads

@@ -2,12 +2,12 @@
 on one half, and random heads of the same layers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from kvprobe.layers import Component, verdicts
 from kvprobe.studies.filter_poison import Config
+from kvprobe.tidy import Rows
 
 NONE = "none"
 """The control: the clean cache in the place of the damaged one."""
@@ -19,7 +19,7 @@ Heads = Mapping[str, Sequence[Sequence[Component]]]
 """Sets of heads to be restored together, by the name of what they are."""
 
 
-def heads_by_half(maps: Any, config: Config) -> dict[int, Heads]:
+def heads_by_half(maps: Rows, config: Config) -> dict[int, Heads]:
     """The heads with the highest and the lowest mean index on each half, and random heads of the same layers.
 
     Indices are means over families, so that no family decides alone; a head need not have a verdict.
@@ -27,7 +27,7 @@ def heads_by_half(maps: Any, config: Config) -> dict[int, Heads]:
     known = maps[(maps["family"] != NONE) & (maps["kind"] == "head")]
     by_half: dict[int, Heads] = {}
     for half, of_half in known.groupby("half"):
-        indices: Any = verdicts(of_half).set_index(["layer", "head"])["pi"]
+        indices: Rows = verdicts(of_half).set_index(["layer", "head"])["pi"]
         mean = indices.sort_values()
         top = min(config.top, len(mean) // 2)
         every = [Component("head", int(layer), int(head)) for layer, head in mean.index]

@@ -25,7 +25,7 @@ from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.transfer import transferred
 from kvprobe.progress import Bar
 from kvprobe.studies.multihop import Config
-from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, USE_ARMS, Place, name_of, place, read_session
+from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, USE_ARMS, Arm, Place, name_of, place, read_session
 from kvprobe.tasks.designs import Target
 from kvprobe.tasks.hops import sessions
 from kvprobe.tasks.passcode import draw_codes
@@ -165,7 +165,7 @@ def varying(features: Features) -> pd.DataFrame:
 
 
 def carried(
-    parts: Parts, arm: Any, split: Split, picks: Sequence[Pick], folds: Int[np.ndarray, "samples"]
+    parts: Parts, arm: Arm, split: Split, picks: Sequence[Pick], folds: Int[np.ndarray, "samples"]
 ) -> pd.DataFrame:
     """Share of digits read by probes trained at each distance and tested at each, all at the site of their fold."""
     right = np.empty((len(DISTANCES), len(DISTANCES), len(folds)))

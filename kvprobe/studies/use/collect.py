@@ -5,7 +5,6 @@ One file per conversation and stage is kept, so an interrupted run resumes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,6 +35,7 @@ from kvprobe.studies.use.effects import (
 from kvprobe.studies.use.fit import LEACE, RANDOM_0, Erasers, fit
 from kvprobe.studies.use.read import Case, read_turn
 from kvprobe.tasks.passcode import Encoder, contexts, draw_codes
+from kvprobe.tidy import Rows
 
 SPARE = 64
 """Codes that are there to be a donor's; among so many, some begin with another digit."""
@@ -164,7 +164,7 @@ class Bench:
         return pd.DataFrame(rows)
 
 
-def chosen_places(table: Any) -> tuple[Place, Place]:
+def chosen_places(table: Rows) -> tuple[Place, Place]:
     """For each half, where the eraser took most of the margin beyond a random one on the *other* half: one band of
     layers."""
     banded = table[(table["kind"] == ERASE) & (table["band"] != EVERY_LAYER)]
