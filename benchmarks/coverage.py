@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, newcombe, ratio, wilson
-from kvprobe.studies.bands.statistics import spearman, statistic
+from kvprobe.ranks import spearman
+from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, newcombe, ratio, statistic, wilson
 from kvprobe.studies.policies.conclude import least_memory
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "coverage.md"

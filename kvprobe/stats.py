@@ -6,6 +6,7 @@ clusters, and the end on the side of a long tail is moved out.
 Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage.md reports the measured coverage.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, isnan, nan
 from typing import Any
@@ -209,6 +210,35 @@ def means(
     with np.errstate(divide="ignore", invalid="ignore"):
         without = (sums.sum(-1, keepdims=True) - sums) / (sizes.sum() - sizes)
     return mean, *interval(mean, without, within, comparisons, sizes)
+
+
+def statistic(
+    values: Sequence[Float[np.ndarray, "*axes items"]],
+    say: Callable[..., Float[np.ndarray, "draws"]],
+    within: tuple[float, float],
+    comparisons: int = 1,
+) -> Estimate | None:
+    """What `say` makes of means over items, with its interval; None where it cannot be computed.
+
+    Args:
+        values: quantities, items last; only items at which all are known count, and they must be at least half.
+        say: from means, draws first (all items, then all but each), to a number for each draw.
+    """
+    known = np.logical_and.reduce([np.isfinite(quantity).reshape(-1, quantity.shape[-1]).all(0) for quantity in values])
+    count = int(known.sum())
+    if 2 * count < len(known):
+        return None
+    weights = np.concatenate([np.ones((1, count), int), leave_one_out(count)])
+    sizes = np.maximum(weights.sum(1), 1)
+    means = [np.moveaxis(np.moveaxis(quantity[..., known], -1, 0).T @ weights.T / sizes, -1, 0) for quantity in values]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        numbers = say(*means)
+    if not np.isfinite(numbers[0]):
+        return None
+    # An item counts as much as it contributes to the means.
+    parts = [np.abs(quantity[..., known]).reshape(-1, count).sum(0) for quantity in values]
+    shares = np.sum([part / part.sum() for part in parts if part.sum()], axis=0)
+    return jackknife(float(numbers[0]), numbers[1:], within, comparisons, shares)
 
 
 def wilson(successes: int | float, trials: int) -> Estimate:

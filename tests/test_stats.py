@@ -17,6 +17,7 @@ from kvprobe.stats import (
     jackknife,
     leave_one_out,
     means,
+    newcombe,
     ratio,
     wilson,
 )
@@ -189,3 +190,9 @@ def test_a_share_of_few_trials_has_a_range_and_no_interval():
 )
 def test_no_zero_has_a_sign_and_no_interval_has_equal_ends(written: str, expected: str):
     assert written == expected
+
+
+def test_the_difference_of_two_shares_is_newcombes():
+    # Newcombe 1998, Statistics in Medicine 17:873, table II, example (a), method 10: 56/70 − 48/80.
+    difference = newcombe(wilson(56, 70), wilson(48, 80))
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)

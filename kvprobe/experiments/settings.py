@@ -19,7 +19,7 @@ LAST = ("seed", "device", "dtype")
 """Settings of every study that come after the study's own where settings are listed."""
 
 
-def ranged(default: Any, low: float, high: float | None = None) -> Any:
+def ranged(default: Any, low: int, high: int | None = None) -> Any:
     """The default of a setting, and the range of its value or of each of its values."""
     return field(default=default, metadata={"range": (low, high)})
 

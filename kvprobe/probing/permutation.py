@@ -62,3 +62,16 @@ def step_down(scores: Float[np.ndarray, "assignments probes"]) -> Float[np.ndarr
     p = np.empty(scores.shape[1])
     p[order] = np.maximum.accumulate((largest >= standard[0, order]).mean(0))
     return p
+
+
+def sign_flipped(
+    change: Float[np.ndarray, "contexts dim"], flips: int, rng: np.random.Generator
+) -> Float[np.ndarray, "dim"]:
+    """Family-wise p-values of the mean of each column of differences between two arms.
+
+    Where an arm makes no difference, the arms may change places within a context: the signs of its differences are
+    flipped, all columns together, and the largest of the standardised means sets the level (step-down).
+    """
+    signs = rng.choice([-1.0, 1.0], (flips + 1, len(change)))
+    signs[0] = 1.0
+    return step_down(np.abs(signs @ change) / len(change))

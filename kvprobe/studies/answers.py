@@ -64,7 +64,7 @@ def collect_answers(
     return table_of_parts(run, numbers, "answers", answered, doing="Damaging and answering", unit="prompt")
 
 
-def able(rows: Rows, tasks: Sequence[Task], of: str, where: Where = SOUND) -> Any:
+def able(rows: Rows, tasks: Sequence[Task], of: str, where: Where = SOUND) -> Rows:
     """For each row, whether the model does its task well enough on sound caches for damage to be visible.
 
     Args:

@@ -7,7 +7,7 @@ import torch
 
 from kvprobe.probing.controls import permuted_within
 from kvprobe.probing.fixed import PENALTY
-from kvprobe.probing.permutation import p_values, permuted_hits, step_down
+from kvprobe.probing.permutation import p_values, permuted_hits, sign_flipped, step_down
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.splits import fold_numbers, paired_features
 from kvprobe.stats import wilson
@@ -140,3 +140,24 @@ def test_a_probe_with_constant_scores_is_not_significant():
     scores = np.random.default_rng(0).standard_normal((40, 3))
     scores[:, 1] = 5.0
     assert step_down(scores)[1] > 0.3
+
+
+def test_a_planted_difference_is_found_and_noise_is_not():
+    change = np.random.default_rng(0).normal(0, 0.1, (40, 60))
+    change[:, 7] += 0.2
+    change[:, 9] -= 0.2
+    change[:, 11] = 0
+    p = sign_flipped(change, 1999, np.random.default_rng([0, 3]))
+    assert np.flatnonzero(p <= 0.05).tolist() == [7, 9]
+    assert p[11] == 1
+
+
+def test_under_the_null_the_family_is_wrong_one_time_in_twenty():
+    wrong = 0
+    for seed in range(120):
+        rng = np.random.default_rng(seed)
+        # Columns that go together, as latents do, of very different sizes.
+        change = rng.normal(size=(20, 3)) @ rng.normal(size=(3, 12)) + rng.normal(size=(20, 12))
+        change *= np.exp(rng.normal(size=12))
+        wrong += bool((sign_flipped(change, 1999, np.random.default_rng([seed, 3])) <= 0.05).any())
+    assert wrong <= 13

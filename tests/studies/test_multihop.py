@@ -23,10 +23,21 @@ from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
 from kvprobe.studies import multihop
 from kvprobe.studies.multihop import Config
-from kvprobe.studies.multihop.arms import ARMS, DISTANCES, Arm, lowest_layer, summaries_seen
 from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
 from kvprobe.studies.multihop.conclude import conclude
-from kvprobe.studies.multihop.reading import PLACES, SHOWN, USE_ARMS, name_of, place, read_session
+from kvprobe.studies.multihop.reading import (
+    ARMS,
+    DISTANCES,
+    PLACES,
+    SHOWN,
+    USE_ARMS,
+    Arm,
+    lowest_layer,
+    name_of,
+    place,
+    read_session,
+    summaries_seen,
+)
 from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens

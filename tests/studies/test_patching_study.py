@@ -16,7 +16,6 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.studies import patching
 from kvprobe.studies.patching import Config
-from kvprobe.studies.patching.bands import band_of
 from kvprobe.studies.patching.collect import AFTER, BEFORE, VALUE, Grid, cases_of, divided, measure_bands
 from kvprobe.studies.patching.conclude import conclude
 from kvprobe.studies.patching.study import STUDY
@@ -124,19 +123,6 @@ def test_the_turn_of_the_fact_is_cut_around_the_value_and_a_run_tests_the_band_o
     case = cases_of(SMALL, deep.tokenizer)[0]
     table = measure_bands(deep, case, {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}})
     assert dict(zip(table["where"], table["band"], strict=True)) == {"inside": "1–2", "outside": "0+3"}
-
-
-@pytest.mark.parametrize(
-    ("effects", "band"),
-    [
-        ([0.0, 0.1, 0.5, 0.4, 0.0], range(2, 4)),
-        ([0.5, 0.0, 0.5], range(0, 3)),
-        ([-0.2, 0.6, 0.6, -0.1], range(1, 3)),
-        ([-0.5, 0.2], None),
-    ],
-)
-def test_a_band_is_the_smallest_run_that_holds_its_share(effects: list[float], band: range | None):
-    assert band_of(np.array(effects)) == band
 
 
 def table_with(

@@ -29,8 +29,7 @@ from kvprobe.studies import robustness
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
 from kvprobe.studies.robustness.conclude import conclude, ranking
-from kvprobe.studies.robustness.study import STUDY
-from kvprobe.studies.robustness.styles import STYLES
+from kvprobe.studies.robustness.study import STUDY, STYLES
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from tests.models import N_LAYERS, any_model

@@ -52,11 +52,11 @@ def cut_bands(config: Config, n_layers: int) -> list[Band]:
     Raises:
         UserError: the model has fewer layers than bands.
     """
-    found = []
+    cuts = []
     for cut in config.bands:
         pieces = bands(n_layers, BANDS[cut])
-        found += [Band(name, layers) for name, layers in zip(names_of(cut), pieces, strict=True)]
-    return found
+        cuts += [Band(name, layers) for name, layers in zip(names_of(cut), pieces, strict=True)]
+    return cuts
 
 
 def single_bands(n_layers: int) -> list[Band]:
@@ -70,17 +70,17 @@ def cases(config: Config, n_layers: int) -> list[Case]:
     Cases of one noise stand side by side, because rows that are damaged alike are written together.
     """
     whole = Band("all", range(n_layers))
-    found = [_case(config, CONTROL, whole, config.noises[0], config.parts[0], 0.0)]
+    every = [_case(config, CONTROL, whole, config.noises[0], config.parts[0], 0.0)]
     singles = single_bands(n_layers) if config.single else []
     for noise in config.noises:
         for part in config.parts:
-            found += [
+            every += [
                 _case(config, CUTS, band, noise, part, rate)
                 for band in cut_bands(config, n_layers)
                 for rate in config.rates
             ]
-            found += [_case(config, SINGLES, band, noise, part, config.single) for band in singles]
-    return found
+            every += [_case(config, SINGLES, band, noise, part, config.single) for band in singles]
+    return every
 
 
 def _case(config: Config, group: str, band: Band, noise: str, parts: str, rate: float) -> Case:

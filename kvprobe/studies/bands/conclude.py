@@ -11,15 +11,15 @@ from jaxtyping import Float
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Total, measure
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
+from kvprobe.ranks import halves_agree, spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.reported import reported
-from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe, statistic
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
 from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
-from kvprobe.studies.bands.statistics import halves_agree, last_over_others, spearman, statistic
 from kvprobe.tasks.task import Task
 from kvprobe.tidy import Rows, Where, beside, chosen, groups
 
@@ -142,7 +142,7 @@ def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
     )
 
 
-def complete(rows: Rows, by: tuple[str, ...]) -> Any:
+def complete(rows: Rows, by: tuple[str, ...]) -> Rows:
     """KL, where it is known in all of an item's rows that agree on `by`, and so in at least half of the items."""
     known = rows.assign(known=rows["kl"].notna())
     whole = known.groupby(["task", "sample", *by], dropna=False)["known"].transform("all")
@@ -159,6 +159,11 @@ def by_noise(rows: Rows, of: str, along: str, where: Where) -> dict[tuple[Key, .
     tasks = dict.fromkeys(task for task, *_ in arrays)
     every = [(task, noise, parts) for task in tasks for parts in PARTS for noise in NOISES]
     return {place: arrays[place] for place in every if place in arrays}
+
+
+def last_over_others(means: Float[np.ndarray, "draws bands"]) -> Float[np.ndarray, "draws"]:
+    """The last band's mean over the mean of the others."""
+    return means[:, -1] / means[:, :-1].mean(1)
 
 
 def add_leads(findings: Findings, rows: Rows) -> None:

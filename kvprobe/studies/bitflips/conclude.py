@@ -188,7 +188,7 @@ def examples(rows: Rows) -> list[dict[str, Any]]:
         {name: str(first[name]) for name in ("dtype", "field", "part", "item", "answer", "text")}
         | {name: int(first[name]) for name in ("bit", "layer", "head")}
         | {"clean": str(clean[first["sample"]]), "right": bool(first["right"])}
-        for first in (own.iloc[0] for _, own in differ.groupby(["dtype", "field"], sort=False))
+        for first in (alike.iloc[0] for _, alike in differ.groupby(["dtype", "field"], sort=False))
     ]
 
 

@@ -85,18 +85,18 @@ def read_context(
         `full` (with everything in view), `right` (whether the reply is then foretold token by token), and `apart`, how
         far the two caches' K and V differ before the hidden turn, relative to the largest.
     """
-    own, other = (compacted_conversation(context, compaction, code) for code in codes)
-    whole, swapped = (chat.tokens(model.tokenizer) for chat in (own, other))
+    chat, other = (compacted_conversation(context, compaction, code) for code in codes)
+    whole, swapped = (talk.tokens(model.tokenizer) for talk in (chat, other))
     cut = whole.span("ask").start
     full, full_other = (model.prefill(tokens[:cut]) for tokens in (whole, swapped))
     retained, retained_other = full.evict(HIDDEN), full_other.evict(HIDDEN)
-    gone = own.without(HIDDEN).tokens(model.tokenizer)
+    gone = chat.without(HIDDEN).tokens(model.tokenizer)
     recomputed = model.prefill(gone[: gone.span("ask").start])
 
     slots, layers = groups(retained.ledger), named_bands(model.geometry.n_layers, config.bands)
     tables = []
     for question in QUESTIONS:
-        asked = ask(model, own, context, compaction, codes[0], question)
+        asked = ask(model, chat, context, compaction, codes[0], question)
         metrics = _against_donor(asked)
         for direction, (base, donor) in zip(DIRECTIONS, ((recomputed, retained), (retained, recomputed)), strict=True):
             wanted = cells(slots, layers)
@@ -105,7 +105,7 @@ def read_context(
             table = swaps(model, full, base, donor, asked, wanted, metrics)
             tables.append(table.assign(question=question, direction=direction, apart=_apart(base, donor, slots)))
 
-    asked = ask(model, own, context, compaction, codes[0], QUESTIONS[0])
+    asked = ask(model, chat, context, compaction, codes[0], QUESTIONS[0])
     about = Asked(asked.suffix[: len(asked.suffix) - len(asked.answer) + 1], 1, asked.answer[:1])
     first = ask(model, other, context, compaction, codes[1], QUESTIONS[0]).answer[0]
     difference = LogitDiff(asked.answer[0], first)
@@ -144,14 +144,14 @@ def swaps(
 ) -> pd.DataFrame:
     """The metrics with each cell of the base swapped for the donor's, one row for each; see `read_context`."""
     theirs, everything = (_said(model, cache, asked) for cache in (donor, full))
-    told = metrics(theirs)
+    measures = metrics(theirs)
     others = {"full": aligned(model.lanes, base, donor).cache, "self": base}
     reader = Reader(model.lanes, base, others, asked.suffix)
     order = sorted(wanted, key=lambda cell: cell.layers[0])
-    found = [_values(told, row) for logits in reader.passes(order, asked.kept) for row in logits]
+    values = [_values(measures, row) for logits in reader.passes(order, asked.kept) for row in logits]
     last = everything[-len(asked.answer) :]
     right = bool((last.argmax(-1) == torch.tensor(asked.answer, device=last.device)).all())
-    ends, aims = _values(told, theirs), _values(told, everything)
+    ends, aims = _values(measures, theirs), _values(measures, everything)
     names = [model.tokenizer.decode([token]) for token in base.ledger.tokens[0].tolist()]
     table = pd.DataFrame(
         {
@@ -161,13 +161,13 @@ def swaps(
             "token": names[cell.slots[0]] if "slot" in cell.labels else "",
             "metric": metric,
             "value": value[metric],
-            "base": found[0][metric],
+            "base": values[0][metric],
             "donor": ends[metric],
             "full": aims[metric],
             "right": right,
         }
-        for cell, value in zip(order, found[1:], strict=True)
-        for metric in told
+        for cell, value in zip(order, values[1:], strict=True)
+        for metric in measures
     )
     return table.assign(effect=table["value"] - table["base"], way=table["donor"] - table["base"])
 

@@ -53,13 +53,13 @@ def cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]
     def cell(group: str, band: str, part: str) -> Cell:
         return Cell(layers[band], slots[group], part, labels={"group": group, "band": band})
 
-    found = [cell(group, EVERY_LAYER, part) for group in GROUPS for part in PARTS]
+    wanted = [cell(group, EVERY_LAYER, part) for group in GROUPS for part in PARTS]
     for band in layers:
         if band != EVERY_LAYER:
-            found += [cell("all after", band, part) for part in PARTS]
-            found += [cell(kind, band, "KV") for kind in KINDS]
+            wanted += [cell("all after", band, part) for part in PARTS]
+            wanted += [cell(kind, band, "KV") for kind in KINDS]
     itself = Cell(everywhere, slots["all after"], "KV", content="self", labels={"group": SELF, "band": EVERY_LAYER})
-    return [*found, cell(BEFORE, EVERY_LAYER, "KV"), itself]
+    return [*wanted, cell(BEFORE, EVERY_LAYER, "KV"), itself]
 
 
 def code_cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]:

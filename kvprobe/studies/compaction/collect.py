@@ -117,9 +117,9 @@ def fitted(paths: Sequence[Path], codes: Sequence[str], config: Config) -> dict[
             read[split] = chosen(fits, folds[split]).predicted.eq(labels).double().mean(0).numpy()
         digits.append(pd.DataFrame({"sample": range(len(codes)), "condition": arm.name, **read}))
         variation += [
-            {"arm": arm.name, "family": family, "layer": layer, "variation": varies(own, owners)}
+            {"arm": arm.name, "family": family, "layer": layer, "variation": varies(of_layer, owners)}
             for family, tensor in tensors.items()
-            for layer, own in enumerate(tensor.unbind(1))
+            for layer, of_layer in enumerate(tensor.unbind(1))
             if arm in RETAINED
         ]
     return {

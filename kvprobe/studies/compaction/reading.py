@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
@@ -103,7 +104,8 @@ def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int)
         said = [model.extend(cache, asking, logits=code_tokens)[1]]
         for arm in ARMS:
             if arm in restarted:
-                said.append(_said_after(model, *restarted[arm], [row[answer] for row in rows]))
+                shared, logits = restarted[arm][0].fork(len(rows)), restarted[arm][1]
+                said.append(forced_logits(model, shared, logits, _onwards(shared, [row[answer] for row in rows])))
                 continue
             acted = model.apply(arm.policy, cache)
             read = model.capture(
@@ -140,7 +142,7 @@ def irrelevant(model: Model, tokens: Tokens, filler: Sequence[Context]) -> Token
         for segment, delimiter in zip(tokens.segments, tokens.delimiters, strict=True)
     ]
     return replace(
-        tokens, ids=tuple(next(supply) if other else own for own, other in zip(tokens.ids, hidden, strict=True))
+        tokens, ids=tuple(next(supply) if other else token for token, other in zip(tokens.ids, hidden, strict=True))
     )
 
 
@@ -173,9 +175,9 @@ def _attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows
     shares: dict[int, Tensor] = {}
 
     def observe(layer: int, pattern: Tensor) -> None:
-        before, own = pattern[..., :past].mean(2), pattern[..., past:].sum(-1).mean(2)
+        before, itself = pattern[..., :past].mean(2), pattern[..., past:].sum(-1).mean(2)
         shared = torch.einsum("bhs,gbs->bhg", before.float(), masks.float())
-        shares[layer] = torch.cat([shared, own[..., None].float()], -1)
+        shares[layer] = torch.cat([shared, itself[..., None].float()], -1)
 
     with model.lanes.hooked.observing_patterns(observe):
         model.extend(rows, _onwards(rows, [turn] * rows.batch), lane="hooked")
@@ -199,11 +201,11 @@ def _answers(
         reference = place if condition in ("full", CALIBRATION[0]) else reference
         texts[condition] = []
         for number, kind in enumerate(KINDS):
-            own, other = (done.tokens[row * len(KINDS) + number] for row in (place, reference))
+            answer, other = (done.tokens[row * len(KINDS) + number] for row in (place, reference))
             text = done.texts[place * len(KINDS) + number]
             texts[condition].append(text)
-            same[place, number] = own == other
-            prefix[place, number] = _common(own, other) / len(other)
+            same[place, number] = answer == other
+            prefix[place, number] = _common(answer, other) / len(other)
             words = compaction.answer(kind)
             if words is not None:
                 right[place, number] = words.lower() in text.lower()
@@ -220,16 +222,3 @@ def _onwards(cache: KVCache, tokens: Sequence[Tokens]) -> list[Tokens]:
     """These tokens where each row of the cache goes on."""
     rows = cache.ledger.following.tolist()
     return [row.shifted(position) for row, position in zip(tokens, rows * (len(tokens) // len(rows)), strict=True)]
-
-
-def _said_after(
-    model: Model, cache: KVCache, logits: Float[Tensor, "1 1 vocab"], codes: Sequence[Tokens]
-) -> Float[Tensor, "rows code_tokens vocab"]:
-    """The distributions of each code token after a cache that all rows share, the true tokens before it given."""
-    first = logits.expand(len(codes), -1, -1)
-    if len(codes[0]) == 1:
-        return first
-    given = [code[:-1] for code in codes]
-    shared = cache.fork(len(codes))
-    _, following = model.extend(shared, _onwards(shared, given), logits=len(given[0]))
-    return torch.cat([first, following], 1)

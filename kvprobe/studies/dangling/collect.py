@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,6 +25,7 @@ from kvprobe.studies.dangling import Config
 from kvprobe.tasks.facts import facts, halves, pair
 from kvprobe.tasks.ordinal import PLACES, VERBS, Memo, Reference, draw
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import Rows
 
 HIDDEN, LATER = "fact", "T2"
 FULL, MASKED, CLOSED = "full", "masked", "closed up"
@@ -70,12 +70,12 @@ def cases_of(config: Config, model: Model) -> list[Case]:
         raise UserError(
             f"Setting 'rescued' asks for {most} KV heads, but {model.name} has {heads}; give numbers below that."
         )
-    found = []
+    cases = []
     for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
-        own, way = pair(fact, model.tokenizer), number % 2
-        metric = LogitDiff(own.answers[way], own.answers[1 - way])
-        found.append(Case(fact.id, half, own.prompts[way], own.suffix, metric))
-    return found
+        both, way = pair(fact, model.tokenizer), number % 2
+        metric = LogitDiff(both.answers[way], both.answers[1 - way])
+        cases.append(Case(fact.id, half, both.prompts[way], both.suffix, metric))
+    return cases
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -93,8 +93,8 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     def rescued(case: Case) -> pd.DataFrame:
         return rescue(model, case, by_half[1 - case.half]).assign(prompt=case.name, half=case.half)
 
-    found = {"samples": table, "rescues": parts("rescues", rescued, doing="Giving heads their turn back")}
-    return found | {"memos": collect_memos(config, run)} if config.memos else found
+    tables = {"samples": table, "rescues": parts("rescues", rescued, doing="Giving heads their turn back")}
+    return tables | {"memos": collect_memos(config, run)} if config.memos else tables
 
 
 def measure(model: Model, case: Case) -> pd.DataFrame:
@@ -102,14 +102,14 @@ def measure(model: Model, case: Case) -> pd.DataFrame:
     patterns = {arm: read(model, cache, case) for arm, cache in arms_of(model, clean).items()}
     tables = []
     full = patterns[FULL].logits[None].float()
-    for arm, own in patterns.items():
-        outcome = outcome_of(case, full, own.logits[None].float())
+    for arm, pattern in patterns.items():
+        outcome = outcome_of(case, full, pattern.logits[None].float())
         masked = patterns[MASKED].logits[None].float()
-        to_masked = float(KL().to(masked)(own.logits[None].float()))
+        to_masked = float(KL().to(masked)(pattern.logits[None].float()))
         tables.append(pd.DataFrame([{"grid": "arms", "arm": arm, **outcome, "kl_masked": to_masked}]))
-    seen = {arm: own for arm, own in patterns.items() if arm != FULL} | {SHARED: shared_out(patterns)}
-    for arm, own in seen.items():
-        went = dangling(patterns[FULL], own, (HIDDEN,), summary=(LATER,), local=len(case.suffix))
+    seen = {arm: pattern for arm, pattern in patterns.items() if arm != FULL} | {SHARED: shared_out(patterns)}
+    for arm, pattern in seen.items():
+        went = dangling(patterns[FULL], pattern, (HIDDEN,), summary=(LATER,), local=len(case.suffix))
         tables.append(went.rename(columns={"summary": "later"}).assign(grid="heads", arm=arm))
     return pd.concat(tables, ignore_index=True).assign(prompt=case.name, half=case.half)
 
@@ -124,10 +124,10 @@ def shared_out(patterns: Mapping[str, Patterns]) -> Patterns:
 
 def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
     """The cache in each arm; gaps can be closed only where keys turn with position."""
-    found = {FULL: clean, MASKED: clean.mask(HIDDEN)}
+    arms = {FULL: clean, MASKED: clean.mask(HIDDEN)}
     if model.lanes.can_reindex:
-        found[CLOSED] = clean.evict(HIDDEN).reindex()
-    return found
+        arms[CLOSED] = clean.evict(HIDDEN).reindex()
+    return arms
 
 
 def read(model: Model, cache: KVCache, case: Case) -> Patterns:
@@ -141,16 +141,16 @@ def outcome_of(case: Case, full: torch.Tensor, logits: torch.Tensor) -> dict[str
     return {"margin": float(case.metric(logits)), "kl": float(KL().to(full)(logits))}
 
 
-def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
+def sets_by_half(table: Rows, config: Config, model: Model) -> dict[int, Sets]:
     """The KV heads of which most attention dangles on each half, and random ones."""
     shape = model.geometry
     group = shape.n_heads // shape.n_kv_heads
     every = [(layer, head) for layer in range(shape.n_layers) for head in range(shape.n_kv_heads)]
     heads = table[(table["grid"] == "heads") & (table["arm"] == MASKED)]
-    found: dict[int, Sets] = {}
+    by_half: dict[int, Sets] = {}
     for half in sorted(heads["half"].unique()):
-        own = heads[heads["half"] == half]
-        mass = own.groupby([own["layer"].astype(int), own["head"].astype(int) // group])["dangling"].mean()
+        of_half = heads[heads["half"] == half]
+        mass = of_half.groupby([of_half["layer"].astype(int), of_half["head"].astype(int) // group])["dangling"].mean()
         ranked = [(int(layer), int(head)) for layer, head in mass.sort_values(ascending=False).index]
         rng = np.random.default_rng([config.seed, 2, int(half)])
         sets: dict[tuple[str, int, int], Sequence[KVHead]] = {}
@@ -158,8 +158,8 @@ def sets_by_half(table: Any, config: Config, model: Model) -> dict[int, Sets]:
             sets[TOP, size, 0] = ranked[:size]
             for number in range(config.random):
                 sets[RANDOM, size, number] = [every[place] for place in rng.permutation(len(every))[:size]]
-        found[int(half)] = sets
-    return found
+        by_half[int(half)] = sets
+    return by_half
 
 
 def rescue(model: Model, case: Case, sets: Sets) -> pd.DataFrame:
@@ -170,8 +170,8 @@ def rescue(model: Model, case: Case, sets: Sets) -> pd.DataFrame:
         some = keys[start : start + ROWS]
         caches = KVCache.join([in_view_of(clean, sets[key]) for key in some])
         _, logits = model.extend(caches, [case.suffix] * len(some))
-        for (sort, size, number), own in zip(some, logits.float(), strict=True):
-            rows.append({"sort": sort, "size": size, "draw": number, **outcome_of(case, full[0].float(), own)})
+        for (sort, size, number), said in zip(some, logits.float(), strict=True):
+            rows.append({"sort": sort, "size": size, "draw": number, **outcome_of(case, full[0].float(), said)})
     return pd.DataFrame(rows)
 
 
@@ -181,8 +181,8 @@ def in_view_of(clean: KVCache, heads: Sequence[KVHead]) -> KVCache:
     for layer, head in heads:
         spared[layer].add(head)
     cache = clean.mask(HIDDEN, layers=[layer for layer in range(clean.n_layers) if layer not in spared])
-    for layer, own in spared.items():
-        if others := [head for head in range(clean.n_kv_heads) if head not in own]:
+    for layer, spared_heads in spared.items():
+        if others := [head for head in range(clean.n_kv_heads) if head not in spared_heads]:
             cache = cache.mask(HIDDEN, layers=[layer], heads=others)
     return cache
 

@@ -109,7 +109,7 @@ def by_place(heads: Rows) -> Rows:
     heads = heads.astype({"layer": int, "head": int, **dict.fromkeys(PLACES, float)})
     rows = heads.melt([*head, "arm", "dangling"], list(PLACES), "place", "gained")
 
-    def over(where: Where, on: str) -> Any:
+    def over(where: Where, on: str) -> Rows:
         return rows["gained"] - beside(rows, "gained", where, (*head, on))
 
     others = {f"over_{place}": over({"place": place}, "arm") for place in PLACES}

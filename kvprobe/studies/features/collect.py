@@ -135,7 +135,7 @@ def by_change(retained: Means, restart: Means) -> Int[np.ndarray, "alive"]:
 def sets_by_half(paths: Sequence[Path], dictionaries: Sequence[Dictionary], config: Config) -> dict[int, Sets]:
     """The latents that differ most in T3 on the even and on the odd contexts alone, so that what is found on one half
     can be tested on the other; as many others at random, and all; by place."""
-    found: dict[int, dict[str, dict[str, list[int]]]] = {0: {}, 1: {}}
+    by_half: dict[int, dict[str, dict[str, list[int]]]] = {0: {}, 1: {}}
     for features in dictionaries:
         retained, restart = pair_of(paths, features.place, "T3", "latents")
         for half in (0, 1):
@@ -145,8 +145,8 @@ def sets_by_half(paths: Sequence[Path], dictionaries: Sequence[Dictionary], conf
             sets = {"differing": top.tolist(), "all": list(range(features.width))}
             for draw in range(DRAWS):
                 sets[f"random {draw}"] = rng.permutation(others)[:EXCHANGED].tolist()
-            found[half][str(features.place)] = sets
-    return dict(found)
+            by_half[half][str(features.place)] = sets
+    return dict(by_half)
 
 
 def standing_out(paths: Sequence[Path], features: Dictionary) -> pd.DataFrame:
@@ -172,10 +172,10 @@ def texts_of(model: Model, features: Dictionary, shards: Shards, shown: pd.DataF
     """Of each latent that stands out: how often it is active in the recorded texts, and where most."""
     latents = shown.loc[shown["place"] == str(features.place), "latent"].unique().tolist()
     rows = []
-    for found in activating(features, shards, latents):
-        view = asdict(latent_view(found, model.tokenizer)) if found.examples else None
-        words = peak_words(found, model.tokenizer)
-        rows.append({"latent": found.latent, "density": found.density, "words": words, "view": json.dumps(view)})
+    for activity in activating(features, shards, latents):
+        view = asdict(latent_view(activity, model.tokenizer)) if activity.examples else None
+        words = peak_words(activity, model.tokenizer)
+        rows.append({"latent": activity.latent, "density": activity.density, "words": words, "view": json.dumps(view)})
     return pd.DataFrame(rows).assign(place=str(features.place))
 
 

@@ -12,7 +12,7 @@ from kvprobe.experiments.estimands import Estimand, HeldOut, Mean, Ratio, measur
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
-from kvprobe.probing.permutation import step_down
+from kvprobe.probing.permutation import sign_flipped
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, estimate
@@ -143,7 +143,7 @@ def add_differences(findings: Findings, tables: Mapping[str, Rows], comparisons:
         if segment == UNTOUCHED:
             findings.number("round_off", np.abs(change).max() / np.abs(retained).max(), place=place)
             continue
-        p, mean = p_values(change, seed), change.mean(0)
+        p, mean = sign_flipped(change, FLIPS, np.random.default_rng([seed, 3])), change.mean(0)
         alive = (retained.mean(0) != 0) | (restart.mean(0) != 0)
         for of, count in {
             "differ": (p <= LEVEL).sum(),
@@ -161,17 +161,6 @@ def add_differences(findings: Findings, tables: Mapping[str, Rows], comparisons:
                 findings.number("p", p[latent], **keys, latent=latent)
             if stands_out:
                 findings.add(Finding("difference", {**keys, "latent": latent}, estimate(change[:, latent])))
-
-
-def p_values(change: Float[np.ndarray, "contexts dim"], seed: int) -> Float[np.ndarray, "dim"]:
-    """Of the mean of each column, corrected for all of them.
-
-    Where an arm makes no difference, retained and restart may change places within a context: the signs of its
-    differences are flipped, all columns together, and the largest of the standardised means sets the level (step-down).
-    """
-    signs = np.random.default_rng([seed, 3]).choice([-1.0, 1.0], (FLIPS + 1, len(change)))
-    signs[0] = 1.0
-    return step_down(np.abs(signs @ change) / len(change))
 
 
 def fewest(values: Float[np.ndarray, "columns"]) -> int:

@@ -75,15 +75,15 @@ def read_context(
         UNTOUCHED: (prefix, slice(1, None)),
         f"restart {UNTOUCHED}": (restart, slice(1, alone.span(UNTOUCHED).stop)),
     }
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, (features, turned) in readers.items():
         for arm, (captured, slots) in spans.items():
             raw = joined(captured[features.place.family, features.place.layer])[:, slots].float()
-            found[f"{name}.{arm}.raw"] = raw.mean(1)
-            found[f"{name}.{arm}.latents"] = features.encode(raw).float().mean(1)
-            found[f"{name}.{arm}.turned"] = turned.encode(raw).float().mean(1)
-    found["digits"] = torch.tensor([[int(digit) for digit in code] for code in codes])
-    return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+            tensors[f"{name}.{arm}.raw"] = raw.mean(1)
+            tensors[f"{name}.{arm}.latents"] = features.encode(raw).float().mean(1)
+            tensors[f"{name}.{arm}.turned"] = turned.encode(raw).float().mean(1)
+    tensors["digits"] = torch.tensor([[int(digit) for digit in code] for code in codes])
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def wanted_at(dictionaries: Sequence[Dictionary]) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def restarted(model: Model, context: Context, code: str) -> Tokens:
 def judge(model: Model, features: Dictionary, texts: Sequence[Tokens], seed: int) -> pd.DataFrame:
     """One row per text (`grid` is texts) with what `reconstruction` finds, `turned` (the error of the turned
     dictionary) and, for the first few, what `splice` finds; and one per latent (`grid` is latents)."""
-    found, turned = (reconstruction(model, dictionary, texts) for dictionary in (features, features.rotated(seed)))
-    rows = found.texts.assign(grid="texts", text=range(len(texts)), turned=turned.texts["error"])
+    quality, turned = (reconstruction(model, dictionary, texts) for dictionary in (features, features.rotated(seed)))
+    rows = quality.texts.assign(grid="texts", text=range(len(texts)), turned=turned.texts["error"])
     rows = rows.join(splice(model, features, texts[:SPLICED]))
-    latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": found.density})
+    latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": quality.density})
     return pd.concat([rows, latents], ignore_index=True).assign(place=str(features.place))
 
 
@@ -133,8 +133,8 @@ def exchange(model: Model, dictionaries: Sequence[Dictionary], context: Context,
         for name, latents in sets[str(place)].items():
             columns = torch.tensor(list(latents), dtype=torch.long, device=moved.device)
             shifts[name] = moved[:, columns] @ directions[columns]
-        found = _shifted(model, past, asked, port_of(model.lanes, place), torch.stack(list(shifts.values())))
-        kl = relative_entropy(target.expand_as(found), found).mean(1)
+        predicted = _shifted(model, past, asked, port_of(model.lanes, place), torch.stack(list(shifts.values())))
+        kl = relative_entropy(target.expand_as(predicted), predicted).mean(1)
         rows += [
             {"place": str(place), "set": name.split()[0], "kl": value}
             for name, value in zip(shifts, kl.tolist(), strict=True)

@@ -69,14 +69,14 @@ def cases_of(config: Config, model: Model) -> list[Case]:
         if family not in (*CATALOGUE, FALSE):
             raise UserError(unknown("fault", family, (*CATALOGUE, FALSE)))
     picked = [fact for kind in config.kinds for fact in facts((kind,))[: config.prompts]]
-    found = []
+    cases = []
     for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
-        own = pair(fact, model.tokenizer)
+        both = pair(fact, model.tokenizer)
         way = number % 2
-        whole, other = (own.prompts[at] + own.suffix for at in (way, 1 - way))
+        whole, other = (both.prompts[at] + both.suffix for at in (way, 1 - way))
         cut = len(whole) - config.suffix
-        found.append(Case(number, fact.id, half, whole[:cut], other[:cut], whole[cut:]))
-    return found
+        cases.append(Case(number, fact.id, half, whole[:cut], other[:cut], whole[cut:]))
+    return cases
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -89,14 +89,14 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         tables = []
         for family, clean, damaged in damages(model, config, case, control=True):
             layers = model.geometry.n_layers
-            found = layer_map(
+            components = layer_map(
                 model, clean, damaged, case.suffix, kept=config.suffix, heads=family != NONE,
                 bands=[*even_bands(layers), range(layers)], progress=False,
             )  # fmt: skip
-            table = found.df()
+            table = components.df()
             if family != NONE:
                 table = table.merge(looks(model, case, clean, damaged), "left", on=["kind", "layer", "head"])
-            table = pd.concat([table, found.states.assign(kind=STATE)], ignore_index=True)
+            table = pd.concat([table, components.states.assign(kind=STATE)], ignore_index=True)
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
 
@@ -142,10 +142,10 @@ def struck_of(clean: KVCache, damaged: KVCache) -> Int[Tensor, "struck"]:
 def damages(model: Model, config: Config, case: Case, control: bool = False) -> list[tuple[str, KVCache, KVCache]]:
     """For each family the clean cache and the damaged one."""
     clean = model.prefill(case.true)
-    found = [(NONE, clean, clean)] if control else []
+    damaged = [(NONE, clean, clean)] if control else []
     for family, percent in config.rates.items():
         if family == FALSE:
-            found.append((family, clean, model.prefill(case.false)))
+            damaged.append((family, clean, model.prefill(case.false)))
             continue
         fault = fault_of(family, percent)
         donors = (
@@ -155,8 +155,8 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
         )
         context = prepare(model.lanes, clean, [fault], donors)
         draws = [Draws(seed=config.seed, sample=case.number)]
-        found.append((family, clean, clean.corrupt(fault, draws=draws, contexts=[context])))
-    return found
+        damaged.append((family, clean, clean.corrupt(fault, draws=draws, contexts=[context])))
+    return damaged
 
 
 def fault_of(family: str, percent: float) -> Fault:

@@ -98,7 +98,7 @@ def read_session(model: Model, session: Session, continuation: int) -> pd.DataFr
         to their size.
     """
     tokens = conversation(session).tokens(model.tokenizer)
-    found = _Measured(tokens)
+    measured = _Measured(tokens)
     runs = [Rows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
     waiting: dict[int, list[Rows]] = {}
     for turn in MEASURED:
@@ -113,21 +113,21 @@ def read_session(model: Model, session: Session, continuation: int) -> pd.DataFr
                 reply = tokens.part(f"reply{later}")
                 exchange = tokens[tokens.span(f"T{later}").start : reply.stop - 1]
                 _, scores = read_on(model, [pair], exchange, logits=reply.stop - reply.start)
-                found.early(later, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
+                measured.early(later, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
         asked, _ = read_on(model, runs, question(tokens, turn))
         if turn in AFTER:
             others = asked[1].only("compacted", "in_place", fresh)
             waiting[turn] = [asked[0], replace(others, names=("compacted", "in_place", "rebuilt"))]
         runs, scores = _answered(model, asked, tokens, turn)
         if turn in AFTER:
-            found.scripted(turn, scores)
-            found.early(turn, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
+            measured.scripted(turn, scores)
+            measured.early(turn, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
         else:
-            found.scripted(turn, {**scores, "compacted": scores["kept"]})
+            measured.scripted(turn, {**scores, "compacted": scores["kept"]})
     for speaker in SPEAKERS:
-        for turn, own in _own_replies(model, speaker, waiting, tokens, continuation).items():
-            _, scores = read_on(model, waiting[turn], _said(tokens, turn, own), logits=len(own))
-            found.own(turn, speaker, own, scores)
+        for turn, unscripted in _own_replies(model, speaker, waiting, tokens, continuation).items():
+            _, scores = read_on(model, waiting[turn], _said(tokens, turn, unscripted), logits=len(unscripted))
+            measured.own(turn, speaker, unscripted, scores)
     distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache)
     distances = [
         {"family": family, "layer": layer, "segment": segment, "distance": float(value)}
@@ -135,7 +135,7 @@ def read_session(model: Model, session: Session, continuation: int) -> pd.DataFr
         for layer, values in enumerate(layers)
         for segment, value in zip(SHARED, values, strict=True)
     ]
-    return pd.concat([*found.tables, pd.DataFrame(distances)], ignore_index=True)
+    return pd.concat([*measured.tables, pd.DataFrame(distances)], ignore_index=True)
 
 
 def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
@@ -161,9 +161,9 @@ def read_on(
     grown, scores = [], {}
     for rows in runs:
         placed = [tokens.shifted(position) for position in rows.cache.ledger.following.tolist()]
-        cache, found = model.extend(rows.cache, placed, logits=logits)
+        cache, by_row = model.extend(rows.cache, placed, logits=logits)
         grown.append(replace(rows, cache=cache))
-        scores |= dict(zip(rows.names, found, strict=True))
+        scores |= dict(zip(rows.names, by_row, strict=True))
     return grown, scores
 
 
@@ -206,7 +206,7 @@ def _answered(
     reply = tokens.part(f"reply{turn}")
     rest = tokens[reply.start - 1 : tokens.span(f"T{turn}").stop]
     runs, scores = read_on(model, runs, rest, logits=len(rest))
-    return runs, {name: found[: reply.stop - reply.start] for name, found in scores.items()}
+    return runs, {name: logits[: reply.stop - reply.start] for name, logits in scores.items()}
 
 
 def _own_replies(

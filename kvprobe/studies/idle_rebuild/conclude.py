@@ -148,7 +148,7 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
     return findings
 
 
-def run_of(rows: Rows) -> Any:
+def run_of(rows: Rows) -> Rows:
     """The arm as SHOWN names it; other rebuilds keep their own name."""
     fresh = (rows["arm"] == "rebuilt" + rows["turn"].astype(str)) & rows["turn"].isin(AFTER)
     return rows["arm"].mask(fresh, "rebuilt").replace(f"rebuilt{CONTROLS[-1]}", "control")

@@ -89,8 +89,8 @@ def tables_of(parts: Parts, probings: Probings) -> dict[str, pd.DataFrame]:
     picks = [
         {"arm": arm, "split": split, "fold": fold, "family": family, **site._asdict()}
         for arm, probing in probings.items()
-        for split, own in probing.picks.items()
-        for fold, (family, site) in enumerate(own)
+        for split, chosen in probing.picks.items()
+        for fold, (family, site) in enumerate(chosen)
     ]
     return {
         "samples": samples_of(parts, probings),
@@ -146,8 +146,8 @@ def reach_of(parts: Parts) -> pd.DataFrame:
     for family in ("k", "v"):
         vectors = parts.tensor(f"masked.{family}")
         for layer in dict.fromkeys((0, 1, vectors.shape[1] - 1)):
-            own = vectors[:, layer]
-            varies = centred_within(own, parts.contexts).abs().max() / own.abs().max()
+            of_layer = vectors[:, layer]
+            varies = centred_within(of_layer, parts.contexts).abs().max() / of_layer.abs().max()
             rows.append({"arm": "masked", "family": family, "layer": layer, "varies": float(varies)})
     return pd.DataFrame(rows)
 

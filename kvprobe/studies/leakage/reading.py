@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import tensor_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.inference.capture import Captured
+from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
@@ -119,6 +119,7 @@ def read_context(model: Model, context: Context, secrets: Sequence[str], batch: 
     restart_tokens = conversation(context, secrets[0]).without(*HIDDEN_SEGMENTS).tokens(model.tokenizer)
     restart_answer = restart_tokens.part("answer").start
     restart = model.capture(restart_tokens[:restart_answer], FAMILIES, segments=["summary2", "T3"], keep_cache=True)
+    assert restart.cache is not None
     length = summary.stop - summary.start
     features = {}
     for family in FAMILIES:
@@ -145,7 +146,7 @@ def read_context(model: Model, context: Context, secrets: Sequence[str], batch: 
             logits=code_tokens,
         )
         _, full_logits = model.extend(turn.cache, asked, logits=code_tokens)
-        restart_logits = _restart_logits(model, restart, rows, answer)
+        restart_logits = forced_logits(model, restart.cache, restart.logits, [row[answer] for row in rows])
 
         read = summary.start - start
         piece = {}
@@ -160,18 +161,6 @@ def read_context(model: Model, context: Context, secrets: Sequence[str], batch: 
 
     joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     return {name: tensor.contiguous().cpu() for name, tensor in (features | joined).items()}
-
-
-def _restart_logits(
-    model: Model, restart: Captured, rows: Sequence[Tokens], answer: slice
-) -> Float[Tensor, "rows code_tokens vocab"]:
-    """The restart arm's distributions of each code token, the true ones before it given."""
-    first = restart.logits.expand(len(rows), -1, -1)
-    if answer.stop - answer.start == 1:
-        return first
-    given = [row[answer.start : answer.stop - 1] for row in rows]
-    _, following = model.extend(restart.cache, given, logits=len(given[0]))
-    return torch.cat([first, following], 1)
 
 
 def _refuse_shifted(rows: Sequence[Tokens]) -> None:

@@ -1,15 +1,17 @@
 """The leakage study: its declaration."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.report.findings import Key
-from kvprobe.report.plots import ARM_COLOURS
+from kvprobe.report.findings import Findings, Key
+from kvprobe.report.plots import ARM_COLOURS, styled
+from kvprobe.report.plots.dots import Dots, Panel
+from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.studies.leakage.figures import LayerBySegment, Use
 from kvprobe.wording import percent, plain, points, signed
 
 FAMILIES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
@@ -33,6 +35,55 @@ READINGS = {
     "text": "no slots: the commonest label of this text",
     "majority": "no slots: the commonest label",
 }
+SEGMENTS = {
+    "before": "summary 1",
+    "hidden": "T2 after it",
+    "direct": "summary 2",
+    "masked": "T3 masked",
+    "restart": "T3 restart",
+}
+"""What each arm reads, in the order of the conversation."""
+USE = {
+    "margin": "margin of the true secret over others (nats)",
+    "token_accuracy": "share of its tokens that the model gets right",
+    "kl_from_full": "KL from full context, first token (nats)",
+}
+CACHES = {
+    cache: Style(ARM_COLOURS[arm])
+    for cache, arm in {"full": "direct", "retained": "masked", "restart": "restart"}.items()
+}
+
+
+class LayerBySegment:
+    """Accuracy per label by layer and segment, a panel for each family."""
+
+    file = "layer_by_segment"
+    caption = "Where the secret can be read, in conversations that the probe never saw: accuracy by layer and segment."
+
+    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+        import matplotlib.pyplot as plt
+        import seaborn as sns
+
+        chosen: Any = findings.frame("site") if "site" in findings else None
+        if chosen is None:
+            return None
+        split = "leave-context-out" if "leave-context-out" in set(chosen["split"]) else "random"
+        chosen = chosen[(chosen["split"] == split) & (chosen["read"] == "mean") & chosen["arm"].isin(list(SEGMENTS))]
+        families, chance = list(chosen["family"].unique()), findings.at("chance").mean
+        with styled():
+            figure, axes = plt.subplots(1, len(families), figsize=(10.5, 5.6), sharey=True, squeeze=False)
+            for axis, family in zip(axes[0], families, strict=True):
+                accuracy = chosen[chosen["family"] == family].pivot(index="layer", columns="arm", values="mean")
+                bar, top = family == families[-1], max(0.2, chosen["mean"].max())
+                look = {"cmap": "rocket_r", "cbar": bar, "cbar_kws": {"label": "accuracy per label (pale: chance)"}}
+                sns.heatmap(accuracy[list(SEGMENTS)].rename(columns=SEGMENTS), ax=axis, vmin=chance, vmax=top, **look)
+                axis.invert_yaxis()
+                axis.set(title=labels("family", family), xlabel="", ylabel="" if axis is not axes[0, 0] else "layer")
+                axis.tick_params(axis="y", rotation=0)
+                plt.setp(axis.get_xticklabels(), rotation=35, ha="right")
+            figure.suptitle(title, fontsize=10)
+            figure.tight_layout()
+        return figure
 
 
 def family(keys: Mapping[str, Key]) -> str:
@@ -74,7 +125,15 @@ STUDY = Study(
         by_layer("accuracy_by_layer_mean", "mean", "a segment's slots averaged"),
         by_layer("accuracy_by_layer_last", "last", "from a segment's last slot"),
         LayerBySegment(),
-        Use(),
+        Dots(
+            "use",
+            "What the model makes of the secret with three caches; bars are 95 % intervals, often smaller than the "
+            "dot.",
+            tuple(
+                Panel(finding=name, down="condition", line="condition", styles=CACHES, label=label)
+                for name, label in USE.items()
+            ),
+        ),
     ),
     claims=(
         Claim(

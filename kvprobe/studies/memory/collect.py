@@ -39,15 +39,15 @@ def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
 
     def peak(context: int) -> pd.DataFrame:
         predicted = model.budget(context=context, new=GENERATED)
-        found = measure(model, predicted)
-        assert found.generating is not None
+        taken = measure(model, predicted)
+        assert taken.generating is not None
         reading, generating = (predicted.phases[name].total for name in ("reading", "generating"))
         rows = [
-            ("weights", predicted.weights, found.weights),
-            ("cache", predicted.cache, found.cache),
-            ("reading", reading, found.reading.peak),
-            ("generating", generating, found.generating.peak),
-            ("peak", predicted.peak, found.peak),
+            ("weights", predicted.weights, taken.weights),
+            ("cache", predicted.cache, taken.cache),
+            ("reading", reading, taken.reading.peak),
+            ("generating", generating, taken.generating.peak),
+            ("peak", predicted.peak, taken.peak),
         ]
         return pd.DataFrame(
             [{"context": context, "what": what, "predicted": said, "measured": seen} for what, said, seen in rows]
@@ -127,7 +127,7 @@ def _seconds(run: Callable[[], Any], model: Model) -> tuple[Any, float]:
     if model.lanes.device.type == "cuda":
         torch.cuda.synchronize(model.lanes.device)
     start = time.perf_counter()
-    found = run()
+    result = run()
     if model.lanes.device.type == "cuda":
         torch.cuda.synchronize(model.lanes.device)
-    return found, time.perf_counter() - start
+    return result, time.perf_counter() - start

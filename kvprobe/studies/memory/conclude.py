@@ -63,7 +63,8 @@ def concluded(tables: Mapping[str, Rows], budget: Budget, device: str = "cpu") -
             "context": budget.request.context,
         },
         "layers": [
-            [which, kind, f"{each:,}", short(held), short(made)] for which, kind, each, held, made in rows(budget)
+            [which, kind, f"{per_token:,}", short(held), short(made)]
+            for which, kind, per_token, held, made in rows(budget)
         ],
         "parts": [[name, both(size)] for name, size in parts(budget)],
     }
@@ -88,9 +89,9 @@ def add_errors(findings: Findings, peaks: Rows) -> None:
         findings.number("predicted", row["predicted"], "bytes", **keys)
         findings.number("measured", row["measured"], "bytes", **keys)
         findings.number("error", error, **keys)
-    for what, own in errors.groupby(peaks["what"], sort=False):
-        worst = own.abs().idxmax()
-        findings.number("worst", own[worst], what=str(what))
+    for what, of_kind in errors.groupby(peaks["what"], sort=False):
+        worst = of_kind.abs().idxmax()
+        findings.number("worst", of_kind[worst], what=str(what))
         findings.number("worst_at", peaks["context"][worst], "tokens", what=str(what))
 
 
@@ -106,11 +107,11 @@ def add_growth(findings: Findings, growth: Rows) -> None:
 def add_times(findings: Findings, times: Rows) -> None:
     """Milliseconds to the next token by length, the median over repeats with their range, and how many times as long
     one takes without the cache."""
-    for length, own in times.groupby("length"):
-        medians = {way: float(own[way].median()) for way in WAYS}
+    for length, repeats in times.groupby("length"):
+        medians = {way: float(repeats[way].median()) for way in WAYS}
         for way in WAYS:
-            low, high = 1e3 * own[way].min(), 1e3 * own[way].max()
-            value = Estimate(1e3 * medians[way], clusters=len(own), smallest=low, largest=high)
+            low, high = 1e3 * repeats[way].min(), 1e3 * repeats[way].max()
+            value = Estimate(1e3 * medians[way], clusters=len(repeats), smallest=low, largest=high)
             findings.add(Finding("time", {"way": way, "length": int(length)}, value, "ms"))
         findings.number("faster", medians["anew"] / medians["cached"], length=int(length))
 
@@ -128,11 +129,11 @@ def add_stack(findings: Findings, budget: Budget, along: Along, longest: int) ->
 def slopes(times: Rows) -> Rows:
     """For each repeat, by what power of the length a token's time grows over the longer half of the lengths; the
     shorter half is ruled by what every pass costs."""
-    found = []
+    tables = []
     for way in WAYS:
         table = times.pivot(index="repeat", columns="length", values=way)
         lengths = np.array(table.columns, dtype=float)
         chosen = lengths >= np.median(lengths)
         slope = np.polyfit(np.log(lengths[chosen]), np.log(table.to_numpy(float)[:, chosen]).T, 1)[0]
-        found.append(pd.DataFrame({"repeat": table.index, "way": way, "slope": slope}))
-    return pd.concat(found, ignore_index=True)
+        tables.append(pd.DataFrame({"repeat": table.index, "way": way, "slope": slope}))
+    return pd.concat(tables, ignore_index=True)

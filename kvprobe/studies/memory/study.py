@@ -37,13 +37,13 @@ class StackFigure:
         needed = findings.where("needed", **chosen)
         if not needed:
             return None
-        found: dict[str, list[float]] = {}
+        sizes: dict[str, list[float]] = {}
         for finding in needed:
-            found.setdefault(str(finding.keys["part"]), []).append(finding.value.mean)
+            sizes.setdefault(str(finding.keys["part"]), []).append(finding.value.mean)
         usable, room = (findings.at(name, **chosen) for name in ("usable", "room"))
         stack = Stack(
             [int(length) for length in findings.values("needed", "length", **chosen)],
-            found,
+            sizes,
             None if usable.unknown else usable.mean,
             None if room.unknown else int(room.mean),
             labels("along", self.along),

@@ -25,8 +25,7 @@ from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
 from kvprobe.probing.transfer import transferred
 from kvprobe.progress import Bar
 from kvprobe.studies.multihop import Config
-from kvprobe.studies.multihop.arms import ARMS, DISTANCES
-from kvprobe.studies.multihop.reading import PLACES, USE_ARMS, Place, name_of, place, read_session
+from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, USE_ARMS, Arm, Place, name_of, place, read_session
 from kvprobe.tasks.designs import Target
 from kvprobe.tasks.hops import sessions
 from kvprobe.tasks.passcode import draw_codes
@@ -115,7 +114,7 @@ def used(parts: Parts) -> pd.DataFrame:
 
 def fitted(parts: Parts, folds: Folds) -> dict[str, pd.DataFrame]:
     """The tables of what probes read; see `tables`."""
-    found: dict[str, list[pd.DataFrame]] = defaultdict(list)
+    tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
     inner: dict[tuple[Split, Place], Tensor] = {}
     sites: list[Pick] = []
     for at in Bar(PLACES, desc="Fitting probes", unit="place"):
@@ -132,20 +131,21 @@ def fitted(parts: Parts, folds: Folds) -> dict[str, pd.DataFrame]:
                     "accuracy": best.predicted.eq(parts.labels).double().mean(0).numpy(),
                     "bits": best.information.double().numpy(),
                 }
-                found["read"].append(pd.DataFrame(read).assign(**known))
-                found["probes"].append(fits.accuracies(parts.labels, parts.owners).drop(columns="head").assign(**known))
+                tables["read"].append(pd.DataFrame(read).assign(**known))
+                accuracies = fits.accuracies(parts.labels, parts.owners).drop(columns="head")
+                tables["probes"].append(accuracies.assign(**known))
                 if condition == "retained":
                     inner[split, at] = fits.inner_accuracy
-                    found["picks"].append(named(best.picks).assign(picks="read", **known))
+                    tables["picks"].append(named(best.picks).assign(picks="read", **known))
             if condition == "retained":
-                found["variation"].append(varying(features).assign(arm=at[0], distance=at[1]))
+                tables["variation"].append(varying(features).assign(arm=at[0], distance=at[1]))
     for split in TRANSFERRED:
         for arm in Bar(ARMS, desc=f"Testing probes at other distances, {split}", unit="arm"):
             of_distance = [inner[split, place(arm, distance)] for distance in DISTANCES]
             picks = [sites[index] for index in torch.stack(of_distance).mean(0).argmax(0).tolist()]
-            found["picks"].append(named(picks).assign(picks="transfer", arm=arm, split=split))
-            found["transfer"].append(carried(parts, arm, split, picks, folds[split]).assign(arm=arm, split=split))
-    return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
+            tables["picks"].append(named(picks).assign(picks="transfer", arm=arm, split=split))
+            tables["transfer"].append(carried(parts, arm, split, picks, folds[split]).assign(arm=arm, split=split))
+    return {name: pd.concat(pieces, ignore_index=True) for name, pieces in tables.items()}
 
 
 def named(picks: Sequence[Pick]) -> pd.DataFrame:
@@ -165,7 +165,7 @@ def varying(features: Features) -> pd.DataFrame:
 
 
 def carried(
-    parts: Parts, arm: Any, split: Split, picks: Sequence[Pick], folds: Int[np.ndarray, "samples"]
+    parts: Parts, arm: Arm, split: Split, picks: Sequence[Pick], folds: Int[np.ndarray, "samples"]
 ) -> pd.DataFrame:
     """Share of digits read by probes trained at each distance and tested at each, all at the site of their fold."""
     right = np.empty((len(DISTANCES), len(DISTANCES), len(folds)))
@@ -173,7 +173,7 @@ def carried(
         vectors = [parts.vectors(place(arm, distance), pick, split) for distance in DISTANCES]
         seen, size = (torch.stack(parts) for parts in zip(*vectors, strict=True))
         predicted = transferred(seen, parts.labels, torch.from_numpy(folds), len(TARGET.classes), size)
-        own = np.isin(folds, [fold for fold, other in enumerate(picks) if other == pick])
-        right[..., own] = predicted.eq(parts.labels).double().mean(2).numpy()[..., own]
+        tested = np.isin(folds, [fold for fold, other in enumerate(picks) if other == pick])
+        right[..., tested] = predicted.eq(parts.labels).double().mean(2).numpy()[..., tested]
     rows = crossed({"trained": DISTANCES, "tested": DISTANCES, "sample": range(len(folds))}, {"accuracy": right})
     return rows.assign(session=parts.owners[rows["sample"]])

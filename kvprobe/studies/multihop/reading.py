@@ -1,12 +1,15 @@
 """Reading the sessions: K and V of every summary in every arm, and what the model itself makes of the code at the end.
 
-Each session is read once up to the code. The codes are rows of one batch from there on, and the arms fork where they
-begin to differ. The restart arm, which never sees the first turn, is read once per session. What is masked for good is
-evicted, which is the same and costs less.
+Every turn is masked as soon as its summary is written; the arms differ in the summaries that stay in view. Distance 0
+is the summary of the first turn, which saw it; distance d is the summary d turns later. Each session is read once up to
+the code. The codes are rows of one batch from there on, and the arms fork where they begin to differ. The restart arm,
+which never sees the first turn, is read once per session. What is masked for good is evicted, which is the same and
+costs less.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -14,14 +17,19 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.capture import Captured
+from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import use_measurements
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import read_outs
-from kvprobe.studies.multihop.arms import ARMS, DISTANCES, FORK, Arm, summaries_seen
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation
 from kvprobe.text.tokens import Tokens
 
+Arm = Literal["open", "hop-forced", "skip"]
+ARMS: tuple[Arm, ...] = ("open", "hop-forced", "skip")
+DISTANCES = range(TURNS)
+FORK = 2
+"""The distance from which on the arms differ: the second summary sees the first alone in all of them."""
 SHOWN = "T1 shown"
 """The question alone sees T1 again, beside what it sees in the arm `open`: what the model could say if it saw the
 code."""
@@ -29,6 +37,28 @@ USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
 
 Place = tuple[str, int]
 """Arm and distance."""
+
+
+def summaries_seen(arm: Arm, turn: int) -> tuple[str, ...]:
+    """The summaries in view while this turn (from 2 on; TURNS + 1 is the last question) and its summary are read.
+
+    `open`: all of them. `hop-forced`: the last one alone, so that what arrives has passed through each. `skip`: the
+    first one alone, so that what arrives has passed through none but that.
+    """
+    seen = {"open": slice(0, turn - 1), "hop-forced": slice(turn - 2, turn - 1), "skip": slice(0, 1)}
+    return SUMMARY_NAMES[seen[arm]]
+
+
+def lowest_layer(arm: Arm, distance: int) -> int:
+    """The first layer at which K and V of the summary at this distance can vary with what the first turn held.
+
+    The turn's own K and V vary from layer 0 on, as its tokens do. A slot that attends to slots which vary from layer l
+    on does so itself in the residual stream after layer l, and so in K and V from layer l + 1 on.
+    """
+    first = {SUMMARY_NAMES[0]: 1}
+    for turn in range(2, distance + 2):
+        first[SUMMARY_NAMES[turn - 1]] = 1 + min(first[name] for name in summaries_seen(arm, turn))
+    return first[SUMMARY_NAMES[distance]]
 
 
 def place(arm: Arm, distance: int) -> Place:
@@ -153,10 +183,4 @@ def code_logits(model: Model, cache: KVCache, rows: Sequence[Tokens]) -> Float[T
     """
     question, answer = rows[0].span("Q").start, rows[0].part("answer")
     asked, first = model.extend(cache, [rows[0][question : answer.start]] * cache.batch)
-    first = first.expand(len(rows), -1, -1)
-    # The last code token is never fed: its probability is read off the token before it.
-    given = [row[answer.start : answer.stop - 1] for row in rows]
-    if not len(given[0]):
-        return first
-    _, following = model.extend(asked, given, logits=len(given[0]))
-    return torch.cat([first, following], 1)
+    return forced_logits(model, asked, first, [row[answer] for row in rows])

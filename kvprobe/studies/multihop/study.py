@@ -5,10 +5,9 @@ from kvprobe.report.plots.bars import Bars
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.multihop import Config
-from kvprobe.studies.multihop.arms import lowest_layer
 from kvprobe.studies.multihop.collect import TARGET, TRANSFERRED, collect
 from kvprobe.studies.multihop.conclude import ALL, conclude
-from kvprobe.studies.multihop.reading import USE_ARMS
+from kvprobe.studies.multihop.reading import USE_ARMS, lowest_layer
 from kvprobe.wording import percent, plain, points, signed
 
 FAMILIES = {

@@ -18,13 +18,18 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
+from kvprobe.patching.bands import band_of, profile
 from kvprobe.patching.pairs import table_of
 from kvprobe.studies.patching import Config
-from kvprobe.studies.patching.bands import Bands, bands_by_half
 from kvprobe.tasks.facts import facts, pair
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import Rows
 
+FEWEST = 4
+"""Facts that the model must be able to do before anything is said of where they are read: two in each half."""
+Bands = Mapping[str, Mapping[int, range]]
+"""By part and half: the layers found on that half."""
 BEFORE, VALUE, AFTER = "fact before", "value", "fact after"
 """The turn of the fact up to the value, the value, and the turn after it with the reply."""
 
@@ -64,17 +69,17 @@ class Case:
 
 def cases_of(config: Config, tokenizer: Tokenizer) -> list[Case]:
     """The runs of a config. The metric is positive where the model says the base's own value."""
-    found: list[Case] = []
+    cases: list[Case] = []
     chosen = [fact for kind in dict.fromkeys(config.kinds) for fact in facts((kind,))[: config.facts]]
     halves = np.random.default_rng([config.seed, 1]).permutation(len(chosen)) % 2
     for place, (fact, half) in enumerate(zip(chosen, halves.tolist(), strict=True)):
-        own = pair(fact, tokenizer)
+        both = pair(fact, tokenizer)
         for way in (0, 1) if config.ways == 2 else (place % 2,):
-            base, donor = own.prompts[way], own.prompts[1 - way]
-            metric = LogitDiff(own.answers[way], own.answers[1 - way])
-            case = Case(len(found), fact.id, fact.kind, half, divided(base), divided(donor), own.suffix, metric)
-            found.append(case)
-    return found
+            base, donor = both.prompts[way], both.prompts[1 - way]
+            metric = LogitDiff(both.answers[way], both.answers[1 - way])
+            case = Case(len(cases), fact.id, fact.kind, half, divided(base), divided(donor), both.suffix, metric)
+            cases.append(case)
+    return cases
 
 
 def divided(prompt: Tokens) -> Tokens:
@@ -126,14 +131,34 @@ def measure(model: Model, case: Case, config: Config) -> pd.DataFrame:
     if able(tables[0]):
         tables.append(_swept(model, case, Grid.LAYERS, base, donor, {"layer": None, "segment": reached}))
         over = {"layer": None, "segment": reached, "head": None}
-        found = attribute(model, base, donor, case.suffix, case.metric, over, check=config.check, seed=config.seed)
+        scored = attribute(model, base, donor, case.suffix, case.metric, over, check=config.check, seed=config.seed)
         tables.append(
-            found.df().assign(grid=Grid.HEADS.value, base=found.base, donor=found.donor, way=found.donor - found.base)
+            scored.df().assign(
+                grid=Grid.HEADS.value, base=scored.base, donor=scored.donor, way=scored.donor - scored.base
+            )
         )
         if config.step:
             over = {"layer": range(0, model.geometry.n_layers, config.step), "segment": [VALUE]}
             tables.append(_swept(model, case, Grid.RESIDUAL, base, donor, over, parts=("resid_pre",), reads="total"))
     return _labelled(pd.concat(tables, ignore_index=True), case, able(tables[0]))
+
+
+def bands_by_half(cells: Rows, n_layers: int) -> Bands:
+    """The bands of K and of V on each half of the facts; none where a half has too few facts, or no effect toward the
+    donor.
+
+    Args:
+        cells: single layers, of the runs that the model can do.
+    """
+    halves = [int(half) for half in sorted(cells["half"].unique())]
+    if cells["cluster"].nunique() < FEWEST or len(halves) < 2:
+        return {}
+    bands: dict[str, dict[int, range]] = {}
+    for part in ("K", "V"):
+        by_half = {half: band_of(profile(cells[cells["half"] == half], part, n_layers)) for half in halves}
+        if None not in by_half.values():
+            bands[part] = {half: band for half, band in by_half.items() if band is not None}
+    return bands
 
 
 def able(table: pd.DataFrame) -> bool:
@@ -169,9 +194,9 @@ def measure_slots(model: Model, case: Case) -> pd.DataFrame:
         _swept(model, case, Grid.TOKENS, base, donor, {"slot": slots}),
         _swept(model, case, Grid.TOTAL, base, donor, {"slot": _said(case)}, parts=("KV",), reads="total"),
     ]
-    found = pd.concat(tables, ignore_index=True)
-    texts = {token: model.tokenizer.decode([token]) for token in set(found["token"].astype(int))}
-    return _labelled(found.assign(text=[texts[int(token)] for token in found["token"]]), case, True)
+    cells = pd.concat(tables, ignore_index=True)
+    texts = {token: model.tokenizer.decode([token]) for token in set(cells["token"].astype(int))}
+    return _labelled(cells.assign(text=[texts[int(token)] for token in cells["token"]]), case, True)
 
 
 def _said(case: Case) -> range:
@@ -182,8 +207,8 @@ def _said(case: Case) -> range:
 def _swept(
     model: Model, case: Case, grid: Grid, base: KVCache, donor: KVCache, over: Mapping[str, Any], **settings: Any
 ) -> pd.DataFrame:
-    found = patch_sweep(model, base, donor, case.suffix, case.metric, over, progress=False, **settings)
-    return table_of(found, case.number, case.fact).assign(grid=grid.value)
+    sweep = patch_sweep(model, base, donor, case.suffix, case.metric, over, progress=False, **settings)
+    return table_of(sweep, case.number, case.fact).assign(grid=grid.value)
 
 
 def _labelled(table: pd.DataFrame, case: Case, able: bool) -> pd.DataFrame:

@@ -289,7 +289,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
     turn = turn[turn.span("question").start :].shifted(0)
     start = int(cache.ledger.following[0])
     continued = generate(model.lanes, [turn.shifted(start)], cache, max_new_tokens=CONTINUED).tokens[0]
-    own = Tokens.of(continued[:-1], GENERATED, turn.following)
+    said = Tokens.of(continued[:-1], GENERATED, turn.following)
 
     def ask(question: str, lead: str, answers: list[str]) -> tuple[Tokens, list[tuple[int, ...]]]:
         """The question up to the answer, and each answer's tokens."""
@@ -318,7 +318,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
     first = torch.tensor(values, device=model.lanes.device)
     _, unasked = model.extend(None, rows[1:])
     return Script(
-        continuation=turn + own,
+        continuation=turn + said,
         continued=len(continued),
         questions=tuple(rows),
         codes=torch.tensor(codes, device=model.lanes.device),

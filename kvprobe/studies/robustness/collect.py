@@ -56,18 +56,18 @@ def reported_beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
     """
     if not config.reported:
         return None
-    found = reported(config.reported)
-    if not any(same_task(task.name, found) for task in tasks):
+    table = reported(config.reported)
+    if not any(same_task(task.name, table) for task in tasks):
         raise UserError(
-            f"Setting 'reported' names {found.name!r}, which is about {found.task}, but the tasks are "
+            f"Setting 'reported' names {table.name!r}, which is about {table.task}, but the tasks are "
             f"{', '.join(config.tasks)}; add that task, or leave 'reported' empty."
         )
-    if not set(config.faults) & set(found.rows):
+    if not set(config.faults) & set(table.rows):
         raise UserError(
-            f"Setting 'reported' names {found.name!r}, which has {', '.join(found.rows)}, but the faults are "
+            f"Setting 'reported' names {table.name!r}, which has {', '.join(table.rows)}, but the faults are "
             f"{', '.join(config.faults)}; name one of those, or leave 'reported' empty."
         )
-    return found
+    return table
 
 
 def cases(config: Config) -> list[Case]:
@@ -76,24 +76,24 @@ def cases(config: Config) -> list[Case]:
     Labels: `group` (main, procedure or control), `fault`, `rate` (percent), `repeat`, `timing`, `unit` (as drawn).
     """
     every = range(config.repeats)
-    found = [
+    every_case = [
         _case(MAIN, name, rate, repeat, config.timing, config.unit)
         for name in config.faults
         for rate in config.rates
         for repeat in every
     ]
     if config.procedure > 0:
-        found += [
+        every_case += [
             _case(PROCEDURE, name, config.procedure, repeat, timing, unit)
             for name in REPORTED_FAULTS
             for timing in TIMINGS
             for unit in PROCEDURE_UNITS
             for repeat in every
         ]
-    found.append(_case(CONTROL, config.faults[0], 0.0, 0, config.timing, config.unit))
+    every_case.append(_case(CONTROL, config.faults[0], 0.0, 0, config.timing, config.unit))
     one_slot = {"group": CONTROL, "fault": NOT_A_NUMBER, "repeat": 0, "timing": "once", "unit": "slot"}
-    found.append(Case(one_slot, Trial(NotANumber(scope=Scope(count=1)))))
-    return found
+    every_case.append(Case(one_slot, Trial(NotANumber(scope=Scope(count=1)))))
+    return every_case
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:

@@ -184,8 +184,8 @@ def add_cliffs(findings: Findings) -> None:
 def add_divergence(findings: Findings, rows: Rows) -> None:
     """Quartiles of the first token that was not the sound cache's one; unknown for never."""
     main = rows[(rows["group"] == MAIN) & rows["headline"]]
-    for (task, fault, rate), own in main.groupby(list(LEVEL), sort=False):
-        steps = own["diverged"].astype(float)
+    for (task, fault, rate), struck in main.groupby(list(LEVEL), sort=False):
+        steps = struck["diverged"].astype(float)
         quartiles = np.quantile(steps.where(steps >= 0, np.inf), [0.25, 0.5, 0.75], method="inverted_cdf")
         for name, step in zip(("low", "median", "high"), quartiles.tolist(), strict=True):
             known = step if np.isfinite(step) else None

@@ -4,17 +4,50 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
-from kvprobe.report.plots.lines import Lines
+from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
-from kvprobe.studies.robustness.styles import STYLES
 from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}
+_RED, _BLUE, _GREEN, _PINK, _ORANGE, _SKY, _GREY = (
+    "#d55e00",
+    "#0072b2",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f7f7f",
+)
+
+
+STYLES = {
+    "gaussian": Style(_RED),
+    "gaussian-head": Style(_RED, "s", "--"),
+    "gaussian-channel": Style(_RED, "^", ":"),
+    "gaussian-effect": Style(_RED, "D", "-."),
+    "zeros": Style(_BLUE),
+    "zero-values": Style(_BLUE, "s", "--"),
+    "distractor": Style(_GREEN),
+    "distractor-matched": Style(_GREEN, "s", "--"),
+    "permuted": Style(_GREY, "x"),
+    "permuted-keys": Style(_PINK),
+    "pointers-swapped": Style(_GREY, "+", "--"),
+    "pointers-repeated": Style(_ORANGE),
+    "foreign-block": Style(_SKY, "s"),
+    "stale-block": Style(_SKY, "D", "--"),
+    "overlapping": Style("#000000", "v"),
+    "shifted": Style(_PINK, "D", "--"),
+    "fp8-scale": Style(_GREEN, "^"),
+    "fp8-saturated": Style(_GREEN, "P", "--"),
+    "rounded-2-bit": Style(_BLUE, "<"),
+    "rounded-4-bit": Style(_BLUE, ">", "--"),
+}
+"""A style for each entry of `kvprobe.faults.catalogue.CATALOGUE`."""
 
 
 def cost(value: Estimate) -> str:

@@ -30,13 +30,13 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
 
     Of a code slot the digit in it is read; of other places, all five.
     """
-    found: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    accuracies: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     sites = [
         (half, place, role, part) for half in (0, 1) for place in PLACES for role in roles(place) for part in PARTS
     ]
     for half, place, role, part in Bar(sites, desc="Probing what was erased", unit="site"):
-        own, other = reads[half::2], reads[1 - half :: 2]
-        intact, answers, homes = features(own, place, role, part), labels(own, role), conversations(own)
+        tested, other = reads[half::2], reads[1 - half :: 2]
+        intact, answers, homes = features(tested, place, role, part), labels(tested, role), conversations(tested)
         trained, known, their = features(other, place, role, part), labels(other, role), conversations(other)
         if role is not None:
             answers, known = answers[-1:], known[-1:]
@@ -52,7 +52,7 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
             same = ridge_probes(every, right, folds, DIGITS, size=_size(trained)).predicted[:, :, : len(homes)]
             for probe, predicted in ((ANEW, anew), (SAME, same)):
                 hits = predicted.eq(answers).float().mean(1)
-                found[place, part, state, probe, half].append(
+                accuracies[place, part, state, probe, half].append(
                     torch.stack([hits[:, homes == home].mean(1) for home in homes.unique()])
                 )
     tables = [
@@ -64,7 +64,7 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
                 "accuracy": accuracy.tolist(),
             }
         )
-        for (*site, half), roles_found in found.items()
+        for (*site, half), roles_found in accuracies.items()
         for home, accuracy in enumerate(torch.stack(roles_found).mean(0))
     ]
     return pd.concat(tables, ignore_index=True)

@@ -5,7 +5,6 @@ One file per conversation and stage is kept, so an interrupted run resumes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,6 +35,7 @@ from kvprobe.studies.use.effects import (
 from kvprobe.studies.use.fit import LEACE, RANDOM_0, Erasers, fit
 from kvprobe.studies.use.read import Case, read_turn
 from kvprobe.tasks.passcode import Encoder, contexts, draw_codes
+from kvprobe.tidy import Rows
 
 SPARE = 64
 """Codes that are there to be a donor's; among so many, some begin with another digit."""
@@ -82,11 +82,11 @@ def cases_of(config: Config, tokenizer: Encoder) -> list[Case]:
     drawn = draw_codes(count, np.random.default_rng([config.seed, 1]), tokenizer)
     owns, spare = drawn[config.contexts * config.codes : -SPARE], drawn[-SPARE:]
     cases = []
-    for number, (context, own) in enumerate(zip(every, owns, strict=True)):
+    for number, (context, code_asked) in enumerate(zip(every, owns, strict=True)):
         codes = drawn[number * config.codes : (number + 1) * config.codes]
         # Another first digit, so that one token distinguishes the two codes.
-        other = next(code for code in spare if code[0] != own[0])
-        cases.append(Case(number, context, tuple(codes), (own, other)))
+        other = next(code for code in spare if code[0] != code_asked[0])
+        cases.append(Case(number, context, tuple(codes), (code_asked, other)))
     return cases
 
 
@@ -120,7 +120,7 @@ class Bench:
         def every(case: Case) -> pd.DataFrame:
             scene = self.scene(case)
             wanted = {view: cells(view, scene.layout, self.bands, self.config.randoms) for view in VIEWS}
-            tables = [measure(self.model, scene, view, own) for view, own in wanted.items()]
+            tables = [measure(self.model, scene, view, edits) for view, edits in wanted.items()]
             return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.half)
 
         return table_of_parts(
@@ -164,7 +164,7 @@ class Bench:
         return pd.DataFrame(rows)
 
 
-def chosen_places(table: Any) -> tuple[Place, Place]:
+def chosen_places(table: Rows) -> tuple[Place, Place]:
     """For each half, where the eraser took most of the margin beyond a random one on the *other* half: one band of
     layers."""
     banded = table[(table["kind"] == ERASE) & (table["band"] != EVERY_LAYER)]
@@ -184,6 +184,6 @@ def sizes(erasers: tuple[Erasers, Erasers]) -> pd.DataFrame:
     return pd.DataFrame(
         {"half": half, "place": place, "role": role, "part": part, "name": name, "width": eraser.mean.shape[-1]}
         | {"rank": float(eraser.rank.double().mean()), "share": float(eraser.share.mean())}
-        for half, own in enumerate(erasers)
-        for (place, role, part, name), eraser in own.items()
+        for half, of_half in enumerate(erasers)
+        for (place, role, part, name), eraser in of_half.items()
     )

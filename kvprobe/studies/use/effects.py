@@ -142,16 +142,16 @@ def edited(
     cache, slots = scene.base, scene.layout.places[place]
     if name == FULL:
         keys, values = (
-            tuple(torch.lerp(mine, theirs, strength) for mine, theirs in zip(own, other, strict=True))
-            for own, other in ((cache.keys, source.keys), (cache.values, source.values))
+            tuple(torch.lerp(mine, theirs, strength) for mine, theirs in zip(held, other, strict=True))
+            for held, other in ((cache.keys, source.keys), (cache.values, source.values))
         )
         return cache.patch(replace(cache, keys=keys, values=values), slots=chosen(cache, slots), layers=layers)
     for number, role in enumerate(roles(place)):
         subspaces = {
             (layer, part): scene.erasers[place, role, part, name].at(layer) for part in PARTS for layer in layers
         }
-        own = chosen(cache, slots if role is None else slots[number : number + 1])
-        cache = interchange(cache, source, subspaces, slots=own, strength=strength)
+        struck = chosen(cache, slots if role is None else slots[number : number + 1])
+        cache = interchange(cache, source, subspaces, slots=struck, strength=strength)
     return cache
 
 
@@ -165,21 +165,21 @@ def cells(view: str, layout: Layout, bands: Mapping[str, tuple[int, ...]], rando
     """What is edited: at all layers, K, V and both, every eraser and whole vectors, erased and exchanged; in each band,
     the eraser and one random, erased. And the controls: every slot that a code can reach exchanged for the donor's, and
     none."""
-    found = []
+    wanted = []
     for place in VIEWS[view]:
         for part in (*PARTS, BOTH):
             every = [LEACE, *random_names(randoms), FULL]
             for kind, names in ((ERASE, [*every, INLP]), (SWAP, every)):
-                found += [cell(layout, kind, place, name, EVERY_LAYER, bands[EVERY_LAYER], part) for name in names]
+                wanted += [cell(layout, kind, place, name, EVERY_LAYER, bands[EVERY_LAYER], part) for name in names]
             names = [LEACE, RANDOM_0, *([FULL] if part == BOTH else [])]
             for band, layers in bands.items():
                 if band != EVERY_LAYER:
-                    found += [cell(layout, ERASE, place, name, band, layers, part) for name in names]
+                    wanted += [cell(layout, ERASE, place, name, band, layers, part) for name in names]
     reached = tuple(range(layout.start, layout.stop))
     for content in (DONOR, ITSELF):
         labels = {"kind": CONTROL, "place": "", "name": content, "band": EVERY_LAYER}
-        found.append(Cell(bands[EVERY_LAYER], reached, BOTH, content=content, labels=labels))
-    return found
+        wanted.append(Cell(bands[EVERY_LAYER], reached, BOTH, content=content, labels=labels))
+    return wanted
 
 
 def cell(layout: Layout, kind: str, place: str, name: str, band: str, layers: tuple[int, ...], part: str) -> Cell:
@@ -191,12 +191,12 @@ def _average(base: KVCache, read: Mapping[str, Tensor], layout: Layout) -> KVCac
     """The base with the average over codes in each slot that a code can reach."""
 
     def averaged(tensors: tuple[Tensor, ...], average: Float[Tensor, "layers slots width"]) -> tuple[Tensor, ...]:
-        found = []
-        for tensor, own in zip(tensors, average.to(tensors[0].device), strict=True):
+        averages = []
+        for tensor, of_layer in zip(tensors, average.to(tensors[0].device), strict=True):
             filled = tensor.clone()
-            heads = own.unflatten(1, (tensor.shape[1], tensor.shape[3])).transpose(0, 1)
+            heads = of_layer.unflatten(1, (tensor.shape[1], tensor.shape[3])).transpose(0, 1)
             filled[0, :, layout.start : layout.stop] = heads.to(tensor.dtype)
-            found.append(filled)
-        return tuple(found)
+            averages.append(filled)
+        return tuple(averages)
 
     return replace(base, keys=averaged(base.keys, read["average.K"]), values=averaged(base.values, read["average.V"]))

@@ -48,8 +48,8 @@ def fit(half: Reads, randoms: int, rng: np.random.Generator) -> Erasers:
             for part in PARTS:
                 closed, iterated = _fit_site(half, place, role, part)
                 drawn = {name: random_eraser(closed, rng) for name in random_names(randoms)}
-                own = {LEACE: closed, INLP: iterated} | drawn
-                erasers |= {(place, role, part, name): eraser for name, eraser in own.items()}
+                by_name = {LEACE: closed, INLP: iterated} | drawn
+                erasers |= {(place, role, part, name): eraser for name, eraser in by_name.items()}
     return erasers
 
 
@@ -75,11 +75,11 @@ def conversations(half: Reads) -> Int[Tensor, "samples"]:
 
 
 def _fit_site(half: Reads, place: str, role: int | None, part: str) -> tuple[Eraser, Eraser]:
-    own, answers = features(half, place, role, part), labels(half, role)
-    moments = Moments.of(own.double(), one_hot_answers(answers, DIGITS, torch.float64))
+    vectors, answers = features(half, place, role, part), labels(half, role)
+    moments = Moments.of(vectors.double(), one_hot_answers(answers, DIGITS, torch.float64))
     if role is None:
         gram = torch.stack([read[f"{place}.gram.{part}"].double() for read in half]).sum(0)
         moments = replace(moments, gram=gram)
     # The last third of the conversations says when enough was erased.
     held_out = conversations(half) >= len(half) - max(1, len(half) // 3)
-    return leace_of(moments, SHRINKAGE), inlp(own, answers, DIGITS, held_out)
+    return leace_of(moments, SHRINKAGE), inlp(vectors, answers, DIGITS, held_out)

@@ -84,18 +84,18 @@ def read_turn(model: Model, case: Case, batch: int) -> dict[str, Tensor]:
         model.capture([row[layout.start : layout.stop] for row in rows[first : first + batch]], ("k", "v"), past=prefix)
         for first in range(0, len(rows), batch)
     ]
-    found = {"digits": torch.tensor([[int(digit) for digit in code] for code in case.codes]).T}
+    tensors = {"digits": torch.tensor([[int(digit) for digit in code] for code in case.codes]).T}
     for part, family in zip(PARTS, ("k", "v"), strict=True):
         # layers, codes, slots, width
         vectors = torch.cat([piece.stack(family) for piece in pieces], 1).float().transpose(2, 3).flatten(3)
         average = vectors.mean(1)
         vectors = vectors - average[:, None]
-        found[f"average.{part}"] = average
+        tensors[f"average.{part}"] = average
         for place, slots in layout.places.items():
-            own = vectors[:, :, slots[0] - layout.start : slots[-1] + 1 - layout.start]
+            of_place = vectors[:, :, slots[0] - layout.start : slots[-1] + 1 - layout.start]
             if place == "code":
-                found[f"code.{part}"] = own
+                tensors[f"code.{part}"] = of_place
                 continue
-            found[f"{place}.{part}"] = own.mean(2)
-            found[f"{place}.gram.{part}"] = torch.einsum("lcsi,lcsj->lij", own, own) / len(slots)
-    return {name: tensor.contiguous().cpu() for name, tensor in found.items()}
+            tensors[f"{place}.{part}"] = of_place.mean(2)
+            tensors[f"{place}.gram.{part}"] = torch.einsum("lcsi,lcsj->lij", of_place, of_place) / len(slots)
+    return {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
