@@ -1,6 +1,6 @@
 """Whether damage acts through the router: the damaged run routed as the clean one was, and the other way round."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,13 +76,29 @@ def mediate(
     Raises:
         UserError: as `kvprobe.routing.read`; or a cache of several rows.
     """
+    (mediation,) = mediate_each(model, clean, damaged, suffix, [layers], kept=kept)
+    return mediation
+
+
+def mediate_each(
+    model: Model,
+    clean: KVCache,
+    damaged: KVCache,
+    suffix: Tokens | str,
+    groups: Iterable[Sequence[int] | None],
+    *,
+    kept: int = 1,
+) -> Iterator[Mediation]:
+    """`mediate` for several groups of layers, one after the other; what they share is read once."""
     for cache in (clean, damaged):
         one_row_each(model.lanes, cache, 1)
     after_clean, after_damaged = suffixes(model, clean, damaged, suffix)
     clean_run = read(model, after_clean, clean, logits=kept)
     damaged_run = read(model, after_damaged, damaged, logits=kept)
-    restored = read(model, after_damaged, damaged, routing=clean_run.routing, layers=layers, logits=kept)
-    misled = read(model, after_clean, clean, routing=damaged_run.routing, layers=layers, logits=kept)
     kl_from_clean = KL(kept).to(clean_run.logits[0])
-    damage, left, caused = (float(kl_from_clean(run.logits[0])) for run in (damaged_run, restored, misled))
-    return Mediation(damage, left, caused, clean_run.routing, damaged_run.routing)
+    damage = float(kl_from_clean(damaged_run.logits[0]))
+    for layers in groups:
+        restored = read(model, after_damaged, damaged, routing=clean_run.routing, layers=layers, logits=kept)
+        misled = read(model, after_clean, clean, routing=damaged_run.routing, layers=layers, logits=kept)
+        left, caused = (float(kl_from_clean(run.logits[0])) for run in (restored, misled))
+        yield Mediation(damage, left, caused, clean_run.routing, damaged_run.routing)

@@ -12,22 +12,23 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import routing
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, NONE, Wording, after_a_slip, slips
+from kvprobe.studies.routing.collect import ALL, NONE, Wording, after_a_slip, drafted, slips
 from kvprobe.studies.routing.conclude import conclude
 from kvprobe.studies.routing.study import STUDY
 from kvprobe.tasks.steps import SLIPPED, draw_slip
+from kvprobe.training.steps import Steps
 from tests import models
 from tests.refusals import refused
 from tests.studies.runs import answer_of, assert_figures, in_steps
 
-SMALL = Config(problems=8, start=6)
+SMALL = Config(problems=4, start=6)
 MADE_UP = Config(problems=10)
 LAYERS, EXPERTS, TOKENS = 2, 4, 5
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Model:
-    return models.mixtral(tokenizer=models.tiny_tokenizer())
+    return models.mixtral(tokenizer=Steps(shape="moe", corpus="plain").tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def finished(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_shows_everything(finished: Run):
     found = Conclusion.of(finished.metrics).findings
     assert {"moved", "undone", "cold"} <= set(found.names)
-    assert found.at("chance").mean == pytest.approx(5 / 18)  # two of four experts
+    assert found.at("chance").mean == pytest.approx(7 / 18)  # two of four experts
     assert len(found.where("load")) == 3 * 4
     assert_figures(finished, *(figure.file for figure in STUDY.figures))
     assert finished.metrics["controls"][0]["holds"]
@@ -78,16 +79,33 @@ def test_a_slip_and_the_harmless_change_state_the_same_value_and_are_followed_by
                    for step in slip.problem.steps())  # fmt: skip
 
 
-def test_the_shipped_mixture_goes_by_what_was_stated():
+def test_the_shipped_mixture_solves_sums_and_goes_by_what_was_stated():
     model = load("steps-moe-corrected-0")
-    wording, rows = Wording(model), []
-    assert wording.words
-    for slip in slips(model, Config(problems=10)):
+    wording = Wording(model)
+    for slip in slips(model, Config(problems=3)):
         problem, _ = slip.drafts["sound"]
         said = model.generate([{"role": "user", "content": wording.question(problem)}], max_new_tokens=50).text
         assert said == wording.steps(problem.steps()).strip()
-        rows.append(after_a_slip(model, 0, slip).iloc[0])
-    assert all(row["margin_sound"] > 0 and row["margin_slip"] < 0 and row["margin_harmless"] < 0 for row in rows)
+        preferred = {}
+        for name, draft in drafted(wording, slip).items():
+            suffix, margin = wording.suffix(slip, draft)
+            preferred[name] = float(margin(model.extend(model.prefill(draft), [suffix])[1][0])) > 0
+        assert preferred == {"sound": True, "slip": False, "harmless": False}
+
+
+def test_sums_in_english_have_a_token_for_each_digit():
+    model = load("smollm2-135m")
+    wording = Wording(model)
+    assert not wording.words
+    for slip in slips(model, Config(problems=20)):
+        drafts = drafted(wording, slip)
+        assert len({len(draft) for draft in drafts.values()}) == 1
+        suffix, margin = wording.suffix(slip, drafts["sound"])
+        assert model.tokenizer.decode([margin.right]).strip() == str(slip.right)
+        assert model.tokenizer.decode([margin.wrong]).strip() == str(slip.wrong)
+        text = model.tokenizer.decode(list(drafts["slip"].ids + suffix.ids))
+        assert f"is {slip.wrong}.\n" in text
+        assert text.rstrip().endswith(f"{slip.problem.operations[-1].register}:")
 
 
 # ---- made-up tables
@@ -129,7 +147,7 @@ def made_up(
 
 
 def concluded(tables: dict[str, pd.DataFrame]) -> Conclusion:
-    return conclude(tables, MADE_UP, models.mixtral(tokenizer=models.tiny_tokenizer()))
+    return conclude(tables, MADE_UP, models.any_model())
 
 
 def example() -> tuple[Config, Conclusion]:

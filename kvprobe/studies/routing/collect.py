@@ -15,10 +15,11 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching.metrics import LogitDiff
-from kvprobe.routing import Routing, agreement, mediate, read
+from kvprobe.routing import Routing, agreement, mediate_each, read
 from kvprobe.studies.routing import Config
 from kvprobe.tasks.steps import (
     MOST,
+    Draft,
     Problem,
     Slip,
     Step,
@@ -107,10 +108,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
     """Rows of three kinds: `token` (of a layer), `exchange` (the routing of layers), `load` (of an expert)."""
     wording = Wording(model)
-    before: dict[str, Tokens] = {}
-    for name, (problem, steps) in slip.drafts.items():
-        asked = wording.asked(problem)
-        before[name] = asked + wording.after(asked, "draft", wording.steps(steps))
+    before = drafted(wording, slip)
     if len({len(tokens) for tokens in before.values()}) > 1:
         raise UserError("The drafts have different numbers of tokens, so their later tokens stand at other positions.")
     caches = {name: model.prefill(tokens) for name, tokens in before.items()}
@@ -131,6 +129,15 @@ def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
     return pd.concat(rows, ignore_index=True).assign(case=number, **margins)
 
 
+def drafted(wording: Wording, slip: Slip) -> dict[Draft, Tokens]:
+    """The question and the first steps of each draft."""
+    asked = {name: wording.asked(problem) for name, (problem, _) in slip.drafts.items()}
+    return {
+        name: asked[name] + wording.after(asked[name], "draft", wording.steps(steps))
+        for name, (_, steps) in slip.drafts.items()
+    }
+
+
 def tokens_of(one: Routing, other: Routing) -> pd.DataFrame:
     """How alike two routings are, by layer and token."""
     return agreement(one, other).drop(columns=["row", "position"]).assign(kind="token")
@@ -140,13 +147,17 @@ def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens) ->
     """What the routing of all layers, of each layer and of none does to the last prediction."""
     routed = tuple(model.lanes.routers.modules)
     groups = {ALL: routed, NONE: (), **{layer: (layer,) for layer in routed}}
-    rows: list[dict[str, object]] = []
-    for layer, layers in groups.items():
-        mediation = mediate(model, sound, changed, suffix, layers=layers)
-        damage = mediation.damage
-        undone = damage - mediation.left
-        rows.append({"layer": layer, "damage": damage, "undone": undone, "caused": mediation.caused})
-    return pd.DataFrame(rows).assign(kind="exchange")
+    mediations = mediate_each(model, sound, changed, suffix, groups.values())
+    return pd.DataFrame(
+        {
+            "kind": "exchange",
+            "layer": layer,
+            "damage": own.damage,
+            "undone": own.damage - own.left,
+            "caused": own.caused,
+        }
+        for layer, own in zip(groups, mediations, strict=True)
+    ).assign(kind="exchange")
 
 
 def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.DataFrame:
