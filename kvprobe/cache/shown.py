@@ -60,7 +60,7 @@ class Segment(NamedTuple):
 def segments(ledger: Segmented) -> list[Segment]:
     """The segments that have slots, in order."""
     live = ledger.live.float().mean((0, 2))
-    found: list[Segment] = []
+    parts: list[Segment] = []
     for index, name in enumerate(ledger.names):
         inside = ledger.segments == index
         if not bool(inside.any()):
@@ -68,8 +68,8 @@ def segments(ledger: Segmented) -> list[Segment]:
         positions = ledger.positions[inside]
         span = f"{int(positions.min())} to {int(positions.max())}"
         recomputed = float(ledger.recomputed[inside].float().mean())
-        found.append(Segment(name, int(inside.sum()), span, float(live[inside].mean()), recomputed))
-    return found
+        parts.append(Segment(name, int(inside.sum()), span, float(live[inside].mean()), recomputed))
+    return parts
 
 
 def facts(ledger: Segmented) -> Iterator[str]:

@@ -29,12 +29,12 @@ class Agreement:
     """How far apart two ways to compute the same thing are.
 
     Attributes:
-        found: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
+        difference: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
         allowed: the largest difference that passes.
     """
 
     name: str
-    found: float
+    difference: float
     allowed: float
 
     @property

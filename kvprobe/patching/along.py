@@ -42,7 +42,7 @@ def split(base: KVCache, other: KVCache, along: Along) -> dict[str, KVCache]:
     inside = interchange(base, other, subspaces, slots=torch.ones_like(base.ledger.padding))
 
     keys, values = (
-        tuple(own + full - along for own, full, along in zip(*tensors, strict=True))
+        tuple(at_base + full - along for at_base, full, along in zip(*tensors, strict=True))
         for tensors in ((base.keys, other.keys, inside.keys), (base.values, other.values, inside.values))
     )
     return {"full": other, "along": inside, "rest": replace(base, keys=keys, values=values)}

@@ -223,12 +223,12 @@ class _Slopes:
         """By content and part, what swapping each head's slot does to the metric to first order."""
         tables: dict[tuple[str, str], Tensor] = {}
         for content, cache in self.reader.contents.items():
-            for part, own, other, slopes in (
+            for part, before, other, slopes in (
                 ("K", self.keys, cache.keys, self.key_slopes),
                 ("V", self.values, cache.values, self.value_slopes),
             ):
                 slope = slopes[layer]
-                change = (other[layer][0].float() - own[layer]).detach()
+                change = (other[layer][0].float() - before[layer]).detach()
                 zero = torch.zeros(change.shape[:2], device=change.device)
                 tables[content, part] = zero if slope is None else (change * slope).sum(-1)
         return tables

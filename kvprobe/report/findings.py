@@ -58,7 +58,7 @@ class Findings:
 
     def __iter__(self) -> Iterator[Finding]:
         """Name by name, each in the order in which they were added."""
-        return chain.from_iterable(own.values() for own in self._by_name.values())
+        return chain.from_iterable(named.values() for named in self._by_name.values())
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a finding of this name."""

@@ -55,7 +55,7 @@ def test_dots_of_the_declared_values_stand_one_below_the_other_beside_their_leve
     left, right = figure.axes
     assert [text.get_text() for text in left.get_yticklabels()] == list(PLACES)
     assert [list(dots.lines[0].get_xdata()) for dots in left.containers] == [
-        pytest.approx([each] * 2) for each in (0.7, 0.3)
+        pytest.approx([mean] * 2) for mean in (0.7, 0.3)
     ]
     assert left.lines[-1].get_xdata()[0] == 0.2
     assert len(right.containers) == 1
@@ -76,7 +76,7 @@ def test_a_scatter_has_a_point_for_each_pair_above_zero_and_colours_those_that_a
     )  # fmt: skip
     figure = scatter.draw(findings, label, "t")
     assert figure is not None
-    points = {each.get_label(): each.get_offsets().tolist() for each in figure.axes[0].collections}
+    points = {dots.get_label(): dots.get_offsets().tolist() for dots in figure.axes[0].collections}
     assert points == {"alike": [[1.0, 2.0]], "differs": [[3.0, 1.0]]}
 
 

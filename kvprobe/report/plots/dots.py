@@ -65,8 +65,8 @@ class Dots:
                 _draw(axis, panel, findings, labels)
             for axes in grid:
                 names = [[text.get_text() for text in axis.get_yticklabels()] for axis in axes]
-                for axis, own in zip(axes[1:], names[1:], strict=True):
-                    axis.tick_params(labelleft=own != names[0])
+                for axis, listed in zip(axes[1:], names[1:], strict=True):
+                    axis.tick_params(labelleft=listed != names[0])
             named = {
                 text: dots for axis in grid.flat for dots, text in zip(*axis.get_legend_handles_labels(), strict=True)
             }

@@ -71,8 +71,8 @@ class Heatmaps:
             for axis, panel in zip(grid.flat, panels, strict=True):
                 numbers = [[means.get((panel, row, column), nan) - self.middle for column in across] for row in down]
                 heat(axis, pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named), limit, None)
-                for (own, row, column), finding in known.items():
-                    if own == panel:
+                for (of_panel, row, column), finding in known.items():
+                    if of_panel == panel:
                         self._mark(axis, finding, across.index(column) + 0.5, down.index(row) + 0.5, 0.6 * limit)
                 if self.edge:
                     below = [self.edge(panel, column) for column in across]

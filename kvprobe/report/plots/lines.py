@@ -161,18 +161,18 @@ class Lines:
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
-            own, other = (
+            points, hollow_points = (
                 [(across[finding.keys[self.x]], finding.value) for finding in some if self._on(finding, line, across)]
                 for some in (known, beside)
             )
             if self.curves:
-                _curve(axis, own, self.log, ls=style.dashes, ms=3.5, label=name, **look)
+                _curve(axis, points, self.log, ls=style.dashes, ms=3.5, label=name, **look)
             else:
                 dashes = "none" if named else style.dashes
-                _points(axis, own, shift, ls=dashes, lw=1.3, ms=4.5, label=name, **look)
+                _points(axis, points, shift, ls=dashes, lw=1.3, ms=4.5, label=name, **look)
             if self.beside:
                 hollow = {**look, "mfc": "white", "ls": "--", "lw": 0.9, "ms": 5, "label": f"{name}{self.beside[1]}"}
-                _points(axis, other, shift + 0.03, **hollow)
+                _points(axis, hollow_points, shift + 0.03, **hollow)
         if self.curves:
             axis.xaxis.get_major_locator().set_params(integer=True)
         else:

@@ -61,9 +61,9 @@ class Scatter:
     def _panel(self, axis: Any, findings: Findings, keys: dict[str, Key]) -> None:
         of, most = self.coloured
         points = []
-        for found in findings.where(self.up, **keys):
-            others = (findings.get(name, **found.keys) for name in (self.across, of))
-            points.append([found.value.mean, *(other.mean if other else np.inf for other in others)])
+        for finding in findings.where(self.up, **keys):
+            others = (findings.get(name, **finding.keys) for name in (self.across, of))
+            points.append([finding.value.mean, *(other.mean if other else np.inf for other in others)])
         up, across, decides = np.array(points).T
         drawn = (across > 0) & np.isfinite(across) & (up > 0)
         for some, colour, name in zip((decides > most, decides <= most), ("0.7", "#d55e00"), self.names, strict=True):
