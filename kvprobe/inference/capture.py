@@ -184,14 +184,16 @@ def _observing(
     """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
     called: set[tuple[Family, int]] = set()
 
-    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, *tuple[Any, ...]]) -> None:
+    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, *tuple[object, ...]]) -> None:
         called.add(key)
         observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
 
-    def before(key: tuple[Family, int], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(key: tuple[Family, int], module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         note(key, args[0] if args else kwargs["hidden_states"])
 
-    def after(key: tuple[Family, int], module: Any, args: Any, output: Any) -> None:
+    def after(
+        key: tuple[Family, int], module: object, args: object, output: Tensor | tuple[Tensor, *tuple[object, ...]]
+    ) -> None:
         note(key, output)
 
     handles: list[RemovableHandle] = []
@@ -220,14 +222,14 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Gener
     """While this lasts, `edit` replaces what the plain model computes at a port (see `plain_ports`)."""
     path, end = port
 
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (edit(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": edit(kwargs["hidden_states"])}
 
     def after(
-        module: Any, args: Any, output: Tensor | tuple[Tensor, *tuple[Any, ...]]
-    ) -> Tensor | tuple[Tensor, *tuple[Any, ...]]:
+        module: object, args: object, output: Tensor | tuple[Tensor, *tuple[object, ...]]
+    ) -> Tensor | tuple[Tensor, *tuple[object, ...]]:
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
     lanes.prove()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
-from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate, stop_tokens
 from kvprobe.inference.model import Model
@@ -39,7 +39,7 @@ class Agreement:
 
     @property
     def passed(self) -> bool:
-        return self.found <= self.allowed
+        return self.difference <= self.allowed
 
 
 def examine(model: Model) -> Iterator[Agreement]:

@@ -149,7 +149,7 @@ class Hooked:
         fired: set[str] = set()
 
         def hook_of(name: str) -> Callable[..., None]:
-            def hook_function(tensor: Tensor, hook: Any) -> None:
+            def hook_function(tensor: Tensor, hook: object) -> None:
                 fired.add(name)
                 observers[name](tensor)
 
@@ -175,7 +175,7 @@ class Hooked:
             )
 
 
-def _rotates(attention: Any) -> bool:
+def _rotates(attention: nn.Module) -> bool:
     """Whether this attention bridge fires `hook_rot_k` (GPT-2 has no rotary embedding; NeoX's is fused)."""
     from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import (
         PositionEmbeddingsAttentionBridge,

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots.style import styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Bars:
     caption: str
     where: Mapping[str, Key] = field(default_factory=dict)
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 

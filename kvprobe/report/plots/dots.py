@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from kvprobe.report.plots.style import styled
 
 Level = tuple[str, str, Mapping[str, Key]]
 """A dashed line: its name, and the finding and keys at which it stands; at zero without a finding."""
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Dots:
     caption: str
     panels: tuple[Panel, ...]
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> "Figure | None":
         """The figure; None where nothing of its first panel was measured."""
         import matplotlib.pyplot as plt
 
@@ -77,7 +81,7 @@ class Dots:
         return figure
 
 
-def _draw(axis: Any, panel: Panel, findings: Findings, labels: Callable[[str, Key], str]) -> None:
+def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Callable[[str, Key], str]) -> None:
     known = findings.where(panel.finding, **{**panel.where, panel.line: tuple(panel.styles)})
     down = list(dict.fromkeys(finding.keys[panel.down] for finding in known))
     apart = panel.line != panel.down

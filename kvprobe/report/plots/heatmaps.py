@@ -3,13 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.style import heat, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Heatmaps:
     marked: Callable[[Mapping[str, Key]], bool] = lambda _: False
     edge: Callable[[Any, Any], float] | None = None
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -88,7 +92,7 @@ class Heatmaps:
             figure.suptitle(title, fontsize=10)
         return figure
 
-    def _mark(self, axis: Any, finding: Finding, across: float, up: float, dark: float) -> None:
+    def _mark(self, axis: "Axes", finding: Finding, across: float, up: float, dark: float) -> None:
         """The number or the dot of a cell; white where the cell is dark."""
         mean = finding.value.mean
         if self.written:

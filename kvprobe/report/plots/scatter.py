@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots.style import styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Scatter:
     coloured: tuple[str, float]
     names: tuple[str, str]
 
-    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Callable[[str, Key], str], title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -58,7 +62,7 @@ class Scatter:
             figure.legend(*looks, loc="outside lower center", ncols=min(2, len(columns)), frameon=False, markerscale=2)
         return figure
 
-    def _panel(self, axis: Any, findings: Findings, keys: dict[str, Key]) -> None:
+    def _panel(self, axis: "Axes", findings: Findings, keys: dict[str, Key]) -> None:
         of, most = self.coloured
         points = []
         for finding in findings.where(self.up, **keys):
