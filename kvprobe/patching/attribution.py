@@ -25,7 +25,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
-from kvprobe.patching.grid import Cell, Over, Part
+from kvprobe.patching.grid import Cell, Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
@@ -117,7 +117,7 @@ def attribute(
     metric: Metric | KL,
     over: Over = ("layer", "slot"),
     *,
-    parts: Sequence[Part] = ("K", "V"),
+    parts: Sequence[str] = ("K", "V"),
     align: Align = None,
     along: Along | None = None,
     check: int = 64,

@@ -12,7 +12,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
-from kvprobe.models.lens import Family
+from kvprobe.models.lens import Family, hook_name, sites_of
 from kvprobe.names import unknown
 
 Part = Literal["K", "V", "KV"]
@@ -23,6 +23,8 @@ BANDS = 4
 """Bands into which the layers are cut where the grid does not say."""
 ACTIVATIONS: tuple[Family, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """What `reads="total"` can swap beside K and V."""
+
+_PARTS: dict[Family, str] = {"k": "K", "v": "V", **{family: family for family in ACTIVATIONS}}
 
 Over = Sequence[str] | Mapping[str, Iterable[object] | None]
 
@@ -66,12 +68,21 @@ class Bounds:
 def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], contents: Sequence[str]) -> list[Cell]:
     """All cells of the product of these axes, in the order in which they are named, parts innermost.
 
+    Parts that are named by hooks name their layers, which are then the axis `layer`.
+
     Raises:
         UserError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
     """
     asked: dict[str, Iterable[object] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
     _refuse_axes(asked)
     _refuse_parts(parts)
+    hooked = hooked_parts(parts)
+    if hooked is not None:
+        if "band" in asked or asked.get("layer") is not None:
+            raise UserError("Hook names name their layers; leave the axis 'band' and the values of 'layer' out.")
+        asked = {"layer": None, **asked}
+        asked["layer"] = list(dict.fromkeys(layer for layer, _ in hooked))
+        parts = list(dict.fromkeys(part for _, part in hooked))
     axes = {axis: _values(axis, chosen, base, bounds) for axis, chosen in asked.items()}
     everywhere = {"layers": tuple(range(bounds.layers)), "slots": _live(base)}
     cells = []
@@ -80,10 +91,30 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
         what: dict[str, tuple[int, ...]] = everywhere | {
             _FIELDS[axis]: value for axis, (_, value) in zip(axes, picks, strict=True)
         }
-        cells += [Cell(**what, part=part, content=content, labels=labels) for part, content in product(parts, contents)]
+        cells += [
+            Cell(**what, part=part, content=content, labels=labels)
+            for part, content in product(parts, contents)
+            if hooked is None or (*what["layers"], part) in hooked
+        ]
     if not cells:
         raise UserError("The grid has no cell; give each axis at least one value.")
     return cells
+
+
+def hooked_parts(names: Sequence[str]) -> list[tuple[int, str]] | None:
+    """The layer and part that each of these hooks of TransformerLens stands for; None where none names a hook.
+
+    Raises:
+        UserError: a hook shows nothing that a cell can swap; or see `kvprobe.models.lens.sites_of`.
+    """
+    sites = sites_of(names)
+    for family, layer in sites or ():
+        if family not in _PARTS:
+            raise UserError(
+                f"What the hook {hook_name(family, layer)!r} shows is not kept, so nothing can be swapped there; swap "
+                f"keys as they are stored, {hook_name('k', layer)!r}."
+            )
+    return None if sites is None else [(layer, _PARTS[family]) for family, layer in sites]
 
 
 def even_bands(layers: int) -> list[range]:
@@ -103,7 +134,7 @@ def _refuse_axes(asked: Collection[str]) -> None:
 def _refuse_parts(parts: Sequence[str]) -> None:
     if isinstance(parts, str):
         raise UserError(f"`parts` must be a tuple of parts; got the text {parts!r}, so write ({parts!r},).")
-    for part in parts:
+    for part in () if hooked_parts(parts) else parts:
         if part not in (*get_args(Part), *ACTIVATIONS):
             raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
     if not parts:

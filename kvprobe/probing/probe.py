@@ -30,7 +30,7 @@ def probe(
     at: str,
     *,
     hide: Sequence[str] = (),
-    families: Sequence[Family] = ("k", "v", "resid_post"),
+    families: Sequence[Family | str] = ("k", "v", "resid_post"),
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     per_head: bool = False,
@@ -48,6 +48,8 @@ def probe(
     part `answer`, the model is asked for it with everything in view, after hiding and after a restart.
 
     Args:
+        families: of `kvprobe.models.lens.Family`; or TransformerLens' names of sites, such as `blocks.3.attn.hook_v`,
+            each of which names its layer.
         layers: all by default; p-values and the choice of a site are then over these alone.
         heads: KV heads, with probes for each; by default all of them side by side.
         per_head: probes for each KV head, of all heads.

@@ -10,8 +10,9 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import are_whole
 from kvprobe.errors import UserError
+from kvprobe.inference.capture import layers_by_family
 from kvprobe.inference.model import Model
-from kvprobe.models.lens import Family
+from kvprobe.models.lens import Family, hook_name
 from kvprobe.probing.features import READS, Features, Site, read_outs
 from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Design
@@ -27,7 +28,7 @@ def read_features(
     at: str,
     *,
     hide: Sequence[str] = (),
-    families: Sequence[Family] = ("k", "v", "resid_post"),
+    families: Sequence[Family | str] = ("k", "v", "resid_post"),
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     per_head: bool = False,
@@ -41,6 +42,7 @@ def read_features(
 
     Args:
         hide: segments that are masked when `at` begins.
+        families: or TransformerLens' names of sites, such as `blocks.3.attn.hook_v`, each of which names its layer.
         layers: all by default.
         heads: KV heads, a site for each; by default all of them side by side.
         per_head: a site for each KV head, of all heads.
@@ -48,33 +50,32 @@ def read_features(
             sample that has the conversation.
 
     Raises:
-        UserError: an unknown segment, layer or KV head, a segment that cannot be hidden from `at`, or a slot outside
-            what is read.
+        UserError: an unknown segment, family, layer or KV head, a segment that cannot be hidden from `at`, or a slot
+            outside what is read.
     """
-    n_heads, n_layers = model.geometry.n_kv_heads, model.geometry.n_layers
+    n_heads, wanted = model.geometry.n_kv_heads, layers_by_family(families, layers, model.geometry.n_layers)
     if heads is not None and not (are_whole(heads) and heads and all(0 <= head < n_heads for head in heads)):
         raise UserError(f"heads is {str(heads)[:40]!r}; give a list of KV heads, 0 to {n_heads - 1}.")
     heads = range(n_heads) if heads is None and per_head else None if heads is None else sorted(set(heads))
-    layers = list(range(n_layers) if layers is None else layers)
     groups: dict[str, dict[Tokens, list[int]]] = {}
     for number, sample in enumerate(design.samples):
         tokens = _up_to(model, sample.transcript, at, hide)
         groups.setdefault(sample.context, {}).setdefault(tokens, []).append(number)
 
-    vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in families}
+    vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in wanted}
     sites: dict[Family, tuple[Site, ...]] = {}
     rows = np.empty(len(design.samples), dtype=np.int64)
     texts: list[tuple[int, ...]] = [()] * len(design.samples)
     count = 0
-    stacks = (one for group in groups.values() for one in _stacked(model, group, at, hide, families, layers, treat))
+    stacks = (one for group in groups.values() for one in _stacked(model, group, at, hide, wanted, treat))
     for tokens, members, stacked in Bar(stacks, desc=note, unit="conversation", total=sum(map(len, groups.values()))):
         span = tokens.span(at)
         slots = [_within(span, design.samples[number].slot, number, at) for number in members]
         places = {slot: count + place for place, slot in enumerate(dict.fromkeys(slots))}
         count += len(places)
-        for family in families:
+        for family, of_family in wanted.items():
             for slot in places:
-                row, sites[family] = _vectors(stacked[family], slot, sorted(set(layers)), heads)
+                row, sites[family] = _vectors(stacked[family], slot, of_family, heads)
                 vectors[family].append(row.cpu())
         for number, slot in zip(members, slots, strict=True):
             rows[number] = places[slot]
@@ -101,8 +102,7 @@ def _stacked(
     conversations: Mapping[Tokens, Sequence[int]],
     at: str,
     hide: Sequence[str],
-    families: Sequence[Family],
-    layers: Sequence[int],
+    wanted: Mapping[Family, Sequence[int]],
     treat: Callable[[KVCache, int], KVCache] | None,
 ) -> Iterator[tuple[Tokens, Sequence[int], dict[Family, Tensor]]]:
     """Each conversation of a context, the samples that share it, and what the model shows at segment `at`, layer axis
@@ -116,7 +116,7 @@ def _stacked(
         # Where nothing comes before the segment, there is no cache to continue from.
         for first in (True, False):
             group = {tokens: conversations[tokens] for tokens in distinct if (tokens.span(at).start == 0) == first}
-            yield from _stacked(model, group, at, hide, families, layers, treat)
+            yield from _stacked(model, group, at, hide, wanted, treat)
         return
     common = 0
     while common < min(starts) and len({(tokens.ids[common], tokens.positions[common]) for tokens in distinct}) == 1:
@@ -124,6 +124,7 @@ def _stacked(
     # A row of a batch cannot be empty.
     common -= common in starts and len(set(starts)) > 1
     prefix = model.prefill(distinct[0][:common]) if common else None
+    sites = [hook_name(family, layer) for family, of_family in wanted.items() for layer in of_family]
     rows = 1 if treat is not None else _ROWS
     for first in range(0, len(distinct), rows):
         chunk = distinct[first : first + rows]
@@ -133,8 +134,8 @@ def _stacked(
         if treat is not None and past is not None:
             past = treat(past, conversations[chunk[0]][0])
         asked = [tokens[tokens.span(at)] for tokens in chunk]
-        captured = model.capture(asked, families, layers=layers, past=past)
-        stacks: dict[Family, Tensor] = {family: captured.stack(family) for family in families}
+        captured = model.capture(asked, sites, past=past)
+        stacks: dict[Family, Tensor] = {family: captured.stack(family) for family in wanted}
         for row, (tokens, segment) in enumerate(zip(chunk, asked, strict=True)):
             shown: dict[Family, Tensor] = {
                 family: stack[:, row : row + 1, ..., : len(segment), :] for family, stack in stacks.items()

@@ -124,6 +124,25 @@ def test_each_head_is_a_site_of_its_own(tiny_llama: Model, design: Design):
     refused(lambda: read_features(tiny_llama, design, "T1", layers=[99]), "99")
 
 
+def test_families_named_by_their_hooks_are_read_at_their_layers_alone(tiny_llama: Model, design: Design):
+    names = ["blocks.2.attn.hook_v", "blocks.0.hook_resid_post", "blocks.1.attn.hook_v"]
+    named, every = (
+        read_features(tiny_llama, design, "T1", families=families) for families in (names, ["v", "resid_post"])
+    )
+    assert named.sites == {
+        "v": tuple(Site(layer, None, read) for layer in (1, 2) for read in READS),
+        "resid_post": tuple(Site(0, None, read) for read in READS),
+    }
+    for family, sites in named.sites.items():
+        for site in sites:
+            torch.testing.assert_close(named.at(family, site), every.at(family, site))
+    probing = probe(tiny_llama, design, "T1", families=names[:1], folds=3, permutations=0)
+    table = probing.df()
+    assert set(zip(table["family"], table["layer"], strict=True)) == {("v", 2)}
+    refused(lambda: probe(tiny_llama, design, "T1", families=names, layers=[0]), "hook names alone")
+    refused(lambda: probe(tiny_llama, design, "T1", families=["blocks.0.attn.hook_q"]), "no site at the hook")
+
+
 def test_conversations_that_do_not_differ_are_read_once(tiny_llama: Model, design: Design):
     features = read_features(tiny_llama, design, "T1", families=["v"])
     assert features.tensors["v"].shape[0] == 4 * len(PLACES)
