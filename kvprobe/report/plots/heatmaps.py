@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.orientation import is_upward
 from kvprobe.report.plots.style import heat, styled
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmaps:
-    """A figure of heat maps on one scale, the first row of each at the bottom.
+    """A figure of heat maps on one scale, whose rows go as `kvprobe.report.orientation` says.
 
     Attributes:
         file, caption: of the figure.
@@ -32,7 +33,7 @@ class Heatmaps:
         within: the share of numbers that the scale spans; those beyond have the colour of its ends.
         written: the format of the number in each cell; none by default.
         marked: which findings have a dot, by their keys.
-        edge: how many rows stand below a line, by the values of `panel` and `columns`.
+        edge: how many rows come before a line, by the values of `panel` and `columns`.
     """
 
     file: str
@@ -69,12 +70,19 @@ class Heatmaps:
         size = (max(7.0, 1.5 + 0.16 * len(across)), 3.8 * count) if self.stacked else (2.6 * count + 0.8, 4.6)
         shape = (count, 1) if self.stacked else (1, count)
         named = [labels(self.columns, column).replace("$", r"\$") for column in across]
+        upward = is_upward(self.rows)
         with styled():
             figure, grid = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True, sharey=True)
             figure.set_layout_engine("constrained")
             for axis, panel in zip(grid.flat, panels, strict=True):
                 numbers = [[means.get((panel, row, column), nan) - self.middle for column in across] for row in down]
-                heat(axis, pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named), limit, None)
+                heat(
+                    axis,
+                    pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named),
+                    limit,
+                    None,
+                    upward=upward,
+                )
                 for (of_panel, row, column), finding in known.items():
                     if of_panel == panel:
                         self._mark(axis, finding, across.index(column) + 0.5, down.index(row) + 0.5, 0.6 * limit)
@@ -86,7 +94,6 @@ class Heatmaps:
                 axis.tick_params(axis="x", rotation=90 if long else 35, labelsize=6 if long else 8)
                 axis.tick_params(axis="y", rotation=0)
                 axis.label_outer()
-            grid[0, 0].invert_yaxis()
             grid[-1, 0].set_xlabel(self.columns)
             figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
             figure.suptitle(title, fontsize=10)
