@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 import torch
-from timing import header, paired, report
+from timing import paired, report
 
 from kvprobe.models.lens import Family
 from kvprobe.probing.controls import hash_control
@@ -37,8 +37,9 @@ def main() -> None:
 
     features = planted(arguments.layers)
     controls = hash_control(features.labels, features.contexts.tolist(), CLASSES, 0)
-    tasks, samples = [features.labels, controls], features.labels.shape[1]
-    header(f"{arguments.layers} layers of SmolLM2-135M's widths", samples, arguments.repeats)
+    tasks = [features.labels, controls]
+    print(f"{arguments.layers} layers, {features.labels.shape[1]} samples, median of {arguments.repeats} pairs\n")
+    print(f"{'what':50}{'together':>10}{'in turn':>10}{'ratio':>8}  limit")
     for split in SPLITS:
         folds = fold_numbers(split, features.contexts, FOLDS, np.random.default_rng(0))
         together, apart = [], []
