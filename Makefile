@@ -48,6 +48,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/patching.py
 	$(PY) benchmarks/attention.py
 	$(PY) benchmarks/probes.py
+	$(PY) benchmarks/probe_tasks.py
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/coverage.py
 	$(PY) benchmarks/coverage_probes.py

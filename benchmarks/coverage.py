@@ -43,7 +43,7 @@ class Kind:
 
 def kinds() -> list[Kind]:
     """Every kind that a report of a study prints, on normal, skewed and binary data."""
-    found = [
+    every = [
         Kind(f"mean, {sizes}", data, truth, _mean(law, sizes == "2 to 6 samples a cluster"))
         for sizes in ("5 samples a cluster", "2 to 6 samples a cluster")
         for data, truth, law in (
@@ -53,31 +53,31 @@ def kinds() -> list[Kind]:
         )
     ]
     for share in (0.5, 0.2, 0.05):
-        found.append(Kind("share, 1 trial a cluster", f"binary, {share}", share, _share(share, 1, 0.0)))
-        found.append(
+        every.append(Kind("share, 1 trial a cluster", f"binary, {share}", share, _share(share, 1, 0.0)))
+        every.append(
             Kind("share, 5 trials a cluster", f"binary, {share}, correlation 0.3", share, _share(share, 5, 0.3))
         )
-        found.append(Kind("share of independent trials (Wilson)", f"binary, {share}", share, _wilson(share)))
+        every.append(Kind("share of independent trials (Wilson)", f"binary, {share}", share, _wilson(share)))
     for one, other in ((0.2, 0.2), (0.5, 0.1), (0.3, 0.0)):
         data = f"binary, {one} and {other}"
-        found.append(Kind("paired difference of shares", data, one - other, _paired(one, other)))
-        found.append(Kind("difference of independent shares (Newcombe)", data, one - other, _newcombe(one, other)))
+        every.append(Kind("paired difference of shares", data, one - other, _paired(one, other)))
+        every.append(Kind("difference of independent shares (Newcombe)", data, one - other, _newcombe(one, other)))
     for damage in ("equal", "exponential", "lognormal, σ = 1"):
-        found.append(Kind("pooled index, 1 − Σ left / Σ damage", f"damage {damage}", 0.3, _pooled(damage)))
-    found.append(Kind("ratio of means", "exponential", 2.0, _ratio_of_means))
-    found.append(Kind("slope within clusters", "normal", -0.1, _slope))
-    found.append(Kind("least memory (where a loss crosses its tolerance)", "normal", 0.4, _crossing))
+        every.append(Kind("pooled index, 1 − Σ left / Σ damage", f"damage {damage}", 0.3, _pooled(damage)))
+    every.append(Kind("ratio of means", "exponential", 2.0, _ratio_of_means))
+    every.append(Kind("slope within clusters", "normal", -0.1, _slope))
+    every.append(Kind("least memory (where a loss crosses its tolerance)", "normal", 0.4, _crossing))
     for noise in (0.3, 1.0):
         data = f"30 lognormal layers, noise σ = {noise}"
-        found.append(Kind("rank correlation across layers", data, float(spearman(*_effects())[0]), _ranks(noise)))
-    return found
+        every.append(Kind("rank correlation across layers", data, float(spearman(*_effects())[0]), _ranks(noise)))
+    return every
 
 
 def coverage(kind: Kind, clusters: int, repetitions: int, seed: int = 0) -> float | None:
     """The share of repetitions in which the interval holds the truth; None where none is printed."""
     rng = np.random.default_rng([seed, clusters])
     drawn = [kind.draw(rng, clusters) for _ in range(repetitions if clusters >= FEWEST else 1)]
-    return float(np.mean([not each.differs(kind.truth) for each in drawn])) if drawn[0].has_interval else None
+    return float(np.mean([not interval.differs(kind.truth) for interval in drawn])) if drawn[0].has_interval else None
 
 
 def false_claims(comparisons: int, clusters: int, repetitions: int, share: float = 0.5, seed: int = 0) -> float:
@@ -85,8 +85,8 @@ def false_claims(comparisons: int, clusters: int, repetitions: int, share: float
     rng = np.random.default_rng([seed, clusters, comparisons])
     claims = 0
     for _ in range(repetitions):
-        common, own = rng.normal(size=clusters), rng.normal(size=(comparisons, clusters))
-        values = share**0.5 * common + (1 - share) ** 0.5 * own
+        common, separate = rng.normal(size=clusters), rng.normal(size=(comparisons, clusters))
+        values = share**0.5 * common + (1 - share) ** 0.5 * separate
         _, low, high = means(values, np.arange(clusters), comparisons=comparisons)
         claims += bool(((low > 0) | (high < 0)).any())
     return claims / repetitions
@@ -160,8 +160,8 @@ def _ratio_of_means(rng: np.random.Generator, count: int) -> Estimate:
         np.stack([2 * level + rng.exponential(size=count) * 0.5 - 0.5, level + rng.exponential(size=count) * 0.5 - 0.5])
         + 1
     )
-    found = statistic([pair], lambda drawn: (drawn[:, 0] - 1) / (drawn[:, 1] - 1), (0.0, np.inf))
-    return found or Estimate(nan)
+    ratio = statistic([pair], lambda drawn: (drawn[:, 0] - 1) / (drawn[:, 1] - 1), (0.0, np.inf))
+    return ratio or Estimate(nan)
 
 
 def _slope(rng: np.random.Generator, count: int) -> Estimate:
@@ -174,8 +174,8 @@ def _crossing(rng: np.random.Generator, count: int) -> Estimate:
     """The loss is 0.5 less the memory, so that it crosses 0.1 at 0.4."""
     memory = np.array([1.0, 0.75, 0.5, 0.3, 0.1])
     losses = 0.5 - memory[:, None] + 0.3 * rng.normal(size=(1, count)) + 0.1 * rng.normal(size=(5, count))
-    found = least_memory(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
-    return Estimate(*map(float, found))
+    crossing = least_memory(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
+    return Estimate(*map(float, crossing))
 
 
 def _effects() -> np.ndarray:

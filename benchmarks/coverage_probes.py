@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     draws, probings = (
-        max(1, each // 10 if arguments.quick else each) for each in (arguments.draws, arguments.probings)
+        max(1, count // 10 if arguments.quick else count) for count in (arguments.draws, arguments.probings)
     )
 
     def shown(share: float) -> str:
@@ -65,13 +65,15 @@ def main() -> None:
         write("false claims of probes", claimed)
 
 
-def coverage(contexts: int, each: int, signal: float, split: Split, draws: int, designs: int = 40) -> dict[str, float]:
+def coverage(
+    contexts: int, repeats: int, signal: float, split: Split, draws: int, designs: int = 40
+) -> dict[str, float]:
     """The share of intervals that hold the truth, by what they are of."""
-    found: dict[str, list[Estimate]] = defaultdict(list)
+    intervals: dict[str, list[Estimate]] = defaultdict(list)
     means: dict[str, list[float]] = defaultdict(list)
     for draw in range(draws):
-        rng = np.random.default_rng([contexts, each, draw])
-        features, floor = drawn(rng, contexts, each, signal, SITES * designs)
+        rng = np.random.default_rng([contexts, repeats, draw])
+        features, floor = drawn(rng, contexts, repeats, signal, SITES * designs)
         fold = fold_numbers(split, features.contexts, FOLDS, rng)
         control = torch.cat(
             [hash_control(features.labels, features.contexts.tolist(), CLASSES, seed) for seed in range(4)]
@@ -79,8 +81,8 @@ def coverage(contexts: int, each: int, signal: float, split: Split, draws: int, 
         fits, memorised = fit_tasks(features, split, fold, [features.labels, control])
         others = fit_sites(floor, split, fold)
         for first in range(0, SITES * designs, SITES):
-            read, blind, learnt = (chosen(_some(each, first), fold) for each in (fits, others, memorised))
-            hits, floored = (_hits(own.predicted, features.labels) for own in (read, blind))
+            read, blind, learnt = (chosen(_some(group, first), fold) for group in (fits, others, memorised))
+            hits, floored = (_hits(picked.predicted, features.labels) for picked in (read, blind))
             values = {
                 "accuracy": hits,
                 "leak": hits - floored,
@@ -88,33 +90,33 @@ def coverage(contexts: int, each: int, signal: float, split: Split, draws: int, 
                 "bits": read.information.double().numpy(),
             }
             for name, value in values.items():
-                found[name].append(held_out(value, features.contexts, WITHIN[name]))
+                intervals[name].append(held_out(value, features.contexts, WITHIN[name]))
                 means[name].append(float(value.mean()))
     truth = {name: float(np.clip(np.mean(values), *WITHIN[name])) for name, values in means.items()}
     if not signal:
         truth["accuracy"] = 1 / CLASSES
     return {
         name: float(np.mean([value.low <= truth[name] <= value.high for value in values]))
-        for name, values in found.items()
+        for name, values in intervals.items()
     }
 
 
-def false_claims(contexts: int, each: int, probings: int, permutations: int) -> float:
+def false_claims(contexts: int, repeats: int, probings: int, permutations: int) -> float:
     """The share of probings of noise that call anything decodable, under whatever split."""
     claims = []
     for number in range(probings):
-        rng = np.random.default_rng([contexts, each, number, permutations])
-        features, floor = drawn(rng, contexts, each, 0.0, SITES)
+        rng = np.random.default_rng([contexts, repeats, number, permutations])
+        features, floor = drawn(rng, contexts, repeats, 0.0, SITES)
         probing = probe_features(features, {FLOOR: floor}, folds=FOLDS, permutations=permutations, rng=rng)
         claims.append(": decodable" in str(probing))
     return float(np.mean(claims))
 
 
 def drawn(
-    rng: np.random.Generator, contexts: int, each: int, signal: float, sites: int, offset: float = 1.0
+    rng: np.random.Generator, contexts: int, repeats: int, signal: float, sites: int, offset: float = 1.0
 ) -> tuple[Features, Features]:
     """Features and their floor, which differs between contexts alone."""
-    homes = np.repeat(np.arange(contexts), each)
+    homes = np.repeat(np.arange(contexts), repeats)
     labels = rng.integers(0, CLASSES, len(homes))
     offsets = offset * rng.standard_normal((contexts, sites, DIM))
     strength = signal * np.exp(0.5 * rng.standard_normal((contexts, sites)))
@@ -132,8 +134,8 @@ def drawn(
 
 def _some(fits: Fits, first: int) -> Fits:
     """The sites of one design."""
-    own = slice(first, first + SITES)
-    return Fits(fits.sites[own], fits.predicted[own], fits.information[own], fits.inner_accuracy[own])
+    design = slice(first, first + SITES)
+    return Fits(fits.sites[design], fits.predicted[design], fits.information[design], fits.inner_accuracy[design])
 
 
 def _hits(predicted: torch.Tensor, labels: torch.Tensor) -> np.ndarray:

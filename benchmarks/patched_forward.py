@@ -84,7 +84,7 @@ def by_bridge(setting: Setting) -> Patch:
     lanes, shape = setting.model.lanes, setting.model.geometry
     bridge, scale = (
         lanes.hooked.bridge,
-        [float(getattr(each, "scaling", shape.d_head**-0.5)) for each in lanes.attention_modules],
+        [float(getattr(module, "scaling", shape.d_head**-0.5)) for module in lanes.attention_modules],
     )
     groups, asking = shape.n_heads // shape.n_kv_heads, len(setting.suffix)
 
@@ -136,7 +136,7 @@ def by_nnsight(setting: Setting) -> Patch:
 
     plain, asking, total = setting.model.lanes.plain, len(setting.suffix), setting.ids.shape[1]
     # A twin over the same weights: what nnsight does to a module is no concern of kvprobe's lanes.
-    network = NNsight(copy.deepcopy(plain, {id(each): each for each in [*plain.parameters(), *plain.buffers()]}))
+    network = NNsight(copy.deepcopy(plain, {id(shared): shared for shared in [*plain.parameters(), *plain.buffers()]}))
     causal = torch.ones(asking, total, dtype=torch.bool).tril(total - asking)
 
     def patch(layer: int, part: Part, slots: Sequence[int]) -> Tensor:

@@ -207,8 +207,8 @@ def table(model: kv.Model, length: int, contenders: Sequence[Contender], slots: 
     ours = contenders[0]
     for contender in contenders:
         ratio = statistics.median(
-            (theirs / contender.cells) / (own / ours.cells)
-            for theirs, own in zip(contender.seconds, ours.seconds, strict=True)
+            (theirs / contender.cells) / (seconds / ours.cells)
+            for theirs, seconds in zip(contender.seconds, ours.seconds, strict=True)
         )
         seconds, per_cell = statistics.median(contender.seconds), 1e3 * contender.per_cell
         print(f"{contender.name:40}{contender.cells:8}{seconds:10.1f}{per_cell:12.1f}{ratio:10.1f}  {contender.limit}")

@@ -74,9 +74,9 @@ def api() -> str:
     rooms = re.findall(r"^\| `(\w+)/` \| (.*?) \|", (DOCS / "reference" / "rooms.md").read_text(), re.MULTILINE)
     purpose = {**dict(reversed(rooms)), "errors": "what is raised"}
     names: dict[str, list[str]] = {room: [] for room in purpose}
-    for name, home in sorted(kvprobe._HOMES.items(), key=lambda each: each[0].lower()):
+    for name, home in sorted(kvprobe._HOMES.items(), key=lambda entry: entry[0].lower()):
         names[home.split(".")[1]].append(defined(name, home))
-    sections = [section(f"{room}: {purpose[room]}", found) for room, found in names.items() if found]
+    sections = [section(f"{room}: {purpose[room]}", listed) for room, listed in names.items() if listed]
     return "".join([*sections, section("Modules", sorted(kvprobe._MODULES.values()))])
 
 

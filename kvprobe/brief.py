@@ -4,7 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from torch import Tensor
 
 LONGEST = 900
 """Characters of a repr."""
@@ -60,12 +65,12 @@ def brief(value: Any, limit: int = 200) -> str:
     return cut(repr(value), limit)
 
 
-def shape_of(tensor: Any) -> str:
+def shape_of(tensor: "Tensor | np.ndarray") -> str:
     """Dtype and sizes of a tensor or array."""
     return f"{plain_dtype(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
 
 
-def plain_dtype(dtype: Any) -> str:
+def plain_dtype(dtype: object) -> str:
     """The name of a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
@@ -75,7 +80,7 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def frame_table(frame: Any) -> Table:
+def frame_table(frame: "pd.DataFrame") -> Table:
     """A dataframe as a table; an index that has a name is its first column."""
     frame = frame if frame.index.name is None else frame.reset_index()
     return list(frame.columns), frame.itertuples(index=False)

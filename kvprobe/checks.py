@@ -2,15 +2,15 @@
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard, cast
+from typing import Any, SupportsIndex, TypeGuard, cast
 
 from kvprobe.errors import UserError
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether this is a whole number; `True`, `3.0` and NaN are not."""
     try:
-        operator.index(value)
+        operator.index(cast(SupportsIndex, value))
     except TypeError:
         return False
     return not isinstance(value, bool)
@@ -36,14 +36,14 @@ def is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str)
 
 
-def require_whole(owner: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+def require_whole(owner: str, name: str, value: object, low: int, high: int | None = None) -> None:
     """Refuse anything but a whole number in this range."""
     if not is_whole(value) or value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise UserError(f"{owner} has {name}={repr(value)[:40]}; it must be a whole number, {expected}.")
 
 
-def require_share(owner: str, name: str, value: Any) -> None:
+def require_share(owner: str, name: str, value: object) -> None:
     """Refuse anything but a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise UserError(f"{owner} has {name}={repr(value)[:40]}; it must be a number from 0 to 1.")

@@ -15,7 +15,7 @@ def extensions(kind: Kind) -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=f"kvprobe.{kind}")}
 
 
-def extension(kind: Kind, name: str) -> Any:
+def extension(kind: Kind, name: str) -> object:
     """What a name stands for.
 
     Raises:

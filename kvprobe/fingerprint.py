@@ -7,9 +7,9 @@ as they are), the kernel, the padding of a tokenizer.
 import hashlib
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -24,7 +24,21 @@ _INDIFFERENT = {
 }  # fmt: skip
 
 
-def fingerprint(plain: Any, tokenizer: Any, rounded: torch.dtype | None = None) -> str:
+@runtime_checkable
+class _Config(Protocol):
+    def to_diff_dict(self) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class Configured(Protocol):
+    """A Hugging Face model: weights and a config."""
+
+    @property
+    def config(self) -> _Config: ...
+    def state_dict(self) -> Mapping[str, torch.Tensor]: ...
+
+
+def fingerprint(plain: "Configured", tokenizer: object, rounded: torch.dtype | None = None) -> str:
     """The fingerprint of a Hugging Face model and its tokenizer (or None), the same wherever they were loaded from.
 
     Args:
@@ -86,22 +100,22 @@ class Maker:
         return self is other or self.fingerprint == other.fingerprint
 
 
-def _weights(plain: Any, rounded: torch.dtype | None) -> str:
+def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
     hasher = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(plain.state_dict().items()):
         hasher.update(name.encode())
         weights = tensor.detach().to(rounded) if rounded is not None and tensor.is_floating_point() else tensor.detach()
-        hasher.update(weights.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        hasher.update(weights.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
-def _config(plain: Any) -> str:
+def _config(plain: "Configured") -> str:
     # Only differences from the defaults, so that a new setting of a later transformers changes nothing.
     stops = getattr(getattr(plain, "generation_config", None), "eos_token_id", None)
     return digest([_json([type(plain).__name__, _decisive(plain.config.to_diff_dict()), stops])], 4)
 
 
-def _decisive(settings: Any) -> Any:
+def _decisive(settings: object) -> object:
     """Settings without those that change no result, at any depth."""
     if isinstance(settings, dict):
         named = {str(key): value for key, value in settings.items()}
@@ -111,7 +125,7 @@ def _decisive(settings: Any) -> Any:
     return [_decisive(setting) for setting in settings] if isinstance(settings, list | tuple) else settings
 
 
-def _tokenizer(tokenizer: Any) -> str:
+def _tokenizer(tokenizer: object) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
@@ -121,5 +135,5 @@ def _tokenizer(tokenizer: Any) -> str:
     return digest([_json([rules, special, getattr(tokenizer, "chat_template", None)])], 4)
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode()

@@ -5,7 +5,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -35,7 +38,7 @@ def near_keywords(function: Callable[Given, Result]) -> Callable[Given, Result]:
     return called
 
 
-def short_repr(operator: Any) -> str:
+def short_repr(operator: "DataclassInstance") -> str:
     """A dataclass as one would write it, without the fields that have their default."""
     values = [(field, getattr(operator, field.name)) for field in fields(operator) if field.init]
     arguments = ", ".join(

@@ -33,7 +33,7 @@ class Limits:
     whole: bool = False
 
 
-def filled(kind: Any, content: Any, where: str, limits: Limits) -> Any:
+def filled(kind: Any, content: object, where: str, limits: Limits) -> Any:
     """A value of this type (dataclass, list, literal, number, text), from the content of YAML or JSON.
 
     Args:
@@ -82,7 +82,7 @@ def filled(kind: Any, content: Any, where: str, limits: Limits) -> Any:
     return content
 
 
-def _filled_dataclass(kind: Any, content: Any, where: str, limits: Limits) -> Any:
+def _filled_dataclass(kind: Any, content: object, where: str, limits: Limits) -> Any:
     if not isinstance(content, Mapping):
         raise UserError(f"{where} must be a mapping, not a {type(content).__name__}.")
     types, needed = _fields(kind, limits.whole)

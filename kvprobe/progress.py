@@ -134,7 +134,7 @@ class Bar(tqdm, Generic[Item]):
         return super().__iter__()
 
     @property
-    def format_dict(self) -> dict[str, Any]:
+    def format_dict(self) -> dict[str, object]:
         shown = dict(super().format_dict)
         left = self._watched.left(self.n / self.total) if self._watched and self.total else None
         return shown if left is None else {**shown, "postfix": f"{self.format_interval(left)} to the end of the run"}

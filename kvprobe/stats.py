@@ -9,7 +9,6 @@ Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, isnan, nan
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num
@@ -76,7 +75,7 @@ class Estimate:
         """1 minus this share."""
         return Estimate(1 - self.mean, 1 - self.high, 1 - self.low, self.clusters, 1 - self.largest, 1 - self.smallest)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, float | None]:
         """The fields for strict JSON: NaN and infinity become None."""
         return {name: value if isfinite(value) else None for name, value in asdict(self).items()}
 

@@ -88,9 +88,9 @@ def _arguments(bound: dict[str, Any], expected: Signature) -> Iterator[tuple[str
     for name, value in bound.items():
         kind = expected.parameters[name].kind
         if kind is Parameter.VAR_POSITIONAL:
-            yield from ((name, each) for each in value)
+            yield from ((name, item) for item in value)
         elif kind is Parameter.VAR_KEYWORD:
-            yield from ((name, each) for each in value.values())
+            yield from ((name, item) for item in value.values())
         else:
             yield name, value
 

@@ -48,7 +48,7 @@ def claimed(study: str, repetitions: int) -> dict[str, tuple[float, int]]:
                 for start in range(0, len(own), size_of := own[0].comparisons or 1):
                     family = own[start : start + size_of]
                     found[claim.finding].append(any(finding.value.differs(claim.against) for finding in family))
-    return {name: (100 * float(np.mean(each)), sizes[name]) for name, each in found.items()}
+    return {name: (100 * float(np.mean(claims)), sizes[name]) for name, claims in found.items()}
 
 
 class Watched(Findings):
@@ -83,8 +83,8 @@ def answered(study: str, repetitions: int) -> float:
             watched = Watched(found.findings)
             patch.setattr(Conclusion, "of", lambda _, found=found, watched=watched: replace(found, findings=watched))
             answer(declaration, run)
-            claimed = [each for each in watched.seen if each.comparisons and each.name in against]
-            wrong += any(each.value.differs(against[each.name].against) for each in claimed)
+            claimed = [finding for finding in watched.seen if finding.comparisons and finding.name in against]
+            wrong += any(finding.value.differs(against[finding.name].against) for finding in claimed)
     return 100 * wrong / repetitions
 
 

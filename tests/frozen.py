@@ -149,7 +149,7 @@ def metrics_of(study: str, root: Path) -> Any:
         text = (made["finished"].path / "metrics.json").read_text(encoding="utf-8")
     found = json.loads(text.replace(str(root), "ROOT"))
     if study == "memory":
-        found["findings"] = [each for each in found["findings"] if each["name"] not in MEASURED]
+        found["findings"] = [finding for finding in found["findings"] if finding["name"] not in MEASURED]
     return found
 
 
@@ -173,19 +173,19 @@ def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every number, string, truth value and null, and what is empty, with the path to it: the place in a list, but for
     findings the name and keys."""
     if isinstance(found, dict) and found:
-        for name, each in found.items():
-            yield from leaves(each, f"{path}/{name}")
+        for name, item in found.items():
+            yield from leaves(item, f"{path}/{name}")
     elif isinstance(found, list) and found:
-        for index, each in enumerate(found):
-            is_finding = isinstance(each, dict) and {"name", "keys"} <= each.keys()
-            called = f"{each['name']}{dict(sorted(each['keys'].items()))}" if is_finding else index
-            yield from leaves(each, f"{path}/{called}")
+        for index, item in enumerate(found):
+            is_finding = isinstance(item, dict) and {"name", "keys"} <= item.keys()
+            called = f"{item['name']}{dict(sorted(item['keys'].items()))}" if is_finding else index
+            yield from leaves(item, f"{path}/{called}")
     else:
         yield path, found
 
 
 def equal(one: Any, other: Any) -> bool:
-    kinds = [isinstance(each, int | float) and not isinstance(each, bool) for each in (one, other)]
+    kinds = [isinstance(number, int | float) and not isinstance(number, bool) for number in (one, other)]
     if all(kinds):
         both_nan = math.isnan(one) and math.isnan(other)
         return both_nan or math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)

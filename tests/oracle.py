@@ -157,7 +157,7 @@ def _turned(plain: nn.Module, attention: nn.Module, keys: Tensor, turns: Sequenc
     [rotary] = [module for module in plain.modules() if hasattr(module, "rope_type")]
     kind = plain.config.layer_types[attention.layer_idx] if isinstance(rotary.rope_type, dict) else None
     by = (torch.tensor([turns]),) if kind is None else (torch.tensor([turns]), kind)
-    cos, sin = (each[:, None] for each in rotary(keys, *by))
+    cos, sin = (part[:, None] for part in rotary(keys, *by))
     # Scaling (YaRN) is in the keys already.
     scaling = getattr(rotary, "attention_scaling" if kind is None else f"{kind}_attention_scaling")
     rotate_half = sys.modules[type(attention).__module__].rotate_half

@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     text = page.read_text()
     found = re.finditer(r"(?:<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    return [Block(each[2], each[3], text[: each.start(3)].count("\n"), each[1]) for each in found]
+    return [Block(block[2], block[3], text[: block.start(3)].count("\n"), block[1]) for block in found]
 
 
 def shown(page: Path) -> str:
@@ -132,7 +132,9 @@ def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path):
     write_skeleton("hidden_thirds", tmp_path)
     lines = {line: read_line(line) for page in PAGES for line in commands(page)}
     assert len(lines) > 40
-    given = json.dumps([(line, arguments) for line, each in lines.items() for arguments in each])
+    given = json.dumps(
+        [(line, arguments) for line, commands_of_line in lines.items() for arguments in commands_of_line]
+    )
     done = subprocess.run(
         [sys.executable, "-c", PARSE], input=given, cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -142,16 +144,18 @@ def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path):
 def read_line(line: str) -> list[list[str]]:
     """The commands that a line stands for: with its optional flags and without, and one for each alternative."""
     line = re.split(r"\s{2,}|\s#", line)[0]
-    line = re.sub(r"--(\w+) …", lambda each: f"--{each[1]} {LEFT_OPEN[each[1]]}", line)
+    line = re.sub(r"--(\w+) …", lambda flag: f"--{flag[1]} {LEFT_OPEN[flag[1]]}", line)
     line = line.replace(" …", "")
     whole = line.replace("[", "").replace("]", "")
     bare = re.sub(r"\[[^\]]*\]", "", line)
     found = []
-    for each in dict.fromkeys((whole, bare)):
-        head, *alternatives = each.split(" | ")
+    for form in dict.fromkeys((whole, bare)):
+        head, *alternatives = form.split(" | ")
         kept = " ".join(head.split()[:-2])
         found += [head, *(f"{kept} {alternative}" for alternative in alternatives)]
-    return [[STANDS_FOR.get(word, word) for word in shlex.split(each)[1:]] for each in found if each != "kvprobe"]
+    return [
+        [STANDS_FOR.get(word, word) for word in shlex.split(command)[1:]] for command in found if command != "kvprobe"
+    ]
 
 
 def test_the_map_lists_the_rooms_in_the_order_of_their_imports():

@@ -51,7 +51,7 @@ def test_every_page_is_reached_from_the_readme():
         page = ahead.pop()
         seen.add(page)
         linked = {(page.parent / link.partition("#")[0]).resolve() for link in links(page)}
-        ahead += [each for each in linked if each.suffix == ".md" and each not in seen]
+        ahead += [target for target in linked if target.suffix == ".md" and target not in seen]
     assert set((ROOT / "docs").rglob("*.md")) <= seen
 
 

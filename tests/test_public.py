@@ -45,7 +45,7 @@ def test_every_public_function_names_its_arguments_so_that_they_complete():
     open_ended = {
         name
         for name, function in functions.items()
-        if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
     }
     assert open_ended == {"render"}  # whose values a template names
 

@@ -9,7 +9,6 @@ long text is read in chunks.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pandas as pd
 import torch
@@ -26,7 +25,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.names import head_name, unknown
-from kvprobe.text.tokens import Tokens, token_texts
+from kvprobe.text.tokens import Decoder, Tokens, token_texts
 
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
@@ -50,7 +49,7 @@ class Patterns(Brief):
     queries: Int[Tensor, "queries"]
     cache: KVCache
     logits: Float[Tensor, "vocab"]
-    tokenizer: Any = field(default=None, compare=False, repr=False)
+    tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
 
     def _table(self) -> Table:
         """Attention to each segment, the mean over heads and queries, layer by layer."""

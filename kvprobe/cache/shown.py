@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from html import escape
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.brief import cut, table_html
+from kvprobe.cache.entries import entries
 
 MOST_SEGMENTS = 8
 """Of a line of text."""
@@ -60,7 +61,7 @@ class Segment(NamedTuple):
 def segments(ledger: Segmented) -> list[Segment]:
     """The segments that have slots, in order."""
     live = ledger.live.float().mean((0, 2))
-    found: list[Segment] = []
+    parts: list[Segment] = []
     for index, name in enumerate(ledger.names):
         inside = ledger.segments == index
         if not bool(inside.any()):
@@ -68,8 +69,8 @@ def segments(ledger: Segmented) -> list[Segment]:
         positions = ledger.positions[inside]
         span = f"{int(positions.min())} to {int(positions.max())}"
         recomputed = float(ledger.recomputed[inside].float().mean())
-        found.append(Segment(name, int(inside.sum()), span, float(live[inside].mean()), recomputed))
-    return found
+        parts.append(Segment(name, int(inside.sum()), span, float(live[inside].mean()), recomputed))
+    return parts
 
 
 def facts(ledger: Segmented) -> Iterator[str]:
@@ -83,17 +84,12 @@ def facts(ledger: Segmented) -> Iterator[str]:
 def html(ledger: Segmented) -> str:
     """The first row as a strip, a piece for each run of slots, paler where fewer layers and heads see them; and the
     table of segments."""
-    live: list[float] = _listed(ledger.live.float().mean((0, 2))[0])
-    slots: list[int] = _listed(ledger.segments[0])
+    live = entries(ledger.live.float().mean((0, 2))[0], float)
+    slots = entries(ledger.segments[0], int)
     runs = [(place, len(list(run))) for place, run in groupby(zip(slots, live, strict=True))][:MOST_RUNS]
     pieces = "".join(_piece(ledger.names, index, share, count) for (index, share), count in runs)
     strip = f'<div style="display:flex;height:1.6em;max-width:60em;margin:.4em 0">{pieces}</div>'
     return strip + table_html(Segment._fields, segments(ledger))
-
-
-def _listed(vector: Any) -> list[Any]:
-    """A vector as Python's numbers; torch gives `tolist` no type."""
-    return vector.tolist()
 
 
 def _piece(names: tuple[str, ...], index: int, live: float, count: int) -> str:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter, Token
 
 from kvprobe.errors import UserError
 
 
-def whole(_: Any, tokens: Sequence[Token]) -> int:
+def whole(_: object, tokens: Sequence[Token]) -> int:
     """A flag's whole number; cyclopts would round 3.5."""
     try:
         return int(tokens[0].value)
@@ -17,7 +17,7 @@ def whole(_: Any, tokens: Sequence[Token]) -> int:
         raise UserError(f"{tokens[0].value!r} is not a whole number.") from error
 
 
-def whole_numbers(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+def whole_numbers(_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
     try:
         return tuple(int(token.value) for token in tokens)
     except ValueError as error:

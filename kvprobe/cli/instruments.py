@@ -193,7 +193,7 @@ def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "a
     failed = 0
     for check in examine(loaded):
         failed += not check.passed
-        print(f"{check.name:48}{check.found:10.1e}{check.allowed:10.1e}  {'ok' if check.passed else 'FAILED'}")
+        print(f"{check.name:48}{check.difference:10.1e}{check.allowed:10.1e}  {'ok' if check.passed else 'FAILED'}")
     for sentence in limits(loaded):
         print(f"\nLimit: {sentence}")
     if failed:

@@ -61,7 +61,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
 
     def run(
         *,
-        config: Any = None,
+        config: Settings | None = None,
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
@@ -92,7 +92,7 @@ def _with_defaults(config: Settings) -> type[Settings]:
     return made
 
 
-def _parameter(name: str, kind: Any) -> Parameter:
+def _parameter(name: str, kind: object) -> Parameter:
     """How a setting is given: one value, or several after one flag."""
     options: dict[str, Any] = {"group": EVERY_STUDY} if name in LAST else {}
     if kind in (int, tuple[int, ...]):

@@ -22,7 +22,7 @@ from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, taps
 from kvprobe.models.lanes import Lanes
-from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, site_of
+from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, sites_of
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
 from kvprobe.text.tokens import Tokens
@@ -103,13 +103,12 @@ def capture(
     for name, values in lists.items():
         if values is not None and not isinstance(values, Iterable):
             raise UserError(f"{name} is {str(values)[:40]!r}; give a list.")
-    families, layers, sites = _sites(families, layers)
-    n_layers = lanes.geometry.n_layers
-    layers = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
+    wanted = layers_by_family(families, layers, lanes.geometry.n_layers)
+    layers = sorted({layer for of_family in wanted.values() for layer in of_family})
     past = one_row_each(lanes, past, len(tokens))
     pick, present = _picked(tokens, segments, slots, lanes.device)
-    stored: list[Family] = [family for family in families if family in ("k", "v")]
-    computed: list[Family] = [family for family in families if family not in ("k", "v")]
+    stored: list[Family] = [family for family in wanted if family in ("k", "v")]
+    computed: list[Family] = [family for family in wanted if family not in ("k", "v")]
 
     tensors: dict[tuple[Family, int], Tensor] = {}
 
@@ -133,24 +132,36 @@ def capture(
     for layer in layers if stored else ():
         picked = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
         tensors |= {(family, layer): tensor for family in stored if (tensor := picked[family]) is not None}
-    if sites is not None:
-        tensors = {site: tensor for site, tensor in tensors.items() if site in sites}
+    tensors = {(family, layer): tensor for (family, layer), tensor in tensors.items() if layer in wanted[family]}
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
 
 
-def _sites(
-    families: Sequence[Family | str], layers: Sequence[int] | None
-) -> tuple[list[Family], Sequence[int] | None, set[tuple[Family, int]] | None]:
-    """Families and layers to capture; and of them the only sites that were asked for, if they were named by hooks."""
-    named = [site for family in families if (site := site_of(str(family))) is not None]
-    if named and (len(named) < len(families) or layers is not None):
+def layers_by_family(
+    families: Sequence[Family | str], layers: Sequence[int] | None, n_layers: int
+) -> dict[Family, list[int]]:
+    """The layers to read of each family.
+
+    Args:
+        families: or TransformerLens' names of sites, each of which names its layer.
+        layers: of all families; all by default.
+
+    Raises:
+        UserError: an unknown family, hook or layer, or layers beside hook names.
+    """
+    sites = sites_of(families)
+    if sites is None:
+        for family in families:
+            if family not in get_args(Family):
+                known = (*get_args(Family), *(hook_name(known, 0) for known in HOOKS))
+                raise UserError(unknown("family", family, known))
+        chosen = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
+        return {cast(Family, family): chosen for family in families}
+    if layers is not None:
         raise UserError("Hook names name their layers; give hook names alone, or families and `layers`.")
-    if named:
-        return list(dict.fromkeys(family for family, _ in named)), [layer for _, layer in named], set(named)
-    for family in families:
-        if family not in get_args(Family):
-            raise UserError(unknown("family", family, (*get_args(Family), *(hook_name(known, 0) for known in HOOKS))))
-    return [cast(Family, family) for family in families], layers, None
+    by_family: dict[Family, list[int]] = {}
+    for family, layer in sites:
+        by_family.setdefault(family, []).append(_layer(layer, n_layers))
+    return {family: sorted(of_family) for family, of_family in by_family.items()}
 
 
 Port = tuple[str, Literal["input", "output"]]
@@ -184,14 +195,16 @@ def _observing(
     """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
     called: set[tuple[Family, int]] = set()
 
-    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, *tuple[Any, ...]]) -> None:
+    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, *tuple[object, ...]]) -> None:
         called.add(key)
         observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
 
-    def before(key: tuple[Family, int], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(key: tuple[Family, int], module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         note(key, args[0] if args else kwargs["hidden_states"])
 
-    def after(key: tuple[Family, int], module: Any, args: Any, output: Any) -> None:
+    def after(
+        key: tuple[Family, int], module: object, args: object, output: Tensor | tuple[Tensor, *tuple[object, ...]]
+    ) -> None:
         note(key, output)
 
     handles: list[RemovableHandle] = []
@@ -220,14 +233,14 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Gener
     """While this lasts, `edit` replaces what the plain model computes at a port (see `plain_ports`)."""
     path, end = port
 
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (edit(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": edit(kwargs["hidden_states"])}
 
     def after(
-        module: Any, args: Any, output: Tensor | tuple[Tensor, *tuple[Any, ...]]
-    ) -> Tensor | tuple[Tensor, *tuple[Any, ...]]:
+        module: object, args: object, output: Tensor | tuple[Tensor, *tuple[object, ...]]
+    ) -> Tensor | tuple[Tensor, *tuple[object, ...]]:
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
     lanes.prove()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
-from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate, stop_tokens
 from kvprobe.inference.model import Model
@@ -29,17 +29,17 @@ class Agreement:
     """How far apart two ways to compute the same thing are.
 
     Attributes:
-        found: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
+        difference: the largest difference, relative to the largest value compared (0 or 1 for greedy decoding).
         allowed: the largest difference that passes.
     """
 
     name: str
-    found: float
+    difference: float
     allowed: float
 
     @property
     def passed(self) -> bool:
-        return self.found <= self.allowed
+        return self.difference <= self.allowed
 
 
 def examine(model: Model) -> Iterator[Agreement]:

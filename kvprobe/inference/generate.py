@@ -11,17 +11,17 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING
 from kvprobe.checks import are_whole, require_whole
 from kvprobe.errors import UserError
-from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.under_policy import Snapshot, apply, lane_for, read_for, sample_numbers
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
-from kvprobe.text.tokens import GENERATED, Tokens
+from kvprobe.text.tokens import GENERATED, Decoder, Tokens
 
 OnStep = Callable[[int, KVCache], KVCache | None]
 
@@ -224,7 +224,7 @@ def _check(
         raise UserError(f"Sampling needs one torch.Generator per row ({rows}); make them with kvprobe.row_generators.")
 
 
-def decode_text(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> str:
+def decode_text(tokenizer: Decoder | None, tokens: Sequence[int], ends: Collection[int]) -> str:
     """The text of generated tokens without those that end an answer; empty without a tokenizer."""
     if tokenizer is None:
         return ""

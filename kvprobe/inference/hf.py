@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
@@ -47,6 +47,11 @@ def from_hf(lanes: Lanes, past: Cache, tokens: Sequence[Tokens]) -> KVCache:
         raise UserError("The cache has no layer yet; read a text with it first.")
     layers: list[Any] = [*past.layers]  # some kinds of layers, refused below, have no keys
     for number, layer in enumerate(layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise UserError(
+                f"Layer {number} of the cache is a {type(layer).__name__}, which keeps a state in place "
+                "of slots; give the cache of a model whose layers all have full or sliding-window attention."
+            )
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, Layer):
             raise UserError(
                 f"Layer {number} of the cache is a {type(layer).__name__}; kvprobe reads full and sliding layers of a "

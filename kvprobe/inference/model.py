@@ -12,10 +12,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
-from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import from_hf, to_hf
@@ -34,9 +34,12 @@ from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve
 from kvprobe.models.unproved import Lane
 from kvprobe.names import near_keywords
 from kvprobe.policies.policy import Policy, Scene
+from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvprobe.memory.budget import Budget
 
 
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 def load(
     source: Any = "smollm2-135m",
     *,
-    tokenizer: Any = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
 ) -> "Model":
@@ -139,7 +142,7 @@ class Model(Brief):
         source: int = 0,
         cache_dtype: str | None = None,
         engine: EngineName = "hf",
-        policy: Any = None,
+        policy: Policy | str | None = None,
         memory: str | int | None = None,
         weights: str | int | None = None,
         kernel: Kernel | None = None,
@@ -390,10 +393,10 @@ class Model(Brief):
         _, turn = user_turn(ask, self._tokenizer())
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
 
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(f"{self.name} has no tokenizer; give one to `load`, or pass Tokens.")
-        if not callable(self.tokenizer):
+        if not isinstance(self.tokenizer, Tokenizer):
             raise UserError(
                 f"The tokenizer is a {type(self.tokenizer).__name__}; give a tokenizer of transformers to `load`."
             )

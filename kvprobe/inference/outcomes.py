@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
@@ -42,16 +42,19 @@ def use_measurements(
         codes: of all samples of the context.
         mine: index of each row's code among them.
     """
-    scores = torch.stack([arm.float().log_softmax(-1) for arm in logits], 1)
-    rows, arms, length, _ = scores.shape
-    of_codes = scores.gather(3, codes.T.expand(rows, arms, length, len(codes)))
-    index = torch.tensor(mine, device=codes.device)[:, None, None, None].expand(-1, arms, length, 1)
-    logprob = of_codes.gather(3, index)[..., 0]
-    others = (of_codes.sum(3) - logprob) / (len(codes) - 1)
-    kl, _ = divergence(scores[:, :1, 0].expand(-1, arms, -1), scores[:, :, 0])
-    return {
-        "logprob": logprob,
-        "margin": logprob - others,
-        "correct": scores.argmax(3) == codes[mine][:, None],
-        "kl": kl,
-    }
+    by_arm = [code_measurements(arm, codes, mine) for arm in logits]
+    kl = [divergence(logits[0][:, 0], arm[:, 0])[0] for arm in logits]
+    return {name: torch.stack([arm[name] for arm in by_arm], 1) for name in by_arm[0]} | {"kl": torch.stack(kl, 1)}
+
+
+def code_measurements(
+    logits: Float[Tensor, "rows code_tokens vocab"], codes: Int[Tensor, "codes code_tokens"], mine: Sequence[int]
+) -> dict[str, Shaped[Tensor, "rows code_tokens"]]:
+    """`logprob`, `margin` and `correct` of one arm; see `use_measurements`."""
+    scores = logits.float().log_softmax(-1)
+    rows, length, _ = scores.shape
+    of_codes = scores.gather(2, codes.T.expand(rows, length, len(codes)))
+    index = torch.tensor(mine, device=codes.device)[:, None, None].expand(-1, length, 1)
+    logprob = of_codes.gather(2, index)[..., 0]
+    others = (of_codes.sum(2) - logprob) / (len(codes) - 1)
+    return {"logprob": logprob, "margin": logprob - others, "correct": scores.argmax(2) == codes[mine]}

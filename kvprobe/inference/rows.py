@@ -1,20 +1,21 @@
 """What users give a model to read, as runs of tokens, one per row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import TypeGuard, cast
 
 from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
+from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
-Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Messages = Mapping[str, object] | Sequence[Mapping[str, object]]
 Readable = str | Transcript | Tokens | Messages | Sequence[str | Transcript | Tokens | Messages]
 """What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, or a
 batch of them."""
 
 
-def rows_of(text: object, tokenizer: Callable[[], Any], answered: bool) -> list[Tokens]:
+def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) -> list[Tokens]:
     """One run of tokens per row.
 
     Args:
@@ -33,7 +34,7 @@ def rows_of(text: object, tokenizer: Callable[[], Any], answered: bool) -> list[
     kind = type(text).__name__
     pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
     if pieces and all(isinstance(piece, Mapping) for piece in pieces):
-        chat = Transcript.from_messages(cast(list[Mapping[str, Any]], pieces))
+        chat = Transcript.from_messages(cast(list[Mapping[str, object]], pieces))
         return rows_of(chat, tokenizer, answered)
     if pieces is None or any(isinstance(piece, Mapping | int | float | bytes) for piece in pieces):
         raise UserError(
@@ -51,7 +52,7 @@ def are_texts(text: object) -> TypeGuard[str | Sequence[str]]:
     return bool(rows) and all(isinstance(row, str) for row in rows)
 
 
-def texts_after(text: str | Sequence[str], following: Sequence[int], tokenizer: Any) -> list[Tokens]:
+def texts_after(text: str | Sequence[str], following: Sequence[int], tokenizer: Tokenizer) -> list[Tokens]:
     """Bare texts as they follow a cache: one text after every row, or one for each, or all after a single row.
 
     Args:
@@ -70,7 +71,7 @@ def texts_after(text: str | Sequence[str], following: Sequence[int], tokenizer: 
     ]
 
 
-def user_turn(text: str, tokenizer: Any) -> tuple[Tokens, Tokens]:
+def user_turn(text: str, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
     """The tokens that close an assistant's message, and a user's message with the header of the answer to it."""
     exchange = [
         {"role": "user", "content": "-"},

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.batch import Batch, fitting_rows
-from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, taps
 from kvprobe.inference.generate import decode_text, end_tokens
 from kvprobe.inference.outcomes import divergence

@@ -7,7 +7,7 @@ A sample is one item of one task: its prompt is read once and answered once for 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,12 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Outcome, Trial, first_divergence
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task
+from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FILLER = " The weather is fine today, and there is nothing else to say about it."
 """What the neutral scaffold says, over and over."""
@@ -120,7 +124,7 @@ def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict
     return caches
 
 
-def unrelated(tokenizer: Any, length: int, number: int) -> Tokens:
+def unrelated(tokenizer: Tokenizer, length: int, number: int) -> Tokens:
     """Small talk from hand-written contexts, drawn for the sample of this number, cut to so many tokens."""
     talk = contexts()
     order: list[int] = np.random.default_rng([number, 0x64]).permutation(len(talk)).tolist()
@@ -139,7 +143,7 @@ def unrelated(tokenizer: Any, length: int, number: int) -> Tokens:
 
 
 @cache
-def newlines(tokenizer: Any) -> tuple[int, ...]:
+def newlines(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """The tokens that hold a line's end, in byte-level and in sentencepiece vocabularies."""
     vocabulary = tokenizer.get_vocab().items()
     return tuple(number for text, number in vocabulary if "Ċ" in text or "\n" in text or text == "<0x0A>")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import Ledger
 from kvprobe.checks import are_whole, require_whole
 from kvprobe.errors import UserError
-from kvprobe.inference.entries import entries
 from kvprobe.inference.forward import extend, new_slots
 from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable, require_type
 from kvprobe.models.lanes import Lanes

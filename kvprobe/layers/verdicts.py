@@ -109,9 +109,9 @@ def _pi(sums: pd.DataFrame) -> Estimate:
     return ratio(damage - restored, damage)
 
 
-def _row(pis: Mapping[str, Estimate], least: int) -> dict[str, Any]:
+def _row(pis: Mapping[str, Estimate], least: int) -> dict[str, float | str]:
     """π of each family in columns, and the verdict."""
-    row: dict[str, Any] = {}
+    row: dict[str, float | str] = {}
     for name, pi in pis.items():
         row |= {f"pi_{name}": pi.mean, f"low_{name}": pi.low, f"high_{name}": pi.high}
         row |= {f"smallest_{name}": pi.smallest, f"largest_{name}": pi.largest}

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from html import escape
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from kvprobe.brief import cut
 from kvprobe.cache.slots import Plan
@@ -25,6 +25,9 @@ from kvprobe.memory.widths import widths_of
 from kvprobe.memory.written import plan_of
 from kvprobe.names import near_keywords, unknown
 
+if TYPE_CHECKING:
+    from kvprobe.policies import Policy
+
 
 class Budget(Needs):
     """What a model needs for some conversations; as a text, a table."""
@@ -45,7 +48,7 @@ class Budget(Needs):
 
 @near_keywords
 def budget(
-    model: str | os.PathLike[str] | Mapping[str, Any],
+    model: str | os.PathLike[str] | Mapping[str, object],
     *,
     context: int = 8192,
     new: int = 0,
@@ -54,7 +57,7 @@ def budget(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     engine: EngineName = "hf",
-    policy: Any = None,
+    policy: "Policy | str | None" = None,
     memory: str | int | None = None,
     weights: str | int | None = None,
     kernel: Kernel | None = None,

@@ -28,8 +28,8 @@ class Config:
     """
 
     name: str
-    fields: Mapping[str, Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, object]
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -82,7 +82,7 @@ class Config:
             raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a text.")
         return value
 
-    def items(self, name: str, length: int | None = None) -> list[Any]:
+    def items(self, name: str, length: int | None = None) -> list[object]:
         """A list, with `length` entries if one is given.
 
         Raises:
@@ -108,11 +108,11 @@ class Config:
             raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a mapping of fields.")
         return Config(self.name, value)
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> "Config":
+    def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
         """The same config, with these values for fields that are missing."""
         return Config(self.name, self.fields, {**self.defaults, **defaults})
 
-    def _find(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+    def _find(self, names: tuple[str, ...], default: object) -> tuple[str, object]:
         # A field that is explicitly null does not get the default of a missing one.
         left_out = not any(name in self.fields for name in names)
         for name in names:
@@ -137,6 +137,6 @@ def read_config(path: Path, name: str) -> Config:
     return Config(name, fields)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}…"

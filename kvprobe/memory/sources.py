@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kvprobe.errors import UserError
 from kvprobe.memory.config import Config, read_config
@@ -17,7 +16,7 @@ def shipped_configs() -> dict[str, Path]:
     return of_the_hub | {path.parent.name: path for path in sorted(shipped("models").glob("*/config.json"))}
 
 
-def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+def config_of(source: str | os.PathLike[str] | Mapping[str, object]) -> Config:
     """The config of a model: its fields, a name that ships, a folder with a `config.json`, a JSON file, or a hub id.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from kvprobe.memory.needs import Needs
 from kvprobe.memory.units import both, short
@@ -80,7 +79,7 @@ def rows(budget: Needs) -> list[tuple[str, str, int, int, int]]:
     ]
 
 
-def as_mapping(budget: Needs) -> dict[str, Any]:
+def as_mapping(budget: Needs) -> dict[str, object]:
     """The budget in numbers: bytes throughout."""
     request = budget.request
     return {

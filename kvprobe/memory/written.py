@@ -22,7 +22,7 @@ _EXACT = 1 << 53
 """Whole numbers below this are exact as floats."""
 
 
-def plan_of(policy: Any) -> Plan:
+def plan_of(policy: "Policy | str") -> Plan:
     """The plan of a policy of `kv.policies`, or of its text: `SinkWindow(4, 1020) | TOVA(512)`, `Quantise(4)`.
 
     Nothing in a text is run but the policy's own constructor, with literals.

@@ -10,6 +10,10 @@ from transformers import DynamicCache, PreTrainedModel
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
 
+_WITH_STATE = {"linear_attention", "hybrid", "hybrid_sliding", "conv"}
+"""Kinds of layers with a recurrent or convolutional state. A token can be neither masked nor evicted there, and the
+layers above depend on it, so that no part of such a cache can be proved by reading a few tokens again."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -139,8 +143,9 @@ def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:
             getattr(config, "layer_types", None) or ["sliding_attention" if everywhere else "full_attention"] * n_layers
         )
     if foreign := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
+        without = ", which keep a state in place of slots" if foreign & _WITH_STATE else ""
         raise UserError(
-            f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}; "
+            f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}{without}; "
             f"kvprobe reads full and sliding-window attention."
         )
     return tuple(sliding if kind == "sliding_attention" else None for kind in kinds)

@@ -50,6 +50,26 @@ def site_of(name: str) -> tuple[Family, int] | None:
     return None if match is None or match[2] not in _FAMILIES else (_FAMILIES[match[2]], int(match[1]))
 
 
+def sites_of(names: Sequence[str]) -> list[tuple[Family, int]] | None:
+    """The sites that TransformerLens' names stand for, each once; None where none of these is the name of a hook.
+
+    Raises:
+        UserError: a hook shows nothing that kvprobe reads, or only some of the names are those of hooks.
+    """
+    hooks = [name for name in names if "hook_" in str(name)]
+    if hooks and len(hooks) < len(names):
+        other = next(name for name in names if name not in hooks)
+        raise UserError(f"A hook's name says its layer and {other!r} does not; give hook names alone, or none.")
+    sites: list[tuple[Family, int]] = []
+    for name in dict.fromkeys(hooks):
+        if (site := site_of(name)) is None:
+            raise UserError(
+                f"kvprobe has no site at the hook {name!r}; give 'blocks.LAYER.' and one of {', '.join(_FAMILIES)}."
+            )
+        sites.append(site)
+    return sites or None
+
+
 class Hooked:
     """A TransformerBridge over a twin of the plain model.
 
@@ -149,7 +169,7 @@ class Hooked:
         fired: set[str] = set()
 
         def hook_of(name: str) -> Callable[..., None]:
-            def hook_function(tensor: Tensor, hook: Any) -> None:
+            def hook_function(tensor: Tensor, hook: object) -> None:
                 fired.add(name)
                 observers[name](tensor)
 
@@ -175,7 +195,7 @@ class Hooked:
             )
 
 
-def _rotates(attention: Any) -> bool:
+def _rotates(attention: nn.Module) -> bool:
     """Whether this attention bridge fires `hook_rot_k` (GPT-2 has no rotary embedding; NeoX's is fused)."""
     from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import (
         PositionEmbeddingsAttentionBridge,

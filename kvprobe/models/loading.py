@@ -220,13 +220,13 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
 
 
 @contextmanager
-def _read_once(gguf: Path, reader: Any) -> Generator[None]:
+def _read_once(gguf: Path, reader: object) -> Generator[None]:
     """While this lasts, this file is not read again: transformers would read it for the config, the weights and the
     tokenizer, ten seconds each for the 262,144 tokens of Gemma."""
     library: Any = import_module("gguf")
     whole = library.GGUFReader
 
-    def read(path: str | os.PathLike[str], *given: Any) -> Any:
+    def read(path: str | os.PathLike[str], *given: object) -> object:
         return reader if Path(path) == gguf else whole(path, *given)
 
     library.GGUFReader = read

@@ -6,7 +6,6 @@ module gets its own mask from kvprobe.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +38,8 @@ def masks_given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) ->
         yield
         return
 
-    def hook_giving(mask: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def hook_giving(mask: Tensor) -> Callable[..., tuple[object, dict[str, object]]]:
+        def hook(module: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
             if "attention_mask" not in kwargs:
                 raise UserError(
                     f"{type(module).__name__} has no argument attention_mask, so kvprobe cannot mask slots in it."

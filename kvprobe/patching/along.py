@@ -15,11 +15,14 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.caches import LayerPart, interchange
 from kvprobe.erasing.subspace import Subspace
+from kvprobe.errors import UserError
+from kvprobe.patching.grid import hooked_parts
 
-Along = Mapping[LayerPart, Float[Tensor, "directions width"] | Subspace]
-"""A subspace by layer and part (`K` or `V`), over all KV heads of a slot: width is kv_heads × d. It is given by
-directions, which need not be orthogonal or of length one, or by a `kvprobe.erasing` eraser, whose projection may be
-oblique. Where a layer or part has none, nothing is swapped along it."""
+Along = Mapping[LayerPart | str, Float[Tensor, "directions width"] | Subspace]
+"""A subspace by layer and part (`K` or `V`), or by TransformerLens' name of that site, over all KV heads of a slot:
+width is kv_heads × d. It is given by directions, which need not be orthogonal or of length one, or by a
+`kvprobe.erasing` eraser, whose projection may be oblique. Where a layer or part has none, nothing is swapped along
+it."""
 
 CONTENTS = ("full", "along", "rest")
 
@@ -36,13 +39,23 @@ def split(base: KVCache, other: KVCache, along: Along) -> dict[str, KVCache]:
         UserError: a layer or part that does not exist, or directions of another width.
     """
     subspaces = {
-        layer_part: subspace if isinstance(subspace, Subspace) else Subspace.spanned(subspace)
-        for layer_part, subspace in along.items()
+        _layer_part(name): subspace if isinstance(subspace, Subspace) else Subspace.spanned(subspace)
+        for name, subspace in along.items()
     }
     inside = interchange(base, other, subspaces, slots=torch.ones_like(base.ledger.padding))
 
     keys, values = (
-        tuple(own + full - along for own, full, along in zip(*tensors, strict=True))
+        tuple(at_base + full - along for at_base, full, along in zip(*tensors, strict=True))
         for tensors in ((base.keys, other.keys, inside.keys), (base.values, other.values, inside.values))
     )
     return {"full": other, "along": inside, "rest": replace(base, keys=keys, values=values)}
+
+
+def _layer_part(name: LayerPart | str) -> LayerPart:
+    """The layer and part of a key of `Along`."""
+    if not isinstance(name, str):
+        return name
+    hooked = hooked_parts([name])
+    if hooked is None:
+        raise UserError(f"{name!r} is no layer and part; give (3, 'V'), or the name of a hook, 'blocks.3.attn.hook_v'.")
+    return hooked[0]

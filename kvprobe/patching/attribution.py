@@ -25,7 +25,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
-from kvprobe.patching.grid import Cell, Over, Part
+from kvprobe.patching.grid import Cell, Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
@@ -117,7 +117,7 @@ def attribute(
     metric: Metric | KL,
     over: Over = ("layer", "slot"),
     *,
-    parts: Sequence[Part] = ("K", "V"),
+    parts: Sequence[str] = ("K", "V"),
     align: Align = None,
     along: Along | None = None,
     check: int = 64,
@@ -223,12 +223,12 @@ class _Slopes:
         """By content and part, what swapping each head's slot does to the metric to first order."""
         tables: dict[tuple[str, str], Tensor] = {}
         for content, cache in self.reader.contents.items():
-            for part, own, other, slopes in (
+            for part, before, other, slopes in (
                 ("K", self.keys, cache.keys, self.key_slopes),
                 ("V", self.values, cache.values, self.value_slopes),
             ):
                 slope = slopes[layer]
-                change = (other[layer][0].float() - own[layer]).detach()
+                change = (other[layer][0].float() - before[layer]).detach()
                 zero = torch.zeros(change.shape[:2], device=change.device)
                 tables[content, part] = zero if slope is None else (change * slope).sum(-1)
         return tables

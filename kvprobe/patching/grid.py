@@ -3,15 +3,16 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
-from kvprobe.models.lens import Family
+from kvprobe.models.lens import Family, hook_name, sites_of
 from kvprobe.names import unknown
 
 Part = Literal["K", "V", "KV"]
@@ -23,7 +24,9 @@ BANDS = 4
 ACTIVATIONS: tuple[Family, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """What `reads="total"` can swap beside K and V."""
 
-Over = Sequence[str] | Mapping[str, Iterable[Any] | None]
+_PARTS: dict[Family, str] = {"k": "K", "v": "V", **{family: family for family in ACTIVATIONS}}
+
+Over = Sequence[str] | Mapping[str, Iterable[object] | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,22 +68,53 @@ class Bounds:
 def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], contents: Sequence[str]) -> list[Cell]:
     """All cells of the product of these axes, in the order in which they are named, parts innermost.
 
+    Parts that are named by hooks name their layers, which are then the axis `layer`.
+
     Raises:
         UserError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
     """
-    asked: dict[str, Iterable[Any] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
+    asked: dict[str, Iterable[object] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
     _refuse_axes(asked)
     _refuse_parts(parts)
+    hooked = hooked_parts(parts)
+    if hooked is not None:
+        if "band" in asked or asked.get("layer") is not None:
+            raise UserError("Hook names name their layers; leave the axis 'band' and the values of 'layer' out.")
+        asked = {"layer": None, **asked}
+        asked["layer"] = list(dict.fromkeys(layer for layer, _ in hooked))
+        parts = list(dict.fromkeys(part for _, part in hooked))
     axes = {axis: _values(axis, chosen, base, bounds) for axis, chosen in asked.items()}
     everywhere = {"layers": tuple(range(bounds.layers)), "slots": _live(base)}
     cells = []
     for picks in product(*axes.values()):
         labels = {axis: label for axis, (label, _) in zip(axes, picks, strict=True)}
-        what: dict[str, Any] = everywhere | {_FIELDS[axis]: value for axis, (_, value) in zip(axes, picks, strict=True)}
-        cells += [Cell(**what, part=part, content=content, labels=labels) for part, content in product(parts, contents)]
+        what: dict[str, tuple[int, ...]] = everywhere | {
+            _FIELDS[axis]: value for axis, (_, value) in zip(axes, picks, strict=True)
+        }
+        cells += [
+            Cell(**what, part=part, content=content, labels=labels)
+            for part, content in product(parts, contents)
+            if hooked is None or (*what["layers"], part) in hooked
+        ]
     if not cells:
         raise UserError("The grid has no cell; give each axis at least one value.")
     return cells
+
+
+def hooked_parts(names: Sequence[str]) -> list[tuple[int, str]] | None:
+    """The layer and part that each of these hooks of TransformerLens stands for; None where none names a hook.
+
+    Raises:
+        UserError: a hook shows nothing that a cell can swap; or see `kvprobe.models.lens.sites_of`.
+    """
+    sites = sites_of(names)
+    for family, layer in sites or ():
+        if family not in _PARTS:
+            raise UserError(
+                f"What the hook {hook_name(family, layer)!r} shows is not kept, so nothing can be swapped there; swap "
+                f"keys as they are stored, {hook_name('k', layer)!r}."
+            )
+    return None if sites is None else [(layer, _PARTS[family]) for family, layer in sites]
 
 
 def even_bands(layers: int) -> list[range]:
@@ -100,7 +134,7 @@ def _refuse_axes(asked: Collection[str]) -> None:
 def _refuse_parts(parts: Sequence[str]) -> None:
     if isinstance(parts, str):
         raise UserError(f"`parts` must be a tuple of parts; got the text {parts!r}, so write ({parts!r},).")
-    for part in parts:
+    for part in () if hooked_parts(parts) else parts:
         if part not in (*get_args(Part), *ACTIVATIONS):
             raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
     if not parts:
@@ -121,7 +155,7 @@ Value = tuple[int | str, tuple[int, ...]]
 """A label and the layers, slots, heads or tokens that it stands for."""
 
 
-def _values(axis: str, chosen: Iterable[Any] | None, base: KVCache, bounds: Bounds) -> list[Value]:
+def _values(axis: str, chosen: Iterable[object] | None, base: KVCache, bounds: Bounds) -> list[Value]:
     match axis:
         case "layer":
             return _singles("layer", chosen, range(bounds.layers))
@@ -139,7 +173,7 @@ def _values(axis: str, chosen: Iterable[Any] | None, base: KVCache, bounds: Boun
             return _segments(base, chosen)
 
 
-def _slots(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
+def _slots(base: KVCache, chosen: Iterable[object] | None) -> list[Value]:
     if chosen is None:
         return [(slot, (slot,)) for slot in _live(base)]
     slots = _singles("slot", chosen, range(base.slots))
@@ -149,7 +183,7 @@ def _slots(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
     return slots
 
 
-def _segments(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
+def _segments(base: KVCache, chosen: Iterable[object] | None) -> list[Value]:
     """The slots of each segment; where none is chosen, of those with a slot that some layer and head may see."""
     ledger = base.ledger
     if chosen is None:
@@ -157,7 +191,7 @@ def _segments(base: KVCache, chosen: Iterable[Any] | None) -> list[Value]:
         numbers = dict.fromkeys(ledger.segments[0].cpu()[live].tolist())
         chosen = [ledger.names[number] for number in numbers]
     segments = []
-    for name in chosen:
+    for name in map(str, chosen):
         slots = (ledger.in_segments([name])[0] & ~ledger.padding[0]).nonzero()[:, 0].tolist()
         if not slots:
             raise UserError(f"Segment {name!r} has no slot left in the base; choose another.")
@@ -170,7 +204,7 @@ def _live(base: KVCache) -> tuple[int, ...]:
     return tuple((base.ledger.live_somewhere[0] & ~base.ledger.padding[0]).nonzero()[:, 0].tolist())
 
 
-def _band(band: Any, layers: int) -> Value:
+def _band(band: object, layers: int) -> Value:
     if not isinstance(band, Iterable):
         raise UserError(f"A band is a range of layers; got {band!r}, so write it as in range(0, 8).")
     members = tuple(sorted({layer for _, (layer,) in _singles("layer", band, range(layers))}))
@@ -180,10 +214,11 @@ def _band(band: Any, layers: int) -> Value:
     return (f"{members[0]}–{members[-1]}" if adjacent else "+".join(map(str, members))), members
 
 
-def _singles(kind: str, chosen: Iterable[Any] | None, allowed: range) -> list[Value]:
+def _singles(kind: str, chosen: Iterable[object] | None, allowed: range) -> list[Value]:
     """Each of the chosen numbers by itself, or all that are allowed."""
-    numbers = list(allowed if chosen is None else chosen)
-    for number in numbers:
-        if number not in allowed:
+    singles: list[Value] = []
+    for number in allowed if chosen is None else chosen:
+        if not is_whole(number) or number not in allowed:
             raise UserError(f"There is no {kind} {number}; there are {kind}s 0 to {allowed.stop - 1}.")
-    return [(int(number), (int(number),)) for number in numbers]
+        singles.append((int(number), (int(number),)))
+    return singles

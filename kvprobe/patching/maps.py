@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,7 +13,7 @@ from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.patching.grid import Cell
-from kvprobe.text.tokens import token_texts
+from kvprobe.text.tokens import Decoder, token_texts
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +36,7 @@ class PatchMap(Brief):
     donor: float
     ledger: Ledger
     reads: str
-    tokenizer: Any = field(default=None, compare=False, repr=False)
+    tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
 
     def _facts(self) -> Iterable[str]:
         parts = dict.fromkeys(cell.part for cell in self.cells)

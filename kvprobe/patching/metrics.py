@@ -7,7 +7,6 @@ can be differentiated, as attribution patching needs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,7 +16,7 @@ from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.outcomes import relative_entropy
 
-Metric = Callable[[Tensor], Any]
+Metric = Callable[[Tensor], object]
 
 LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and its shares are meaningless."""
@@ -68,7 +67,7 @@ class KL:
 
     kept: int = 1
 
-    def to(self, base: Float[Tensor, "kept vocab"]) -> Metric:
+    def to(self, base: Float[Tensor, "kept vocab"]) -> Callable[[Tensor], Tensor]:
         """The metric, once the base's logits are known."""
         clean = base.detach().float().log_softmax(-1)
         return lambda logits: relative_entropy(clean, logits.float().log_softmax(-1)).mean()

@@ -167,22 +167,22 @@ def attention(
     query = attending.query.float().view(rows, kv_heads, heads // kv_heads, queries, -1).transpose(0, 1)
     past = _scores_of_prefix(query, keys, swapped_keys)
     own_keys, own_values = (tensor.float().transpose(0, 1)[:, :, None] for tensor in (attending.key, attending.value))
-    own = query @ own_keys.transpose(3, 4)
+    suffix = query @ own_keys.transpose(3, 4)
     hidden = ~seen[:, None, None]
-    for scores, unseen in ((past, hidden[..., :slots]), (own, hidden[..., slots:])):
+    for scores, unseen in ((past, hidden[..., :slots]), (suffix, hidden[..., slots:])):
         scores *= attending.scale
         if attending.softcap is not None:
             scores.div_(attending.softcap).tanh_().mul_(attending.softcap)
         if bool(unseen.any()):
             scores.masked_fill_(unseen, -torch.inf)
 
-    top = own.amax(-1, keepdim=True)
+    top = suffix.amax(-1, keepdim=True)
     if slots:
         torch.maximum(top, past.amax(-1, keepdim=True), out=top)
     past.sub_(top).exp_()
-    own.sub_(top).exp_()
-    total = past.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
-    output = (past.view(kv_heads, -1, slots) @ values.float()).view(*query.shape[:-1], -1) + own @ own_values
+    suffix.sub_(top).exp_()
+    total = past.sum(-1, keepdim=True) + suffix.sum(-1, keepdim=True)
+    output = (past.view(kv_heads, -1, slots) @ values.float()).view(*query.shape[:-1], -1) + suffix @ own_values
     if swapped_values is not None:
         _add_swapped(output, past, values, swapped_values)
     output /= total

@@ -5,7 +5,7 @@ the clean row's residual stream: below that layer the two are the same.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,7 +76,7 @@ def forward(
 def joining(blocks: Sequence[nn.Module], counts: Mapping[int, int]) -> Iterator[None]:
     """While this lasts, this many copies of the first row join the batch before each layer."""
 
-    def joiner(count: int) -> Any:
+    def joiner(count: int) -> Callable[..., tuple[Any, dict[str, Any]]]:
         def join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             hidden = args[0] if args else kwargs["hidden_states"]
             grown = torch.cat([hidden, hidden[:1].expand(count, -1, -1)])

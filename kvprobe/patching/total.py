@@ -114,8 +114,8 @@ class _Pass:
         rows, heads = attending.query.shape[:2]
         groups = heads // keys.shape[1]
 
-        def whole(before: Tensor, own: Tensor) -> Tensor:
-            both = torch.cat([before[:, :, : self.start].expand(rows, -1, -1, -1), own], 2)
+        def whole(before: Tensor, from_start: Tensor) -> Tensor:
+            both = torch.cat([before[:, :, : self.start].expand(rows, -1, -1, -1), from_start], 2)
             return both.repeat_interleave(groups, 1)
 
         keys, values = whole(base.keys[layer], keys), whole(base.values[layer], values)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -230,7 +230,7 @@ class Card(Brief):
 
     def write(self, folder: Path) -> None:
         """Write `card.yaml` into a folder."""
-        content = {"format": FORMAT} | _plain(dataclasses.asdict(self))
+        content = {"format": FORMAT} | {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
         (folder / CARD).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
 
     @classmethod
@@ -261,7 +261,7 @@ def published_probes() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(shipped("probes").glob(f"*/{CARD}"))}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Tuples as lists, since YAML has no tuples."""
     if isinstance(value, dict):
         return {key: _plain(content) for key, content in value.items()}

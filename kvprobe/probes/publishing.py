@@ -1,9 +1,10 @@
 """From a finished run to published probes: the probes of the run, with the command that makes them again."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
@@ -14,11 +15,22 @@ PROBES = "probes"
 """Where a run has its probes: a folder each, as `Probe.save` writes it."""
 
 
-def publish(run: Any, to: Path, name: str | None = None) -> list[Path]:
+@runtime_checkable
+class FinishedRun(Protocol):
+    """What publishing needs of a `kvprobe.experiments.runs.Run`, whose room lies above this one."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def environment(self) -> Mapping[str, Any]: ...
+
+
+def publish(run: FinishedRun, to: Path, name: str | None = None) -> list[Path]:
     """Write the probes of a finished run to `to`, a folder each, and return these folders.
 
     Args:
-        run: a `kvprobe.experiments.runs.Run`, whose room lies above this one.
         name: only this one.
 
     Raises:

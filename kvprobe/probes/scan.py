@@ -200,7 +200,9 @@ class _Stretch:
         return self.captured[probe.site.family, probe.site.layer][..., self.tokens.span(segment), :]
 
 
-def _readings(probe: Probe, segment: str, stretch: _Stretch, restart: _Stretch, masked: bool) -> list[dict[str, Any]]:
+def _readings(
+    probe: Probe, segment: str, stretch: _Stretch, restart: _Stretch, masked: bool
+) -> list[dict[str, object]]:
     """What a probe reads in a segment, one row per place."""
     shown, fresh = (probe.read_out(source.slots(probe, segment)) for source in (stretch, restart))
     vectors = probe.features(shown, fresh)

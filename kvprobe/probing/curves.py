@@ -26,9 +26,9 @@ def chosen_curves(
     classes = len(features.target.classes)
     by_site = []
     for pick in dict.fromkeys(picks):
-        own = [fold for fold, other in enumerate(picks) if other == pick]
+        picked = [fold for fold, other in enumerate(picks) if other == pick]
         seen = features.at(*pick, split)
-        by_site.append(sparse_hits(seen, features.labels, folds, classes, rng=rng, only=own)[1])
+        by_site.append(sparse_hits(seen, features.labels, folds, classes, rng=rng, only=picked)[1])
     ks = sorted(set.intersection(*map(set, by_site)))
     # Hits are zero in folds that picked another site.
     return {

@@ -7,7 +7,6 @@ tables of accuracies from the same fits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,7 +44,7 @@ class Fits:
         """Share of each sample's targets that are read right."""
         return self.predicted.eq(labels).double().mean(1).numpy()
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, object]:
         """Where each probe reads, as columns of a table."""
         return {
             "family": [family for family, _ in self.sites],

@@ -18,9 +18,9 @@ from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.probe_features import probe_features
-from kvprobe.probing.read_features import read_features
-from kvprobe.probing.use import can_be_asked, measure_use
-from kvprobe.tasks.designs import Design, Sample
+from kvprobe.probing.read_features import read_features, refuse_order, restarted
+from kvprobe.probing.use import Asking, can_be_asked
+from kvprobe.tasks.designs import Design
 
 
 @near_keywords
@@ -30,7 +30,7 @@ def probe(
     at: str,
     *,
     hide: Sequence[str] = (),
-    families: Sequence[Family] = ("k", "v", "resid_post"),
+    families: Sequence[Family | str] = ("k", "v", "resid_post"),
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     per_head: bool = False,
@@ -48,6 +48,8 @@ def probe(
     part `answer`, the model is asked for it with everything in view, after hiding and after a restart.
 
     Args:
+        families: of `kvprobe.models.lens.Family`; or TransformerLens' names of sites, such as `blocks.3.attn.hook_v`,
+            each of which names its layer.
         layers: all by default; p-values and the choice of a site are then over these alone.
         heads: KV heads, with probes for each; by default all of them side by side.
         per_head: probes for each KV head, of all heads.
@@ -60,20 +62,23 @@ def probe(
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
     rng = np.random.default_rng(seed)
-    asked = can_be_asked(model, design, at)
+    asking = Asking(model, design, at) if can_be_asked(model, design, at) else None
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)
-    features = read(model, design, hide=hide)
-    floors = {"embedding": embeddings(model, features)}
+    restart: dict[str, Features] = {}
     if hide:
-        restarted = replace(design, samples=tuple(_restarted(model, sample, hide) for sample in design.samples))
-        floors[FLOOR] = read(model, restarted, note="Reading the restart floor")
+        refuse_order(model, design.samples[0].transcript, at, hide)
+        floor = restarted(model, design, hide)
+        follow = asking and partial(asking.restarted, floor)
+        restart[FLOOR] = read(model, floor, follow=follow, note="Reading the restart floor")
+    features = read(model, design, hide=hide, follow=asking and partial(asking.hidden, hide))
+    floors = {"embedding": embeddings(model, features), **restart}
     if untrained:
         blank = random_model(model, int(rng.integers(2**31)))
         floors["untrained"] = read(blank, design, hide=hide, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
     for warning in probing.warnings:
         warnings.warn(warning, stacklevel=3)
-    return replace(probing, use=measure_use(model, design, at, hide) if asked else None)
+    return replace(probing, use=asking and asking.table())
 
 
 def embeddings(model: Model, features: Features) -> Features:
@@ -85,11 +90,3 @@ def embeddings(model: Model, features: Features) -> Features:
     rows = np.array([distinct[text] for text in features.texts])
     sites = (Site(0, None, "mean"), Site(0, None, "last"))
     return replace(features, tensors={"resid_pre": read}, sites={"resid_pre": sites}, rows=rows)
-
-
-def _restarted(model: Model, sample: Sample, hide: Sequence[str]) -> Sample:
-    """The sample without these segments; the remaining tokens keep their positions, and a slot its token."""
-    slot = sample.slot
-    if slot is not None:
-        slot -= sum(name in hide for name in sample.transcript.tokens(model.tokenizer).segments[:slot])
-    return replace(sample, transcript=sample.transcript.without(*hide), slot=slot)

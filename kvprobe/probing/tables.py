@@ -2,7 +2,6 @@
 k."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -73,7 +72,7 @@ def summary_table(
             estimates["bits"] = held_out(bits[reading].double().numpy(), clusters, INFORMATION)
         if reading != "retained":
             estimates["lead"] = held_out(shares["retained"] - share, clusters, DIFFERENCE)
-        row: dict[str, Any] = {"split": split, "reading": reading}
+        row: dict[str, str | float] = {"split": split, "reading": reading}
         for name, estimate in estimates.items():
             row[name] = estimate.mean
             row |= {f"{name}_{end}": getattr(estimate, end) for end in ("low", "high", "smallest", "largest")}

@@ -1,23 +1,22 @@
 """Whether the model uses what can be read: its own answer with everything in view, after hiding, and after a
 restart."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import use_measurements
-from kvprobe.progress import Bar
+from kvprobe.inference.outcomes import code_measurements, divergence
+from kvprobe.probing.read_features import ROWS, Reading, readings, restarted
 from kvprobe.tasks.designs import Design, Sample
 from kvprobe.text.tokens import Tokens
 
 USE_ARMS = ("full", "retained", "restart")
-
-_ROWS = 16  # conversations that are asked side by side
 
 
 def can_be_asked(model: Model, design: Design, at: str) -> bool:
@@ -33,7 +32,7 @@ def can_be_asked(model: Model, design: Design, at: str) -> bool:
         return False
     answers: dict[str, list[tuple[int, ...]]] = {}
     for sample in design.samples:
-        answers.setdefault(sample.context, []).append(_answer(model, sample, at))
+        answers.setdefault(sample.context, []).append(_answer(model, sample, at).ids)
     for context, in_context in answers.items():
         lengths = sorted({len(answer) for answer in in_context})
         if len(in_context) < 2 or len(lengths) > 1:
@@ -56,62 +55,108 @@ def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> p
             f"The conversations have no part 'answer' in segment {at!r} that differs within contexts; there is nothing "
             "to ask for."
         )
-    contexts: dict[str, list[int]] = {}
-    for number, sample in enumerate(design.samples):
-        contexts.setdefault(sample.context, []).append(number)
-    tables = []
-    with Bar(total=len(design.samples), desc="Asking the model", unit="conversation") as bar:
-        for context, members in contexts.items():
-            samples = [design.samples[number] for number in members]
-            answers = [_answer(model, sample, at) for sample in samples]
-            codes = torch.tensor(answers, device=model.lanes.device)
-            for first in range(0, len(members), _ROWS):
-                batch = list(range(first, min(first + _ROWS, len(members))))
-                logits = _arms(model, [samples[index] for index in batch], at, hide, len(answers[0]))
-                measured = use_measurements(logits, codes, batch)
-                for place, arm in enumerate(USE_ARMS):
-                    tables.append(
-                        pd.DataFrame(
-                            {
-                                "sample": [members[index] for index in batch],
-                                "context": context,
-                                "condition": arm,
-                                "logprob": measured["logprob"][:, place].sum(1).tolist(),
-                                "margin": measured["margin"][:, place].sum(1).tolist(),
-                                "token_accuracy": measured["correct"][:, place].double().mean(1).tolist(),
-                                "kl_from_full": measured["kl"][:, place].tolist(),
-                            }
-                        )
-                    )
-                bar.update(len(batch))
-    return pd.concat(tables, ignore_index=True)
+    asking = Asking(model, design, at)
+    if hide:
+        floor = restarted(model, design, hide)
+        for reading in readings(model, floor, at):
+            asking.restarted(floor, reading)
+    for reading in readings(model, design, at, hide=hide):
+        asking.hidden(hide, reading)
+    return asking.table()
 
 
-def _answer(model: Model, sample: Sample, at: str) -> tuple[int, ...]:
+class Asking:
+    """The model is asked for the part `answer` where a reading of its conversation ends, so nothing is read twice.
+
+    First `restarted` follows the readings without the hidden segments, if there are such segments; then `hidden`
+    follows those in which they are masked.
+    """
+
+    def __init__(self, model: Model, design: Design, at: str) -> None:
+        self.model, self.design, self.at = model, design, at
+        self._rows: dict[tuple[int, str], dict[str, float]] = {}
+        self._restarts: dict[int, Tensor] = {}  # of each sample, the logits before its answer
+        self._members: dict[str, list[int]] = {}
+        for number, sample in enumerate(design.samples):
+            self._members.setdefault(sample.context, []).append(number)
+
+    def restarted(self, floor: Design, reading: Reading) -> None:
+        """Ask where the hidden segments never were; `floor` is the design without them."""
+        cache, first = _after(reading)
+        for numbers, logits in self._answers(floor, reading, cache, first):
+            self._note("restart", numbers, logits)
+            self._restarts |= dict(zip(numbers, logits[:, 0], strict=True))
+
+    def hidden(self, hide: Sequence[str], reading: Reading) -> None:
+        """Ask after hiding, and with everything in view."""
+        whole = retained = _after(reading)
+        if hide and reading.before is not None:
+            cache, logits = self.model.extend(reading.before, list(reading.asked))
+            whole = cache, logits[:, -1]
+        arms = zip(
+            self._answers(self.design, reading, *whole), self._answers(self.design, reading, *retained), strict=True
+        )
+        for (numbers, full), (_, kept) in arms:
+            again = torch.stack([self._restarts.pop(number) for number in numbers]) if hide else full[:, 0]
+            self._note("full", numbers, full)
+            self._note("retained", numbers, kept)
+            if not hide:
+                self._note("restart", numbers, full)
+            for arm, said in zip(USE_ARMS, (full[:, 0], kept[:, 0], again), strict=True):
+                for number, kl in zip(numbers, divergence(full[:, 0], said)[0].tolist(), strict=True):
+                    self._rows[number, arm]["kl_from_full"] = kl
+
+    def table(self) -> pd.DataFrame:
+        """What `measure_use` returns."""
+        return pd.DataFrame(
+            [
+                {"sample": number, "context": context, "condition": arm, **self._rows[number, arm]}
+                for context, members in self._members.items()
+                for arm in USE_ARMS
+                for number in members
+            ]
+        )
+
+    def _answers(
+        self, design: Design, reading: Reading, cache: KVCache, first: Float[Tensor, "rows vocab"]
+    ) -> Iterator[tuple[list[int], Float[Tensor, "samples length vocab"]]]:
+        """The distributions of the tokens of the samples' answers, each given the true tokens before it.
+
+        Args:
+            cache: after the reading.
+            first: the logits there.
+        """
+        samples = [(number, row) for row, members in enumerate(reading.members) for number in members]
+        for begin in range(0, len(samples), ROWS):
+            numbers, rows = (list(column) for column in zip(*samples[begin : begin + ROWS], strict=True))
+            answers = [_answer(self.model, design.samples[number], self.at)[:-1] for number in numbers]
+            logits = first[rows][:, None]
+            if len(answers[0]):
+                _, rest = self.model.extend(cache.rows(rows), answers, logits=len(answers[0]))
+                logits = torch.cat([logits, rest], 1)
+            yield numbers, logits
+
+    def _note(self, arm: str, numbers: Sequence[int], logits: Float[Tensor, "samples length vocab"]) -> None:
+        """What an arm makes of the answers of these samples, which are of one context."""
+        members = self._members[self.design.samples[numbers[0]].context]
+        answers = [_answer(self.model, self.design.samples[number], self.at).ids for number in members]
+        mine = [members.index(number) for number in numbers]
+        measured = code_measurements(logits, torch.tensor(answers, device=logits.device), mine)
+        for place, number in enumerate(numbers):
+            self._rows[number, arm] = {
+                "logprob": float(measured["logprob"][place].sum()),
+                "margin": float(measured["margin"][place].sum()),
+                "token_accuracy": float(measured["correct"][place].double().mean()),
+            }
+
+
+def _answer(model: Model, sample: Sample, at: str) -> Tokens:
     tokens = sample.transcript.tokens(model.tokenizer)
     inside = tokens[tokens.span(at)]
-    return inside.ids[inside.part("answer")]
+    return inside[inside.part("answer")]
 
 
-def _arms(
-    model: Model, samples: Sequence[Sample], at: str, hide: Sequence[str], length: int
-) -> list[Float[Tensor, "rows length vocab"]]:
-    """The distributions of the answers' tokens under each arm, each given the true tokens before it."""
-    whole = [sample.transcript.tokens(model.tokenizer) for sample in samples]
-    fresh = [sample.transcript.without(*hide).tokens(model.tokenizer) for sample in samples] if hide else whole
-    before, asked = zip(*(_before_last(tokens, at) for tokens in whole), strict=True)
-    again, asked_again = zip(*(_before_last(tokens, at) for tokens in fresh), strict=True)
-    past = model.prefill(list(before)) if len(before[0]) else None
-    retained = past.mask(*hide) if past is not None and hide else past
-    # Without the hidden segments, the conversations of a context are mostly identical.
-    alone = again[:1] if len(set(again)) == 1 else again
-    restarted = model.prefill(list(alone)) if len(again[0]) else None
-    arms = ((past, asked), (retained, asked), (restarted, asked_again))
-    return [model.extend(cache, list(questions), logits=length)[1] for cache, questions in arms]
-
-
-def _before_last(tokens: Tokens, at: str) -> tuple[Tokens, Tokens]:
-    """The tokens before segment `at`, and the segment without the answer's last token."""
-    span = tokens.span(at)
-    inside = tokens[span]
-    return tokens[: span.start], inside[: inside.part("answer").stop - 1]
+def _after(reading: Reading) -> tuple[KVCache, Float[Tensor, "rows vocab"]]:
+    """The cache after a reading, and the logits there."""
+    assert reading.captured.cache is not None
+    return reading.captured.cache, reading.captured.logits[:, -1]

@@ -88,7 +88,7 @@ class Table:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values around zero on a grid, as an interactive map.
+    """Values around zero on a grid, as an interactive map, whose rows go as `kvprobe.report.orientation` says.
 
     Attributes:
         rows, columns: their labels; a cell reads "row_axis row, column_axis column: value unit".

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from math import nan
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import pandas as pd
 
@@ -58,7 +58,7 @@ class Findings:
 
     def __iter__(self) -> Iterator[Finding]:
         """Name by name, each in the order in which they were added."""
-        return chain.from_iterable(own.values() for own in self._by_name.values())
+        return chain.from_iterable(named.values() for named in self._by_name.values())
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a finding of this name."""
@@ -148,7 +148,7 @@ class Findings:
         keys = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
         return pd.DataFrame(rows, columns=["name", *keys, *COLUMNS[1:]])
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, object]]:
         """For strict JSON; `from_records` reads them back."""
         return [
             {"name": finding.name, "keys": dict(finding.keys), **finding.value.record()}
@@ -157,7 +157,7 @@ class Findings:
         ]
 
     @classmethod
-    def from_records(cls, content: Any) -> "Findings":
+    def from_records(cls, content: object) -> "Findings":
         """The findings that `records` gave.
 
         Raises:

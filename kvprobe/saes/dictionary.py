@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,10 @@ from kvprobe.saes.places import Place
 from kvprobe.saes.shards import FIRST
 from kvprobe.shipped import shipped
 
+if TYPE_CHECKING:
+    from sae_lens import SAE
+    from sae_lens.saes.sae import SAEConfig
+
 WEIGHTS = "sae_weights.safetensors"
 FINGERPRINT = "kvprobe_model"
 """The entry of a dictionary's metadata that holds the fingerprint of the weights it was trained on."""
@@ -36,7 +40,7 @@ class Dictionary:
         rotation: applied to activations about the decoder's bias before they are read, and undone afterwards, or None.
     """
 
-    sae: Any
+    sae: "SAE[Any]"
     place: Place
     rotation: Float[Tensor, "dim dim"] | None = None
 
@@ -103,14 +107,14 @@ class Dictionary:
         Args:
             half: write weights of 16 bits, which are read as 32 again.
         """
-        training = hasattr(self.sae, "save_inference_model")
-        weights, _ = (self.sae.save_inference_model if training else self.sae.save_model)(str(folder))
+        # A training SAE has both; the first leaves out what only training needs.
+        weights, _ = getattr(self.sae, "save_inference_model", self.sae.save_model)(str(folder))
         if half:
             save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights)
         return folder
 
     @classmethod
-    def load(cls, source: "str | Path | Any", model: Model, place: Place | None = None) -> "Dictionary":
+    def load(cls, source: "str | Path | SAE[Any]", model: Model, place: Place | None = None) -> "Dictionary":
         """A dictionary for a model: by the name of one that ships, from a folder that sae-lens wrote, or from an SAE.
 
         Args:
@@ -157,7 +161,7 @@ class Dictionary:
             )
 
 
-def _refuse_unsupported(config: Any) -> None:
+def _refuse_unsupported(config: "SAEConfig") -> None:
     """Refuse an SAE of sae-lens that reads or writes in a way that kvprobe does not."""
     if "transcoder" in config.architecture() or config.metadata.hook_name_out is not None:
         raise UserError("This is a transcoder, which writes elsewhere than it reads; give an SAE.")
@@ -186,7 +190,7 @@ def content_digest(source: str | Path) -> str:
     return digest([path.read_bytes() for path in sorted(folder.glob("*")) if path.name in ("cfg.json", WEIGHTS)], 16)
 
 
-def _from_disk(source: str | Path) -> Any:
+def _from_disk(source: str | Path) -> "SAE[Any]":
     from sae_lens import SAE  # takes seconds
 
     folder = shipped_dictionaries().get(str(source)) or Path(source)

@@ -1,6 +1,5 @@
 """Places: where a dictionary reads, as a family at a layer with KV heads side by side, and its name in sae-lens."""
 
-import re
 from dataclasses import dataclass
 from typing import get_args
 
@@ -11,7 +10,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.capture import Port, plain_ports
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
-from kvprobe.models.lens import HOOKS, PER_HEAD, Family
+from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, site_of
 from kvprobe.names import unknown
 
 FAMILIES: tuple[Family, ...] = tuple(family for family in get_args(Family) if family != "k")
@@ -48,10 +47,9 @@ class Place:
         Raises:
             UserError: a hook that kvprobe does not read dictionaries at.
         """
-        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-        for family in FAMILIES:
-            if match and HOOKS[family] == match[2]:
-                return cls(family, int(match[1]))
+        site = site_of(name)
+        if site is not None and site[0] in FAMILIES:
+            return cls(*site)
         known = ", ".join(HOOKS[family] for family in FAMILIES)
         raise UserError(
             f"The SAE was trained at {name!r}, which kvprobe does not read; expected 'blocks.LAYER.' and one of "
@@ -61,7 +59,7 @@ class Place:
     @property
     def hook(self) -> str:
         """Its TransformerLens hook."""
-        return f"blocks.{self.layer}.{HOOKS[self.family]}"
+        return hook_name(self.family, self.layer)
 
     def width(self, shape: Geometry) -> int:
         """How many numbers a token has there."""

@@ -6,7 +6,7 @@ them.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,11 @@ from kvprobe.progress import Bar
 from kvprobe.saes.dictionary import FINGERPRINT, Dictionary
 from kvprobe.saes.places import Place
 from kvprobe.saes.shards import Shards
+
+if TYPE_CHECKING:
+    from sae_lens import JumpReLUTrainingSAE, TopKTrainingSAE
+    from sae_lens.config import SAETrainerConfig
+    from sae_lens.saes.sae import SAEMetadata
 
 Kind = Literal["topk", "jumprelu"]
 
@@ -92,7 +97,7 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dict
     return Dictionary(sae.eval(), place)
 
 
-def _config(recipe: Recipe, steps: int) -> Any:
+def _config(recipe: Recipe, steps: int) -> "SAETrainerConfig":
     """The settings of sae-lens' trainer."""
     from sae_lens.config import LoggingConfig, SAETrainerConfig
 
@@ -110,7 +115,7 @@ def _config(recipe: Recipe, steps: int) -> Any:
     )
 
 
-def _new(recipe: Recipe, dim: int, steps: int, metadata: Any) -> Any:
+def _new(recipe: Recipe, dim: int, steps: int, metadata: "SAEMetadata") -> "TopKTrainingSAE | JumpReLUTrainingSAE":
     """A training SAE of sae-lens with fresh weights."""
     from sae_lens import JumpReLUTrainingSAE, JumpReLUTrainingSAEConfig, TopKTrainingSAE, TopKTrainingSAEConfig
 
@@ -130,7 +135,7 @@ def _new(recipe: Recipe, dim: int, steps: int, metadata: Any) -> Any:
     )
 
 
-def _metadata(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Any:
+def _metadata(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> "SAEMetadata":
     from sae_lens.saes.sae import SAEMetadata
 
     return SAEMetadata(

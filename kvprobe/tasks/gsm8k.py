@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from kvprobe.errors import UserError
 from kvprobe.tasks.json_lines import read_json_lines, text_of
@@ -101,7 +100,7 @@ def _from_hub() -> list[Item]:
     ]
 
 
-def _item(number: int, entry: Mapping[str, Any]) -> Item:
+def _item(number: int, entry: Mapping[str, object]) -> Item:
     """The item on this line of the file."""
     question, solution = text_of(entry, "question").strip(), text_of(entry, "answer").strip()
     _, mark, answer = solution.rpartition("#### ")

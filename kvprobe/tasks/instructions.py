@@ -151,13 +151,13 @@ def asked(chat: Transcript, question: str, lead: str, answer: str) -> Transcript
 
 def _laid_out(given: Given, fillers: Sequence[Context], place: int | None) -> Transcript:
     """These exchanges after the system prompt, the needle in the one at `place`."""
-    rules: list[Any] = [INTRODUCTION]
+    rules: list[str | dict[str, str]] = [INTRODUCTION]
     for number, (instruction, value) in enumerate(given.instructions, start=1):
         rules += [" ", {"text": instruction.text.replace("{value}", value), "name": f"instruction{number}"}]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": rules}]
+    messages: list[dict[str, object]] = [{"role": "system", "content": rules}]
     names = ["system"]
     for index, filler in enumerate(fillers):
-        user_text: Any = filler.chat_user
+        user_text: str | list[str | dict[str, str]] = filler.chat_user
         if index == place:
             before, after = given.needle.text.split("{code}")
             user_text = [f"{filler.chat_user} {before}", {"text": given.code, "name": "code"}, after]

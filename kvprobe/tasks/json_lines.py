@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
@@ -15,7 +15,7 @@ MAX_LINES = 100_000
 Entry = TypeVar("Entry")
 
 
-def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]) -> list[Entry]:
+def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, object]], Entry]) -> list[Entry]:
     """The results of `parse` on each line's number and object; empty lines are skipped.
 
     Raises:
@@ -45,7 +45,7 @@ def read_json_lines(path: Path, parse: Callable[[int, Mapping[str, Any]], Entry]
     return entries
 
 
-def text_of(entry: Mapping[str, Any], field: str) -> str:
+def text_of(entry: Mapping[str, object], field: str) -> str:
     """A field that must be present and a text."""
     if field not in entry:
         raise UserError(f"The field {field!r} is missing; add it.")
@@ -55,7 +55,7 @@ def text_of(entry: Mapping[str, Any], field: str) -> str:
     return text
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, object]:
     if len(line) > MAX_LINE_BYTES:
         raise UserError(f"The line is longer than {MAX_LINE_BYTES} bytes; shorten it.")
     try:
@@ -76,7 +76,7 @@ def _refuse(constant: str) -> None:
     raise UserError(f"{constant} is not a number of JSON")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """The beginning of a value, as JSON."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:40] + "…"

@@ -93,7 +93,7 @@ class JSONLines:
         return read_json_lines(self.path, parse)
 
 
-def _item(number: int, entry: Mapping[str, Any]) -> Item:
+def _item(number: int, entry: Mapping[str, object]) -> Item:
     """The item on this line of the file."""
     for field in entry:
         if field not in FIELDS:
@@ -107,7 +107,7 @@ def _item(number: int, entry: Mapping[str, Any]) -> Item:
     return Item(name, Transcript.from_messages(messages), text_of(entry, "answer"), lead)
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: object) -> dict[str, str]:
     if not isinstance(message, dict) or set(message) != {"role", "content"}:
         raise UserError("The messages of 'prompt' must be objects with 'role' and 'content' and nothing else.")
     return {"role": text_of(message, "role"), "content": text_of(message, "content")}

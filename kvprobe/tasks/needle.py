@@ -5,7 +5,6 @@ The sentences are those of `kvprobe.tasks.instructions`, the small talk that of 
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -50,10 +49,10 @@ class Needle:
         talk = [contexts()[index] for index in rng.choice(len(contexts()), self.exchanges, replace=False)]
         place = int(rng.integers(self.exchanges))
         before, after = needle.text.split("{code}")
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, object]] = []
         names = []
         for index, filler in enumerate(talk):
-            user_text: Any = filler.chat_user
+            user_text: str | list[str | dict[str, str]] = filler.chat_user
             if index == place:
                 user_text = [f"{filler.chat_user} {before}", {"text": code, "name": "source"}, after]
             messages += [

@@ -6,6 +6,7 @@ the same for every code), T3 (asks for the code). The protocol is that of the Go
 masking prefixes and of arXiv 2604.09852.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
@@ -68,7 +69,7 @@ def conversation(context: Context, code: str) -> Transcript:
 
 @runtime_checkable
 class Encoder(Protocol):
-    def __call__(self, text: str, /, *, add_special_tokens: bool) -> dict[str, list[int]]: ...
+    def __call__(self, text: str, /, *, add_special_tokens: bool) -> Mapping[str, list[int]]: ...
 
 
 def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[str]:

@@ -50,7 +50,7 @@ class Recite:
         phrasing = rng.choice(_entries()["phrasings"])
         listed = ", ".join(rng.choice(_entries()["words"], self.words, replace=False))
         before, after = phrasing["request"].split("{words}")
-        pieces: Any = [piece for piece in (before, {"text": listed, "name": "source"}, after) if piece]
+        pieces: list[str | dict[str, str]] = [before, {"text": listed, "name": "source"}, after]
         chat = Transcript.from_messages([{"role": "user", "content": pieces}], names=["question"])
         return Item(id, chat, listed, phrasing["lead"])
 

@@ -66,7 +66,7 @@ class Retrieve:
         smallest = 10 ** (self.digits - 1)
         values = [str(smallest + number) for number in rng.choice(self._numbers, self.keys, replace=False)]
         asked = int(rng.integers(self.keys))
-        pieces: list[Any] = [phrasing["introduction"]]
+        pieces: list[str | dict[str, str]] = [phrasing["introduction"]]
         for index, (key, value) in enumerate(zip(keys, values, strict=True)):
             before, after = phrasing["line"].replace("{key}", key).split("{value}")
             pieces += ["\n" + before, {"text": value, "name": "source"} if index == asked else value, after]

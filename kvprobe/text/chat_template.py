@@ -4,7 +4,7 @@ The template is rendered once with a placeholder in place of each message, which
 messages' text. The place of every character is therefore known before tokenisation, and no text is ever searched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,11 +32,22 @@ _PLACEHOLDER = "\ue000{}\ue001"  # private-use characters: no template contains 
 class Tokenizer(Protocol):
     """What a transcript needs of a (fast) Hugging Face tokenizer."""
 
-    chat_template: Any
-    all_special_tokens: Any
-
-    def apply_chat_template(self, conversation: Any, /, **kwargs: Any) -> Any: ...
-    def __call__(self, text: Any, /, **kwargs: Any) -> Any: ...
+    @property
+    def chat_template(self) -> object: ...
+    @property
+    def all_special_tokens(self) -> Sequence[str]: ...
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, str]],
+        /,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        chat_template: str | None,
+    ) -> str: ...
+    def __call__(
+        self, text: str, /, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ...
+    ) -> Mapping[str, list[Any]]: ...
 
 
 @dataclass(frozen=True)

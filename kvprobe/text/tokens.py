@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.checks import is_whole
@@ -16,6 +16,13 @@ GENERATED = "generated"
 """Segment of the tokens that a model generated and then read."""
 ANSWER_HEADER = "generation"
 """Segment of the header, and where it has one the lead, of the answer that the model is to give."""
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """What gives tokens their text, such as a Hugging Face tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str: ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,17 +127,19 @@ class Tokens(Brief):
         return replace(self, positions=tuple(position + shift for position in self.positions), end=end)
 
 
-def token_texts(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
+def token_texts(ids: Sequence[int], tokenizer: "Decoder | None") -> tuple[str, ...]:
     """The text of each token, control tokens included; none without a tokenizer."""
     return () if tokenizer is None else tuple(tokenizer.decode([number]) for number in ids)
 
 
-def _whole_numbers(numbers: Sequence[Any]) -> tuple[int, ...]:
+def _whole_numbers(numbers: Iterable[object]) -> tuple[int, ...]:
     """The numbers as Python's own; `True`, `3.0` and anything below zero are refused."""
+    whole: list[int] = []
     for number in numbers:
         if not is_whole(number) or number < 0:
             raise UserError(f"{str(number)[:40]!r} is not a token id or position; give whole numbers of at least 0.")
-    return tuple(map(operator.index, numbers))
+        whole.append(operator.index(number))
+    return tuple(whole)
 
 
 def _span(names: Sequence[str | None], kind: str, name: str) -> slice:

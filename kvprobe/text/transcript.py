@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.checks import is_text
@@ -34,7 +34,9 @@ class Transcript(Brief):
     mode: PositionMode = "gapped"
 
     @classmethod
-    def from_messages(cls, messages: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None) -> "Transcript":
+    def from_messages(
+        cls, messages: Iterable[Mapping[str, object]], names: Sequence[str] | None = None
+    ) -> "Transcript":
         """A transcript of `{"role": …, "content": …}` messages.
 
         `content` is a text, or a list of texts and `{"text": …, "name": …}` parts. `names` gives the segment

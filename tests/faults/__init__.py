@@ -73,7 +73,7 @@ def square_cache(seed: int, slots: int = SLOTS, dtype: torch.dtype = torch.float
     """A random cache whose values are as wide as its keys."""
     shape = {"batch": 1, "n_layers": LAYERS, "kv_heads": HEADS, "d_head": WIDTH} | settings
     cache = random_cache(seed, slots=slots, dtype=dtype, **shape)
-    return replace(cache, values=tuple(each[..., :-1].contiguous() for each in cache.values))
+    return replace(cache, values=tuple(value[..., :-1].contiguous() for value in cache.values))
 
 
 def context_of(cache: KVCache, donor_slots: int | None = None) -> FaultContext:
@@ -113,7 +113,7 @@ def after(
 def struck_by(scope: Scope, cache: KVCache, draws: Draws = FIRST, step: int = 0) -> tuple[Tensor, Tensor]:
     """Which numbers of K and of V a scope strikes: `[layers, heads, slots, d]` each."""
     found, _ = after(Zeros(scope=scope), cache, draws, step=step)
-    return torch.stack([each[0] == 0 for each in found.keys]), torch.stack([each[0] == 0 for each in found.values])
+    return torch.stack([layer[0] == 0 for layer in found.keys]), torch.stack([layer[0] == 0 for layer in found.values])
 
 
 def with_rate(fault: Fault, rate: float, **scope: Any) -> Fault:

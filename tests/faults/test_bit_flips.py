@@ -136,7 +136,9 @@ def test_a_flip_in_a_coarser_cache_is_still_a_flip_or_is_refused(stored: str):
     changed = sum(
         int((a != b).sum()) for a, b in zip(found.keys + found.values, cache.keys + cache.values, strict=True)
     )
-    assert changed == sum(each.numel() for each in cache.keys + cache.values), f"{int(damage.count[0])} vectors struck"
+    assert changed == sum(layer.numel() for layer in cache.keys + cache.values), (
+        f"{int(damage.count[0])} vectors struck"
+    )
 
 
 def test_a_flip_that_gives_nan_is_reported_with_its_place():

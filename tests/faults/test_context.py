@@ -9,7 +9,7 @@ from tests.refusals import refused
 
 def test_what_a_context_has_computed_is_not_shared_with_another():
     one, other = (context_of(outlying(20 + extra)) for extra in (0, 5))
-    scaled = replace(other, cache=replace(other.cache, keys=tuple(2 * each for each in other.cache.keys)))
+    scaled = replace(other, cache=replace(other.cache, keys=tuple(2 * keys for keys in other.cache.keys)))
     for how in ("layer", "head", "channel", "effect"):
         first = [after(Gaussian(how), context.cache, context=context)[0] for context in (one, other, scaled)]
         fresh = [after(Gaussian(how), context.cache, context=replace(context))[0] for context in (one, other, scaled)]

@@ -121,8 +121,8 @@ def test_a_scaffold_keeps_delimiters_positions_and_length():
     )
     neutral = scaffold(tokens, [60, 61, 62])
     expected = [60, 61, 62, 60, 61, 62, 60]
-    assert [each for each, own in zip(neutral.ids, tokens.delimiters, strict=True) if not own] == expected
-    assert all(a == b for a, b, own in zip(neutral.ids, tokens.ids, tokens.delimiters, strict=True) if own)
+    assert [token for token, delimiter in zip(neutral.ids, tokens.delimiters, strict=True) if not delimiter] == expected
+    assert all(a == b for a, b, delimiter in zip(neutral.ids, tokens.ids, tokens.delimiters, strict=True) if delimiter)
     assert replace(neutral, ids=tokens.ids) == tokens
     refused(lambda: scaffold(tokens, []), "The scaffold has no filler; give at least one token")
 

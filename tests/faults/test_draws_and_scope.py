@@ -21,7 +21,7 @@ RATES = st.floats(0, 1)
 
 def as_vectors(struck: tuple[Tensor, Tensor]) -> Tensor:
     """Which vectors hold a struck number, K and V, `[2, layers, heads, slots]`."""
-    return torch.stack([each.any(-1) for each in struck])
+    return torch.stack([part.any(-1) for part in struck])
 
 
 @st.composite
@@ -70,7 +70,7 @@ def test_rate_1_empties_the_scope_and_nothing_else(scope: Scope, seed: int, padd
     found, damage = after(Zeros(scope=scope), cache)
     count = 0
     for part, befores, afters in (("k", cache.keys, found.keys), ("v", cache.values, found.values)):
-        expected = [each.clone() for each in befores]
+        expected = [before.clone() for before in befores]
         for layer, head, slot in itertools.product(range(LAYERS), range(HEADS), range(SLOTS)):
             if by_hand(scope, cache, part, layer, head, slot):
                 expected[layer][0, head, slot] = 0
@@ -93,7 +93,7 @@ def test_the_rate_is_met_on_average_and_every_slot_is_as_likely(unit: Any, rate:
     hit = torch.zeros(2, LAYERS, HEADS, SLOTS)
     for repeat in range(repeats):
         struck = struck_by(Scope(rate=rate, unit=unit), cache, Draws(repeat=repeat))
-        hit += torch.stack([each.float().mean(-1) for each in struck])
+        hit += torch.stack([part.float().mean(-1) for part in struck])
     # Five standard errors: the number struck is off its expectation by less than one, a slot is a coin.
     assert abs(float(hit.mean()) / repeats - rate) < 5 * 0.5 / SLOTS / repeats**0.5
     assert float((hit / repeats - rate).abs().max()) < 5 * (rate * (1 - rate) / repeats) ** 0.5
@@ -186,8 +186,8 @@ def test_blocks_are_struck_whole_and_counted_as_blocks(seed: int, rate: float, b
     cache = square_cache(seed)
     struck = as_vectors(struck_by(Scope(rate=rate, block=block, unit=unit), cache, Draws(seed)))
     blocks = struck.split(block, -1)
-    assert all(each.eq(each[..., :1]).all() for each in blocks)
-    number = torch.stack([each[..., 0] for each in blocks], -1).sum(-1)
+    assert all(block_of_slots.eq(block_of_slots[..., :1]).all() for block_of_slots in blocks)
+    number = torch.stack([block_of_slots[..., 0] for block_of_slots in blocks], -1).sum(-1)
     assert ((number - rate * len(blocks)).abs() < 1).all(), (
         "rounded up or down, each layer and head by a draw of its own"
     )

@@ -67,7 +67,7 @@ def test_a_bfloat16_cache_is_damaged_as_in_fp32_but_for_rounding(fault: Fault):
     context = context_of(coarse)
     donors = {
         name: KVCache(tuple(k.float() for k in each.keys), tuple(v.float() for v in each.values), each.ledger)
-        for name, each in context.donors.items()
+        for name, donor in context.donors.items()
     }
     found, _ = after(fault, coarse, context=context)
     expected, _ = after(fault, fine, context=replace(context, cache=fine, donors=donors))
@@ -116,7 +116,9 @@ def test_draws_that_are_shared_are_never_written(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(draws_module, "_drawn", watched)
     cache = square_cache(0)
     for unit in UNITS:
-        faults = [with_rate(each, 0.5, unit=unit) for each in EVERY if unit != "number" or not hasattr(each, "block")]
+        faults = [
+            with_rate(fault, 0.5, unit=unit) for fault in EVERY if unit != "number" or not hasattr(fault, "block")
+        ]
         after(faults, cache)
     assert len(seen) > 100
     assert all(torch.equal(drawn, before) for drawn, before in seen)

@@ -78,11 +78,11 @@ def test_raw_noise_is_white_and_its_scale_is_its_deviation():
     cache = outlying(3000)
     found, _ = after(Gaussian("raw", scale=3.0), cache)
     once, _ = after(Gaussian("raw"), cache)
-    drawn = torch.stack([each for _, _, each in both(found)]).double()
+    drawn = torch.stack([noise for _, _, noise in both(found)]).double()
     assert abs(float(drawn.mean())) < 5 * 3 / drawn.numel() ** 0.5
     assert abs(float(drawn.std()) / 3 - 1) < 5 / (2 * drawn.numel()) ** 0.5
     assert abs(float((drawn / 3).pow(4).mean()) - 3) < 0.05
-    assert torch.allclose(drawn.float(), 3 * torch.stack([each for _, _, each in both(once)]))
+    assert torch.allclose(drawn.float(), 3 * torch.stack([noise for _, _, noise in both(once)]))
     # K and V, layers and heads draw noise of their own.
     correlation = torch.corrcoef(drawn.flatten(0, 1).flatten(1)).fill_diagonal_(0)
     assert correlation.abs().max() < 5 / (3000 * WIDTH) ** 0.5
@@ -107,13 +107,13 @@ def effect_by_hand(context: FaultContext, layer: int, part: str, share: float) -
     def attention(keys: Tensor, values: Tensor) -> Tensor:
         outputs = []
         for token in range(TOKENS):
-            each = []
+            heads_outputs = []
             for head in range(heads):
                 for query in range(GROUP):
                     asked = context.queries.rows[layer][head, token * GROUP + query]
                     weights = (keys[head] @ asked * context.queries.scale[layer]).softmax(0)
-                    each.append(weights @ values[head])
-            outputs.append(torch.cat(each))
+                    heads_outputs.append(weights @ values[head])
+            outputs.append(torch.cat(heads_outputs))
         return torch.stack(outputs)
 
     clean = attention(keys, values)
@@ -140,7 +140,7 @@ def test_the_effect_of_noise_is_that_of_replacing_one_slot_at_a_time(part: Any, 
 def test_shares_give_every_layer_the_geometric_mean_of_effects(part: Any):
     cache = square_cache(0)
     scales = (1.0, 3.0, 0.5)
-    cache = replace(cache, keys=tuple(scale * each for scale, each in zip(scales, cache.keys, strict=True)))
+    cache = replace(cache, keys=tuple(scale * keys for scale, keys in zip(scales, cache.keys, strict=True)))
     context = context_of(cache)
     whole = torch.stack([effect(context, layer, part, 1.0) for layer in range(LAYERS)])
     target = float(whole.log().mean().exp())

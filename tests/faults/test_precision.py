@@ -61,4 +61,4 @@ def test_rounded_vectors_are_off_by_at_most_half_a_step_of_their_group(seed: int
 def test_one_bit_leaves_two_numbers_to_a_group():
     found, _ = after(QuantisationNoise(1, 4), square_cache(0))
     for _, _, now in both(found):
-        assert all(len(each.unique()) == 2 for each in now.unflatten(-1, (-1, 4)).flatten(0, 2))
+        assert all(len(group.unique()) == 2 for group in now.unflatten(-1, (-1, 4)).flatten(0, 2))

@@ -39,7 +39,7 @@ def test_nan_and_infinity_are_reported_with_their_place(value: float, part: Any)
     assert str(damage.nonfinite[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
     bad = (found.keys if part == "k" else found.values)[1][0, 1]
     assert not bad[[7, 9]].isfinite().any()
-    assert sum(int((~each.isfinite()).sum()) for _, _, each in both(found)) == 2 * WIDTH
+    assert sum(int((~layer.isfinite()).sum()) for _, _, layer in both(found)) == 2 * WIDTH
 
 
 def test_a_single_nan_is_reported():
@@ -51,8 +51,8 @@ def test_a_single_nan_is_reported():
 
 def test_finite_numbers_whose_sum_overflows_are_not_reported():
     cache = square_cache(0, dtype=torch.float16)
-    for each in cache.keys + cache.values:
-        each.fill_(6e4)
+    for layer in cache.keys + cache.values:
+        layer.fill_(6e4)
     found, damage = after(Permuted(), cache)
     assert not damage.nonfinite
     assert same_bits(found, cache)

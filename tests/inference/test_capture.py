@@ -312,6 +312,7 @@ def test_sites_may_be_named_by_their_hooks_and_read_by_them(tiny_llama: Model, u
     refused(lambda: capture(tiny_llama.lanes, ROWS, names, layers=[0]), "hook names alone")
     refused(lambda: capture(tiny_llama.lanes, ROWS, ["blocks.9.hook_resid_post"]), "no layer 9")
     refused(lambda: capture(tiny_llama.lanes, ROWS, ["blocks.0.attn.hok_v"]), "'blocks.0.attn.hook_v'")
+    refused(lambda: capture(tiny_llama.lanes, ROWS, ["blocks.0.attn.hook_z"]), "no site at the hook")
 
 
 def test_by_hook_is_what_transformer_lens_caches(tiny_llama: Model):

@@ -104,7 +104,7 @@ class Play:
         else:
             cache, logits = extend(lanes, past, tokens, self.lane, kept)
             self.scene = Scene(cache)
-        self.logits += [(row, len(each.ids), logits[row]) for row, each in enumerate(self.rows)]
+        self.logits += [(row, len(tokens_of_row.ids), logits[row]) for row, tokens_of_row in enumerate(self.rows)]
 
     def hide(self, kind: str, rng: random.Random) -> None:
         assert self.scene is not None

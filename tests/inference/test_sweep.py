@@ -411,7 +411,7 @@ def test_a_sweep_of_a_row_of_a_padded_batch_equals_the_row_alone(tiny_llama: Mod
 
 def test_a_sweep_does_not_change_the_past_or_the_donors(tiny_llama: Model):
     past, given = tiny_llama.prefill(PROMPT), donors(tiny_llama)
-    kept, lent = copy_of(past), {name: copy_of(each) for name, each in given.items()}
+    kept, lent = copy_of(past), {name: copy_of(donor) for name, donor in given.items()}
     question = random_tokens(6, {"question": 1}, start=LENGTH)
     swept(tiny_llama, [replace(fault, at="every") for fault in FAULTS], question, past=past, donors=given)
     assert_bit_identical(past, kept)

@@ -571,7 +571,7 @@ def test_with_all_earlier_values_zeroed_only_a_querys_own_value_remains(tiny_lla
     zeroed = tiny_llama.apply(ZeroValues("T1"), cache)
     assert_bit_identical(cache, before)
     question = [random_tokens(1, {"T2": 1}, start=6)]
-    logits = [extend(tiny_llama.lanes, each, question)[1] for each in (cache, zeroed, cache.mask("T1"))]
+    logits = [extend(tiny_llama.lanes, past, question)[1] for past in (cache, zeroed, cache.mask("T1"))]
     assert relative_difference(logits[1], logits[0]) > 1e-3
     assert relative_difference(logits[1], logits[2]) > 1e-3
 

@@ -73,7 +73,7 @@ def test_blocks_of_a_hybrid_model_grow_until_a_page_of_attention_holds_a_state()
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 128])
 def test_every_rank_holds_the_whole_latent_cache(ranks: int):
-    whole, shared = (reserved(layers(DEEPSEEK), request(LONG), Engine(ranks=each)) for each in (1, ranks))
+    whole, shared = (reserved(layers(DEEPSEEK), request(LONG), Engine(ranks=count)) for count in (1, ranks))
     assert shared.pages == whole.pages
 
 
@@ -92,7 +92,7 @@ def test_ranks_divide_states():
 @given(context=contexts, engine=engines, reach=st.integers(1, 5000))
 def test_a_window_takes_at_most_one_block_more(context: int, engine: Engine, reach: int):
     windowed, full = (
-        reserved((Layer(Attention(4, 2, 64, 64, reach=each)),), request(context), engine) for each in (reach, None)
+        reserved((Layer(Attention(4, 2, 64, 64, reach=window)),), request(context), engine) for window in (reach, None)
     )
     assert windowed.blocks <= full.blocks + 1
     if context >= reach + engine.steps * engine.batched_tokens + 2 * engine.block:
@@ -102,8 +102,8 @@ def test_a_window_takes_at_most_one_block_more(context: int, engine: Engine, rea
 @given(context=contexts, engine=engines, reach=st.integers(1, 5000))
 def test_chunks_never_take_more_than_full_attention(context: int, engine: Engine, reach: int):
     chunked, full = (
-        reserved((Layer(Attention(4, 2, 64, 64, reach=each, chunked=each is not None)),), request(context), engine)
-        for each in (reach, None)
+        reserved((Layer(Attention(4, 2, 64, 64, reach=window, chunked=window is not None)),), request(context), engine)
+        for window in (reach, None)
     )
     assert chunked.blocks <= full.blocks
 
@@ -125,7 +125,7 @@ def test_layers_that_share_keys_and_values_take_no_bytes():
 def test_layers_never_use_more_than_is_reserved(name: str, context: int, engine: Engine):
     found = reserved(layers(name), request(context), engine)
     assert 0 < sum(found.pages) <= found.bytes
-    kinds = {(each.attention and each.attention.reach, each.state, each.shares is None) for each in layers(name)}
+    kinds = {(layer.attention and layer.attention.reach, layer.state, layer.shares is None) for layer in layers(name)}
     if len(kinds) == 1:
         assert sum(found.pages) == found.bytes
 
@@ -133,7 +133,7 @@ def test_layers_never_use_more_than_is_reserved(name: str, context: int, engine:
 @given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, more=st.integers(0, 5000), engine=engines)
 @settings(max_examples=60)
 def test_a_longer_conversation_never_takes_fewer_blocks(name: str, context: int, more: int, engine: Engine):
-    shorter, longer = (reserved(layers(name), request(each), engine) for each in (context, context + more))
+    shorter, longer = (reserved(layers(name), request(length), engine) for length in (context, context + more))
     assert shorter.block_bytes == longer.block_bytes
     assert shorter.blocks <= longer.blocks
 
@@ -160,7 +160,7 @@ def test_latent_attention_in_its_own_format_takes_656_bytes_a_token():
 @pytest.mark.parametrize("name", [QWEN, DEEPSEEK, GEMMA, SCOUT])
 def test_fp8_is_half_of_bfloat16_layer_by_layer(name: str):
     half, whole = per_token(name, "fp8"), per_token(name, "bfloat16")
-    assert [2 * each for each in half] == whole
+    assert [2 * size for size in half] == whole
 
 
 def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in():

@@ -166,12 +166,12 @@ def test_lengths_that_leave_more_than_a_longer_one_are_known(policy: Policy, pro
 
     context = prompt + new
     fuller = plan.fuller_contexts(context, new, layers)
-    assert max(held(each, new) for each in (context, *fuller)) == max(
-        held(each, new) for each in range(new + 1, context + 1)
+    assert max(held(length, new) for length in (context, *fuller)) == max(
+        held(length, new) for length in range(new + 1, context + 1)
     )
     steps = plan.fuller_steps(prompt, new, layers)
-    assert max(held(prompt + each, each) for each in (new, *steps)) == max(
-        held(prompt + each, each) for each in range(new + 1)
+    assert max(held(prompt + step, step) for step in (new, *steps)) == max(
+        held(prompt + step, step) for step in range(new + 1)
     )
 
 

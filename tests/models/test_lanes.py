@@ -32,6 +32,11 @@ def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str):
     refused(lambda: Geometry.of(getattr(transformers, name)()), "kvprobe reads full and sliding-window attention")
 
 
+@pytest.mark.parametrize("name", ["Qwen3NextConfig", "FalconH1Config"])
+def test_the_refusal_of_a_hybrid_model_says_what_it_keeps_in_place_of_slots(name: str):
+    refused(lambda: Geometry.of(getattr(transformers, name)()), "a state in place of slots")
+
+
 def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():
     assert llama(seed=1).fingerprint == llama(seed=1, tokenizer=object()).fingerprint
     assert llama(seed=1).fingerprint != llama(seed=2).fingerprint

@@ -415,6 +415,36 @@ def test_a_grid_is_the_product_of_its_axes_and_unnamed_axes_are_whole(tiny_llama
     assert {layers for layers, *_ in cells(("band",))} == {(0,), (1,), (2,)}
 
 
+def test_parts_named_by_their_hooks_are_these_parts_at_these_layers(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    suffix = base.suffix(0, 2)
+    names = ["blocks.2.attn.hook_v", "blocks.0.attn.hook_rot_k", "blocks.2.attn.hook_rot_k"]
+    for over in (("segment",), ("layer", "segment"), ("segment", "layer")):
+        hooked = swept(base, donor, suffix, over=over, parts=names)
+        axes = over if "layer" in over else ("layer", *over)
+        known = swept(base, donor, suffix, over=axes, parts=("V", "K")).df()
+        table = hooked.df()
+        assert set(zip(table["layer"], table["part"], strict=True)) == {(2, "V"), (0, "K"), (2, "K")}
+        assert len(table) == 3 * len(SPANS)
+        matched = table.merge(known, on=["layer", "segment", "part"])
+        assert len(matched) == len(table)
+        assert near(matched["value_x"].to_numpy(), matched["value_y"].to_numpy())
+    scores = kv.attribute(
+        tiny_llama, base.cache, donor.cache, suffix, LogitDiff(1, 2), ("segment",), parts=names[:1], check=1
+    )
+    assert scores.df()[["layer", "part"]].drop_duplicates().values.tolist() == [[2, "V"]]
+
+
+def test_a_subspace_may_be_named_by_its_hook(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    direction = torch.randn(1, tiny_llama.geometry.n_kv_heads * tiny_llama.geometry.d_head)
+    one, other = (
+        swept(base, donor, base.suffix(0, 1), over=("layer",), parts=("V",), along={name: direction})
+        for name in ((1, "V"), "blocks.1.attn.hook_v")
+    )
+    assert near(one.values, other.values)
+
+
 def test_a_table_has_a_row_for_each_cell(tiny_llama: Model):
     base, donor = two(tiny_llama)
     patched = swept(
@@ -502,6 +532,15 @@ def test_a_patched_cache_equals_one_overwritten_by_hand(
         ({"parts": ()}, "no part"),
         ({"parts": "KV"}, "part"),
         ({"parts": ("resid_pre",)}, "total"),
+        ({"parts": ("blocks.0.hook_resid_pre",)}, "total"),
+        ({"parts": ("blocks.0.attn.hook_z",)}, "no site at the hook 'blocks.0.attn.hook_z'"),
+        ({"parts": ("blocks.0.attn.hook_k",)}, "'blocks.0.attn.hook_rot_k'"),
+        ({"parts": ("blocks.9.attn.hook_v",)}, "no layer 9"),
+        ({"parts": ("blocks.0.attn.hook_v", "K")}, "'K' does not"),
+        ({"parts": ("blocks.0.attn.hook_v",), "over": {"layer": [0]}}, "name their layers"),
+        ({"parts": ("blocks.0.attn.hook_v",), "over": ("band",)}, "name their layers"),
+        ({"along": {"blocks.0.hook_resid_pre": torch.ones(1, 4)}}, "no 'resid_pre'"),
+        ({"along": {"V": torch.ones(1, 4)}}, "'V' is no layer and part"),
         ({"reads": "everyone"}, "'everyone'"),
         ({"align": "middle"}, "'middle'"),
         ({"rows": 0}, "rows"),

@@ -141,7 +141,7 @@ def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: in
 
 
 def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
-    inner, length = policy.policy, max(len(live_at(scene, each)) for each in places(scene) if each[1] == place[1])
+    inner, length = policy.policy, max(len(live_at(scene, other)) for other in places(scene) if other[1] == place[1])
     window = PROTECTED[type(inner)](inner)
     counts = pyramid_by_hand(scene.cache.n_layers, inner.budget, window, policy.beta, length, inner.every is None)
     return best(live_at(scene, place), WORTH[type(inner)](inner, scene, place), counts[place[0]])
@@ -176,7 +176,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
         share = {head: max(1, count) for head, count in share.items()}
     kept = {head: best(free[head], worth[head], share[head]) for head in heads}
     lacking = sum(max(0, share[head] - len(free[head])) for head in heads)
-    for _, slot, head in [each for each in ranked if each[1] not in kept[each[2]]][:lacking]:
+    for _, slot, head in [candidate for candidate in ranked if candidate[1] not in kept[candidate[2]]][:lacking]:
         kept[head].add(slot)
     return protected[own] | kept[own]
 

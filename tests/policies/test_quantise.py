@@ -100,7 +100,7 @@ def test_each_group_is_rounded_as_a_loop_in_numpy_rounds_it(drawn: tuple[KVCache
             for kind, where in groups_of_numbers(cache, row, slots, policy.group):
                 before, found = numbers_at(cache, kind, where), numbers_at(after, kind, where)
                 largest = np.abs(before).max()
-                near = [each for each in grids(before, policy.bits) if np.allclose(found, each[0], 0, 1e-6 * largest)]
+                near = [grid for grid in grids(before, policy.bits) if np.allclose(found, grid[0], 0, 1e-6 * largest)]
                 assert near
                 assert np.abs(found - before).max() <= max(step for _, step in near) / 2 + 1e-6 * largest
 
@@ -127,7 +127,7 @@ def test_no_number_moves_by_more_than_half_its_groups_step(seed: int, bits: int,
 @few
 def test_a_finer_grain_is_never_further_off_at_worst(seed: int, bits: int):
     numbers = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
-    steps = [codes_of_keys(numbers, QuantisationFormat(each, 4)).scale for each in (bits, min(8, bits + 1))]
+    steps = [codes_of_keys(numbers, QuantisationFormat(width, 4)).scale for width in (bits, min(8, bits + 1))]
     assert bool((steps[1] <= steps[0]).all())
 
 
@@ -281,7 +281,7 @@ def test_packed_bytes_unpack_to_the_codes_scales_and_minima(seed: int, bits: int
     found = (planes * 2 ** np.arange(bits - 1, -1, -1)).sum(-1)
     assert np.array_equal(found, codes.codes.flatten(3).numpy())
     halves = tail.view(np.float16).astype(np.float32)
-    scale, minimum = (torch.from_numpy(each).view(2, 3, 4, 1, 1) for each in np.split(halves, 2))
+    scale, minimum = (torch.from_numpy(half).view(2, 3, 4, 1, 1) for half in np.split(halves, 2))
     assert torch.equal(Codes(codes.codes, scale, minimum).numbers(), codes.numbers())
 
 

@@ -120,8 +120,8 @@ def test_the_probe_that_a_run_keeps_is_of_the_site_that_reads_and_has_its_number
     labels = torch.randint(0, 3, (2, 240), generator=generator)
     # Only layer 2, mean, holds the labels.
     tensor = torch.randn(240, 3, 2, 16, generator=generator)
-    for place, each in enumerate(labels):
-        tensor[torch.arange(240), 2, 0, 3 * place + each] += 4
+    for place, classes in enumerate(labels):
+        tensor[torch.arange(240), 2, 0, 3 * place + classes] += 4
     rows = np.arange(240)
     features = Features.of_read_outs({"v": tensor}, rows, labels, contexts, TARGET)
     floor = Features.of_read_outs({"v": torch.randn(tensor.shape, generator=generator)}, rows, labels, contexts, TARGET)

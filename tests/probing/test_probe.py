@@ -1,8 +1,11 @@
 """kvprobe.probe from a design to a claim, on a tiny random model with a known answer."""
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from kvprobe.probing.damage import damaged_slots
 from kvprobe.probing.features import READS, Site, read_outs
 from kvprobe.probing.probe import probe
 from kvprobe.probing.probe_features import probe_features
-from kvprobe.probing.read_features import read_features
+from kvprobe.probing.read_features import read_features, restarted
 from kvprobe.probing.use import USE_ARMS, can_be_asked, measure_use
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.text.transcript import Transcript
@@ -124,6 +127,25 @@ def test_each_head_is_a_site_of_its_own(tiny_llama: Model, design: Design):
     refused(lambda: read_features(tiny_llama, design, "T1", layers=[99]), "99")
 
 
+def test_families_named_by_their_hooks_are_read_at_their_layers_alone(tiny_llama: Model, design: Design):
+    names = ["blocks.2.attn.hook_v", "blocks.0.hook_resid_post", "blocks.1.attn.hook_v"]
+    named, every = (
+        read_features(tiny_llama, design, "T1", families=families) for families in (names, ["v", "resid_post"])
+    )
+    assert named.sites == {
+        "v": tuple(Site(layer, None, read) for layer in (1, 2) for read in READS),
+        "resid_post": tuple(Site(0, None, read) for read in READS),
+    }
+    for family, sites in named.sites.items():
+        for site in sites:
+            torch.testing.assert_close(named.at(family, site), every.at(family, site))
+    probing = probe(tiny_llama, design, "T1", families=names[:1], folds=3, permutations=0)
+    table = probing.df()
+    assert set(zip(table["family"], table["layer"], strict=True)) == {("v", 2)}
+    refused(lambda: probe(tiny_llama, design, "T1", families=names, layers=[0]), "hook names alone")
+    refused(lambda: probe(tiny_llama, design, "T1", families=["blocks.0.attn.hook_q"]), "no site at the hook")
+
+
 def test_conversations_that_do_not_differ_are_read_once(tiny_llama: Model, design: Design):
     features = read_features(tiny_llama, design, "T1", families=["v"])
     assert features.tensors["v"].shape[0] == 4 * len(PLACES)
@@ -201,6 +223,55 @@ def test_use_equals_reading_the_answer_token_by_token(tiny_llama: Model, design:
     assert use[use["condition"] == "restart"].groupby("context")["margin"].mean().abs().max() < 1e-4
     alone = Design((design.samples[0],), DIGITS)
     refused(lambda: measure_use(tiny_llama, alone, "T2", ["T1"]), "has 1 samples")
+
+
+def test_use_of_longer_answers_equals_reading_each_conversation_whole(tiny_llama: Model):
+    def chat(place: str, word: str) -> Transcript:
+        messages = [
+            {"role": "user", "content": f"the {place} has {word}."},
+            {"role": "assistant", "content": [f"a {place} it is ", {"text": word, "name": "answer"}]},
+        ]
+        return Transcript.from_messages(messages, ["T1", "T2"])
+
+    words = ["234", "345", "452", "253"]
+    samples = [Sample(chat(place, word), (index,), place) for place in PLACES for index, word in enumerate(words)]
+    design = Design(tuple(samples), DIGITS)
+    assert len(samples[0].transcript.tokens(tiny_llama.tokenizer).part("answer").indices(1000)) > 1
+    for hide in ([], ["T1"]):
+        with_probes = probe(tiny_llama, design, "T2", hide=hide, families=["v"], folds=3, permutations=0).use
+        alone = measure_use(tiny_llama, design, "T2", hide)
+        assert with_probes is not None
+        pd.testing.assert_frame_equal(with_probes, alone, atol=1e-5)
+        for arm, number in product(USE_ARMS, (0, 5, len(samples) - 1)):
+            whole = samples[number].transcript
+            tokens = (whole.without(*hide) if hide and arm == "restart" else whole).tokens(tiny_llama.tokenizer)
+            turn, answer = tokens.span("T2").start, tokens.part("answer")
+            past = tiny_llama.prefill(tokens[:turn]) if turn else None
+            past = past.mask(*hide) if past is not None and arm == "retained" and hide else past
+            logits = tiny_llama.extend(past, tokens[turn : answer.stop - 1], logits=answer.stop - answer.start)[1][0]
+            said = logits.log_softmax(-1).gather(1, torch.tensor(tokens.ids[answer])[:, None]).sum()
+            row = alone[(alone["sample"] == number) & (alone["condition"] == arm)].iloc[0]
+            assert row["logprob"] == pytest.approx(float(said), abs=1e-4)
+
+
+def test_use_reads_nothing_again(tiny_llama: Model, design: Design, monkeypatch: pytest.MonkeyPatch):
+    tokens = []
+    forward = type(tiny_llama.lanes).forward
+
+    def counted(lanes: Any, ids: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        tokens.append(ids.numel())
+        return forward(lanes, ids, *args, **settings)
+
+    monkeypatch.setattr(type(tiny_llama.lanes), "forward", counted)
+    rows = [sample.transcript.tokens(tiny_llama.tokenizer) for sample in design.samples]
+    distinct = {row[: row.part("answer").start] for row in rows}
+    read_features(tiny_llama, design, "T2", hide=["T1"], families=["v"])
+    read_features(tiny_llama, restarted(tiny_llama, design, ["T1"]), "T2", families=["v"])
+    reading = sum(tokens)
+    tokens.clear()
+    probe(tiny_llama, design, "T2", hide=["T1"], families=["v"], folds=3, permutations=0)
+    # Only the segment itself is read once more, with everything in view.
+    assert sum(tokens) == reading + sum(len(row) - row.span("T2").start for row in distinct)
 
 
 def test_use_is_absent_where_nothing_can_be_asked(tiny_llama: Model, design: Design):

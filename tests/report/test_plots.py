@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 
 import kvprobe as kv
+from kvprobe import views
 from kvprobe.inference.model import Model
+from kvprobe.report.document import HeatMap
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.heatmaps import Heatmaps
@@ -44,6 +46,25 @@ def test_a_heat_map_has_the_declared_numbers_marks_and_edge_on_a_scale_around_it
         assert axis.collections[0].get_clim() == pytest.approx((-0.3, 0.3))
 
 
+@pytest.mark.parametrize(("rows", "first"), [("layer", "below"), ("band", "below"), ("place", "above")])
+def test_layers_go_upward_and_other_rows_downward_in_figures_and_on_pages_alike(rows: str, first: str):
+    findings = Findings(
+        Finding("read", {rows: row, "head": head, "part": part}, Estimate(row + head / 10))
+        for part in "KV"
+        for row in (0, 1)
+        for head in (0, 1, 2)
+    )
+    look = {"rows": rows, "columns": "head", "panel": "part", "label": "share"}
+    figure = Heatmaps(file="f", caption="c", finding="read", **look).draw(findings, label, "t")
+    assert figure is not None
+    for axis in figure.axes[:2]:
+        assert [text.get_text() for text in axis.get_yticklabels()] in (["0", "1"], [])
+        low, high = axis.transData.transform([(0.5, 0.5), (0.5, 1.5)])[:, 1]
+        assert (low < high) == (first == "below")
+    props = views.heat_map(HeatMap("", ["0", "1"], ["0"], [[0], [1]], "", rows, "head"))
+    assert f'"upward":{str(first == "below").lower()}' in props
+
+
 def test_dots_of_the_declared_values_stand_one_below_the_other_beside_their_level():
     known: dict[str, Any] = {"finding": "read", "down": "place", "line": "arm", "where": {"layer": 1}}
     styles = {"masked": Style("black"), "kept": Style("red", "s")}
@@ -55,7 +76,7 @@ def test_dots_of_the_declared_values_stand_one_below_the_other_beside_their_leve
     left, right = figure.axes
     assert [text.get_text() for text in left.get_yticklabels()] == list(PLACES)
     assert [list(dots.lines[0].get_xdata()) for dots in left.containers] == [
-        pytest.approx([each] * 2) for each in (0.7, 0.3)
+        pytest.approx([mean] * 2) for mean in (0.7, 0.3)
     ]
     assert left.lines[-1].get_xdata()[0] == 0.2
     assert len(right.containers) == 1
@@ -76,7 +97,7 @@ def test_a_scatter_has_a_point_for_each_pair_above_zero_and_colours_those_that_a
     )  # fmt: skip
     figure = scatter.draw(findings, label, "t")
     assert figure is not None
-    points = {each.get_label(): each.get_offsets().tolist() for each in figure.axes[0].collections}
+    points = {dots.get_label(): dots.get_offsets().tolist() for dots in figure.axes[0].collections}
     assert points == {"alike": [[1.0, 2.0]], "differs": [[3.0, 1.0]]}
 
 

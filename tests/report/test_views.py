@@ -187,7 +187,7 @@ function drive() {
   said.hidden = tip.hidden;
   canvas.dispatchEvent(new FocusEvent("focus"));
   said.focus = tip.textContent;
-  said.keys = [press("ArrowUp"), press("ArrowUp"), press("ArrowRight")];
+  said.keys = [press("ArrowDown"), press("ArrowDown"), press("ArrowRight")];
   const at = { clientX: box.left + box.width * 0.99, clientY: box.top + box.height * 0.99 };
   canvas.dispatchEvent(new PointerEvent("pointermove", at));
   said.mouse = tip.textContent;
@@ -229,11 +229,11 @@ def test_a_browser_shows_tokens_as_text_and_a_map_answers_mouse_and_keys(tmp_pat
     left, edge, none = said["keys"]
     assert left == edge == "layer 0, slot 34 ' Alice': -0.1 logits"
     assert none == "layer 0, slot 35: no value"
-    assert said["mouse"] == "layer 12, slot 36: -0.2 logits"
+    assert said["mouse"] == "layer 0, slot 36: 0 logits"
     assert said["left"]
     assert said["words"].startswith("Largest of 5 cells: layer 12, slot 34 ' Alice': +0.83")
 
-    red, green, blue, alpha = np.array(said["pixels"], dtype=int).reshape(2, 3, 4).transpose(2, 0, 1)
+    red, green, blue, alpha = np.array(said["pixels"], dtype=int).reshape(2, 3, 4)[::-1].transpose(2, 0, 1)
     assert (alpha == 255).all()
     tint = blue - red
     assert tint[1, 0] > 0 > tint[1, 2]

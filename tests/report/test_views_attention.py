@@ -272,7 +272,7 @@ addEventListener("DOMContentLoaded", async () => {
   said.follows = rows.dataset.shown;
   rows.querySelectorAll(".heads-text span")[0].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
   said.slot = rows.querySelector(".heads-status").textContent;
-  square.querySelector(".heads-all canvas").dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowUp" }));
+  square.querySelector(".heads-all canvas").dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown" }));
   square.querySelector(".heads-all canvas").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
   await until(() => square.dataset.shown.startsWith("layer 0, head 0"));
   said.images = document.images.length;

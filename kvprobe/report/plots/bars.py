@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Bars:
     caption: str
     where: Mapping[str, Key] = field(default_factory=dict)
 
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 

@@ -63,8 +63,8 @@ def stack_of(budget: Budget, along: Along, longest: int = 0, points: int = 161) 
 
     largest = budget.largest_context if along == "context" else budget.largest_new
     lengths = np.unique(np.linspace(*_range(budget, along, largest, longest), points).astype(int)).tolist()
-    found = [budget.at(length) if along == "context" else budget.generating(length) for length in lengths]
-    parts = [_parts(point, along == "new") for point in found]
+    budgets = [budget.at(length) if along == "context" else budget.generating(length) for length in lengths]
+    parts = [_parts(point, along == "new") for point in budgets]
     request = budget.request
     return Stack(
         lengths,

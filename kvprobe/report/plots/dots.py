@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from kvprobe.report.plots.style import styled
 
 Level = tuple[str, str, Mapping[str, Key]]
 """A dashed line: its name, and the finding and keys at which it stands; at zero without a finding."""
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class Dots:
     caption: str
     panels: tuple[Panel, ...]
 
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
         """The figure; None where nothing of its first panel was measured."""
         import matplotlib.pyplot as plt
 
@@ -66,8 +70,8 @@ class Dots:
                 _draw(axis, panel, findings, labels)
             for axes in grid:
                 names = [[text.get_text() for text in axis.get_yticklabels()] for axis in axes]
-                for axis, own in zip(axes[1:], names[1:], strict=True):
-                    axis.tick_params(labelleft=own != names[0])
+                for axis, listed in zip(axes[1:], names[1:], strict=True):
+                    axis.tick_params(labelleft=listed != names[0])
             named = {
                 text: dots for axis in grid.flat for dots, text in zip(*axis.get_legend_handles_labels(), strict=True)
             }
@@ -78,7 +82,7 @@ class Dots:
         return figure
 
 
-def _draw(axis: Any, panel: Panel, findings: Findings, labels: Labels) -> None:
+def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Labels) -> None:
     known = findings.where(panel.finding, **{**panel.where, panel.line: tuple(panel.styles)})
     down = list(dict.fromkeys(finding.keys[panel.down] for finding in known))
     apart = panel.line != panel.down

@@ -3,19 +3,24 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.orientation import is_upward
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import heat, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmaps:
-    """A figure of heat maps on one scale, the first row of each at the bottom.
+    """A figure of heat maps on one scale, whose rows go as `kvprobe.report.orientation` says.
 
     Attributes:
         file, caption: of the figure.
@@ -29,7 +34,7 @@ class Heatmaps:
         within: the share of numbers that the scale spans; those beyond have the colour of its ends.
         written: the format of the number in each cell; none by default.
         marked: which findings have a dot, by their keys.
-        edge: how many rows stand below a line, by the values of `panel` and `columns`.
+        edge: how many rows come before a line, by the values of `panel` and `columns`.
     """
 
     file: str
@@ -48,7 +53,7 @@ class Heatmaps:
     marked: Callable[[Mapping[str, Key]], bool] = lambda _: False
     edge: Callable[[Any, Any], float] | None = None
 
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -66,14 +71,21 @@ class Heatmaps:
         size = (max(7.0, 1.5 + 0.16 * len(across)), 3.8 * count) if self.stacked else (2.6 * count + 0.8, 4.6)
         shape = (count, 1) if self.stacked else (1, count)
         named = [labels(self.columns, column).replace("$", r"\$") for column in across]
+        upward = is_upward(self.rows)
         with styled():
             figure, grid = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True, sharey=True)
             figure.set_layout_engine("constrained")
             for axis, panel in zip(grid.flat, panels, strict=True):
                 numbers = [[means.get((panel, row, column), nan) - self.middle for column in across] for row in down]
-                heat(axis, pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named), limit, None)
-                for (own, row, column), finding in known.items():
-                    if own == panel:
+                heat(
+                    axis,
+                    pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named),
+                    limit,
+                    None,
+                    upward=upward,
+                )
+                for (of_panel, row, column), finding in known.items():
+                    if of_panel == panel:
                         self._mark(axis, finding, across.index(column) + 0.5, down.index(row) + 0.5, 0.6 * limit)
                 if self.edge:
                     below = [self.edge(panel, column) for column in across]
@@ -83,13 +95,12 @@ class Heatmaps:
                 axis.tick_params(axis="x", rotation=90 if long else 35, labelsize=6 if long else 8)
                 axis.tick_params(axis="y", rotation=0)
                 axis.label_outer()
-            grid[0, 0].invert_yaxis()
             grid[-1, 0].set_xlabel(self.columns)
             figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
             figure.suptitle(title, fontsize=10)
         return figure
 
-    def _mark(self, axis: Any, finding: Finding, across: float, up: float, dark: float) -> None:
+    def _mark(self, axis: "Axes", finding: Finding, across: float, up: float, dark: float) -> None:
         """The number or the dot of a cell; white where the cell is dark."""
         mean = finding.value.mean
         if self.written:

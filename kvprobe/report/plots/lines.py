@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,10 @@ from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
 from kvprobe.stats import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Lines:
     size: tuple[float, float] = (2.9, 3.0)
     title: str = ""
 
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -140,7 +144,7 @@ class Lines:
 
     def _panel(
         self,
-        axis: Any,
+        axis: "Axes",
         findings: Findings,
         place: tuple[str, Key],
         across: Mapping[Key, float],
@@ -163,20 +167,20 @@ class Lines:
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
-            own, other = (
+            points, hollow_points = (
                 [(across[finding.keys[self.x]], finding.value) for finding in some if self._on(finding, line, across)]
                 for some in (known, beside)
             )
             if self.curves:
-                _curve(axis, own, self.log, ls=style.dashes, ms=3.5, label=name, **look)
+                _curve(axis, points, self.log, ls=style.dashes, ms=3.5, label=name, **look)
             else:
                 dashes = "none" if named else style.dashes
-                _points(axis, own, shift, ls=dashes, lw=1.3, ms=4.5, label=name, **look)
+                _points(axis, points, shift, ls=dashes, lw=1.3, ms=4.5, label=name, **look)
             if self.beside:
                 hollow = {**look, "mfc": "white", "ls": "--", "lw": 0.9, "ms": 5, "label": f"{name}{self.beside[1]}"}
-                _points(axis, other, shift + 0.03, **hollow)
+                _points(axis, hollow_points, shift + 0.03, **hollow)
         if self.curves:
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.locator_params(axis="x", integer=True)
         else:
             names = [labels(self.x, x) if isinstance(x, str) else f"{x:g}" for x in across]
             axis.set_xticks(list(across.values()), names, fontsize=7.5, rotation=90 if named else 0)
@@ -209,7 +213,7 @@ Points = Sequence[tuple[float, Estimate]]
 """Numbers with their place along the x axis."""
 
 
-def _points(axis: Any, points: Points, shift: float, **look: Any) -> None:
+def _points(axis: "Axes", points: Points, shift: float, **look: Any) -> None:
     """Points with their error bars; where there is no number there is no point."""
     if points:
         across, means, low, high = _numbers(points)
@@ -217,7 +221,7 @@ def _points(axis: Any, points: Points, shift: float, **look: Any) -> None:
         axis.errorbar(across + shift, means, yerr=bars, elinewidth=0.8, **look)
 
 
-def _curve(axis: Any, points: Points, log: bool, **look: Any) -> None:
+def _curve(axis: "Axes", points: Points, log: bool, **look: Any) -> None:
     """A line with a shaded interval; a logarithmic axis shows none of it below a tenth of the smallest number."""
     across, means, low, high = _numbers(points)
     if log:
@@ -226,7 +230,7 @@ def _curve(axis: Any, points: Points, log: bool, **look: Any) -> None:
     axis.plot(across, means, **look)
 
 
-def _numbers(points: Points) -> Any:
+def _numbers(points: Points) -> np.ndarray:
     """Places, means, and the ends of their intervals."""
     return np.array([(across, value.mean, *value.ends) for across, value in points]).T
 
@@ -238,7 +242,7 @@ def _offsets(count: int, across: Iterable[float]) -> list[float]:
     return np.linspace(-half, half, count).tolist() if count > 1 else [0.0] * count
 
 
-def _legends(grid: Any) -> None:
+def _legends(grid: np.ndarray) -> None:
     """Each row's legend to its right."""
     for row in grid:
         named = {label: line for axis in row for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvprobe.report.orientation import is_upward
 from kvprobe.report.plots.style import heat, shown_once, styled
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def patching(patched: "PatchMap", rows: str, columns: str, value: str = "normali
     with styled():
         figure, axes = plt.subplots(1, len(parts), figsize=size, sharey=True, squeeze=False, layout="constrained")
         for axis, part, table in zip(axes[0], parts, tables, strict=True):
-            heat(axis, table, limit, value if axis is axes[0, -1] else None)
+            heat(axis, table, limit, value if axis is axes[0, -1] else None, upward=is_upward(rows))
             axis.set(title=part, xlabel=columns, ylabel=rows if axis is axes[0, 0] else "")
     return figure
 

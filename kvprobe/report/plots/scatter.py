@@ -1,13 +1,17 @@
 """Points over findings: one finding against another with the same keys, in panels."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.style import styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Scatter:
     coloured: tuple[str, float]
     names: tuple[str, str]
 
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
+    def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
@@ -58,12 +62,12 @@ class Scatter:
             figure.legend(*looks, loc="outside lower center", ncols=min(2, len(columns)), frameon=False, markerscale=2)
         return figure
 
-    def _panel(self, axis: Any, findings: Findings, keys: dict[str, Key]) -> None:
+    def _panel(self, axis: "Axes", findings: Findings, keys: dict[str, Key]) -> None:
         of, most = self.coloured
         points = []
-        for found in findings.where(self.up, **keys):
-            others = (findings.get(name, **found.keys) for name in (self.across, of))
-            points.append([found.value.mean, *(other.mean if other else np.inf for other in others)])
+        for finding in findings.where(self.up, **keys):
+            others = (findings.get(name, **finding.keys) for name in (self.across, of))
+            points.append([finding.value.mean, *(other.mean if other else np.inf for other in others)])
         up, across, decides = np.array(points).T
         drawn = (across > 0) & np.isfinite(across) & (up > 0)
         for some, colour, name in zip((decides > most, decides <= most), ("0.7", "#d55e00"), self.names, strict=True):

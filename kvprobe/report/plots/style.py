@@ -71,13 +71,21 @@ def save(figure: "Figure", path: Path) -> None:
     plt.close(figure)
 
 
-def heat(axis: "Axes", table: "pd.DataFrame", limit: int | float, label: str | None, around_zero: bool = True) -> None:
-    """Draw a table of numbers as a heat map, first row on top.
+def heat(
+    axis: "Axes",
+    table: "pd.DataFrame",
+    limit: int | float,
+    label: str | None,
+    around_zero: bool = True,
+    upward: bool = False,
+) -> None:
+    """Draw a table of numbers as a heat map.
 
     Args:
         limit: the largest value of the colour scale.
         label: of the colour bar; None for no bar.
         around_zero: whether the scale is symmetric; otherwise it begins at zero.
+        upward: whether the first row is at the bottom; see `kvprobe.report.orientation`.
     """
     import seaborn as sns
 
@@ -91,4 +99,5 @@ def heat(axis: "Axes", table: "pd.DataFrame", limit: int | float, label: str | N
         cbar_kws={"label": label} if label is not None else None,
         rasterized=table.size > 2000,
     )
+    axis.set_ylim((0, len(table)) if upward else (len(table), 0))
     axis.tick_params(length=2)

@@ -105,7 +105,7 @@ function attentionView({ tokens, segments, layers, heads, queries, masked, damag
     shown = Object.fromEntries(kinds.map((kind) => [kind, rowsOf(kind, state.head)]));
     view.dataset.shown = `${stated()}, ${state.view}, ${state.by}`;
     overview?.querySelector(".map-chosen")?.remove();
-    if (overview) Object.assign(make("div", "map-chosen", overview.querySelector(".map-cells")).style, box(state.head, heads.length, layer, layers.length));
+    if (overview) Object.assign(make("div", "map-chosen", overview.querySelector(".map-cells")).style, box(state.head, heads.length, layers.length - 1 - layer, layers.length));
     redraw();
   }
 
@@ -216,7 +216,7 @@ function attentionView({ tokens, segments, layers, heads, queries, masked, damag
   };
 
   if (overview) {
-    const map = heatMap({ rows: layers.map(ordinal), columns: heads.map(ordinal), values: index, unit: "", rowAxis: "layer", columnAxis: "head", tallest: 200 }, `Every layer and head: ${indexName}`);
+    const map = heatMap({ rows: layers.map(ordinal), columns: heads.map(ordinal), values: index, unit: "", rowAxis: "layer", columnAxis: "head", upward: true, tallest: 200 }, `Every layer and head: ${indexName}`);
     map.addEventListener("pick", ({ detail: [layer, head] }) => pick({ layer, head }));
     make("p", "heads-legend", overview, `Colour of each layer and head: ${indexName}. Click to choose.`);
     overview.prepend(map);

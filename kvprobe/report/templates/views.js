@@ -28,15 +28,16 @@ function colour(share) {
   return stops[stop].map((from, channel) => from + (stops[stop + 1][channel] - from) * (place - stop));
 }
 
-// Fires `pick` with a row and a column when a cell is clicked, or Enter pressed. With a `scale` from outside, the legend is that of all maps.
-function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shared, tallest = 480 }, words) {
+// With `upward` the first row is at the bottom. Fires `pick` with a row and a column when a cell is clicked, or Enter pressed. With a `scale` from outside, the legend is that of all maps.
+function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shared, upward = false, tallest = 480 }, words) {
   const cells = values.flat();
   const scale = shared || cells.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0) || 1;
   const share = (value) => (value === null ? null : value / scale);
+  const line = (row) => (upward ? rows.length - 1 - row : row); // where a row is drawn, and which row is drawn there
   const map = make("div", "map");
 
   const scroll = make("div", "map-scroll", map);
-  const rowStep = labels(scroll, "map-rows", rows, tallest / 12);
+  const rowStep = labels(scroll, "map-rows", rows, tallest / 12, line);
   const frame = make("div", "map-cells", scroll);
   make("div", "map-corner", scroll, `${rowAxis} ↑\n${columnAxis} →`);
   const columnStep = labels(scroll, "map-columns", columns, 72);
@@ -51,7 +52,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shar
   Object.assign(canvas, { width: columns.length, height: rows.length, tabIndex: 0 });
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-label", words);
-  const pixels = cells.flatMap((value) => [...colour(share(value)), 255]);
+  const pixels = values.flatMap((_, at) => values[line(at)]).flatMap((value) => [...colour(share(value)), 255]);
   const image = new ImageData(Uint8ClampedArray.from(pixels), columns.length, rows.length);
   canvas.getContext("2d").putImageData(image, 0, 0);
 
@@ -66,7 +67,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shar
     at = row * columns.length + column;
     cursor.hidden = tip.hidden = false;
     const [x, y] = [100 / columns.length, 100 / rows.length];
-    cursor.style.cssText = `left: ${column * x}%; top: ${row * y}%; width: ${x}%; height: ${y}%`;
+    cursor.style.cssText = `left: ${column * x}%; top: ${line(row) * y}%; width: ${x}%; height: ${y}%`;
     const value = cells[at] === null ? "no value" : `${signed(cells[at])} ${unit}`;
     tip.textContent = `${rowAxis} ${rows[row]}, ${columnAxis} ${columns[column]}: ${value}`.trim();
     const [around, cell] = [map.getBoundingClientRect(), cursor.getBoundingClientRect()];
@@ -78,7 +79,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shar
   const point = ({ clientX, clientY }) => {
     const box = canvas.getBoundingClientRect();
     const cellAt = (share, count) => Math.max(0, Math.min(count - 1, Math.floor(share * count)));
-    show(cellAt((clientY - box.top) / box.height, rows.length), cellAt((clientX - box.left) / box.width, columns.length));
+    show(line(cellAt((clientY - box.top) / box.height, rows.length)), cellAt((clientX - box.left) / box.width, columns.length));
   };
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
@@ -94,7 +95,7 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shar
     if (!(event.key in moves)) return;
     event.preventDefault();
     const [down, right] = cursor.hidden ? [0, 0] : moves[event.key];
-    const row = Math.floor(at / columns.length) + down;
+    const row = Math.floor(at / columns.length) + (upward ? -down : down);
     const column = (at % columns.length) + right;
     if (row in rows && column in columns) show(row, column);
     cursor.scrollIntoView({ block: "nearest", inline: "nearest" });
@@ -114,12 +115,12 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shar
 }
 
 // Shows every n-th label, so that there are at most `most`; returns n.
-function labels(parent, name, texts, most) {
+function labels(parent, name, texts, most, line = (index) => index) {
   const step = Math.ceil(texts.length / most);
   const axis = make("div", name, parent);
   const [tracks, place] = name === "map-rows" ? ["gridTemplateRows", "gridRow"] : ["gridTemplateColumns", "gridColumn"];
   axis.style[tracks] = `repeat(${texts.length}, minmax(0, 1fr))`;
-  for (let index = 0; index < texts.length; index += step) make("span", "", axis, texts[index]).style[place] = index + 1;
+  for (let index = 0; index < texts.length; index += step) make("span", "", axis, texts[index]).style[place] = line(index) + 1;
   return step;
 }
 

@@ -44,7 +44,7 @@ def _tokens(comparison: Comparison) -> TokenView:
         "is with another cache.",
         tokens=comparison.tokens,
         labels=[reply.arm for reply in others],
-        values=[[own - whole for own, whole in zip(reply.logprobs, full, strict=True)] for reply in others],
+        values=[[logprob - whole for logprob, whole in zip(reply.logprobs, full, strict=True)] for reply in others],
     )
 
 

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from markupsafe import escape
 
 
-def component(name: str, props: Mapping[str, Any], words: str, packed: Sequence[str] = ()) -> str:
+def component(name: str, props: Mapping[str, object], words: str, packed: Sequence[str] = ()) -> str:
     """A place for a component of kvprobe or CircuitsVis, with its props as JSON that cannot end its element.
 
     Args:

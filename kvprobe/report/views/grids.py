@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvprobe.errors import UserError
 from kvprobe.report.document import HeatMap, TokenView
+from kvprobe.report.orientation import is_upward
 from kvprobe.report.views.component import component, figure
 
 MOST_CELLS, MOST_IN_A_LINE = 100_000, 4_096
@@ -31,6 +32,7 @@ def heat_map(data: HeatMap) -> str:
         "unit": data.unit,
         "rowAxis": data.row_axis,
         "columnAxis": data.column_axis,
+        "upward": is_upward(data.row_axis),
         "scale": data.scale and _rounded(data.scale),
     }
     return figure(data.caption, component("HeatMap", props, _largest(data)))

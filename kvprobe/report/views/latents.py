@@ -1,18 +1,18 @@
 """Latents as token views: the texts in which each latent of a dictionary is most active, coloured by its activation."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvprobe.errors import UserError
 from kvprobe.report.document import TokenView
 from kvprobe.report.views.page import Page
 from kvprobe.saes.activating import Activating, Example
+from kvprobe.text.tokens import Decoder
 
 BETWEEN = " ⋯\n"
 """Between two texts of a latent."""
 
 
-def latent_view(latent: Activating, tokenizer: Any, note: str = "") -> TokenView:
+def latent_view(latent: Activating, tokenizer: Decoder, note: str = "") -> TokenView:
     """A latent's texts one below the other, coloured by its activation.
 
     Args:
@@ -35,13 +35,15 @@ def latent_view(latent: Activating, tokenizer: Any, note: str = "") -> TokenView
     return TokenView(caption, tokens, ["activation"], [values])
 
 
-def latent_page(latents: Sequence[Activating], tokenizer: Any, title: str, notes: Sequence[str] | None = None) -> Page:
+def latent_page(
+    latents: Sequence[Activating], tokenizer: Decoder, title: str, notes: Sequence[str] | None = None
+) -> Page:
     """A page of latents, for a file or a notebook, without those that are active nowhere."""
     pairs = zip(latents, [""] * len(latents) if notes is None else notes, strict=True)
     return Page([latent_view(latent, tokenizer, note) for latent, note in pairs if latent.examples], title)
 
 
-def peak_words(latent: Activating, tokenizer: Any, count: int = 5) -> str:
+def peak_words(latent: Activating, tokenizer: Decoder, count: int = 5) -> str:
     """The tokens at which a latent is most active, quoted, for a table."""
 
     def word(example: Example) -> str:

@@ -16,7 +16,7 @@ from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 import numpy as np
 from jaxtyping import Float
@@ -94,8 +94,10 @@ def attention(
 
     The page opens at the head that changed most. See `kvprobe.report.views.patterns.patterns_view` for the arguments.
     """
-    marks: dict[str, Any] = {"damaged": damaged, "index": index, "index_name": index_name}
-    return Page([patterns_view(patterns, after, chat=chat, caption=caption, **marks)], title)
+    view = patterns_view(
+        patterns, after, chat=chat, caption=caption, damaged=damaged, index=index, index_name=index_name
+    )
+    return Page([view], title)
 
 
 def heads(
@@ -112,8 +114,11 @@ def heads(
     index_name: str = "",
 ) -> Page:
     """Attention in a chosen layer and head, token by token; see `kvprobe.report.views.patterns.heads_view`."""
-    marks: dict[str, Any] = {"masked": masked, "damaged": damaged, "index": index, "index_name": index_name}
-    return Page([heads_view(weights, tokens, caption, queries=queries, layers=layers, **marks)], title)
+    view = heads_view(
+        weights, tokens, caption, queries=queries, layers=layers, masked=masked, damaged=damaged, index=index,
+        index_name=index_name,
+    )  # fmt: skip
+    return Page([view], title)
 
 
 def page(parts: Sequence[Part], title: str) -> str:
@@ -125,7 +130,7 @@ def page(parts: Sequence[Part], title: str) -> str:
     return render("page.html.j2", parts, title=title)
 
 
-def render(template: str, parts: Sequence[Part], **values: Any) -> str:
+def render(template: str, parts: Sequence[Part], **values: object) -> str:
     """A page from one of kvprobe's templates, which gets `parts` and the function `view` that draws one.
 
     The page's policy lets a browser run the scripts that the views need and nothing else, and load nothing but pictures

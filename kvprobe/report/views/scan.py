@@ -1,5 +1,6 @@
 """A scan as a page: the conversation, what each probe reads in each segment, and how reliable that is."""
 
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def scan_lines(scan: Scan) -> list[str]:
     return [*lines, "", scan.answer]
 
 
-def named(row: Any, model: str = "") -> str:
+def named(row: Mapping[Hashable, Any], model: str = "") -> str:
     """A probe and its place; without the model's name, which is on the page."""
     probe = row["probe"].removeprefix(f"{model}-")
     return f"{probe}, {row['place']}" if row["place"] else probe
@@ -96,7 +97,7 @@ def _gain(bits: float | None) -> str:
     return "–" if bits is None or bits != bits else f"{bits:.2f}"
 
 
-def _when(row: Any) -> str:
+def _when(row: Mapping[Hashable, Any]) -> str:
     """In what state of the cache a segment was read."""
     return "read after the mask" if row["masked"] else "read with the hidden messages visible"
 
