@@ -74,14 +74,15 @@ class Run:
             )
         settings = {"study": study, "settings": as_mapping(config)}
         run = cls(folder_of(study, config, root, name))
-        environment = _environment(model, device, settings, inputs or {})
+        asked = {"format": FORMAT, "model": model, "inputs": dict(inputs or {}), "device": device}
+        begun = {**asked, "seed": config.seed, **environment()}
         if (run.path / "config.yaml").is_file():
-            wrong = run._mismatch(settings, environment)
+            wrong = run._mismatch(settings, begun)
             if wrong is None:
                 return cls(run.path, run.environment)
             if run._has_content():
                 raise UserError(wrong)
-            _describe(run.path, settings, environment)
+            _describe(run.path, settings, begun)
         elif run.path.exists() and any(run.path.iterdir()):
             raise UserError(f"{run.path} is not empty and not a run; choose another --out.")
         else:
@@ -89,11 +90,11 @@ class Run:
             partial = root / f".{run.path.name}.{os.getpid()}"
             try:
                 (partial / "figures").mkdir(parents=True)
-                _describe(partial, settings, environment)
+                _describe(partial, settings, begun)
                 partial.replace(run.path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-        return cls(run.path, environment)
+        return cls(run.path, begun)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Run":
@@ -228,8 +229,3 @@ class Run:
 def _describe(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
     write_whole(folder / "env.json", json.dumps(environment, indent=2))
     write_whole(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-
-
-def _environment(model: str, device: str, settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
-    about = {"format": FORMAT, "model": model, "inputs": dict(inputs), "device": device}
-    return {**about, "seed": settings["settings"].get("seed"), **environment()}

@@ -104,11 +104,6 @@ Written = Callable[[Estimate], str]
 """How a number is written."""
 
 
-def no_inputs(_: Any) -> dict[str, str]:
-    """For a study whose settings name no files."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Study(Generic[Config]):
     """A study.
@@ -143,7 +138,7 @@ class Study(Generic[Config]):
     claims: Sequence[Claim] = ()
     labels: Mapping[str, Mapping[Any, str] | Callable[[Any], str]] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
-    inputs: Callable[[Config], Mapping[str, str]] = no_inputs
+    inputs: Callable[[Config], Mapping[str, str]] = lambda _: {}
 
     @property
     def ships(self) -> bool:

@@ -1,0 +1,74 @@
+"""What a cache costs and saves, token by token: the bytes that it holds as it grows, and how long the next token takes
+with it and without it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvprobe.inference.measured import storage_bytes
+from kvprobe.inference.model import Model
+from kvprobe.progress import Clock
+
+
+@torch.inference_mode()
+def growth(model: Model, prompt: int, new: int) -> list[dict[str, int]]:
+    """After each of `new` generated tokens: bytes that the cache's tensors hold, and what three views say of them."""
+    plain = model.lanes.plain
+    past = DynamicCache(config=plain.config)
+    ids = _ids(model, prompt + new)
+    held, blocks = (model.budget(context=prompt, engine=engine) for engine in ("hf", "vllm"))
+    rows: list[dict[str, int]] = []
+    for count in range(new + 1):
+        first = 0 if count == 0 else prompt + count - 1
+        plain(ids[:, first : prompt + count], past_key_values=past, use_cache=True, logits_to_keep=1)
+        said = held.generating(count)
+        views = {"transformers": said.cache, "logical": sum(said.logical), "vLLM": blocks.generating(count).cache}
+        rows.append({"new": count, "measured": sum(storage_bytes(past)), **views})
+    return rows
+
+
+@torch.inference_mode()
+def token_times(model: Model, length: int, repeats: int) -> list[dict[str, float]]:
+    """For each repeat: seconds to the next token, with the cache of what stands before (`cached`) and without it
+    (`anew`).
+
+    `others` is how many cores other processes used meanwhile. Both ways give the same token: `difference` is the
+    largest between their logits, in units of the logits' spread.
+    """
+    plain = model.lanes.plain
+    ids = _ids(model, length)
+    past = DynamicCache(config=plain.config)
+    plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
+    seconds: list[dict[str, float]] = []
+    difference, clock = 0.0, Clock()
+    for repeat in range(repeats + 1):
+        # Each repeat reads the last token once more, one slot further on: its time is that of this length.
+        cached, with_cache = _seconds(
+            lambda: plain(ids[:, -1:], past_key_values=past, use_cache=True, logits_to_keep=1), model
+        )
+        anew, without = _seconds(lambda: plain(ids, use_cache=False, logits_to_keep=1), model)
+        if repeat == 0:  # warms up, and is the one repeat that reads the same text both ways
+            one, other = cached.logits[0, -1].float(), anew.logits[0, -1].float()
+            difference = float((one - other).abs().max() / other.std())
+        else:
+            seconds.append({"length": length, "repeat": repeat, "cached": with_cache, "anew": without})
+    return [{**row, "difference": difference, "others": clock.timing.others} for row in seconds]
+
+
+def _ids(model: Model, length: int) -> torch.Tensor:
+    config: Any = model.lanes.plain.config
+    vocabulary = config.get_text_config().vocab_size
+    return torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(model.lanes.device)
+
+
+def _seconds(run: Callable[[], Any], model: Model) -> tuple[Any, float]:
+    if model.lanes.device.type == "cuda":
+        torch.cuda.synchronize(model.lanes.device)
+    start = time.perf_counter()
+    result = run()
+    if model.lanes.device.type == "cuda":
+        torch.cuda.synchronize(model.lanes.device)
+    return result, time.perf_counter() - start
