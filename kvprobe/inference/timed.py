@@ -31,7 +31,7 @@ def growth(model: Model, prompt: int, new: int) -> list[dict[str, int]]:
 
 
 @torch.inference_mode()
-def token_times(model: Model, length: int, repeats: int) -> list[dict[str, float]]:
+def token_times(model: Model, length: int, repeats: int) -> list[dict[str, int | float]]:
     """For each repeat: seconds to the next token, with the cache of what stands before (`cached`) and without it
     (`anew`).
 
@@ -42,7 +42,7 @@ def token_times(model: Model, length: int, repeats: int) -> list[dict[str, float
     ids = _ids(model, length)
     past = DynamicCache(config=plain.config)
     plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
-    seconds: list[dict[str, float]] = []
+    seconds: list[dict[str, int | float]] = []
     difference, clock = 0.0, Clock()
     for repeat in range(repeats + 1):
         # Each repeat reads the last token once more, one slot further on: its time is that of this length.
