@@ -32,7 +32,7 @@ CURVES = tuple(
         x_label="latents or dimensions",
         y_label="accuracy per digit",
         level=("chance", "chance"),
-        size=(3.2, 2.5),
+        size=(4.0, 2.5),
         styles={"latents": Style("#d55e00"), "raw": Style("#0072b2", "s"), "turned": Style("#8c8c8c", "^")},
     )
     for split, said in SPLITS.items()
