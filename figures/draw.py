@@ -45,6 +45,7 @@ FIGURES = {
     "dangling": ("dangling", "went"),
     "dangling_rescued": ("dangling", "rescues"),
     "payload_or_pointer": ("dangling", "memos"),
+    "routing_start": ("routing", "start_by_place"),
 }
 """By file: the preset, and the figure of its run."""
 FAMILIES = {"leakage": ("leakage", "v"), "leakage_topic": ("leakage-topic", "resid_post")}

@@ -1,4 +1,4 @@
-"""What a model says of an answer that it is given word by word."""
+"""How likely a model finds an answer that it is given word by word."""
 
 from collections.abc import Sequence
 

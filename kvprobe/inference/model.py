@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
@@ -38,8 +38,6 @@ from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvprobe.memory.budget import Budget
 
 
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 def load(
     source: Any = "smollm2-135m",
     *,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
 ) -> "Model":
@@ -397,7 +395,5 @@ class Model(Brief):
         if self.tokenizer is None:
             raise UserError(f"{self.name} has no tokenizer; give one to `load`, or pass Tokens.")
         if not isinstance(self.tokenizer, Tokenizer):
-            raise UserError(
-                f"The tokenizer is a {type(self.tokenizer).__name__}; give a tokenizer of transformers to `load`."
-            )
+            raise UserError(f"The tokenizer is a {type(self.tokenizer).__name__}; give `load` one of transformers.")
         return self.tokenizer

@@ -20,7 +20,7 @@ _EXPERTS = re.compile("expert|router|moe", re.IGNORECASE)
 
 
 class Decision(NamedTuple):
-    """What a router says of each token.
+    """A router's decision on each token.
 
     Attributes:
         logits: of all experts.
@@ -71,7 +71,7 @@ def routers_of(lanes: UnprovedLanes) -> Routers:
     for layer, block in enumerate(lanes.blocks):
         routers = [module for module in block.modules() if type(module).__name__.endswith("TopKRouter")]
         if len(routers) > 1:
-            raise UserError(f"{name} has {len(routers)} routers in layer {layer}, which kvprobe cannot tell apart.")
+            raise UserError(f"{name} has {len(routers)} routers in layer {layer}, of which kvprobe can follow one.")
         if routers:
             modules[layer] = routers[0]
     if not modules:

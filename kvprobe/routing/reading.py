@@ -99,7 +99,7 @@ class Routed(Brief):
     """What a read gives.
 
     Attributes:
-        routing: what the routers said, also where the experts were told otherwise.
+        routing: what the routers said, also where the experts followed another run.
         logits: after the last tokens of each row.
         cache: the longer cache.
     """
