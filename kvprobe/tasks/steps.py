@@ -122,7 +122,7 @@ def text_of(steps: Iterable[Step]) -> str:
 
 
 def read_steps(text: str) -> tuple[Step, ...]:
-    """The steps that a text states, up to the first words that are something else; `wait` between them is passed over."""
+    """The steps that a text states, up to the first other words; `wait` between them is passed over."""
     steps: list[Step] = []
     end = 0
     while match := _STEP.match(text, end):
