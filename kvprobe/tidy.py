@@ -41,7 +41,7 @@ def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str
     rows = chosen(rows, where)
     if not by:
         return [({}, rows)] if len(rows) else []
-    return [(_plain(by, values), own) for values, own in rows.groupby(list(by), sort=False)]
+    return [(_plain(by, values), group) for values, group in rows.groupby(list(by), sort=False)]
 
 
 def _plain(by: tuple[str, ...], values: Iterable[Any]) -> dict[str, Key]:

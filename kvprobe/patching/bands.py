@@ -20,8 +20,9 @@ def profile(cells: Rows, part: str, n_layers: int) -> Float[np.ndarray, "layers"
     Args:
         cells: single layers, as `kvprobe.patching.pairs.table_of` gives them.
     """
-    own = cells[cells["part"] == part]
-    effects = own.groupby(own["layer"].astype(int))["effect"].sum() / own.drop_duplicates("pair")["way"].sum()
+    of_part = cells[cells["part"] == part]
+    ways = of_part.drop_duplicates("pair")["way"].sum()
+    effects = of_part.groupby(of_part["layer"].astype(int))["effect"].sum() / ways
     return effects.reindex(range(n_layers), fill_value=0.0).to_numpy()
 
 

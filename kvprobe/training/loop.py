@@ -107,7 +107,10 @@ def _resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, {}
     refuse_damaged(path)
     with safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {})["record"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        record = (file.metadata() or {}).get("record")
+        if record is None:
+            raise UserError(f"{path} is no checkpoint of a training; delete it and train again.")
+        return json.loads(record), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _start(recipe: Recipe, tensors: Mapping[str, Tensor], done: int) -> tuple[PreTrainedModel, torch.optim.AdamW]:

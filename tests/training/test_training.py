@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
 from kvprobe.tasks.steps import read_steps
@@ -79,6 +79,8 @@ def test_another_recipe_is_refused_in_the_same_folder(whole: Path):
 def test_a_damaged_checkpoint_is_named(tmp_path: Path):
     (tmp_path / CHECKPOINT).write_bytes(b"nothing")
     refused(lambda: train(SMALL, tmp_path), "delete")
+    save_file({"weight": torch.zeros(2)}, tmp_path / CHECKPOINT)
+    refused(lambda: train(SMALL, tmp_path), "is no checkpoint of a training")
 
 
 def test_training_leaves_the_global_generator_alone_and_lowers_the_loss(tmp_path: Path):

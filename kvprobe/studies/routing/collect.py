@@ -149,14 +149,8 @@ def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens) ->
     groups = {ALL: routed, NONE: (), **{layer: (layer,) for layer in routed}}
     mediations = mediate_each(model, sound, changed, suffix, groups.values())
     return pd.DataFrame(
-        {
-            "kind": "exchange",
-            "layer": layer,
-            "damage": own.damage,
-            "undone": own.damage - own.left,
-            "caused": own.caused,
-        }
-        for layer, own in zip(groups, mediations, strict=True)
+        {"layer": layer, "damage": one.damage, "undone": one.damage - one.left, "caused": one.caused}
+        for layer, one in zip(groups, mediations, strict=True)
     ).assign(kind="exchange")
 
 
