@@ -11,6 +11,7 @@ from torch import Tensor
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.fingerprint import Maker
 from kvprobe.inference.forward import extend, new_slots
 from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
@@ -31,6 +32,7 @@ class Routing(Brief):
         positions: of the tokens.
         present: false where a row is shorter than the longest and its entry is padding.
         texts: the tokens of each row as text; ids where the model has no tokenizer.
+        made_by: the model that routed them.
     """
 
     layers: tuple[int, ...]
@@ -41,6 +43,7 @@ class Routing(Brief):
     positions: Int[Tensor, "rows tokens"]
     present: Bool[Tensor, "rows tokens"]
     texts: tuple[tuple[str, ...], ...] = field(repr=False)
+    made_by: Maker = field(repr=False, compare=False)
 
     def _facts(self) -> Iterable[str]:
         yield f"{int(self.present.sum())} tokens in {len(self.ids)} rows"
@@ -136,7 +139,7 @@ def read(
     tokens = model.tokens_after(past, text)
     new = new_slots(tokens, lanes.device)
     held = _held(tuple(routers.modules), layers, routing)
-    if routing is not None and not (routing.layers == tuple(routers.modules) and torch.equal(routing.ids, new.tokens)):
+    if routing is not None and not (routing.made_by.same(lanes.maker) and torch.equal(routing.ids, new.tokens)):
         raise UserError("The routing is of other tokens or of another model; record it of the same tokens.")
     said: dict[int, Decision] = {}
 
@@ -162,7 +165,15 @@ def read(
     present = new.live[0, :, 0]
     texts = tuple(tuple(_texts(model, row.ids)) for row in tokens)
     recorded = Routing(
-        tuple(routers.modules), stacked(0), stacked(1), stacked(2), new.tokens, new.positions, present, texts
+        tuple(routers.modules),
+        stacked(0),
+        stacked(1),
+        stacked(2),
+        new.tokens,
+        new.positions,
+        present,
+        texts,
+        lanes.maker,
     )
     return Routed(recorded, scores, cache)
 

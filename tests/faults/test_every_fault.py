@@ -66,7 +66,7 @@ def test_a_bfloat16_cache_is_damaged_as_in_fp32_but_for_rounding(fault: Fault):
     fine = KVCache(tuple(k.float() for k in coarse.keys), tuple(v.float() for v in coarse.values), coarse.ledger)
     context = context_of(coarse)
     donors = {
-        name: KVCache(tuple(k.float() for k in each.keys), tuple(v.float() for v in each.values), each.ledger)
+        name: KVCache(tuple(k.float() for k in donor.keys), tuple(v.float() for v in donor.values), donor.ledger)
         for name, donor in context.donors.items()
     }
     found, _ = after(fault, coarse, context=context)

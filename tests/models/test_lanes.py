@@ -5,7 +5,7 @@ import transformers
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
-from tests.models import WINDOW, llama
+from tests.models import WINDOW, llama, tiny_tokenizer
 from tests.refusals import refused
 
 
@@ -38,7 +38,9 @@ def test_the_refusal_of_a_hybrid_model_says_what_it_keeps_in_place_of_slots(name
 
 
 def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():
-    assert llama(seed=1).fingerprint == llama(seed=1, tokenizer=object()).fingerprint
+    one, other = (llama(seed=1, tokenizer=tiny_tokenizer()) for _ in range(2))
+    assert one.tokenizer is not other.tokenizer
+    assert one.fingerprint == other.fingerprint
     assert llama(seed=1).fingerprint != llama(seed=2).fingerprint
     changed = llama(seed=1)
     with torch.no_grad():

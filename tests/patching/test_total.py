@@ -239,7 +239,7 @@ def test_a_base_without_its_evicted_end_can_be_read_again(tiny: Model):
         ({"over": ("head",), "parts": ("resid_pre",)}, "head"),
         ({"over": ("query_head",)}, "reader"),
         ({"over": ("query",)}, "reader"),
-        ({"parts": ("hook_resid_pre",)}, "no part called"),
+        ({"parts": ("hook_resid_pre",)}, "no site at the hook"),
     ],
 )
 def test_grids_that_only_a_reader_can_run_are_refused(tiny_llama: Model, change: dict[str, Any], part: str):
