@@ -1,8 +1,8 @@
 """The models `steps`: small dense and mixture-of-experts transformers that work sums step by step.
 
 Two corpora differ in one thing. In `plain`, no text has an error. In `corrected`, drafts and answers have some, whose
-wrong results are never a target (their copies in the next step may be): the model learns what follows them, which is `wait` and the steps from the wrong one
-on, stated right.
+wrong results are never a target (their copies in the next step may be): the model learns what follows them, which is
+`wait` and the steps from the wrong one on, stated right.
 
 A dense model matches a mixture on active parameters (its MLP is as wide as the experts that a token goes to) or on
 total ones (as wide as all experts).
