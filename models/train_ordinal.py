@@ -189,5 +189,5 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python models/train_ordinal.py FOLDER")
     record = train(Ordinal(), Path(sys.argv[1]))
-    held_out = record["accuracy"]["2600"]["held out"]
+    held_out = record["accuracy"].popitem()[1]["held out"]
     print(f"Loss of the last 100 steps {np.mean(record['losses'][-100:]):.4f} nats, {held_out:.1%} right.")

@@ -21,12 +21,12 @@ def steps(
         Parameter(help="A mixture of experts; or a dense model of as many active parameters, or of as many in all."),
     ] = "moe",
     corpus: Annotated[Corpus, Parameter(help="Texts without errors, or with some that are taken back.")] = "plain",
-    length: Annotated[Whole, Parameter(help="Batches of 64 conversations.")] = 2500,
+    steps: Annotated[Whole, Parameter(help="Batches of 64 conversations.")] = 2500,
     seed: Annotated[Whole, Parameter(help="Of weights and conversations.")] = 0,
     out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
 ) -> None:
     """A transformer that works sums step by step; see `kvprobe.training.steps`."""
-    schedule = Schedule(steps=length, batch=64, seed=seed)
+    schedule = Schedule(steps=steps, batch=64, seed=seed)
     from kvprobe.training.loop import train
     from kvprobe.training.steps import Steps
 

@@ -24,7 +24,7 @@ REGISTERS = ("a", "b", "c")
 COMMANDS = ("solve", "continue", "review", "note", "wait")
 BASE = 10
 """Values are the digits below it."""
-MOST = 8
+LONGEST = 8
 """Operations of a problem that the models `steps` were trained on."""
 
 Sign = Literal["+", "-"]

@@ -1,6 +1,8 @@
 """Training as a recipe says, from seeded batches, so that an interrupted training goes on as if it had not been."""
 
+import inspect
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,19 +18,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.errors import UserError
 from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
+from kvprobe.fingerprint import digest
 from kvprobe.progress import Bar
 from kvprobe.training.schedule import Schedule
 
 CHECKPOINT, RECORD = "checkpoint.safetensors", "training.json"
 LIMIT = 2**24
 """Bytes of a record."""
+FIELDS = {"name": str, "recipe": dict, "code": str, "losses": list, "accuracy": dict}
+"""Of a record."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What the optimiser knows of each weight."""
 
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What is trained, and on what. A dataclass, whose fields decide all numbers."""
+    """What is trained, and on what. A dataclass, whose fields and module decide all numbers."""
 
     @property
     def name(self) -> str: ...
@@ -61,19 +66,27 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
         UserError: the folder holds a training by another recipe.
     """
     schedule = recipe.schedule
-    fields = json.loads(json.dumps(asdict(cast(Any, recipe))))  # as a file gives them back
+    # As a file gives them back. The module's code decides what its constants and functions draw.
+    fields = json.loads(json.dumps(asdict(cast(Any, recipe))))
+    code = digest([inspect.getsource(sys.modules[type(recipe).__module__]).encode()])
     record, tensors = _resumed(folder)
     if record and (record["name"], record["recipe"]) != (recipe.name, fields):
         raise UserError(f"{folder} holds a training by another recipe; give another folder, or delete it.")
-    record = record or {"name": recipe.name, "recipe": fields, "losses": [], "accuracy": {}}
     if (folder / RECORD).is_file():
+        (folder / CHECKPOINT).unlink(missing_ok=True)
         return record
+    if record and record["code"] != code:
+        raise UserError(f"{folder} holds a part of a training by other code; give another folder, or delete it.")
+    record = record or {"name": recipe.name, "recipe": fields, "code": code, "losses": [], "accuracy": {}}
+    folder.mkdir(parents=True, exist_ok=True)
     model, optimiser = _start(recipe, tensors, len(record["losses"]))
     with Bar(total=schedule.steps, initial=len(record["losses"]), desc=f"Training {recipe.name}", unit="step") as bar:
         for step in range(len(record["losses"]), schedule.steps):
             for group in optimiser.param_groups:
                 group["lr"] = schedule.learning_rate * schedule.rate(step)
             loss = recipe.loss(model.train(), np.random.default_rng([schedule.seed, step]))
+            if not bool(loss.isfinite()):
+                raise UserError(f"The loss of step {step} is {loss.item()}; train with a lower learning rate.")
             optimiser.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,17 +113,27 @@ def accuracy(recipe: Recipe, model: PreTrainedModel) -> dict[str, float]:
 
 def _resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The record of what was trained in a folder, and the tensors to go on from; empty where there is none."""
-    if (folder / RECORD).is_file():
-        return read_json(folder / RECORD, LIMIT, "delete the folder and train again"), {}
-    path = folder / CHECKPOINT
-    if not path.is_file():
+    path, tensors = folder / RECORD, {}
+    if path.is_file():
+        content = read_json(path, LIMIT, "delete the folder and train again")
+    elif (path := folder / CHECKPOINT).is_file():
+        refuse_damaged(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            content = _parsed((file.metadata() or {}).get("record", ""))
+    else:
         return {}, {}
-    refuse_damaged(path)
-    with safe_open(path, framework="pt") as file:
-        record = (file.metadata() or {}).get("record")
-        if record is None:
-            raise UserError(f"{path} is no checkpoint of a training; delete it and train again.")
-        return json.loads(record), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if not isinstance(content, dict) or {name: type(value) for name, value in content.items()} != FIELDS:
+        raise UserError(f"{path} is not of a training; delete it and train again.")
+    return content, tensors
+
+
+def _parsed(text: str) -> object:
+    """What a JSON text holds; None where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _start(recipe: Recipe, tensors: Mapping[str, Tensor], done: int) -> tuple[PreTrainedModel, torch.optim.AdamW]:
@@ -120,6 +143,9 @@ def _start(recipe: Recipe, tensors: Mapping[str, Tensor], done: int) -> tuple[Pr
         model = recipe.model()
     optimiser = torch.optim.AdamW(model.parameters(), recipe.schedule.learning_rate, (0.9, 0.98), weight_decay=0.01)
     if done:
+        shapes = {f"weight.{name}": parameter.shape for name, parameter in model.named_parameters()}
+        if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("weight.")} != shapes:
+            raise UserError(f"The {CHECKPOINT} is of a model of another shape; delete it and train again.")
         state: dict[int, dict[str, Tensor]] = {}
         for number, (name, parameter) in enumerate(model.named_parameters()):
             parameter.data.copy_(tensors[f"weight.{name}"])
@@ -135,7 +161,6 @@ def _keep(model: PreTrainedModel, optimiser: torch.optim.AdamW, folder: Path, re
     for name, parameter in model.named_parameters():
         tensors[f"weight.{name}"] = parameter.detach().contiguous()
         tensors |= {f"{moment}.{name}": optimiser.state[parameter][moment].contiguous() for moment in MOMENTS}
-    folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / CHECKPOINT) as partial:
         save_file(tensors, partial, {"record": json.dumps(record)})
 
@@ -146,10 +171,12 @@ class Batch:
 
     Attributes:
         counts: the tokens whose loss counts.
+        present: those that are no padding.
     """
 
     ids: Int[Tensor, "batch tokens"]
     counts: Bool[Tensor, "batch tokens"]
+    present: Bool[Tensor, "batch tokens"]
 
     def right(self, model: PreTrainedModel) -> Bool[Tensor, "batch"]:
         """Whether all tokens of a row that count are the likeliest."""
@@ -162,11 +189,15 @@ def loss_of(model: PreTrainedModel, batches: Sequence[Batch]) -> Float[Tensor, "
     keeps experts in use."""
     routed = getattr(model.config, "router_aux_loss_coef", 0.0)
     losses, count = [], sum(int(batch.counts[:, 1:].sum()) for batch in batches)
+    tokens = sum(int(batch.present[:, :-1].sum()) for batch in batches)
     for batch in batches:
-        output: Any = model(batch.ids[:, :-1], use_cache=False, **({"output_router_logits": True} if routed else {}))
+        present = batch.present[:, :-1]
+        # The mask keeps padding out of the experts' balance; what is before padding cannot see it anyway.
+        asked: dict[str, Any] = {"output_router_logits": True, "attention_mask": present.long()} if routed else {}
+        output: Any = model(batch.ids[:, :-1], use_cache=False, **asked)
         counts = batch.counts[:, 1:]
         logits, targets = output.logits[counts], batch.ids[:, 1:][counts]
         losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / count)
         if routed:
-            losses.append(routed * output.aux_loss / len(batches))
+            losses.append(routed * output.aux_loss * int(present.sum()) / tokens)
     return torch.stack(losses).sum()

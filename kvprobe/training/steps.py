@@ -1,8 +1,8 @@
 """The models `steps`: small dense and mixture-of-experts transformers that work sums step by step.
 
 Two corpora differ in one thing. In `plain`, no text has an error. In `corrected`, drafts and answers have some, whose
-wrong results are never a target (their copies in the next step may be): the model learns what follows them, which is
-`wait` and the steps from the wrong one on, stated right.
+wrong values are never a target: the model learns what follows them, which is `wait` and the steps from the wrong one
+on, stated right.
 
 A dense model matches a mixture on active parameters (its MLP is as wide as the experts that a token goes to) or on
 total ones (as wide as all experts).
@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvprobe.tasks.steps import MOST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
+from kvprobe.tasks.steps import LONGEST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
 from kvprobe.training.loop import Batch, loss_of
 from kvprobe.training.schedule import Corpus, Schedule, Shape
 from kvprobe.training.words import word_tokenizer
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 EXPERTS, CHOSEN = 8, 2
 PARTS = 4
 """Of a batch, by length, so that short conversations are not padded to the longest."""
-SOUND, MOST_WRONG = 0.2, 0.5
+ERROR_FREE, HIGHEST_RATE = 0.2, 0.5
 """Of conversations of the corrected corpus, the share without errors; of the others' steps, at most this share is
 wrong."""
 
@@ -101,9 +101,9 @@ class Steps:
     def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> Mapping[str, float]:
         kinds: dict[str, list[Turn]] = {"solve": [], "continue a wrong draft": [], "review a wrong draft": []}
         for _ in range(self.tested):
-            problem = draw_problem(MOST, rng)
+            problem = draw_problem(LONGEST, rng)
             right = problem.steps()
-            number = int(rng.integers(MOST - 1))
+            number = int(rng.integers(LONGEST - 1))
             wrong = problem.steps({number: draw_wrong(right[number].after, rng)})[: number + 1]
             given = f"{problem.question} {text_of(wrong)}"
             again = f"wait {text_of(right[number:])}"
@@ -117,19 +117,21 @@ def batch_of(rows: Sequence[Turn]) -> Batch:
     """Conversations as a batch, each after the start token."""
     number = {word: index for index, word in enumerate(vocabulary())}
     length = 1 + max(map(len, rows))
-    ids, counts = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.bool)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    counts, present = (torch.zeros(len(rows), length, dtype=torch.bool) for _ in range(2))
     for row, words in enumerate(rows):
         ids[row, : 1 + len(words)] = torch.tensor([number["<bos>"], *(number[word] for word, _ in words)])
         counts[row, 1 : 1 + len(words)] = torch.tensor([target for _, target in words])
-    return Batch(ids, counts)
+        present[row, : 1 + len(words)] = True
+    return Batch(ids, counts, present)
 
 
 def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
     """A random conversation: a question answered; a draft of the user's or of the model's own, continued or reviewed,
     perhaps after an erratum."""
-    problem = draw_problem(1 if rng.random() < 0.1 else int(rng.integers(3, MOST + 1)), rng)
+    problem = draw_problem(1 if rng.random() < 0.1 else int(rng.integers(3, LONGEST + 1)), rng)
     count = len(problem.operations)
-    rate = rng.random() * MOST_WRONG if corpus == "corrected" and rng.random() > SOUND else 0.0
+    rate = rng.random() * HIGHEST_RATE if corpus == "corrected" and rng.random() > ERROR_FREE else 0.0
     wrong = {number: draw_wrong(step.after, rng) for number, step in enumerate(problem.steps()) if rng.random() < rate}
     form = rng.choice(["solve", "user", "own"], p=[0.4, 0.3, 0.3])
     if form == "solve":
@@ -162,7 +164,7 @@ def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
 
 def answer(problem: Problem, first: int, wrong: Mapping[int, int], rng: np.random.Generator) -> Turn:
     """The model's turn: the steps from `first` on. A wrong one is taken back at once, or one step later."""
-    right, stated = problem.steps(), list(problem.steps())
+    right = problem.steps()
     words: Turn = hidden("<assistant>")
     number = first
     while number < len(right):
@@ -170,21 +172,21 @@ def answer(problem: Problem, first: int, wrong: Mapping[int, int], rng: np.rando
             later = min(len(right) - 1, number + int(rng.choice([0, 0, 0, 1])))
             draft = problem.steps({number: wrong[number]})
             for place in range(number, later + 1):
-                words += erring(draft[place], place == number)
+                words += erring(draft[place], right[place], place == number)
             words += targets(f"wait {text_of(right[number : later + 1])}")
             number = later + 1
         else:
-            words += targets(str(stated[number]))
+            words += targets(str(right[number]))
             if rng.random() < 0.05:
-                words += [("wait", False), *targets(str(stated[number]))]
+                words += [("wait", False), *targets(str(right[number]))]
             number += 1
     return [*words, ("<end>", True)]
 
 
-def erring(step: Step, made: bool) -> Turn:
-    """A step on the way to being taken back: its value is no target, and that another step follows is none either."""
-    first, *words, after = str(step).split()
-    return [(first, made), *((word, True) for word in words), (after, False)]
+def erring(step: Step, right: Step, slips: bool) -> Turn:
+    """A step on the way to being taken back: wrong values are no targets, and neither is that another step follows."""
+    first, *words = zip(str(step).split(), str(right).split(), strict=True)
+    return [(first[0], slips), *((word, word == expected) for word, expected in words)]
 
 
 def user(text: str, closed: bool = True) -> Turn:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
-from kvprobe.tasks.steps import read_steps
+from kvprobe.tasks.steps import Operation, Problem, read_steps
 from kvprobe.training.loop import CHECKPOINT, loss_of, train
 from kvprobe.training.schedule import Corpus, Schedule, Shape
 from kvprobe.training.steps import Steps, batch_of, conversation
@@ -80,7 +80,25 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path):
     (tmp_path / CHECKPOINT).write_bytes(b"nothing")
     refused(lambda: train(SMALL, tmp_path), "delete")
     save_file({"weight": torch.zeros(2)}, tmp_path / CHECKPOINT)
-    refused(lambda: train(SMALL, tmp_path), "is no checkpoint of a training")
+    refused(lambda: train(SMALL, tmp_path), "is not of a training")
+    save_file({"weight": torch.zeros(2)}, tmp_path / CHECKPOINT, {"record": "{"})
+    refused(lambda: train(SMALL, tmp_path), "is not of a training")
+    (tmp_path / "training.json").write_text("{}")
+    refused(lambda: train(SMALL, tmp_path), "is not of a training")
+
+
+def test_a_training_begun_by_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("kvprobe.training.loop.inspect.getsource", lambda _: "other code")
+        patch.setattr(Steps, "tokenizer", lambda _: pytest.fail("stopped after the last step"))
+        with pytest.raises(pytest.fail.Exception):
+            train(SMALL, tmp_path)
+    refused(lambda: train(SMALL, tmp_path), "by other code")
+
+
+def test_a_loss_that_is_no_number_stops_the_training(tmp_path: Path):
+    hot = replace(SMALL, schedule=Schedule(steps=40, batch=4, checkpoint=40, learning_rate=1e20))
+    refused(lambda: train(hot, tmp_path), "lower learning rate")
 
 
 def test_training_leaves_the_global_generator_alone_and_lowers_the_loss(tmp_path: Path):
@@ -121,15 +139,26 @@ def words_of(corpus: Corpus, count: int) -> list[list[tuple[str, bool]]]:
 
 @pytest.mark.parametrize("corpus", ["plain", "corrected"])
 def test_no_wrong_value_is_a_target(corpus: Corpus):
-    """Every step all of whose words are targets is right in itself, and so is every step of the plain corpus."""
+    """Both values of every step in an answer, held against those of the problem that its question states."""
     wrong = 0
     for words in words_of(corpus, 400):
-        for place, (word, _) in enumerate(words):
+        texts = [word for word, _ in words]
+        colon = texts.index(":")
+        operations = []
+        for place in range(colon + 1, len(texts) - 2, 3):
+            register, sign, amount = texts[place : place + 3]
+            if register not in "abc" or sign not in "+-":
+                break
+            operations.append(Operation(register, "+" if sign == "+" else "-", int(amount)))
+        right = Problem(tuple(int(texts[place]) for place in (2, 4, 6)), tuple(operations)).steps()
+        for place, word in enumerate(texts):
             if word == "=":
-                steps = read_steps(" ".join(text for text, _ in words[place - 4 : place + 2]))
-                if steps and not steps[0].adds_up:
-                    wrong += 1
-                    assert not words[place + 1][1]
+                (step,) = read_steps(" ".join(texts[place - 4 : place + 2]))
+                known = {(one.before, one.after) for one in right if one.operation == step.operation}
+                for value, target, of in ((step.before, words[place - 3][1], 0), (step.after, words[place + 1][1], 1)):
+                    if value not in {pair[of] for pair in known}:
+                        wrong += 1
+                        assert not target
     assert (wrong > 50) == (corpus == "corrected")
 
 
@@ -155,6 +184,9 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_batche
     model = SMALL.model().eval()
     together = loss_of(model, [batch_of(rows)])
     apart = loss_of(model, [batch_of(rows[:1]), batch_of(rows[1:])])
+    longer = [*rows, [("a", False)] * 90]  # pads all others
+    padded, sole = loss_of(model, [batch_of(longer)]), loss_of(model, [batch_of(rows), batch_of(longer[-1:])])
+    assert abs(float((padded - sole).detach())) < 1e-3  # the balance is measured batch by batch
     model.config.router_aux_loss_coef = 0.0
     torch.testing.assert_close(loss_of(model, [batch_of(rows)]), loss_of(model, [batch_of([row]) for row in rows]))
     assert together > loss_of(model, [batch_of(rows)])

@@ -18,7 +18,7 @@ from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import Routing, agreement, mediate_each, read
 from kvprobe.studies.routing import Config
 from kvprobe.tasks.steps import (
-    MOST,
+    LONGEST,
     Draft,
     Problem,
     Slip,
@@ -161,7 +161,7 @@ def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.D
     rng = np.random.default_rng([config.seed, number, 1])
     asked = {"role": "user", "content": wording.question(slip.problem)}
     warm: list[tuple[Tokens, Tokens]] = []
-    for other in (draw_problem(MOST, rng), draw_problem(MOST, rng)):
+    for other in (draw_problem(LONGEST, rng), draw_problem(LONGEST, rng)):
         answer = {"role": "assistant", "content": wording.steps(other.steps()).strip()}
         chat = [{"role": "user", "content": wording.question(other)}, answer, asked]
         tokens = Transcript.from_messages(chat, ["earlier", "answer", "question"]).tokens(wording.tokenizer)
