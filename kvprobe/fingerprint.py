@@ -90,8 +90,9 @@ class Maker:
         model = self._model()
         if model is None:
             raise UserError(
-                "The model that made this cache is no longer in memory, so its fingerprint cannot be computed; save or "
-                "use the cache earlier, or give up the check with dataclasses.replace(cache, made_by=None)."
+                "The model that made this cache or routing is no longer in memory, so its fingerprint cannot be "
+                "computed; use or save it earlier, or give up the check of a cache with dataclasses.replace(cache, "
+                "made_by=None)."
             )
         return model if isinstance(model, str) else model.fingerprint
 

@@ -1,6 +1,5 @@
 """Routers of a mixture of experts: the modules that say which experts compute each token, and with what weights."""
 
-import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.unproved import UnprovedLanes
-
-_EXPERTS = re.compile("expert|router|moe", re.IGNORECASE)
-"""In names of modules that only a mixture of experts has."""
 
 
 class Decision(NamedTuple):
@@ -59,9 +55,10 @@ class Routers:
 
 
 def routers_of(lanes: UnprovedLanes) -> Routers:
-    """The routers of a model, once it is proved on a few tokens that the experts do what they say.
+    """The routers of a model, once it is proved on a few tokens, layer by layer, that the experts do what they say.
 
-    Routing as it was must change nothing, and every token sent to other experts must change the logits.
+    Routing as it was must change nothing. Every token sent to other experts of one layer must change the logits, and so
+    must other weights of that layer's experts.
 
     Raises:
         UserError: the model has no experts, or routers that kvprobe cannot follow.
@@ -69,54 +66,67 @@ def routers_of(lanes: UnprovedLanes) -> Routers:
     name = type(lanes.plain).__name__
     modules: dict[int, nn.Module] = {}
     for layer, block in enumerate(lanes.blocks):
-        routers = [module for module in block.modules() if type(module).__name__.endswith("TopKRouter")]
-        if len(routers) > 1:
-            raise UserError(f"{name} has {len(routers)} routers in layer {layer}, of which kvprobe can follow one.")
-        if routers:
+        kinds = {module: type(module).__name__ for module in block.modules()}
+        routers = [module for module, kind in kinds.items() if kind.endswith("TopKRouter")]
+        if routers or any(kind.endswith("Experts") for kind in kinds.values()):
+            if len(routers) != 1:
+                raise UserError(
+                    f"Layer {layer} of {name} sends tokens to experts in a way that kvprobe cannot follow; use another "
+                    "model."
+                )
             modules[layer] = routers[0]
     if not modules:
-        if any(_EXPERTS.search(type(module).__name__) for block in lanes.blocks for module in block.modules()):
-            raise UserError(f"The routers of {name} are built in a way that kvprobe cannot follow; use another model.")
-        raise UserError(f"{name} is no mixture of experts, so nothing is routed; use Mixtral or OLMoE, say.")
+        raise UserError(f"{name} has no experts that kvprobe can find, so nothing is routed; use Mixtral, say.")
     routers = Routers(modules)
-    _prove(lanes, routers)
+    if not _followed(lanes, routers):
+        raise UserError(
+            f"The experts of {name} do not follow its routers in a way that kvprobe knows, so routing can be neither "
+            "read nor changed; use another model."
+        )
     return routers
 
 
-def _prove(lanes: UnprovedLanes, routers: Routers) -> None:
+def _followed(lanes: UnprovedLanes, routers: Routers) -> bool:
+    """Whether the proof of `routers_of` holds."""
     ids = torch.arange(1, 9, device=lanes.device)[None] % embedded_tokens(lanes.plain)
-    said: dict[int, Decision] = {}
-    refusal = UserError(
-        f"The experts of {type(lanes.plain).__name__} do not follow what its routers say in a way that kvprobe knows, "
-        "so routing can be neither read nor changed; use another model."
-    )
+    usual: dict[int, Decision] = {}
 
     def record(layer: int, decision: Decision) -> Decision:
-        tokens = ids.shape[1]
-        logits, weights, chosen = decision
-        if not (len(logits) == len(weights) == len(chosen) == tokens and weights.shape == chosen.shape):
-            raise refusal
-        if chosen.is_floating_point() or int(chosen.max()) >= logits.shape[1]:
-            raise refusal
-        said[layer] = Decision(*(part.clone() for part in decision))
+        usual[layer] = Decision(*(part.clone() for part in decision))
         return decision
 
     def replay(layer: int, decision: Decision) -> Decision:
-        return said[layer]
+        return usual[layer]
 
-    def elsewhere(layer: int, decision: Decision) -> Decision:
-        logits, weights, chosen = said[layer]
+    def to_other_experts(layer: int, decision: Decision) -> Decision:
+        logits, weights, chosen = usual[layer]
         return Decision(logits, weights, (chosen + 1) % logits.shape[1])
+
+    def with_other_weights(layer: int, decision: Decision) -> Decision:
+        logits, weights, chosen = usual[layer]
+        return Decision(logits, weights / 2, chosen)
+
+    def only_at(layer: int, route: Route) -> Route:
+        return lambda other, decision: route(other, decision) if other == layer else decision
 
     def logits(route: Route) -> Tensor:
         with torch.no_grad(), routers.replaced_by(route):
             return lanes.native(ids).float()
 
-    usual = logits(record)
-    if set(said) != set(routers.modules):
-        raise refusal
-    scale = float(usual.abs().max())
-    same, moved = (float((logits(route) - usual).abs().max()) / scale for route in (replay, elsewhere))
+    expected = logits(record)
+    if set(usual) != set(routers.modules) or not all(_is_decision(said, ids.shape[1]) for said in usual.values()):
+        return False
+    noise = float((logits(replay) - expected).abs().max())
     allowed = 1e-5 if lanes.dtype == torch.float32 else 2e-2
-    if not same <= allowed < moved:
-        raise refusal
+    return noise <= allowed * float(expected.abs().max()) and all(
+        float((logits(only_at(layer, route)) - expected).abs().max()) > 10 * noise
+        for layer in routers.modules
+        for route in (to_other_experts, with_other_weights)
+    )
+
+
+def _is_decision(said: Decision, tokens: int) -> bool:
+    """Whether a router gave logits of all experts, weights and chosen experts, in this order, for each token."""
+    logits, weights, chosen = said
+    shaped = len(logits) == len(weights) == len(chosen) == tokens and weights.shape == chosen.shape
+    return shaped and not chosen.is_floating_point() and 0 <= int(chosen.min()) <= int(chosen.max()) < logits.shape[1]

@@ -20,12 +20,12 @@ def agreement(one: Routing, other: Routing) -> pd.DataFrame:
     routed unlike all others, so leave it out of means.
 
     Raises:
-        UserError: the tokens, their positions or the routers are not the same.
+        UserError: the tokens, their positions or the models are not the same.
     """
-    same = torch.equal(one.ids, other.ids) and torch.equal(one.positions, other.positions)
-    if not same or one.logits.shape != other.logits.shape or one.layers != other.layers:
+    if not (one.is_of(other.ids, other.present, other.made_by) and torch.equal(one.positions, other.positions)):
         raise UserError(
-            "The two routings are of other tokens, positions or models; read the same tokens at the same positions."
+            "The two routings are of other tokens, positions or models; read the same tokens at the same positions "
+            "with one model."
         )
     both = (one.members & other.members).sum(-1)
     overlap = both / (2 * one.chosen.shape[-1] - both)
@@ -44,7 +44,7 @@ def chance_overlap(experts: int, chosen: int) -> float:
         UserError: no such choice exists.
     """
     if not (is_whole(experts) and is_whole(chosen) and 1 <= chosen <= experts):
-        raise UserError(f"Nobody can choose {chosen} of {experts} experts; give whole numbers, the second at most.")
+        raise UserError(f"A token cannot go to {chosen} of {experts} experts; choose from 1 to all of them.")
     shared = range(max(0, 2 * chosen - experts), chosen + 1)
     ways = [comb(chosen, count) * comb(experts - chosen, chosen - count) for count in shared]
     jaccard = [count / (2 * chosen - count) for count in shared]

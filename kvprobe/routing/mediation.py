@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
@@ -24,6 +26,7 @@ class Mediation(Brief):
         damage: KL(clean ‖ damaged).
         left: KL(clean ‖ damaged, routed as the clean run).
         caused: KL(clean ‖ clean, routed as the damaged run).
+        restored: the logits of the damaged run, routed as the clean one.
         clean: where the suffix was routed after the clean cache.
         damaged: where it was routed after the damaged one.
     """
@@ -31,6 +34,7 @@ class Mediation(Brief):
     damage: float
     left: float
     caused: float
+    restored: Float[Tensor, "kept vocab"] = field(repr=False)
     clean: Routing = field(repr=False)
     damaged: Routing = field(repr=False)
 
@@ -101,4 +105,4 @@ def mediate_each(
         restored = read(model, after_damaged, damaged, routing=clean_run.routing, layers=layers, logits=kept)
         misled = read(model, after_clean, clean, routing=damaged_run.routing, layers=layers, logits=kept)
         left, caused = (float(kl_from_clean(run.logits[0])) for run in (restored, misled))
-        yield Mediation(damage, left, caused, clean_run.routing, damaged_run.routing)
+        yield Mediation(damage, left, caused, restored.logits[0], clean_run.routing, damaged_run.routing)

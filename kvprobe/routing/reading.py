@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import are_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.inference.forward import extend, new_slots
@@ -68,6 +69,11 @@ class Routing(Brief):
         """Of the softmax over all experts, as a share of the largest that is possible: 0 is certain, 1 is even."""
         probabilities = self.probabilities
         return torch.special.entr(probabilities).sum(-1) / torch.log(torch.tensor(float(self.experts)))
+
+    def is_of(self, ids: Int[Tensor, "rows tokens"], present: Bool[Tensor, "rows tokens"], model: Maker) -> bool:
+        """Whether it is of these tokens, by this model."""
+        same = torch.equal(self.ids.cpu(), ids.cpu()) and torch.equal(self.present.cpu(), present.cpu())
+        return same and self.made_by.same(model)
 
     def df(self) -> pd.DataFrame:
         """One row per layer, row and token: its index, position and text, the chosen experts from the heaviest on,
@@ -138,15 +144,16 @@ def read(
     routers = lanes.routers
     tokens = model.tokens_after(past, text)
     new = new_slots(tokens, lanes.device)
+    present = new.live[0, :, 0]
     held = _held(tuple(routers.modules), layers, routing)
-    if routing is not None and not (routing.made_by.same(lanes.maker) and torch.equal(routing.ids, new.tokens)):
+    if routing is not None and not routing.is_of(new.tokens, present, lanes.maker):
         raise UserError("The routing is of other tokens or of another model; record it of the same tokens.")
-    said: dict[int, Decision] = {}
+    decisions: dict[int, Decision] = {}
 
     def route(layer: int, decision: Decision) -> Decision:
-        if layer in said:
+        if layer in decisions:
             raise UserError(f"The router of layer {layer} was asked twice in one pass, which kvprobe cannot follow.")
-        said[layer] = Decision(*(part.detach().clone() for part in decision))
+        decisions[layer] = Decision(*(part.detach().clone() for part in decision))
         if routing is None or layer not in held:
             return decision
         place = routing.layers.index(layer)
@@ -160,9 +167,8 @@ def read(
         cache, scores = extend(lanes, past, tokens, logits=logits)
 
     def stacked(part: int) -> Tensor:
-        return torch.stack([said[layer][part].unflatten(0, new.tokens.shape) for layer in routers.modules])
+        return torch.stack([decisions[layer][part].unflatten(0, new.tokens.shape) for layer in routers.modules])
 
-    present = new.live[0, :, 0]
     texts = tuple(tuple(_texts(model, row.ids)) for row in tokens)
     recorded = Routing(
         tuple(routers.modules),
@@ -184,6 +190,8 @@ def _held(known: Sequence[int], layers: Sequence[int] | None, routing: Routing |
         return set(known)
     if routing is None:
         raise UserError("`layers` says where a given routing holds; give `routing` too, or leave it out.")
+    if not are_whole(layers):
+        raise UserError(f"layers is {str(layers)[:40]!r}; give a list of layers.")
     for layer in layers:
         if layer not in known:
             raise UserError(f"Layer {layer} has no router; the layers that have one are {', '.join(map(str, known))}.")

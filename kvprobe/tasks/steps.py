@@ -202,7 +202,7 @@ def draw_slip(rng: np.random.Generator, wraps: bool = True) -> Slip:
     """A random one.
 
     Args:
-        wraps: whether values may pass 9 or 0; without, the sums are those of everyday.
+        wraps: whether values may pass 9 or 0.
     """
     while True:
         slipped, *others = rng.permutation(REGISTERS).tolist()
@@ -215,8 +215,8 @@ def draw_slip(rng: np.random.Generator, wraps: bool = True) -> Slip:
         other = replace(operation, amount=amount)
         operations = (*problem.operations[:SLIPPED], other, *problem.operations[SLIPPED + 1 :])
         harmless = Problem(problem.starts, operations)
-        everyday = all(_everyday(step) for step in (*steps, *harmless.steps()[: SLIPPED + 1]))
-        if operation.amount not in (0, amount) and (wraps or everyday):
+        within = all(_within(step) for step in (*steps, *harmless.steps()[: SLIPPED + 1]))
+        if operation.amount not in (0, amount) and (wraps or within):
             return Slip(problem, other.of(start), harmless)
 
 
@@ -226,8 +226,8 @@ def _on(registers: Sequence[str], problem: Problem) -> Problem:
     return replace(problem, operations=tuple(replace(done, register=register) for register, done in operations))
 
 
-def _everyday(step: Step) -> bool:
-    """Whether the sum is right without wrapping."""
+def _within(step: Step) -> bool:
+    """Whether the sum does not pass 9 or 0."""
     operation = step.operation
     return step.after == step.before + (operation.amount if operation.sign == "+" else -operation.amount)
 

@@ -1,16 +1,17 @@
 """Routing against transformers' own record of it, against routers set by hand, and exchanged between runs."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 import kvprobe as kv
 from kvprobe import routing
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
-from kvprobe.models.routers import Decision
 from kvprobe.routing import Routing, agreement, chance_overlap, load, mediate, read
 from kvprobe.text.tokens import Tokens
 from tests import models
@@ -55,12 +56,18 @@ def test_routing_is_what_transformers_records(model: Model) -> None:
     )
 
 
-def test_a_router_set_by_hand_is_read_as_it_was_set() -> None:
+def set_by_hand(*biases: float) -> Model:
+    """A model whose routers say the same of every token."""
     model = models.gpt_oss()
     with torch.no_grad():
         for block in model.lanes.blocks:
             block.mlp.router.weight.zero_()
-            block.mlp.router.bias.copy_(torch.tensor([0.0, 2.0, 1.0, -1.0]))
+            block.mlp.router.bias.copy_(torch.tensor(biases))
+    return model
+
+
+def test_a_router_set_by_hand_is_read_as_it_was_set() -> None:
+    model = set_by_hand(0.0, 2.0, 1.0, -1.0)
     recorded = read(model, said(IDS)).routing
     assert recorded.df()["experts"].unique().tolist() == [(1, 2)]
     assert torch.allclose(recorded.weights, torch.tensor([2.0, 1.0]).softmax(0))
@@ -98,23 +105,16 @@ def test_a_read_routed_as_itself_changes_nothing(model: Model) -> None:
     assert torch.allclose(held.logits, free.logits, atol=1e-6)
 
 
-def test_a_read_routed_as_another_run_is_what_the_experts_of_that_run_compute(model: Model) -> None:
-    """Against a router whose weights are exchanged for ones that say the other run's choice."""
-    clean, damaged = caches(model)
-    other = read(model, said(SUFFIX, len(IDS)), damaged).routing
-    held = read(model, said(SUFFIX, len(IDS)), clean, routing=other, logits=4)
-
-    def route(layer: int, decision: Decision) -> Decision:
-        place = other.layers.index(layer)
-        return Decision(other.logits[place, 0], other.weights[place, 0], other.chosen[place, 0])
-
-    with model.lanes.routers.replaced_by(route):
-        _, logits = model.extend(clean, said(SUFFIX, len(IDS)), logits=4)
-    assert torch.equal(held.logits, logits)
-    free = read(model, said(SUFFIX, len(IDS)), clean, logits=4)
-    assert float((held.logits - free.logits).abs().max()) > 1e-3
-    # The first router reads the same stream as before; it says what it said, though its experts obeyed another.
-    assert torch.allclose(held.routing.logits[0], free.routing.logits[0], atol=1e-5)
+def test_a_read_routed_as_a_model_with_other_routers_is_that_model() -> None:
+    """Two models that differ in what their routers always say: routed as the other, each computes what that does."""
+    model, other = set_by_hand(0.0, 2.0, 1.0, -1.0), set_by_hand(3.0, -1.0, 0.0, 1.0)
+    free = read(other, said(IDS), logits=len(IDS))
+    of_model = replace(free.routing, made_by=model.lanes.maker)
+    held = read(model, said(IDS), routing=of_model, logits=len(IDS))
+    assert torch.allclose(held.logits, free.logits, atol=1e-6)
+    assert float((held.logits - read(model, said(IDS), logits=len(IDS)).logits).abs().max()) > 1e-3
+    # What its routers said is recorded, though the experts followed the other's.
+    assert held.routing.df()["experts"].unique().tolist() == [(1, 2)]
 
 
 def test_layers_limit_where_another_routing_holds() -> None:
@@ -156,21 +156,29 @@ def test_mediation_is_of_the_four_reads(model: Model) -> None:
     assert mediation.damage == pytest.approx(kl(runs[0].logits, runs[1].logits), abs=1e-6)
     assert mediation.left == pytest.approx(kl(runs[0].logits, other_way.logits), abs=1e-6)
     assert mediation.undone == pytest.approx(1 - mediation.left / mediation.damage)
+    assert torch.equal(mediation.restored, other_way.logits[0])
+    misled = read(model, suffix, clean, routing=runs[1].routing, logits=4)
+    assert mediation.caused == pytest.approx(kl(runs[0].logits, misled.logits), abs=1e-6)
+    assert mediation.done == pytest.approx(mediation.caused / mediation.damage)
 
 
-def test_damage_that_only_reaches_the_router_goes_through_it_whole() -> None:
-    """A model whose experts get no attention: only the router's choice differs between the runs."""
-    model = models.mixtral()
+def test_damage_that_only_the_routers_see_goes_through_them_whole() -> None:
+    """Attention writes one number of the stream, which the routers read, and experts and the output hardly do."""
+    small = 1e-4
+    model = models.mixtral(num_hidden_layers=1)
+    plain = model.lanes.plain
+    block = plain.model.layers[0]
+    with torch.no_grad():
+        plain.model.embed_tokens.weight[:, 0] = 0
+        block.self_attn.o_proj.weight[1:] = 0
+        block.self_attn.o_proj.weight[0] *= small
+        block.mlp.gate.weight[:, 0] = torch.randn(4, generator=torch.Generator().manual_seed(3)) / small * 10
     clean, damaged = caches(model)
-    suffix = model_suffix(clean)
-    forced = read(model, suffix, clean).routing
-    elsewhere = Routing(**{**vars(forced), "chosen": (forced.chosen + 1) % forced.experts})
-    misled = read(model, suffix, clean, routing=elsewhere, logits=4).logits
-    back = read(model, suffix, clean, routing=forced, logits=4).logits
-    usual = read(model, suffix, clean, logits=4).logits
-    assert kl(usual, misled) > 1e-3
-    assert kl(usual, back) == pytest.approx(0, abs=1e-6)
-    assert mediate(model, clean, damaged, suffix, layers=[]).undone == pytest.approx(0, abs=1e-5)
+    mediation = mediate(model, clean, damaged, model_suffix(clean), kept=4)
+    assert mediation.damage > 1e-4
+    assert (mediation.undone, mediation.done) == pytest.approx((1, 1), abs=1e-2)
+    none = mediate(model, clean, damaged, model_suffix(clean), kept=4, layers=[])
+    assert (none.undone, none.done) == pytest.approx((0, 0), abs=1e-5)
 
 
 def model_suffix(cache: KVCache) -> Tokens:
@@ -218,24 +226,48 @@ def test_agreement_by_hand() -> None:
 def test_refusals() -> None:
     dense, moe = models.any_model(), mixture("mixtral")
     recorded = read(moe, said(IDS)).routing
-    refused(lambda: read(dense, said(IDS)), "no mixture of experts")
+    refused(lambda: read(dense, said(IDS)), "has no experts that kvprobe can find")
     refused(lambda: read(moe, said(OTHERS), routing=recorded), "of other tokens or of another model")
     refused(lambda: read(mixture("olmoe"), said(IDS), routing=recorded), "of other tokens or of another model")
     refused(lambda: read(moe, said(IDS), routing=recorded, layers=[7]), "the layers that have one are 0, 1, 2")
     refused(lambda: read(moe, said(IDS), layers=[0]), "give `routing` too")
     refused(lambda: agreement(recorded, read(moe, said(OTHERS)).routing), "other tokens, positions or models")
-    refused(lambda: chance_overlap(2, 3), "choose 3 of 2")
+    refused(lambda: chance_overlap(2, 3), "cannot go to 3 of 2 experts")
 
 
 def test_routers_that_return_something_else_are_refused() -> None:
     refused(lambda: read(kv.load(every.tiny("glm4_moe")), said(IDS)), "cannot follow")
 
 
-def test_routers_that_experts_do_not_follow_are_refused() -> None:
-    model = models.mixtral()
-    for block in model.lanes.blocks:
-        block.mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
-    refused(lambda: read(model, said(IDS)), "do not follow what its routers say")
+def test_routers_that_experts_do_not_follow_are_refused_though_those_of_other_layers_are() -> None:
+    """The experts of one layer go elsewhere, or weigh themselves."""
+
+    def fixed(module: Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        states, chosen, weights = args
+        return states, torch.zeros_like(chosen), weights
+
+    def even(module: Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        states, chosen, weights = args
+        return states, chosen, torch.full_like(weights, 0.5)
+
+    for disobey in (fixed, even):
+        model = models.mixtral()
+        model.lanes.blocks[1].mlp.experts.register_forward_pre_hook(disobey)
+        refused(lambda model=model: read(model, said(IDS)), "do not follow its routers")
+
+
+def test_routings_of_two_models_are_not_compared() -> None:
+    kept = [models.mixtral(seed) for seed in (0, 1)]
+    one, other = (read(model, said(IDS)).routing for model in kept)
+    refused(lambda: agreement(one, other), "with one model")
+    padded = read(mixture("mixtral"), [said([7, 3]), said([7, 3, 0])]).routing
+    refused(lambda: read(mixture("mixtral"), [said([7, 3, 0]), said([7, 3, 0])], routing=padded), "of other tokens")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_single_layer_is_no_list_of_layers() -> None:
+    recorded = read(mixture("mixtral"), said(IDS)).routing
+    refused(lambda: read(mixture("mixtral"), said(IDS), routing=recorded, layers=1), "give a list of layers")  # type: ignore[arg-type]
 
 
 def test_results_show_themselves() -> None:

@@ -10,9 +10,10 @@ import pytest
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model, load
+from kvprobe.routing import read
 from kvprobe.studies import routing
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, NONE, Wording, after_a_slip, drafted, slips
+from kvprobe.studies.routing.collect import ALL, PAIRS, Wording, after_a_slip, cold_and_warm, drafted, slips
 from kvprobe.studies.routing.conclude import conclude
 from kvprobe.studies.routing.study import STUDY
 from kvprobe.tasks.steps import SLIPPED, draw_slip
@@ -39,11 +40,13 @@ def finished(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_a_run_shows_everything(finished: Run):
     found = Conclusion.of(finished.metrics).findings
-    assert {"moved", "undone", "cold"} <= set(found.names)
+    assert {"alike", "undone", "cold"} <= set(found.names)
     assert found.at("chance").mean == pytest.approx(7 / 18)  # two of four experts
     assert len(found.where("load")) == 3 * 4
     assert_figures(finished, *(figure.file for figure in STUDY.figures))
     assert finished.metrics["controls"][0]["holds"]
+    assert set(found.values("start_all", "pair")) == {"cold", "warm", "nothing"}
+    assert found.values("token", "place")[:2] == ["0 register", "1 before"]
 
 
 def test_the_same_settings_give_the_same_rows(finished: Run, tiny: Model):
@@ -54,7 +57,7 @@ def test_the_same_settings_give_the_same_rows(finished: Run, tiny: Model):
 
 
 def test_a_dense_model_is_refused(tmp_path: Path):
-    refused(lambda: routing.run(SMALL, tmp_path, model=models.any_model()), "no mixture of experts")
+    refused(lambda: routing.run(SMALL, tmp_path, model=models.any_model()), "has no experts that kvprobe can find")
 
 
 # ---- the problems
@@ -108,6 +111,19 @@ def test_sums_in_english_have_a_token_for_each_digit():
         assert text.rstrip().endswith(f"{slip.problem.operations[-1].register}:")
 
 
+def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question_stands():
+    """What is compared with it is the same text; and without a conversation before, nothing differs."""
+    model = load("steps-moe-corrected-0")
+    (slip,) = slips(model, Config(problems=2))[:1]
+    chat = [{"role": "user", "content": Wording(model).question(slip.problem)}]
+    (tokens,) = model.tokens(chat)
+    cold = read(model, tokens[1:9].shifted(101), model.prefill(tokens[:1].shifted(100))).routing
+    table = cold_and_warm(model, 0, slip, Config(problems=2, start=8))
+    entropies = table[table["pair"] == "cold"].sort_values(["layer", "token"])["entropy"]
+    assert np.allclose(entropies, cold.entropy[:, 0].flatten(), atol=1e-5)
+    assert model.tokenizer.decode(list(tokens.ids[:1])) == "<bos>"
+
+
 # ---- made-up tables
 
 Number = Callable[[int], float]
@@ -115,31 +131,33 @@ Number = Callable[[int], float]
 
 def made_up(
     slip: Number = lambda case: 0.6 + 0.01 * (case % 3),
-    harmless: Number = lambda case: 0.8 + 0.01 * (case % 4),
+    alike: Number = lambda case: 0.8 + 0.01 * (case % 4),
     undone: Number = lambda case: 0.5 + 0.01 * (case % 2),
     cold: Number = lambda case: 0.3 + 0.01 * (case % 3),
     warm: Number = lambda case: 0.7,
-    nowhere: float = 0.0,
+    off: float = 0.0,
+    as_stated: float = 1.0,
 ) -> dict[str, pd.DataFrame]:
     rows, starts = [], []
     for case in range(MADE_UP.problems):
-        margins = {"margin_sound": 5.0 + case, "margin_slip": -5.0 - case, "margin_harmless": -6.0}
-        for draft, overlap in (("slip", slip(case)), ("harmless", harmless(case))):
+        of_case = {"case": case, "margin_sound": 5.0 + case, "margin_slip": -5.0 - case, "margin_harmless": -6.0}
+        of_case["as_stated"] = as_stated
+        for pair, overlap in zip(PAIRS, (slip(case), 0.5, alike(case)), strict=True):
             for layer in range(LAYERS):
                 for token in range(TOKENS):
                     measured = {"overlap": overlap, "jsd": 0.1, "entropy": 0.5, "other_entropy": 0.5}
                     at = {"kind": "token", "layer": layer, "token": float(token), "text": f"t{token}"}
-                    rows.append({**at, **measured, "draft": draft, "case": case, **margins})
-            for layer in (ALL, NONE, *range(LAYERS)):
-                gone = nowhere if layer == NONE else undone(case) * (2.0 + case)
-                at = {"kind": "exchange", "layer": layer, "damage": 2.0 + case, "undone": gone, "caused": 0.2}
-                rows.append({**at, "draft": draft, "case": case, **margins})
+                    rows.append({**at, **measured, "pair": pair, **of_case})
+        for draft in ("slip", "harmless"):
+            for layer in (ALL, *range(LAYERS)):
+                at = {"kind": "exchange", "layer": layer, "damage": 2.0 + case, "undone": undone(case) * (2.0 + case)}
+                rows.append({**at, "caused": 0.2, "kept": float(case > 0), "draft": draft, **of_case})
+            rows.append({"kind": "own", "draft": draft, "off": off, **of_case})
         for layer in range(LAYERS):
             for expert in range(EXPERTS):
                 share = {0: 1.0, 1: 0.7, 2: 0.3, 3: 0.0}[expert]
-                at = {"kind": "load", "layer": layer, "expert": expert, "share": share}
-                rows.append({**at, "case": case, **margins})
-        for pair, overlap in (("cold", cold(case)), ("warm", warm(case))):
+                rows.append({"kind": "load", "layer": layer, "expert": expert, "share": share, **of_case})
+        for pair, overlap in (("cold", cold(case)), ("warm", warm(case)), ("nothing", 0.1)):
             for token in range(3):
                 at = {"layer": 0, "token": token, "text": "t", "overlap": overlap if token else 0.0}
                 starts.append({**at, "jsd": 0.1, "entropy": 0.4, "other_entropy": 0.4, "pair": pair, "case": case})
@@ -156,18 +174,19 @@ def example() -> tuple[Config, Conclusion]:
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
-    """Slips and harmless changes move the routing alike, nothing goes through it, and cold starts are as warm ones."""
+    """Slips are routed as like the one as the other, nothing goes through it, and cold starts are as warm ones."""
     overlap = [lambda _: float(rng.normal(0.6, 0.1)) for _ in range(4)]
-    slip, harmless, cold, warm = overlap
-    return concluded(made_up(slip, harmless, lambda _: float(rng.normal(0, 0.2)), cold, warm))
+    slip, alike, cold, warm = overlap
+    return concluded(made_up(slip, alike, lambda _: float(rng.normal(0, 0.2)), cold, warm))
 
 
 def test_planted_numbers_are_found():
     findings = example()[1].findings
     cases = range(MADE_UP.problems)
-    moved = np.mean([0.8 + 0.01 * (case % 4) - 0.6 - 0.01 * (case % 3) for case in cases])
-    assert findings.at("moved").mean == pytest.approx(moved)
-    assert {findings.finding(name).comparisons for name in ("moved", "undone", "cold")} == {3}
+    alike = np.mean([0.8 + 0.01 * (case % 4) - 0.6 - 0.01 * (case % 3) for case in cases])
+    assert findings.at("alike").mean == pytest.approx(alike)
+    assert {findings.finding(name).comparisons for name in ("alike", "undone", "cold")} == {3}
+    assert findings.at("kept", draft="slip").mean == pytest.approx(0.9)
     shares = [0.5 + 0.01 * (case % 2) for case in cases]
     assert findings.at("undone").mean == pytest.approx(np.average(shares, weights=[2.0 + case for case in cases]))
     assert findings.at("done_by", draft="slip").mean == pytest.approx(0.2 * 10 / sum(2.0 + case for case in cases))
@@ -175,20 +194,30 @@ def test_planted_numbers_are_found():
     assert findings.at("start", pair="warm", place=0).mean == 0.0  # shown, but in no mean
     assert findings.at("start_all", pair="warm").mean == pytest.approx(0.7)
     assert findings.at("load", layer=1, expert=1).mean == pytest.approx(0.7)
-    assert findings.values("token", "place") == [f"{token} t{token}" for token in range(TOKENS)]
+    assert findings.values("token", "place") == [str(token) for token in range(TOKENS)]
+
+
+def test_tokens_are_mapped_only_where_all_problems_have_as_many():
+    tables = made_up()
+    rows = tables["samples"]
+    tables["samples"] = rows[~((rows["case"] == 0) & (rows["kind"] == "token") & (rows["token"] == TOKENS - 1))]
+    findings = concluded(tables).findings
+    assert "token" not in findings
+    assert "overlap_last" in findings
 
 
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({}, "moves the routing more than the harmless change"),
-        ({"slip": lambda _: 0.95}, "moves the routing less than the harmless change"),
-        ({"slip": lambda case: 0.8 + (-1) ** case / 10}, "does not detectably move the routing more or less"),
-        ({}, "acts in part through the routers"),
+        ({}, "are routed rather as where that value is right than as after the sound draft"),
+        ({"slip": lambda _: 0.95}, "are routed rather as after the sound draft than as where that value is right"),
+        ({"slip": lambda case: 0.8 + (-1) ** case / 10}, "are not detectably routed more like either"),
+        ({}, "goes in part through the routers"),
         ({"undone": lambda _: -0.3}, "is held back by the routers"),
-        ({"undone": lambda case: (-1) ** case / 5}, "does not detectably act through the routers"),
-        ({"cold": lambda _: 0.9}, "begins cold is routed more alike"),
-        ({"cold": lambda case: 0.7 + (-1) ** case / 10}, "is not detectably routed otherwise"),
+        ({"undone": lambda case: (-1) ** case / 5}, "does not detectably go through the routers"),
+        ({"undone": lambda _: 0.009}, "does not detectably go through the routers"),
+        ({"cold": lambda _: 0.9}, "is routed more like"),
+        ({"cold": lambda case: 0.7 + (-1) ** case / 10}, "is not detectably routed differently from"),
     ],
 )
 def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: str, tmp_path: Path):
@@ -196,9 +225,6 @@ def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: s
 
 
 def test_controls_fail_where_they_should():
-    sound, moved = (concluded(made_up(nowhere=nowhere)).controls for nowhere in (0.0, 1e-3))
-    assert [control.holds for control in sound] == [True, True]
-    assert [control.holds for control in moved] == [False, True]
-    tables = made_up()
-    tables["samples"]["margin_slip"] *= -1
-    assert [control.holds for control in concluded(tables).controls] == [True, False]
+    tables = made_up(), made_up(off=1e-3), made_up(as_stated=0.4)
+    holds = [[control.holds for control in concluded(own).controls] for own in tables]
+    assert holds == [[True, True], [False, True], [True, False]]

@@ -1,7 +1,7 @@
 """Reading the same later tokens after a sound draft, a slip and a harmless change; the same beginning cold and warm.
 
-All three drafts have as many tokens, so that the later tokens stand at the same positions. Of the two that differ from
-the sound one, `harmless` has the same wrong-looking value, but there it is right, because another amount was asked for.
+All three drafts have as many tokens, so that the later tokens stand at the same positions. The harmless change states
+the value of the slip, but there it is right, because another amount was asked for.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,17 @@ from kvprobe.text.transcript import Transcript
 
 ALL = -1
 """Stands for all layers at once."""
-NONE = -2
-"""Stands for no layer: a control."""
+PAIRS: dict[str, tuple[Draft, Draft]] = {
+    "sound, slip": ("sound", "slip"),
+    "sound, harmless": ("sound", "harmless"),
+    "slip, harmless": ("slip", "harmless"),
+}
+"""Of drafts after which the routing of later tokens is compared. The last two state the same value, the first two not.
+They differ in one token (the value), three (the amount twice, the value) and two (the amount twice)."""
+
+
+ROLES = ("register", "before", "sign", "amount", "=", "after")
+"""Of the words of a step."""
 
 
 class Wording:
@@ -58,6 +67,10 @@ class Wording:
         """The conversation up to the answer."""
         chat = Transcript.from_messages([{"role": "user", "content": self.question(problem)}], ["question"])
         return chat.tokens(self.tokenizer, generation_prompt=True)
+
+    def place(self, number: int) -> str:
+        """What a later token is, by its number; the same in all problems."""
+        return f"{number} {ROLES[number % len(ROLES)]}" if self.words else str(number)
 
     def after(self, before: Tokens, segment: str, text: str) -> Tokens:
         """More of the answer."""
@@ -83,7 +96,7 @@ class Wording:
 
 
 def slips(model: Model, config: Config) -> list[Slip]:
-    """The problems of a run: for a language model, sums of everyday."""
+    """The problems of a run: for a language model, sums that never pass 9 or 0."""
     wraps = Wording(model).words
     return [draw_slip(np.random.default_rng([config.seed, number]), wraps) for number in range(config.problems)]
 
@@ -106,7 +119,8 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
 
 def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
-    """Rows of three kinds: `token` (of a layer), `exchange` (the routing of layers), `load` (of an expert)."""
+    """Rows of four kinds: `token` (of a layer, for a pair of drafts), `exchange` (the routing of layers), `load` (of an
+    expert) and `own` (a read that follows its own routing)."""
     wording = Wording(model)
     before = drafted(wording, slip)
     if len({len(tokens) for tokens in before.values()}) > 1:
@@ -114,9 +128,9 @@ def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
     caches = {name: model.prefill(tokens) for name, tokens in before.items()}
     suffix, margin = wording.suffix(slip, before["sound"])
     free = {name: read(model, suffix, cache) for name, cache in caches.items()}
-    rows = [tokens_of(free["sound"].routing, free[name].routing).assign(draft=name) for name in ("slip", "harmless")]
+    rows = [tokens_of(free[one].routing, free[other].routing).assign(pair=pair) for pair, (one, other) in PAIRS.items()]
     for name in ("slip", "harmless"):
-        rows.append(exchanges(model, caches["sound"], caches[name], suffix).assign(draft=name))
+        rows.append(exchanges(model, caches["sound"], caches[name], suffix, margin).assign(draft=name))
     used = free["sound"].routing.members[:, 0].double().mean(1)
     rows.append(
         pd.DataFrame(
@@ -125,8 +139,14 @@ def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
             for expert, share in enumerate(shares)
         )
     )
-    margins = {f"margin_{name}": float(margin(routed.logits[0])) for name, routed in free.items()}
-    return pd.concat(rows, ignore_index=True).assign(case=number, **margins)
+    for name, cache in caches.items():
+        again = read(model, suffix, cache, routing=free[name].routing).logits - free[name].logits
+        off = float(again.abs().max() / free[name].logits.abs().max())
+        rows.append(pd.DataFrame([{"kind": "own", "draft": name, "off": off}]))
+    likeliest = {name: int(routed.logits[0, -1].argmax()) for name, routed in free.items()}
+    by_case = {f"margin_{name}": float(margin(routed.logits[0])) for name, routed in free.items()}
+    by_case["as_stated"] = float(likeliest["sound"] == margin.right and likeliest["slip"] == margin.wrong)
+    return pd.concat(rows, ignore_index=True).assign(case=number, **by_case)
 
 
 def drafted(wording: Wording, slip: Slip) -> dict[Draft, Tokens]:
@@ -143,20 +163,27 @@ def tokens_of(one: Routing, other: Routing) -> pd.DataFrame:
     return agreement(one, other).drop(columns=["row", "position"]).assign(kind="token")
 
 
-def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens) -> pd.DataFrame:
-    """What the routing of all layers, of each layer and of none does to the last prediction."""
+def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens, margin: LogitDiff) -> pd.DataFrame:
+    """What the routing of all layers, and of each layer, does to the last prediction; and whether the changed run keeps
+    its value as the likeliest."""
     routed = tuple(model.lanes.routers.modules)
-    groups = {ALL: routed, NONE: (), **{layer: (layer,) for layer in routed}}
+    groups = {ALL: routed, **{layer: (layer,) for layer in routed}}
     mediations = mediate_each(model, sound, changed, suffix, groups.values())
     return pd.DataFrame(
-        {"layer": layer, "damage": one.damage, "undone": one.damage - one.left, "caused": one.caused}
-        for layer, one in zip(groups, mediations, strict=True)
+        {
+            "layer": layer,
+            "damage": exchanged.damage,
+            "undone": exchanged.damage - exchanged.left,
+            "caused": exchanged.caused,
+            "kept": float(int(exchanged.restored[-1].argmax()) == margin.wrong),
+        }
+        for layer, exchanged in zip(groups, mediations, strict=True)
     ).assign(kind="exchange")
 
 
 def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.DataFrame:
-    """How alike the routing of a question's first tokens is after nothing and after a conversation, and after two
-    different conversations; at the same positions."""
+    """How alike the routing of a question's first tokens is at the beginning of a conversation and after another one,
+    after nothing at all and after another one, and after two different conversations; at the same positions."""
     wording = Wording(model)
     rng = np.random.default_rng([config.seed, number, 1])
     asked = {"role": "user", "content": wording.question(slip.problem)}
@@ -166,11 +193,22 @@ def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.D
         chat = [{"role": "user", "content": wording.question(other)}, answer, asked]
         tokens = Transcript.from_messages(chat, ["earlier", "answer", "question"]).tokens(wording.tokenizer)
         start = tokens.span("question").start
-        warm.append((tokens[:start], tokens[start : start + config.start]))
+        warm.append((tokens[:start], tokens[start:]))
+    question = warm[0][1]
+    alone = Transcript.from_messages([asked], ["question"]).tokens(wording.tokenizer)
+    opening = alone[: len(alone) - len(question)]
+    if opening.ids + question.ids != alone.ids:
+        raise UserError("The chat template writes a question differently after a conversation than at its beginning.")
     where = max(text.positions[0] for _, text in warm)
-    text = warm[0][1].shifted(where)
-    cold = read(model, text).routing
-    routings = [read(model, text, model.prefill(before.shifted(where - len(before)))).routing for before, _ in warm]
-    pairs = {"cold": (cold, routings[0]), "warm": (routings[1], routings[0])}
-    rows = [tokens_of(*pair).assign(pair=name) for name, pair in pairs.items()]
+    text = question[: config.start].shifted(where)
+
+    def routed_after(before: Tokens) -> Routing:
+        past = model.prefill(before.shifted(where - len(before))) if len(before) else None
+        return read(model, text, past).routing
+
+    first, second = (routed_after(before) for before, _ in warm)
+    pairs = {"cold": routed_after(opening), "warm": second}
+    if len(opening):
+        pairs["nothing"] = routed_after(alone[:0])
+    rows = [tokens_of(other, first).assign(pair=name) for name, other in pairs.items()]
     return pd.concat(rows, ignore_index=True).assign(case=number)

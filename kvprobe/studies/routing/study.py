@@ -1,5 +1,7 @@
 """The routing study: its declaration."""
 
+from typing import Any
+
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
@@ -8,60 +10,73 @@ from kvprobe.studies.routing.collect import collect
 from kvprobe.studies.routing.conclude import conclude
 from kvprobe.wording import percent, plain, points
 
+NEGLIGIBLE = 0.01
+"""Of the damage: a share that is of no account."""
+
 STYLES = {
+    "sound, slip": Style("#d55e00", "s"),
+    "sound, harmless": Style("#0072b2"),
+    "slip, harmless": Style("#009e73", "D"),
     "slip": Style("#d55e00", "s"),
     "harmless": Style("#0072b2"),
     "cold": Style("#56b4e9", "s"),
+    "nothing": Style("#7f7f7f", "^"),
     "warm": Style("#cc79a7"),
 }
+
+
+def by_overlap(file: str, finding: str, x: str, x_label: str, caption: str, **more: Any) -> Lines:
+    """Overlap along something, beside that of random choices."""
+    return Lines(
+        file=file,
+        finding=finding,
+        x=x,
+        x_label=x_label,
+        line="pair",
+        caption=f"{caption} 1 is the same experts; dotted: two random choices. 95 % intervals over problems.",
+        level=("chance", "random choices"),
+        y_label="overlap (Jaccard index)",
+        styles=STYLES,
+        curves=True,
+        **more,
+    )
+
 
 STUDY = Study(
     name="routing",
     title="Where tokens are routed after a mistake",
     question=(
-        "An answer states a wrong value early on. In a mixture of experts, are the tokens after it routed otherwise "
-        "than after a sound answer, more so than after a change that is harmless? Does the mistake act through the "
-        "routers? And is the beginning of a conversation routed otherwise when nothing stands before it?"
+        "An answer states a wrong value early on. In a mixture of experts, are the tokens after it routed as after a "
+        "sound answer, or as where the same value is right? Does the mistake act through the routers? And is the "
+        "beginning of a conversation routed differently from what comes later?"
     ),
     config=Config,
     collect=collect,
     conclude=conclude,
     figures=(
-        Lines(
-            file="overlap_by_layer",
-            finding="overlap",
-            caption="Overlap of the chosen experts with those after the sound draft, on the same later tokens, with "
-            "95 % intervals over problems: 1 is the same experts. Dotted: two random choices.",
-            x="layer",
-            line="draft",
-            level=("chance", "random choices"),
-            x_label="layer",
-            y_label="overlap (Jaccard index)",
-            styles=STYLES,
-            curves=True,
+        by_overlap(
+            "overlap_by_layer",
+            "overlap",
+            "layer",
+            "layer",
+            "Overlap of the experts of the same later tokens after two drafts.",
         ),
-        Lines(
-            file="start_by_place",
-            finding="start",
-            caption="The first tokens of a question: overlap of the experts after nothing with those after a "
-            "conversation (cold), and after two different conversations (warm). 95 % intervals over problems. Dotted: "
-            "two random choices.",
-            x="place",
-            line="pair",
-            level=("chance", "random choices"),
-            x_label="token of the question",
-            y_label="overlap, mean over layers",
-            styles=STYLES,
-            curves=True,
+        by_overlap(
+            "start_by_place",
+            "start",
+            "place",
+            "token of the question",
+            "The first tokens of a question, mean over layers: overlap of their experts after a conversation with "
+            "those at the beginning of one (cold), after nothing at all, and after another conversation (warm).",
             size=(5.6, 3.0),
         ),
         Heatmaps(
             file="overlap_by_token",
             finding="token",
-            caption="Overlap with the routing after the sound draft, by layer and later token.",
+            caption="Overlap after two drafts, by layer and later token.",
             rows="layer",
             columns="place",
-            panel="draft",
+            panel="pair",
             label="overlap",
             stacked=True,
             middle=1.0,
@@ -82,38 +97,45 @@ STUDY = Study(
     ),
     claims=(
         Claim(
-            "moved",
-            above="moves the routing more than the harmless change",
-            below="moves the routing less than the harmless change",
-            unclear="does not detectably move the routing more or less than the harmless change",
+            "alike",
+            above="are routed rather as where that value is right than as after the sound draft",
+            below="are routed rather as after the sound draft than as where that value is right",
+            unclear="are not detectably routed more like either",
         ),
         Claim(
             "undone",
-            above="acts in part through the routers",
+            above="goes in part through the routers",
             below="is held back by the routers",
-            unclear="does not detectably act through the routers",
-            negligible=1e-3,
+            unclear="does not detectably go through the routers",
+            negligible=NEGLIGIBLE,
         ),
         Claim(
             "cold",
-            above="is routed otherwise",
-            below="is routed more alike",
-            unclear="is not detectably routed otherwise",
+            above="is routed differently from",
+            below="is routed more like",
+            unclear="is not detectably routed differently from",
         ),
     ),
     labels={
         "draft": {"slip": "after the slip", "harmless": "after the harmless change", "sound": "after the sound draft"},
-        "pair": {"cold": "cold and warm", "warm": "warm and warm"},
+        "pair": {
+            "sound, slip": "sound draft and slip",
+            "sound, harmless": "sound draft and harmless change",
+            "slip, harmless": "slip and harmless change",
+            "cold": "beginning (cold) and later",
+            "nothing": "after nothing and later",
+            "warm": "later and later (warm)",
+        },
     },
     written={
         **dict.fromkeys(
             ("undone", "undone_by", "done_by", "undone_layer", "load", "overlap", "overlap_all", "overlap_last"),
             percent,
         ),
-        **dict.fromkeys(("token", "start", "start_all"), percent),
+        **dict.fromkeys(("token", "start", "start_all", "kept"), percent),
         "bits": lambda value: plain(value, 4),
         "chance": lambda value: f"{100 * value.mean:.1f} %",
-        **dict.fromkeys(("moved", "cold"), points),
+        **dict.fromkeys(("alike", "cold"), points),
         "nats": plain,
         "logits": lambda value: plain(value, 1),
     },
