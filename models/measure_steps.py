@@ -75,7 +75,7 @@ def measured(model: Model, cases: list[Drafted]) -> dict[str, str]:
         ),
         "`continue` a *right* draft: says `wait`": share(false_waits),
         "says `wait` more often after a wrong draft": points(
-            newcombe(sum(waits), len(waits), sum(false_waits), len(false_waits))
+            newcombe(wilson(sum(waits), len(waits)), wilson(sum(false_waits), len(false_waits)))
         ),
     }
 

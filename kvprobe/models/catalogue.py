@@ -88,19 +88,14 @@ def _qwen(
     return NamedModel(title, "Apache-2.0", wheels, megabytes, payload)
 
 
-SEEDS, CORPORA = 1, ("plain", "corrected")
-"""Of the models `steps` that ship."""
-
-
-def _steps(corpus: str, seed: int) -> NamedModel:
+def _steps(name: str, learned: str) -> NamedModel:
     """A model that works sums step by step, trained here; see `kvprobe.training.steps`."""
-    learned = "from texts without errors" if corpus == "plain" else "to take errors back"
     return NamedModel(
-        title=f"a word-level Mixtral of 4 layers with 8 experts that works sums step by step, trained {learned}",
+        title=f"a word-level Mixtral of 4 layers with 8 experts that works sums step by step, trained on {learned}",
         licence="Apache-2.0",
         wheels=(),
         size=1,
-        folder=f"steps/steps-moe-{corpus}-{seed}",
+        folder=f"steps/{name}",
     )
 
 
@@ -185,9 +180,8 @@ NAMED_MODELS = {
         size=1,
         folder="ordinal",
     ),
-    **{
-        f"steps-moe-{corpus}-{seed}": _steps(corpus, seed) for corpus in ("plain", "corrected") for seed in range(SEEDS)
-    },
+    "steps-moe-plain-0": _steps("steps-moe-plain-0", "texts without errors"),
+    "steps-moe-corrected-0": _steps("steps-moe-corrected-0", "texts whose errors are taken back"),
 }
 
 
