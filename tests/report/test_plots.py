@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 import kvprobe as kv
 from kvprobe import views
@@ -44,6 +45,25 @@ def test_a_heat_map_has_the_declared_numbers_marks_and_edge_on_a_scale_around_it
         assert [float(line.get_ydata()[0]) for line in axis.lines] == [1.5, 1.5]
         assert set(axis.patches[0].get_data().values) == {up}
         assert axis.collections[0].get_clim() == pytest.approx((-0.3, 0.3))
+    assert "0.5" in scale_of(figure)
+
+
+def test_the_scale_of_a_heat_map_says_the_numbers_themselves_and_only_those_on_one_side_of_the_middle():
+    heatmaps = Heatmaps(file="f", caption="c", finding="read", rows="layer", columns="place", label="l", middle=1.0,
+                        panel="arm")  # fmt: skip
+    figure = heatmaps.draw(FINDINGS, label, "t")
+    assert figure is not None
+    assert scale_of(figure)[-1] == "1"
+    assert figure.axes[-1].get_ylim() == pytest.approx((-0.8, 0))
+
+
+def scale_of(figure: Figure) -> list[str]:
+    """What stands beside the colour bar."""
+    figure.canvas.draw()
+    bar = figure.axes[-1]
+    low, high = bar.get_ylim()
+    texts = zip(bar.get_yticks(), bar.get_yticklabels(), strict=True)
+    return [text.get_text() for tick, text in texts if low <= tick <= high]
 
 
 @pytest.mark.parametrize(("rows", "first"), [("layer", "below"), ("band", "below"), ("place", "above")])

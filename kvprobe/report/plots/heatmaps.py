@@ -96,7 +96,11 @@ class Heatmaps:
                 axis.tick_params(axis="y", rotation=0)
                 axis.label_outer()
             grid[-1, 0].set_xlabel(self.columns)
-            figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
+            bar = figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
+            bar.ax.yaxis.set_major_formatter(lambda offset, _: f"{self.middle + offset:g}")
+            offsets = [mean - self.middle for mean in means.values()]
+            if min(offsets) >= 0 or max(offsets) <= 0:  # half of the scale means nothing
+                bar.ax.set_ylim(-limit * (min(offsets) < 0), limit * (max(offsets) > 0))
             figure.suptitle(title, fontsize=10)
         return figure
 
