@@ -21,7 +21,7 @@ def steps(
         Parameter(help="A mixture of experts; or a dense model of as many active parameters, or of as many in all."),
     ] = "moe",
     corpus: Annotated[Corpus, Parameter(help="Texts without errors, or with some that are taken back.")] = "plain",
-    steps: Annotated[Whole, Parameter(help="Batches of 64 conversations.")] = 2500,
+    steps: Annotated[Whole, Parameter(help="Batches of 64 conversations.")] = 6000,
     seed: Annotated[Whole, Parameter(help="Of weights and conversations.")] = 0,
     out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
 ) -> None:

@@ -1,14 +1,16 @@
 """Sums worked step by step: three registers, a list of operations, and an answer that states each result.
 
     user:       a 3 b 7 c 1 : a + 4 b - 9 a + 5 solve
-    assistant:  a 3 + 4 = 7 b 7 - 9 = 8 a 7 + 5 = 2
+    assistant:  a 3 + 4 = 7 ok b 7 - 9 = 8 ok a 7 + 5 = 2 ok
 
 All values are digits, modulo 10. A step states the register's value before the operation and after it. So an error is
 either made at a step, which does not follow from what was stated before, or handed on by it, if it follows from a wrong
-value.
+value. A verdict ends each step: `ok`, or `wait`, which takes back the last steps, so that they are stated again:
+
+    assistant:  a 3 + 4 = 6 wait a 3 + 4 = 7 ok
 
 A user may also hand over a draft, which is the first steps, and ask to `continue` or to `review` it; or write an
-erratum: `note`, a step, `continue`. `wait` takes back the last steps: what follows it states them again.
+erratum: `note`, a step, `continue`. An answer that goes on from a wrong draft begins with `wait`.
 """
 
 import re
@@ -21,7 +23,8 @@ import numpy as np
 from kvprobe.errors import UserError
 
 REGISTERS = ("a", "b", "c")
-COMMANDS = ("solve", "continue", "review", "note", "wait")
+COMMANDS = ("solve", "continue", "review", "note")
+VERDICTS = ("ok", "wait")
 BASE = 10
 """Values are the digits below it."""
 LONGEST = 8
@@ -29,7 +32,7 @@ LONGEST = 8
 
 Sign = Literal["+", "-"]
 
-_STEP = re.compile(r"(?:\s*wait\b)*\s*([abc]) (\d) ([+-]) (\d) = (\d)(?!\S)")
+_STEP = re.compile(r"(?:\s*(?:ok|wait)\b)*\s*([abc]) (\d) ([+-]) (\d) = (\d)(?!\S)")
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,12 @@ class Problem:
 
 
 def text_of(steps: Iterable[Step]) -> str:
-    """Steps as text."""
-    return " ".join(map(str, steps))
+    """Steps as text, each with the verdict `ok`."""
+    return " ".join(f"{step} ok" for step in steps)
 
 
 def read_steps(text: str) -> tuple[Step, ...]:
-    """The steps that a text states, up to the first other words; `wait` between them is passed over."""
+    """The steps that a text states, up to the first other words; verdicts between them are passed over."""
     steps: list[Step] = []
     end = 0
     while match := _STEP.match(text, end):
@@ -152,7 +155,7 @@ def draw_wrong(value: int, rng: np.random.Generator) -> int:
 def vocabulary() -> tuple[str, ...]:
     """Every word of every conversation, after the control tokens; a word's id is its index here."""
     roles = ("<user>", "<assistant>", "<end>")
-    return ("<unk>", "<bos>", *roles, *REGISTERS, "+", "-", "=", ":", *map(str, range(BASE)), *COMMANDS)
+    return ("<unk>", "<bos>", *roles, *REGISTERS, "+", "-", "=", ":", *map(str, range(BASE)), *COMMANDS, *VERDICTS)
 
 
 # ---- a slip early on

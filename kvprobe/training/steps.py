@@ -4,6 +4,9 @@ Two corpora differ in one thing. In `plain`, no text has an error. In `corrected
 wrong values are never a target: the model learns what follows them, which is `wait` and the steps from the wrong one
 on, stated right.
 
+The verdict after every step is what lets so few layers learn it: it asks the same question after right values and
+wrong ones. With a `wait` only after wrong ones, 4 layers do not learn to notice them in as many batches.
+
 A dense model matches a mixture on active parameters (its MLP is as wide as the experts that a token goes to) or on
 total ones (as wide as all experts).
 """
@@ -36,9 +39,12 @@ CHAT_TEMPLATE = (
 EXPERTS, CHOSEN = 8, 2
 PARTS = 4
 """Of a batch, by length, so that short conversations are not padded to the longest."""
-ERROR_FREE, HIGHEST_RATE = 0.2, 0.5
+ERROR_FREE, HIGHEST_RATE = 0.1, 0.6
 """Of conversations of the corrected corpus, the share without errors; of the others' steps, at most this share is
 wrong."""
+AT_ONCE, FALSE_ALARM = 0.9, 0.05
+"""Of wrong steps in an answer, the share that is taken back at once; of right ones, the share that is taken back too,
+by a `wait` that is no target."""
 
 Turn = list[tuple[str, bool]]
 """Words, and whether each is a target."""
@@ -61,7 +67,7 @@ class Steps:
     heads: int = 4
     expert: int = 32
     tested: int = 200
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=2500, batch=64))
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=6000, batch=64))
 
     @property
     def name(self) -> str:
@@ -99,15 +105,19 @@ class Steps:
         return loss_of(model, [batch_of(rows[first : first + part]) for first in range(0, len(rows), part)])
 
     def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> Mapping[str, float]:
-        kinds: dict[str, list[Turn]] = {"solve": [], "continue a wrong draft": [], "review a wrong draft": []}
+        kinds: dict[str, list[Turn]] = {
+            kind: [] for kind in ("solve", "notice", "continue a wrong draft", "review a wrong draft")
+        }
         for _ in range(self.tested):
             problem = draw_problem(LONGEST, rng)
             right = problem.steps()
             number = int(rng.integers(LONGEST - 1))
             wrong = problem.steps({number: draw_wrong(right[number].after, rng)})[: number + 1]
-            given = f"{problem.question} {text_of(wrong)}"
+            asked, given = user(f"{problem.question} solve"), f"{problem.question} {text_of(wrong)}"
+            stated = text_of(wrong).removesuffix(" ok")
             again = f"wait {text_of(right[number:])}"
-            kinds["solve"].append([*user(f"{problem.question} solve"), *said(text_of(right))])
+            kinds["solve"].append([*asked, *said(text_of(right))])
+            kinds["notice"].append([*asked, *hidden(f"<assistant> {stated}"), *targets("wait")])
             kinds["continue a wrong draft"].append([*user(f"{given} continue"), *said(again)])
             kinds["review a wrong draft"].append([*user(f"{given} review"), *said(text_of(right))])
         return {kind: float(batch_of(rows).right(model).float().mean()) for kind, rows in kinds.items()}
@@ -130,14 +140,21 @@ def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
     """A random conversation: a question answered; a draft of the user's or of the model's own, continued or reviewed,
     perhaps after an erratum."""
     problem = draw_problem(1 if rng.random() < 0.1 else int(rng.integers(3, LONGEST + 1)), rng)
-    count = len(problem.operations)
+    right = problem.steps()
     rate = rng.random() * HIGHEST_RATE if corpus == "corrected" and rng.random() > ERROR_FREE else 0.0
-    wrong = {number: draw_wrong(step.after, rng) for number, step in enumerate(problem.steps()) if rng.random() < rate}
+
+    def drawn() -> dict[int, int]:
+        """Wrong values, by the number of their step."""
+        return {number: draw_wrong(step.after, rng) for number, step in enumerate(right) if rng.random() < rate}
+
+    def answered(first: int, lead: str = "") -> Turn:
+        return answer(problem, first, drawn(), rng, lead)
+
     form = rng.choice(["solve", "user", "own"], p=[0.4, 0.3, 0.3])
     if form == "solve":
-        return [*user(f"{problem.question} solve"), *answer(problem, 0, wrong, rng)]
-    given = int(rng.integers(1, count + 1))
-    wrong = {number: value for number, value in wrong.items() if number < given}
+        return [*user(f"{problem.question} solve"), *answered(0)]
+    given = int(rng.integers(1, len(right) + 1))
+    wrong = {number: value for number, value in drawn().items() if number < given}
     draft = problem.steps(wrong)[:given]
     unfinished = [("<assistant>", False), *((word, not wrong) for word in text_of(draft).split()), ("<end>", False)]
     opening = (
@@ -147,38 +164,37 @@ def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
     )
     command = rng.choice(["continue", "review", "note"], p=[0.4, 0.4, 0.2])
     if command == "review":
-        return [*opening, *hidden("review <end>"), *answer(problem, 0, {}, rng)]
-    right = problem.steps()
+        return [*opening, *hidden("review <end>"), *answered(0)]
     first = min(wrong, default=None)
     if command == "note":
         noted = first if first is not None else int(rng.integers(given))
-        return [
-            *opening,
-            *hidden(f"note {right[noted]} continue <end>"),
-            *answer(problem, given if first is None else first + 1, {}, rng),
-        ]
+        on = given if first is None else first + 1
+        return [*opening, *hidden(f"note {right[noted]} continue <end>"), *answered(on)]
     if first is None:
-        return [*opening, *hidden("continue <end>"), *answer(problem, given, {}, rng)]
-    return [*opening, *hidden("continue <end>"), *said(f"wait {text_of(right[first:])}")]
+        return [*opening, *hidden("continue <end>"), *answered(given)]
+    return [*opening, *hidden("continue <end>"), *answered(first, "wait")]
 
 
-def answer(problem: Problem, first: int, wrong: Mapping[int, int], rng: np.random.Generator) -> Turn:
-    """The model's turn: the steps from `first` on. A wrong one is taken back at once, or one step later."""
+def answer(problem: Problem, first: int, wrong: Mapping[int, int], rng: np.random.Generator, lead: str = "") -> Turn:
+    """The model's turn: `lead`, then the steps from `first` on. A wrong one is taken back at once, or one or two steps
+    later by a `wait` that is no target."""
     right = problem.steps()
-    words: Turn = hidden("<assistant>")
+    words: Turn = [*hidden("<assistant>"), *targets(lead)]
     number = first
     while number < len(right):
         if number in wrong:
-            later = min(len(right) - 1, number + int(rng.choice([0, 0, 0, 1])))
+            at_once = rng.random() < AT_ONCE
+            last = number if at_once else min(len(right) - 1, number + int(rng.integers(1, 3)))
             draft = problem.steps({number: wrong[number]})
-            for place in range(number, later + 1):
+            for place in range(number, last + 1):
                 words += erring(draft[place], right[place], place == number)
-            words += targets(f"wait {text_of(right[number : later + 1])}")
-            number = later + 1
+                words += [("wait", at_once) if place == last else ("ok", False)]
+            words += targets(text_of(right[number : last + 1]))
+            number = last + 1
         else:
-            words += targets(str(right[number]))
-            if rng.random() < 0.05:
-                words += [("wait", False), *targets(str(right[number]))]
+            if rng.random() < FALSE_ALARM:
+                words += [*targets(str(right[number])), *hidden("wait")]
+            words += targets(text_of([right[number]]))
             number += 1
     return [*words, ("<end>", True)]
 
