@@ -68,6 +68,11 @@ class Step:
         """Whether the value after follows from the one before."""
         return self.after == self.operation.of(self.before)
 
+    @property
+    def within(self) -> bool:
+        """Whether the result does not pass 9 or 0."""
+        return 0 <= self.before + self.operation.amount * (1 if self.operation.sign == "+" else -1) < BASE
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -163,8 +168,8 @@ def vocabulary() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Slip:
-    """An answer whose third step states a wrong value. Three steps on other registers follow, which are the same
-    whether it slipped or not, and then a step that starts from the value.
+    """An answer whose third step states a wrong value. Steps on other registers follow, which are the same whether it
+    slipped or not, and then a step that starts from the value.
 
     Attributes:
         wrong: the value that the third step states instead.
@@ -201,59 +206,30 @@ SLIPPED = 2
 LATER = 3
 
 
-def draw_slip(rng: np.random.Generator, wraps: bool = True) -> Slip:
+def draw_slip(rng: np.random.Generator, wraps: bool = True, later: int = LATER) -> Slip:
     """A random one.
 
     Args:
         wraps: whether values may pass 9 or 0.
+        later: steps on other registers.
     """
     while True:
         slipped, *others = rng.permutation(REGISTERS).tolist()
         before = rng.choice(REGISTERS, SLIPPED).tolist()
-        registers = [*before, slipped, *rng.choice(others, LATER).tolist(), slipped]
-        problem = _on(registers, draw_problem(len(registers), rng))
+        registers = [*before, slipped, *rng.choice(others, later).tolist(), slipped]
+        problem = on_registers(registers, draw_problem(len(registers), rng))
         steps = problem.steps()
         operation, start = problem.operations[SLIPPED], steps[SLIPPED].before
         amount = int(rng.integers(1, BASE))
         other = replace(operation, amount=amount)
         operations = (*problem.operations[:SLIPPED], other, *problem.operations[SLIPPED + 1 :])
         harmless = Problem(problem.starts, operations)
-        within = all(_within(step) for step in (*steps, *harmless.steps()[: SLIPPED + 1]))
+        within = all(step.within for step in (*steps, *harmless.steps()[: SLIPPED + 1]))
         if operation.amount not in (0, amount) and (wraps or within):
             return Slip(problem, other.of(start), harmless)
 
 
-def _on(registers: Sequence[str], problem: Problem) -> Problem:
+def on_registers(registers: Sequence[str], problem: Problem) -> Problem:
     """The problem with its operations on these registers."""
     operations = zip(registers, problem.operations, strict=True)
     return replace(problem, operations=tuple(replace(done, register=register) for register, done in operations))
-
-
-def _within(step: Step) -> bool:
-    """Whether the sum does not pass 9 or 0."""
-    operation = step.operation
-    return step.after == step.before + (operation.amount if operation.sign == "+" else -operation.amount)
-
-
-# ---- in English
-
-
-def question_in_english(problem: Problem) -> str:
-    """What `Problem.question` says, for a language model."""
-    starts = ", ".join(f"{register} is {value}" for register, value in zip(REGISTERS, problem.starts, strict=True))
-    done = "; ".join(
-        f"add {operation.amount} to {operation.register}"
-        if operation.sign == "+"
-        else f"take {operation.amount} from {operation.register}"
-        for operation in problem.operations
-    )
-    return f"At first {starts}. Then {done}. Work out every step in order, one line each."
-
-
-def in_english(steps: Iterable[Step]) -> str:
-    """Steps as lines of text, for a language model."""
-    return "".join(
-        f"{step.operation.register}: {step.before} {'plus' if step.operation.sign == '+' else 'minus'} "
-        f"{step.operation.amount} is {step.after}.\n"
-        for step in steps
-    )

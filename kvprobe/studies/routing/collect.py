@@ -4,8 +4,6 @@ All three drafts have as many tokens, so that the later tokens stand at the same
 the value of the slip, but there it is right, because another amount was asked for.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 
@@ -17,19 +15,8 @@ from kvprobe.inference.model import Model
 from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import Routing, agreement, mediate_each, read
 from kvprobe.studies.routing import Config
-from kvprobe.tasks.steps import (
-    LONGEST,
-    Draft,
-    Problem,
-    Slip,
-    Step,
-    draw_problem,
-    draw_slip,
-    in_english,
-    question_in_english,
-    text_of,
-    vocabulary,
-)
+from kvprobe.tasks.steps import LONGEST, Draft, Slip, draw_problem, draw_slip
+from kvprobe.tasks.worded_steps import Wording
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
@@ -44,60 +31,13 @@ PAIRS: dict[str, tuple[Draft, Draft]] = {
 They differ in one token (the value), three (the amount twice, the value) and two (the amount twice)."""
 
 
-ROLES = ("register", "before", "sign", "amount", "=", "after")
-"""Of the words of a step."""
-
-
-class Wording:
-    """How sums are put to a model: in the words of the models `steps`, or in English."""
-
-    def __init__(self, model: Model) -> None:
-        self.tokenizer = model.tokenizer
-        if self.tokenizer is None:
-            raise UserError(f"{model.name} has no tokenizer, so nothing can be asked of it; give one to `load`.")
-        self.words = set(self.tokenizer.get_vocab()) == set(vocabulary())
-
-    def question(self, problem: Problem) -> str:
-        return f"{problem.question} solve" if self.words else question_in_english(problem)
-
-    def steps(self, steps: Sequence[Step]) -> str:
-        return f" {text_of(steps)}" if self.words else in_english(steps)
-
-    def asked(self, problem: Problem) -> Tokens:
-        """The conversation up to the answer."""
-        chat = Transcript.from_messages([{"role": "user", "content": self.question(problem)}], ["question"])
-        return chat.tokens(self.tokenizer, generation_prompt=True)
-
-    def place(self, number: int) -> str:
-        """What a later token is, by its number; the same in all problems."""
-        return f"{number} {ROLES[number % len(ROLES)]}" if self.words else str(number)
-
-    def after(self, before: Tokens, segment: str, text: str) -> Tokens:
-        """More of the answer."""
-        return Tokens.of(self.ids(text), segment, before.following)
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def suffix(self, slip: Slip, before: Tokens) -> tuple[Tokens, LogitDiff]:
-        """The later steps and the beginning of the last one, up to where it states the value that it starts from; and
-        the margin of the right value over the wrong one.
-
-        Raises:
-            UserError: the tokenizer has no single tokens for digits.
-        """
-        register = slip.problem.operations[-1].register
-        lead = f" {register}" if self.words else f"{register}:"
-        text = self.steps(slip.later) + lead
-        right, wrong = (self.ids(f"{text} {value}") for value in (slip.right, slip.wrong))
-        if len(right) != len(wrong) or right[:-1] != wrong[:-1]:
-            raise UserError("This tokenizer does not give digits tokens of their own, which the problems need.")
-        return Tokens.of(right[:-1], "later", before.following), LogitDiff(right[-1], wrong[-1])
+def wording_of(model: Model) -> Wording:
+    return Wording(model.tokenizer, model.name)
 
 
 def slips(model: Model, config: Config) -> list[Slip]:
     """The problems of a run: for a language model, sums that never pass 9 or 0."""
-    wraps = Wording(model).words
+    wraps = wording_of(model).words
     return [draw_slip(np.random.default_rng([config.seed, number]), wraps) for number in range(config.problems)]
 
 
@@ -121,12 +61,11 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
     """Rows of four kinds: `token` (of a layer, for a pair of drafts), `exchange` (the routing of layers), `load` (of an
     expert) and `own` (a read that follows its own routing)."""
-    wording = Wording(model)
-    before = drafted(wording, slip)
-    if len({len(tokens) for tokens in before.values()}) > 1:
-        raise UserError("The drafts have different numbers of tokens, so their later tokens stand at other positions.")
+    wording = wording_of(model)
+    before = wording.drafts(slip)
     caches = {name: model.prefill(tokens) for name, tokens in before.items()}
-    suffix, margin = wording.suffix(slip, before["sound"])
+    suffix, right, wrong = wording.suffix(slip, before["sound"])
+    margin = LogitDiff(right, wrong)
     free = {name: read(model, suffix, cache) for name, cache in caches.items()}
     rows = [tokens_of(free[one].routing, free[other].routing).assign(pair=pair) for pair, (one, other) in PAIRS.items()]
     for name in ("slip", "harmless"):
@@ -147,15 +86,6 @@ def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
     by_case = {f"margin_{name}": float(margin(routed.logits[0])) for name, routed in free.items()}
     by_case["as_stated"] = float(likeliest["sound"] == margin.right and likeliest["slip"] == margin.wrong)
     return pd.concat(rows, ignore_index=True).assign(case=number, **by_case)
-
-
-def drafted(wording: Wording, slip: Slip) -> dict[Draft, Tokens]:
-    """The question and the first steps of each draft."""
-    asked = {name: wording.asked(problem) for name, (problem, _) in slip.drafts.items()}
-    return {
-        name: asked[name] + wording.after(asked[name], "draft", wording.steps(steps))
-        for name, (_, steps) in slip.drafts.items()
-    }
 
 
 def tokens_of(one: Routing, other: Routing) -> pd.DataFrame:
@@ -184,7 +114,7 @@ def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens, ma
 def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.DataFrame:
     """How alike the routing of a question's first tokens is at the beginning of a conversation and after another one,
     after nothing at all and after another one, and after two different conversations; at the same positions."""
-    wording = Wording(model)
+    wording = wording_of(model)
     rng = np.random.default_rng([config.seed, number, 1])
     asked = {"role": "user", "content": wording.question(slip.problem)}
     warm: list[tuple[Tokens, Tokens]] = []
