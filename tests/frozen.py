@@ -47,6 +47,7 @@ MODULES = {
     "multihop": "test_multihop",
     "features": "test_features",
     "routing": "test_routing_study",
+    "poisoning": "test_poisoning_study",
 }
 """Where each study's tiny run is."""
 AROUND = {"features": ("few_texts",), "policies": ("short",)}

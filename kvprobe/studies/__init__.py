@@ -96,6 +96,7 @@ STUDIES = {
         "multihop",
         "features",
         "routing",
+        "poisoning",
     )
 }
 

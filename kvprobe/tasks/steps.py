@@ -184,6 +184,14 @@ class Slip:
     def right(self) -> int:
         return self.problem.steps()[SLIPPED].after
 
+    def stating(self, wrong: int) -> "Slip":
+        """The same problem with another wrong value; the harmless change adds or takes away what leads to it."""
+        step = self.problem.steps()[SLIPPED]
+        amount = wrong - step.before
+        other = replace(step.operation, sign="+" if amount >= 0 else "-", amount=abs(amount))
+        operations = (*self.problem.operations[:SLIPPED], other, *self.problem.operations[SLIPPED + 1 :])
+        return Slip(self.problem, wrong, replace(self.problem, operations=operations))
+
     @property
     def drafts(self) -> "dict[Draft, tuple[Problem, tuple[Step, ...]]]":
         """The question and the first three steps: as they should be, with the slip, and where the value is right."""
@@ -206,17 +214,16 @@ SLIPPED = 2
 LATER = 3
 
 
-def draw_slip(rng: np.random.Generator, wraps: bool = True, later: int = LATER) -> Slip:
+def draw_slip(rng: np.random.Generator, wraps: bool = True) -> Slip:
     """A random one.
 
     Args:
         wraps: whether values may pass 9 or 0.
-        later: steps on other registers.
     """
     while True:
         slipped, *others = rng.permutation(REGISTERS).tolist()
         before = rng.choice(REGISTERS, SLIPPED).tolist()
-        registers = [*before, slipped, *rng.choice(others, later).tolist(), slipped]
+        registers = [*before, slipped, *rng.choice(others, LATER).tolist(), slipped]
         problem = on_registers(registers, draw_problem(len(registers), rng))
         steps = problem.steps()
         operation, start = problem.operations[SLIPPED], steps[SLIPPED].before
@@ -224,7 +231,7 @@ def draw_slip(rng: np.random.Generator, wraps: bool = True, later: int = LATER) 
         other = replace(operation, amount=amount)
         operations = (*problem.operations[:SLIPPED], other, *problem.operations[SLIPPED + 1 :])
         harmless = Problem(problem.starts, operations)
-        within = all(step.within for step in (*steps, *harmless.steps()[: SLIPPED + 1]))
+        within = all(step.within for step in (*steps, *harmless.steps()))
         if operation.amount not in (0, amount) and (wraps or within):
             return Slip(problem, other.of(start), harmless)
 

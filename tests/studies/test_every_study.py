@@ -137,9 +137,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"problems": 1}, "'problems' is 1; expected 2 to 10000"),
         ({"start": 1}, "'start' is 1; expected 2 to 512"),
     ],
+    "poisoning": [
+        ({"problems": 1}, "'problems' is 1; expected 2 to 10000"),
+        ({"new": 7}, "'new' is 7; expected 8 to 2048"),
+        ({"mistake": "sampled"}, "'mistake' is 'sampled'; expected 'random' or 'own'"),
+    ],
 }
 DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
-    name: name for name in ("dangling", "filter_poison", "patching", "routing")
+    name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning")
 }
 """The preset that has the settings that a study has by itself."""
 SHORTER_AND_LARGER = [

@@ -1,0 +1,188 @@
+"""From tables to findings: what the slip costs, where it sits, what cures it, and what may be said of each claim."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, measure
+from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.inference.model import Model
+from kvprobe.report.document import chat_record
+from kvprobe.report.findings import Findings
+from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.poisoning import Config
+from kvprobe.studies.poisoning.cases import HISTORY, slips, stated, wording_of
+from kvprobe.studies.poisoning.collect import ALL
+from kvprobe.tasks.steps import LATER, SLIPPED
+from kvprobe.text.transcript import Transcript
+from kvprobe.tidy import Rows, Where
+from kvprobe.wording import few_clusters
+
+HEADLINE: dict[str, Any] = {"together": (), "family": "headline", "cluster": "case"}
+"""All that the table of verdicts is chosen from: these intervals hold together."""
+PLAIN: Where = {"delay": LATER}
+
+
+def arm(name: str, draft: str = "slip") -> Where:
+    return {"arm": name, "draft": draft, **({} if name == "at once" else PLAIN)}
+
+
+def more_right(name: str, where: Where, less: Where) -> Difference:
+    """How much larger the share of right answers is."""
+    return Difference(name=name, of="right", where=where, less=less, within=DIFFERENCE, **HEADLINE)
+
+
+ANSWERS: tuple[Estimand, ...] = (
+    more_right("poisons", arm("continue", "sound"), arm("continue")),
+    more_right("critique", arm("review", "sound"), arm("review")),
+    more_right("blind", arm("other's"), arm("review")),
+    more_right("restart", arm("fresh"), arm("continue")),
+    more_right("handed", arm("handed"), arm("continue")),
+    more_right("alone", arm("alone"), arm("continue")),
+    more_right("wait", arm("wait"), arm("continue")),
+    *(
+        Mean(name=name, of=name, by=("arm", "draft"), where=PLAIN, cluster="case", within=SHARE)
+        for name in ("right", "handed_on", "restated", "local")
+    ),
+    *(
+        Mean(name=f"{name}_at_once", of=name, by=("draft",), where={"arm": "at once"}, cluster="case", within=SHARE)
+        for name in ("right", "restated")
+    ),
+    Mean(name="delayed", of="right", by=("delay", "draft"), where={"arm": "wait"}, cluster="case", within=SHARE),
+)
+EDITS: tuple[Estimand, ...] = (
+    Ratio(name="ghost", of="ghost", over="poison", **HEADLINE),
+    Mean(name="margin", of="margin", by=("edit",), where={"layer": ALL}, cluster="case", unit="logits"),
+    Mean(name="kl", of="kl", by=("edit",), where={"layer": ALL}, cluster="case", unit="nats"),
+    Mean(name="prefers_right", of="right", by=("edit",), where={"layer": ALL}, cluster="case", within=SHARE),
+    Ratio(name="undone", of="undone", over="poison", by=("edit",), where={"layer": ALL}, cluster="case"),
+    Ratio(name="undone_layer", of="undone", over="poison", by=("layer",), where={"one": True}, cluster="case"),
+)
+"""`poison` is the margin of the sound run less that of the slip's, `ghost` what is left of it where later tokens no
+longer see the wrong step."""
+ATTENTION: tuple[Estimand, ...] = (
+    Mean(name="mass", of="mass", by=("draft", "layer"), cluster="case", within=SHARE),
+    *(
+        Difference(
+            name="lift",
+            of="mass",
+            by=("layer",),
+            where={"draft": "slip"},
+            less={"draft": draft},
+            keys={"over": draft},
+            cluster="case",
+            within=DIFFERENCE,
+        )
+        for draft in ("sound", "harmless")
+    ),
+)
+VERDICTS: tuple[Estimand, ...] = (
+    Difference(
+        name="notices",
+        of="wait",
+        where={"draft": "slip", "delay": 0},
+        less={"draft": "sound", "delay": 0},
+        within=DIFFERENCE,
+        **HEADLINE,
+    ),
+    Mean(name="wait_chance", of="wait", by=("draft", "delay"), cluster="case", within=SHARE),
+    Mean(name="standing", of="standing", by=("draft", "delay"), cluster="case", within=SHARE),
+)
+"""`standing`: the probability that no verdict so far was `wait`."""
+HISTORIES: tuple[Estimand, ...] = (
+    Mean(name="right_after", of="right", by=("wrong",), cluster="case", within=SHARE),
+    Mean(name="log_probability", of="log_probability", by=("wrong",), cluster="case", unit="nats"),
+)
+SLOPES: tuple[Estimand, ...] = (Mean(name="conditioned", of="slope", within=(-3.0, 3.0), **HEADLINE),)
+
+
+def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
+    """Findings, controls and facts of a run."""
+    verdicts = [(standing(tables["verdicts"]), VERDICTS)] if "verdicts" in tables else []
+    findings = measure(
+        tables["answers"],
+        ANSWERS,
+        (beside_poison(tables["samples"]), EDITS),
+        (tables["attention"], ATTENTION),
+        (tables["histories"], HISTORIES),
+        (slopes(tables["histories"]), SLOPES),
+        *verdicts,
+    )
+    if verdicts:
+        left = {delay: findings.at("standing", draft="slip", delay=delay).mean for delay in range(LATER + 1)}
+        findings.number("half_life", next((delay for delay, share in left.items() if share <= 0.5), np.nan))
+    controls = controls_of(findings, margins(tables["samples"]), model)
+    return Conclusion(findings, controls, facts(config, model, tables), few_clusters(config.problems, "problems"))
+
+
+def margins(rows: Rows) -> pd.DataFrame:
+    """The margin of each problem, with all layers edited."""
+    return rows[rows["layer"] == ALL].pivot(index="case", columns="edit", values="margin")
+
+
+def beside_poison(rows: Rows) -> Rows:
+    """Each row with the damage of its problem, what its edit undoes of it, and what is left with the step masked."""
+    whole = margins(rows)
+    of_case = pd.DataFrame(
+        {
+            "poison": whole["sound"] - whole["slip"],
+            "ghost": whole["masked sound"] - whole["masked slip"],
+            "slipped": whole["slip"],
+        }
+    )
+    rows = rows.join(of_case, on="case")
+    return rows.assign(undone=rows["margin"] - rows["slipped"], one=rows["layer"] != ALL)
+
+
+def standing(rows: Rows) -> Rows:
+    """Each row with the probability that neither its verdict nor one before it is `wait`."""
+    rows = rows.sort_values(["case", "draft", "delay"])
+    return rows.assign(standing=(1 - rows["wait"]).groupby([rows["case"], rows["draft"]]).cumprod())
+
+
+def slopes(rows: Rows) -> pd.DataFrame:
+    """By problem, how fast errors become likelier with the share of wrong steps before (least squares)."""
+    share = rows["wrong"] / HISTORY
+    apart = share - share.groupby(rows["case"]).transform("mean")
+    top = ((1 - rows["right"]) * apart).groupby(rows["case"]).sum()
+    return (top / (apart**2).groupby(rows["case"]).sum()).rename("slope").reset_index()
+
+
+def facts(config: Config, model: Model, tables: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
+    """The first problem, as it was put and answered."""
+    wording, slip = wording_of(model), slips(model, config)[0]
+    steps = stated(slip, "slip")
+    answer = wording.steps(steps).strip()
+    chat = [{"role": "user", "content": wording.question(slip.problem)}, {"role": "assistant", "content": answer}]
+    transcript = Transcript.from_messages(chat, ["question", "answer"])
+    answers = tables["answers"]
+    first = answers[(answers["case"] == 0) & (answers["draft"] == "slip") & (answers["arm"] != "alone")]
+    return {
+        "chat": chat_record(transcript, marked=wording.steps(steps[SLIPPED : SLIPPED + 1]).strip()),
+        "right": slip.right,
+        "wrong": slip.wrong,
+        "words": wording.words,
+        "answers": [list(row) for row in zip(first["arm"], first["delay"].astype(int), first["text"], strict=True)],
+    }
+
+
+def controls_of(findings: Findings, whole: pd.DataFrame, model: Model) -> list[Control]:
+    """What must hold exactly, and what the study rests on."""
+    off = float((whole["restarted sound"] - whole["restarted slip"]).abs().max() / whole.abs().max().max())
+    sound = findings.at("right", arm="continue", draft="sound").mean
+    fresh = findings.at("right", arm="fresh", draft="slip").mean
+    return [
+        Control(
+            f"Where the wrong step is left out and all else is computed again, nothing of it is left: margins after "
+            f"the slip and after the sound draft differ by at most {off:.1e} of the largest (allowed: "
+            f"{model.round_off:.1e}).",
+            off <= model.round_off,
+        ),
+        Control(
+            f"The model can do the task: it ends {sound:.0%} of the sound drafts rightly (expected: at least half), "
+            f"and {fresh:.0%} of the problems that it works from the beginning.",
+            sound >= 0.5,
+        ),
+    ]
