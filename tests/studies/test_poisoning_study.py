@@ -24,7 +24,6 @@ from kvprobe.studies.poisoning.cases import (
     single,
     slips,
     stated,
-    wording_of,
 )
 from kvprobe.studies.poisoning.collect import ALL, alone, attention, edits, outcome, results, verdicts
 from kvprobe.studies.poisoning.conclude import conclude, slopes
@@ -149,10 +148,9 @@ def test_the_models_own_mistake_is_its_likeliest_wrong_digit():
     head = model.lanes.plain.get_output_embeddings()
     logits = torch.zeros(head.weight.shape[0])
     logits[ids[0]], logits[ids[1]] = 9.0, 5.0
-    with torch.no_grad():
-        hook = head.register_forward_hook(lambda *_: logits.expand(1, 1, -1))
-        assert own_mistake(model, slip) == second
-        hook.remove()
+    hook = head.register_forward_hook(lambda _, __, said: logits.expand_as(said))
+    assert own_mistake(model, slip) == second
+    hook.remove()
 
 
 # ---- answers, read
@@ -195,7 +193,7 @@ def test_answers_in_english_are_read_line_by_line():
 
 def test_the_shipped_mixture_finds_errors_at_once_and_keeps_them_in_one_place():
     model = load(SHIPPED)
-    rows = [slip for slip in slips(model, Config(problems=4))]
+    rows = list(slips(model, Config(problems=4)))
     chances = pd.concat([verdicts(model, slip) for slip in rows])
     now = chances[chances["delay"] == 0].groupby("draft")["wait"].mean()
     assert now["slip"] > 0.5 > 0.2 > now["sound"]
@@ -216,8 +214,8 @@ def test_attention_and_results_are_of_the_step_that_was_asked_for():
     assert set(table["draft"]) == {"sound", "slip", "harmless"}
     assert table["mass"].between(0, 1).all()
     given = results(model, histories(np.random.default_rng(1), wraps=True))
-    assert given[0]["right"] == 1
-    assert [row["wrong"] for row in given] == list(range(HISTORY + 1))
+    assert given["right"][0] == 1
+    assert list(given["wrong"]) == list(range(HISTORY + 1))
 
 
 # ---- known answers of the slope
@@ -306,7 +304,7 @@ def example() -> tuple[Config, Conclusion]:
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
-    """Right or wrong by chance in all arms, nothing noticed, no ghost, and errors that do not depend on those before."""
+    """Right or wrong by chance in all arms, nothing noticed, no ghost, and errors that depend on none before."""
 
     def flip(_: int) -> float:
         return float(rng.random() < 0.5)
@@ -314,7 +312,7 @@ def noise(rng: np.random.Generator) -> Conclusion:
     tables = made_up(
         sound=flip,
         ghost=lambda _: float(rng.normal(0, 0.3)),
-        **{name: flip for name in ("continue", "review", "others", "handed", "alone", "fresh", "wait")},
+        **dict.fromkeys(("continue", "review", "others", "handed", "alone", "fresh", "wait"), flip),
     )
     tables["verdicts"]["wait"] = rng.random(len(tables["verdicts"]))
     tables["histories"]["right"] = (rng.random(len(tables["histories"])) < 0.7).astype(float)

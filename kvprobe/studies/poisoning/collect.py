@@ -55,7 +55,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     def after_errors(case: Case) -> pd.DataFrame:
         rng = np.random.default_rng([config.seed, case[0], 1])
         wraps = wording_of(model).words
-        return pd.DataFrame(results(model, histories(rng, wraps))).assign(case=case[0])
+        return results(model, histories(rng, wraps)).assign(case=case[0])
 
     tables = {
         "samples": parts("edits", lambda slip: edits(model, slip), "Editing caches"),
@@ -203,7 +203,7 @@ def verdicts(model: Model, slip: Slip) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def results(model: Model, given: Sequence[History]) -> list[dict[str, float]]:
+def results(model: Model, given: Sequence[History]) -> pd.DataFrame:
     """Whether the step that is asked for has the right result after each history, up to its value teacher-forced."""
     wording, rows = wording_of(model), []
     for history in given:
@@ -213,4 +213,4 @@ def results(model: Model, given: Sequence[History]) -> list[dict[str, float]]:
         logits = model.extend(None, [asked + read])[1][0, -1].float()
         row = {"wrong": history.wrong, "right": float(int(logits.argmax()) == value)}
         rows.append({**row, "log_probability": float(torch.log_softmax(logits, -1)[value])})
-    return rows
+    return pd.DataFrame(rows)
