@@ -21,12 +21,12 @@ PROBLEM = Problem((3, 7, 1), (Operation("a", "+", 4), Operation("b", "-", 9), Op
 
 def test_the_example_of_the_module_by_hand():
     assert PROBLEM.question == "a 3 b 7 c 1 : a + 4 b - 9 a + 5"
-    assert text_of(PROBLEM.steps()) == "a 3 + 4 = 7 b 7 - 9 = 8 a 7 + 5 = 2"
+    assert text_of(PROBLEM.steps()) == "a 3 + 4 = 7 ok b 7 - 9 = 8 ok a 7 + 5 = 2 ok"
 
 
 def test_a_wrong_value_is_handed_on_by_its_register_alone():
     wrong = PROBLEM.steps({0: 6})
-    assert text_of(wrong) == "a 3 + 4 = 6 b 7 - 9 = 8 a 6 + 5 = 1"
+    assert text_of(wrong) == "a 3 + 4 = 6 ok b 7 - 9 = 8 ok a 6 + 5 = 1 ok"
     assert [step.adds_up for step in wrong] == [False, True, True]
 
 
@@ -36,7 +36,9 @@ def test_steps_are_read_back_as_written(seed: int):
     problem = draw_problem(6, rng)
     steps = problem.steps({2: draw_wrong(problem.steps()[2].after, rng)})
     assert read_steps(text_of(steps)) == steps
-    assert read_steps(f"{text_of(steps[:2])} wait {text_of(steps[1:])}") == steps[:2] + steps[1:]
+    taken_back = text_of(steps[:2]).removesuffix("ok")
+    assert read_steps(f"{taken_back}wait {text_of(steps[1:])}") == steps[:2] + steps[1:]
+    assert read_steps(f"wait {text_of(steps)}") == steps
     assert set(f"{problem.question} {text_of(steps)}".split()) <= set(vocabulary())
     values = dict(zip("abc", problem.starts, strict=True))
     for step in problem.steps():
@@ -48,6 +50,7 @@ def test_steps_are_read_back_as_written(seed: int):
 def test_text_that_is_no_step_ends_the_steps():
     assert read_steps("a 3 + 4 = 7 b 7 - 9") == (Step(Operation("a", "+", 4), 3, 7),)
     assert read_steps("a 3 + 4 = 77") == ()
+    assert read_steps("a 3 + 4 = 7 okay b 7 - 9 = 8") == (Step(Operation("a", "+", 4), 3, 7),)
     assert read_steps("nonsense a 3 + 4 = 7") == ()
 
 

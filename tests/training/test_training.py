@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
-from kvprobe.tasks.steps import Operation, Problem, read_steps
+from kvprobe.tasks.steps import Operation, Problem, Step, read_steps
 from kvprobe.training.loop import CHECKPOINT, loss_of, train
 from kvprobe.training.schedule import Corpus, Schedule, Shape
 from kvprobe.training.steps import Steps, batch_of, conversation
@@ -163,20 +163,41 @@ def test_no_wrong_value_is_a_target(corpus: Corpus):
 
 
 def test_an_error_of_ones_own_is_taken_back_from_the_wrong_step_on():
-    taken_back = 0
+    """By the verdict on it, which is a target, or one or two steps later by one that is none."""
+    at_once = later = alarms = 0
     for words in words_of("corrected", 400):
-        text = " ".join(word for word, _ in words)
-        answer = text.rsplit("<assistant>", 1)[1].removesuffix("<end>")
-        if "wait" in answer:
-            before, after = answer.split("wait", 1)
-            stated, restated = read_steps(before), read_steps(after.split("wait")[0])
-            wrong = [number for number, step in enumerate(stated) if not step.adds_up]
-            if wrong:
-                taken_back += 1
-                again = stated[wrong[0] :]
-                assert [step.operation for step in restated[: len(again)]] == [step.operation for step in again]
-                assert all(step.adds_up for step in restated[: len(again)])
-    assert taken_back > 30
+        start = max(place for place, (word, _) in enumerate(words) if word == "<assistant>") + 1
+        answer = [word for word, _ in words[start:-1]]
+        if answer[:1] == ["wait"]:  # of a draft; what follows is as any answer
+            start, answer = start + 1, answer[1:]
+        pending: list[Step] = []
+        place = 0
+        while place < len(answer):
+            (step,) = read_steps(" ".join(answer[place : place + 6]))
+            verdict, is_target = words[start + place + 6]
+            place += 7
+            pending.append(step)
+            wrong = [number for number, one in enumerate(pending) if not one.adds_up]
+            if verdict == "wait":
+                back = pending[wrong[0] if wrong else -1 :]
+                assert len(back) <= 3
+                again = read_steps(" ".join(answer[place : place + 7 * len(back)]))
+                assert [one.operation for one in again] == [one.operation for one in back]
+                if wrong:
+                    ends = place + 7 * len(back) == len(answer)  # after the last step there is no later one
+                    assert is_target == (len(back) == 1) or ends
+                    at_once, later = at_once + (len(back) == 1), later + (len(back) > 1)
+                else:
+                    assert not is_target
+                    alarms += 1
+                pending = []
+            else:
+                assert verdict == "ok"
+                assert is_target or wrong or not any(target for _, target in words[start:])
+        assert all(step.adds_up for step in pending)
+    assert at_once > 200
+    assert 0.02 < later / at_once < 0.3
+    assert alarms > 30
 
 
 def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_batched():
