@@ -13,9 +13,13 @@ from tqdm import tqdm
 from kvprobe.inference.model import Model, load
 from kvprobe.stats import newcombe, wilson
 from kvprobe.tasks.steps import LONGEST, Problem, Step, draw_problem, draw_wrong, text_of
+from kvprobe.tasks.worded_steps import Wording
+from kvprobe.text.tokens import Tokens
 from kvprobe.wording import percent, points
 
 COUNT, SEED = 300, 11
+ROWS = 25
+"""Answers at a time."""
 
 
 class Drafted(NamedTuple):
@@ -43,26 +47,58 @@ def drafted(count: int) -> list[Drafted]:
     return cases
 
 
-def answers(model: Model, cases: list[Drafted], ask: Callable[[Drafted], str], of: str) -> list[str]:
+def answers(model: Model, cases: list[Drafted], ask: Callable[[Drafted], Tokens], of: str) -> list[str]:
     """What the model answers to each."""
-    talks = ([{"role": "user", "content": ask(case)}] for case in tqdm(cases, desc=of, unit="problem"))
-    return [model.generate(talk, max_new_tokens=60).text for talk in talks]
+    prompts, texts = [ask(case) for case in cases], list[str]()
+    for start in tqdm(range(0, len(prompts), ROWS), desc=of, unit="batch"):
+        texts += model.generate(prompts[start : start + ROWS], max_new_tokens=120).texts
+    return texts
 
 
 def measured(model: Model, cases: list[Drafted]) -> dict[str, str]:
     """The rows of the card's table."""
+    wording = Wording(model.tokenizer, model.name)
 
     def share(hits: list[bool]) -> str:
         return percent(wilson(sum(hits), len(hits)))
 
-    solved = answers(model, cases, lambda case: f"{case.problem.question} solve", "solve")
-    reviewed = answers(model, cases, lambda case: case.asked(case.wrong, "review"), "review")
-    continued = answers(model, cases, lambda case: case.asked(case.wrong, "continue"), "continue")
-    sound = answers(model, cases, lambda case: case.asked(case.right, "continue"), "continue a right draft")
-    waits, false_waits = ([said.startswith("wait") for said in group] for group in (continued, sound))
+    def more(one: list[bool], other: list[bool]) -> str:
+        return points(newcombe(wilson(sum(one), len(one)), wilson(sum(other), len(other))))
+
+    def asked(words: Callable[[Drafted], str]) -> Callable[[Drafted], Tokens]:
+        return lambda case: wording.chat(words(case))
+
+    def answering(steps: Callable[[Drafted], tuple[Step, ...]]) -> Callable[[Drafted], Tokens]:
+        """The model's own answer, up to the value of its last step so far."""
+
+        def prompt(case: Drafted) -> Tokens:
+            before = wording.chat(wording.question(case.problem))
+            return before + wording.after(before, "answer", wording.stated(steps(case)[: case.given]))
+
+        return prompt
+
+    def took_back(texts: list[str]) -> list[bool]:
+        return [text.startswith("wait") for text in texts]
+
+    solved = answers(model, cases, asked(lambda case: wording.question(case.problem)), "solve")
+    own_wrong = answers(model, cases, answering(lambda case: case.wrong), "its own wrong value")
+    own_right = answers(model, cases, answering(lambda case: case.right), "its own right value")
+    reviewed = answers(model, cases, asked(lambda case: case.asked(case.wrong, "review")), "review")
+    continued = answers(model, cases, asked(lambda case: case.asked(case.wrong, "continue")), "continue")
+    sound = answers(model, cases, asked(lambda case: case.asked(case.right, "continue")), "continue a right draft")
     pairs = list(zip(continued, cases, strict=True))
+    on_wrong, on_right, waits, alarms = map(took_back, (own_wrong, own_right, continued, sound))
     return {
         "`solve`": share([said == text_of(case.right) for said, case in zip(solved, cases, strict=True)]),
+        "its own wrong value: says `wait`": share(on_wrong),
+        "… and then all from the wrong step on right": share(
+            [
+                said == f"wait {text_of(case.right[case.given - 1 :])}"
+                for said, case in zip(own_wrong, cases, strict=True)
+            ]
+        ),
+        "its own *right* value: says `wait`": share(on_right),
+        "says `wait` more often at a wrong value": more(on_wrong, on_right),
         "`review` a wrong draft: all steps right": share(
             [said == text_of(case.right) for said, case in zip(reviewed, cases, strict=True)]
         ),
@@ -73,10 +109,8 @@ def measured(model: Model, cases: list[Drafted]) -> dict[str, str]:
         "… says `wait`, and then all from the wrong step on right": share(
             [said == f"wait {text_of(case.right[case.given - 1 :])}" for said, case in pairs]
         ),
-        "`continue` a *right* draft: says `wait`": share(false_waits),
-        "says `wait` more often after a wrong draft": points(
-            newcombe(wilson(sum(waits), len(waits)), wilson(sum(false_waits), len(false_waits)))
-        ),
+        "`continue` a *right* draft: says `wait`": share(alarms),
+        "says `wait` more often after a wrong draft": more(waits, alarms),
     }
 
 

@@ -88,10 +88,13 @@ def _qwen(
     return NamedModel(title, "Apache-2.0", wheels, megabytes, payload)
 
 
-def _steps(name: str, learned: str) -> NamedModel:
+MIXTURE = "Mixtral of 4 layers with 8 experts"
+
+
+def _steps(name: str, architecture: str, learned: str) -> NamedModel:
     """A model that works sums step by step, trained here; see `kvprobe.training.steps`."""
     return NamedModel(
-        title=f"a word-level Mixtral of 4 layers with 8 experts that works sums step by step, trained on {learned}",
+        title=f"a word-level {architecture} that works sums step by step, trained on {learned}",
         licence="Apache-2.0",
         wheels=(),
         size=1,
@@ -180,8 +183,13 @@ NAMED_MODELS = {
         size=1,
         folder="ordinal",
     ),
-    "steps-moe-plain-0": _steps("steps-moe-plain-0", "texts without errors"),
-    "steps-moe-corrected-0": _steps("steps-moe-corrected-0", "texts whose errors are taken back"),
+    "steps-moe-plain-0": _steps("steps-moe-plain-0", MIXTURE, "texts without errors"),
+    "steps-moe-corrected-0": _steps("steps-moe-corrected-0", MIXTURE, "texts whose errors are taken back"),
+    "steps-active-corrected-0": _steps(
+        "steps-active-corrected-0",
+        "Llama of 4 layers, with as many active parameters as that Mixtral,",
+        "texts whose errors are taken back",
+    ),
 }
 
 
