@@ -102,18 +102,20 @@ def edited(model: Model, sound: KVCache, slip: KVCache) -> Iterator[tuple[str, i
     """Edits of the two caches by name and layer; the sound one, unedited, is the first."""
     yield "sound", ALL, sound
     yield "slip", ALL, slip
-    for name, cache in (("sound", sound), ("slip", slip)):
+    runs = {"sound": sound, "slip": slip}
+    for name, cache in runs.items():
         yield f"masked {name}", ALL, cache.mask(STEP)
+    for name, cache in runs.items():
         yield f"restarted {name}", ALL, model.apply(RestartInPlace(STEP), cache)
     yield "slip's step", ALL, sound.patch(slip, STEP)
     yield "sound step", ALL, slip.patch(sound, STEP)
     yield "sound step, K", ALL, slip.patch(sound, STEP, part="K")
     yield "sound step, V", ALL, slip.patch(sound, STEP, part="V")
-    yield "sound later steps", ALL, slip.patch(sound, LATER_STEPS)
     layers = range(slip.n_layers)
     for name, band in zip(BANDS, np.array_split(layers, len(BANDS)), strict=True):
         if len(band):
             yield f"sound step, {name} layers", ALL, slip.patch(sound, STEP, layers=band.tolist())
+    yield "sound later steps", ALL, slip.patch(sound, LATER_STEPS)
     for layer in layers:
         yield "sound step", layer, slip.patch(sound, STEP, layers=[layer])
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.stats import Estimate
 from kvprobe.studies.poisoning import Config
 from kvprobe.studies.poisoning.collect import BANDS, collect
 from kvprobe.studies.poisoning.conclude import conclude
@@ -14,6 +15,11 @@ STYLES = {
     "slip": Style("#d55e00", "s"),
     "harmless": Style("#009e73", "D"),
 }
+
+
+def lost(value: Estimate) -> str:
+    """Points that are lost, so that a plus would confuse."""
+    return points(value).replace("+", "")
 
 
 def helps(finding: str) -> Claim:
@@ -47,7 +53,7 @@ STUDY = Study(
             "Answers whose last value is right, by what is done about the first six steps.",
             line="draft",
             limits=(-0.03, 1.03),
-            size=(8.4, 3.2),
+            size=(7.2, 3.2),
         ),
         over(
             "undone_by_layer",
@@ -144,22 +150,23 @@ STUDY = Study(
         },
         "over": {"sound": "over the sound draft", "harmless": "over the harmless change"},
         "edit": {
-            "slip": "the slip, nothing edited",
-            "sound": "the sound draft",
-            "masked slip": "the slip, third step masked",
-            "masked sound": "the sound draft, third step masked",
-            "restarted slip": "the slip, third step left out and the rest computed again",
-            "restarted sound": "the sound draft, likewise",
-            "slip's step": "the sound draft with K and V of the wrong step",
-            "sound step": "the slip with K and V of the right step",
+            "sound": "sound draft",
+            "slip": "slip",
+            "masked slip": "slip, third step masked",
+            "masked sound": "sound draft, third step masked",
+            "restarted slip": "slip, third step left out, rest computed again",
+            "restarted sound": "sound draft, third step left out, likewise",
+            "slip's step": "sound draft, third step's K and V of the slip",
+            "sound step": "slip, third step's K and V of the sound draft",
             "sound step, K": "… K alone",
             "sound step, V": "… V alone",
             **{f"sound step, {band} layers": f"… the {band} third of the layers alone" for band in BANDS},
-            "sound later steps": "the slip with K and V of the later steps after the sound draft",
+            "sound later steps": "slip, later steps' K and V of the sound draft",
         },
     },
     written={
-        **dict.fromkeys(("poisons", "notices", "critique", "blind", "restart", "handed", "alone", "wait"), points),
+        **dict.fromkeys(("notices", "blind", "restart", "handed", "alone", "wait"), points),
+        **dict.fromkeys(("poisons", "critique"), lost),
         **dict.fromkeys(("right", "handed_on", "restated", "local", "delayed", "right_at_once"), percent),
         **dict.fromkeys(("restated_at_once", "prefers_right", "undone", "undone_layer", "ghost"), percent),
         **dict.fromkeys(("mass", "wait_chance", "standing", "right_after"), percent),
