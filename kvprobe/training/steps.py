@@ -150,7 +150,7 @@ def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:
     def answered(first: int, lead: str = "") -> Turn:
         return answer(problem, first, drawn(), rng, lead)
 
-    form = rng.choice(["solve", "user", "own"], p=[0.4, 0.3, 0.3])
+    form = rng.choice(["solve", "user", "own"], p=[0.8, 0.1, 0.1])
     if form == "solve":
         return [*user(f"{problem.question} solve"), *answered(0)]
     given = int(rng.integers(1, len(right) + 1))
