@@ -207,7 +207,7 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_batche
     apart = loss_of(model, [batch_of(rows[:1]), batch_of(rows[1:])])
     longer = [*rows, [("a", False)] * 90]  # pads all others
     padded, sole = loss_of(model, [batch_of(longer)]), loss_of(model, [batch_of(rows), batch_of(longer[-1:])])
-    assert abs(float((padded - sole).detach())) < 1e-3  # the balance is measured batch by batch
+    assert abs(float((padded - sole).detach())) < 3e-3  # the balance is measured batch by batch
     model.config.router_aux_loss_coef = 0.0
     torch.testing.assert_close(loss_of(model, [batch_of(rows)]), loss_of(model, [batch_of([row]) for row in rows]))
     assert together > loss_of(model, [batch_of(rows)])
