@@ -48,6 +48,7 @@ MODULES = {
     "features": "test_features",
     "routing": "test_routing_study",
     "poisoning": "test_poisoning_study",
+    "reliance": "test_reliance_study",
 }
 """Where each study's tiny run is."""
 AROUND = {"features": ("few_texts",), "policies": ("short",)}

@@ -97,6 +97,7 @@ STUDIES = {
         "features",
         "routing",
         "poisoning",
+        "reliance",
     )
 }
 

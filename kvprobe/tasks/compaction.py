@@ -22,11 +22,16 @@ KINDS: tuple[Kind, ...] = ("summary", "hidden", "neither")
 
 @dataclass(frozen=True)
 class Compaction:
-    """The continuation of one context's conversation."""
+    """The continuation of one context's conversation.
+
+    Attributes:
+        summary_other: a wrong answer to the first question, of the same kind and nowhere in the context.
+    """
 
     id: str
     summary_question: str
     summary_answer: str
+    summary_other: str
     hidden_question: str
     hidden_answer: str
     neither_question: str

@@ -142,9 +142,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"new": 7}, "'new' is 7; expected 8 to 2048"),
         ({"mistake": "sampled"}, "'mistake' is 'sampled'; expected 'random' or 'own'"),
     ],
+    "reliance": [
+        ({"contexts": 1}, "'contexts' is 1; expected 2 to 48"),
+        ({"contexts": 49}, "'contexts' is 49; expected 2 to 48"),
+    ],
 }
 DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
-    name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning")
+    name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning", "reliance")
 }
 """The preset that has the settings that a study has by itself."""
 SHORTER_AND_LARGER = [

@@ -1,0 +1,21 @@
+"""Does a summary that was written with its source in view rely on it, or is it poisoned by it?"""
+
+from dataclasses import dataclass
+
+from kvprobe.experiments.settings import Settings, ranged
+from kvprobe.studies import STUDIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """Settings of the reliance study.
+
+    Attributes:
+        contexts: hand-written conversations; those whose answer is not in both the turns and a summary are left out.
+    """
+
+    model: str = "smollm2-135m"
+    contexts: int = ranged(48, 2, 48)
+
+
+run = STUDIES["reliance"].run
