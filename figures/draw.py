@@ -46,6 +46,9 @@ FIGURES = {
     "dangling_rescued": ("dangling", "rescues"),
     "payload_or_pointer": ("dangling", "memos"),
     "routing_start": ("routing", "start_by_place"),
+    "poisoning": ("poisoning", "right_by_arm"),
+    "poisoning_layers": ("poisoning", "undone_by_layer"),
+    "reliance": ("reliance", "answers_by_source"),
 }
 """By file: the preset, and the figure of its run."""
 FAMILIES = {"leakage": ("leakage", "v"), "leakage_topic": ("leakage-topic", "resid_post")}
