@@ -153,7 +153,7 @@ def question_in_english(problem: Problem) -> str:
         else f"take {operation.amount} from {operation.register}"
         for operation in problem.operations
     )
-    return f"At first {starts}. Then {done}. Work out every step in order, one line each."
+    return f'At first {starts}. Then {done}. Work out every step in order, one line each, like "x: 1 plus 2 is 3."'
 
 
 def in_english(steps: Sequence[Step]) -> str:
