@@ -79,7 +79,7 @@ class Wording:
 
     def taken_back(self, steps: Sequence[Step]) -> str:
         """Steps, the last of them followed by "wait"."""
-        return f"{self.stated(steps)} wait" if self.words else f"{in_english(steps)}Wait, "
+        return f"{self.stated(steps)} wait" if self.words else f"{in_english(steps)}Wait,"
 
     def read(self, text: str) -> tuple[Step, ...]:
         """The steps that an answer states."""
@@ -109,7 +109,17 @@ class Wording:
         return Tokens.of(self.ids(text), segment, before.following)
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """The tokens of a text.
+
+        Raises:
+            UserError: the tokenizer does not know its words, as that of a model `steps` of another vocabulary.
+        """
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
+            raise UserError(
+                f"The tokenizer does not know all words of {text.strip()!r}; take a model that reads English."
+            )
+        return ids
 
     def drafts(self, slip: Slip) -> dict[Draft, Tokens]:
         """The question and the first steps of each draft, in the segments `EARLIER` and `STEP`.

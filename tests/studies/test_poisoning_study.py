@@ -28,9 +28,10 @@ from kvprobe.studies.poisoning.cases import (
 from kvprobe.studies.poisoning.collect import ALL, alone, attention, edits, outcome, results, verdicts
 from kvprobe.studies.poisoning.conclude import conclude, slopes
 from kvprobe.studies.poisoning.study import STUDY
-from kvprobe.tasks.steps import LATER, SLIPPED, Slip, draw_slip, text_of
+from kvprobe.tasks.steps import LATER, SLIPPED, Slip, draw_slip, text_of, vocabulary
 from kvprobe.tasks.worded_steps import Wording
-from kvprobe.training.steps import Steps
+from kvprobe.training.steps import CHAT_TEMPLATE, Steps
+from kvprobe.training.words import word_tokenizer
 from tests import models
 from tests.refusals import refused
 from tests.studies.runs import answer_of, assert_figures, in_steps
@@ -54,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_shows_everything(finished: Run):
     found = Conclusion.of(finished.metrics).findings
     assert {claim.finding for claim in STUDY.claims} <= set(found.names)
-    arm_names = {"continue", "wait", "review", "other's", "handed", "erratum", "fresh", "alone"}
+    arm_names = {"continue", "at once", "wait", "ordered", "review", "other's", "handed", "erratum", "fresh", "alone"}
     assert set(found.values("right", "arm")) == arm_names
     assert_figures(finished, *(figure.file for figure in STUDY.figures))
     assert finished.metrics["controls"][0]["holds"]
@@ -95,6 +96,7 @@ def test_each_arm_puts_the_same_steps_in_its_own_way(wording: Wording):
     right = slip.problem.steps()[SLIPPED]
     assert by_name["continue", "slip", LATER] == f"{begun} {steps}"
     assert by_name["fresh", "slip", LATER] == begun
+    assert by_name["ordered", "slip", LATER] == f"{begun} {steps} <end> <user> continue <end> <assistant>"
     assert by_name["review", "slip", LATER] == f"{begun} {steps} <end> <user> review <end> <assistant>"
     assert by_name["erratum", "slip", LATER] == (
         f"{begun} {steps} <end> <user> note {right} continue <end> <assistant>"
@@ -132,7 +134,7 @@ def test_a_step_alone_starts_from_the_values_before_it():
 
 @pytest.mark.parametrize("wrong", range(10))
 def test_a_slip_may_state_any_other_value_and_the_harmless_change_leads_to_it(wrong: int):
-    slip = a_slip()
+    slip = a_slip(wraps=False)
     if wrong != slip.right:
         other = slip.stating(wrong)
         assert other.drafts["slip"][1][SLIPPED].after == other.drafts["harmless"][1][SLIPPED].after == wrong
@@ -160,19 +162,25 @@ def said(wording: Wording, slip: Slip, text: str) -> Mapping[str, float]:
     return outcome(wording, slip, text)
 
 
+def said_of(right: int = 0, handed_on: int = 0, restated: int = 0, local: int = 0) -> Mapping[str, float]:
+    return {"right": right, "handed_on": handed_on, "ends": 1, "restated": restated, "local": local}
+
+
 def test_answers_are_read_by_their_last_step(wording: Wording):
     slip = a_slip()
     right = slip.problem.steps()
     wrong = slip.problem.steps({SLIPPED: slip.wrong})
-    assert said(wording, slip, text_of(right[-1:])) == {"right": 1, "handed_on": 0, "restated": 0, "local": 1}
-    assert said(wording, slip, text_of(wrong[-1:])) == {"right": 0, "handed_on": 1, "restated": 0, "local": 1}
+    assert said(wording, slip, text_of(right[-1:])) == said_of(right=1, local=1)
+    assert said(wording, slip, text_of(wrong[-1:])) == said_of(handed_on=1, local=1)
     again = f"wait {text_of(right[SLIPPED:])}"
-    assert said(wording, slip, again) == {"right": 1, "handed_on": 0, "restated": 1, "local": 1}
+    assert said(wording, slip, again) == said_of(right=1, restated=1, local=1)
     odd = replace(right[-1], after=(right[-1].after + 1) % 10)
     if odd.after != wrong[-1].after:
-        assert said(wording, slip, text_of([odd])) == {"right": 0, "handed_on": 0, "restated": 0, "local": 0}
+        assert said(wording, slip, text_of([odd])) == said_of()
     nothing = said(wording, slip, "wait wait")
-    assert nothing["right"] == nothing["handed_on"] == nothing["restated"] == 0
+    assert {name: value for name, value in nothing.items() if name != "local"} == dict.fromkeys(
+        ("right", "handed_on", "ends", "restated"), 0
+    )
     assert np.isnan(nothing["local"])
 
 
@@ -184,8 +192,25 @@ def test_answers_in_english_are_read_line_by_line():
     assert english.read(text) == right
     assert said(english, slip, text)["right"] == 1
     assert english.read("a: 3 plus 4 is 71.") == ()
-    assert "Wait, " in english.taken_back(right)
+    assert english.taken_back(right).endswith("\nWait,")
     assert english.stated(right).endswith(f"is {right[-1].after}")
+
+
+def test_verdicts_are_read_where_they_stand():
+    model, slip = tiny(), a_slip()
+    wording, rows = wording_of(model), verdicts(model, slip).set_index(["draft", "delay"])["wait"]
+    asked = wording.chat(wording.question(slip.problem))
+    for draft in DRAFTS:
+        for delay in range(LATER + 1):
+            text = wording.stated(stated(slip, draft)[: SLIPPED + 1 + delay])
+            logits = model.extend(None, [asked + wording.after(asked, "answer", text)])[1][0, -1]
+            assert rows[draft, delay] == pytest.approx(float(logits.softmax(-1)[wording.ids("wait")[0]]), rel=1e-4)
+
+
+def test_a_vocabulary_that_lacks_a_word_is_refused():
+    words = [word for word in vocabulary() if word != "ok"]
+    old = Wording(word_tokenizer(words, CHAT_TEMPLATE, end="<end>"), "old")
+    refused(lambda: old.drafts(a_slip(wraps=False)), "does not know all words")
 
 
 # ---- shipped models: what their training makes true
@@ -204,7 +229,7 @@ def test_the_shipped_mixture_finds_errors_at_once_and_keeps_them_in_one_place():
         off = by_edit.loc["sound step", "margin"] - by_edit.loc["sound later steps", "margin"]
         assert off > 0  # what later steps hold decides less
         assert by_edit.loc["restarted slip", "margin"] == pytest.approx(by_edit.loc["restarted sound", "margin"])
-        assert alone(model, slip, "sound") == slip.problem.steps()[-1].after
+        assert alone(model, slip, "sound", 30) == slip.problem.steps()[-1].after
 
 
 def test_attention_and_results_are_of_the_step_that_was_asked_for():
@@ -244,7 +269,7 @@ def test_a_model_as_right_as_its_last_step_has_slope_1_and_one_that_ignores_it_0
 # ---- made-up tables
 
 Number = Callable[[int], float]
-ARMS = ("continue", "review", "other's", "handed", "erratum", "alone")
+ARMS = ("continue", "ordered", "review", "other's", "handed", "erratum", "alone")
 
 
 def made_up(off: Number = lambda _: 0.0, sound: Number = lambda _: 1.0, **right: Number) -> dict[str, pd.DataFrame]:
@@ -252,6 +277,7 @@ def made_up(off: Number = lambda _: 0.0, sound: Number = lambda _: 1.0, **right:
     also `ghost`, `notices` and `error` (of a step after so many wrong ones)."""
     default: dict[str, Number] = {
         "continue": lambda _: 0.0,
+        "ordered": lambda _: 0.0,
         "review": lambda case: float(case % 4 > 0),
         "other's": lambda case: float(case % 4 > 0),
         "handed": lambda case: float(case % 2),
@@ -280,7 +306,7 @@ def made_up(off: Number = lambda _: 0.0, sound: Number = lambda _: 1.0, **right:
             for name in (*ARMS, "wait", "at once", *(["fresh"] if draft == "slip" else [])):
                 value = given.get(name, default["continue"])(case) if draft == "slip" else sound(case)
                 row = {"arm": name, "draft": draft, "right": value, "handed_on": 1 - value, "restated": 0.0}
-                row |= {"local": 1.0, "text": "a 1", "case": case}
+                row |= {"local": 1.0, "ends": 1.0, "text": "a 1", "case": case}
                 delays = range(LATER + 1) if name == "wait" else [0 if name == "at once" else LATER]
                 answered += [{**row, "delay": delay} for delay in delays]
             for delay in range(LATER + 1):
@@ -341,7 +367,13 @@ def test_planted_numbers_are_found():
     assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims} == {len(STUDY.claims)}
 
 
-def test_errors_that_are_not_taken_back_have_no_half_life():
+def test_errors_that_are_not_taken_back_have_no_half_life_and_false_alarms_do_not_count():
+    tables = made_up()
+    tables["verdicts"]["wait"] = 0.3
+    findings = concluded(tables).findings
+    assert findings.at("notices").mean == 0
+    assert np.isnan(findings.at("half_life").mean)
+    assert findings.at("standing", draft="slip", delay=3).mean == pytest.approx(0.7**4)
     assert np.isnan(concluded(made_up(notices=lambda _: 0.1)).findings.at("half_life").mean)
 
 
@@ -369,8 +401,8 @@ ALTERNATES: Number = lambda case: float(case % 2)  # noqa: E731
         ({"notices": lambda case: case % 2 / 50}, "does not detectably notice it"),
         ({"review": lambda _: 0.0}, "is right less often with the slip in it"),
         ({"review": lambda _: 1.0}, "is not detectably less often right with the slip in it"),
-        ({"review": lambda _: 0.0, "others": lambda _: 1.0}, "is right more often than one of its own"),
-        ({"review": lambda _: 1.0, "others": lambda _: 0.0}, "is right less often than one of its own"),
+        ({"review": lambda _: 0.0, "others": lambda _: 1.0}, "it loses more by the slip than"),
+        ({"review": lambda _: 1.0, "others": lambda _: 0.0}, "it loses less by the slip than"),
         ({}, "keep a part of it"),
         ({"ghost": lambda case: (-1) ** case / 5}, "keep nothing detectable of it"),
         ({"ghost": lambda case: -0.3 - case / 100}, "work against it"),
@@ -383,6 +415,12 @@ def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: s
 
 
 def test_controls_fail_where_they_should():
-    tables = made_up(), made_up(off=lambda case: case / 100), made_up(sound=lambda _: 0.0)
+    cut = made_up()
+    cut["answers"].loc[cut["answers"]["arm"] == "review", "ends"] = 0.0
+    harmless = made_up()
+    margins = harmless["samples"].set_index(["case", "edit", "layer"])["margin"]
+    harmless["samples"].loc[harmless["samples"]["edit"] == "slip", "margin"] = margins[:, "sound", ALL].to_numpy()
+    tables = made_up(), made_up(off=lambda case: case / 100), made_up(sound=lambda _: 0.0), harmless, cut
     holds = [[control.holds for control in concluded(own).controls] for own in tables]
-    assert holds == [[True, True], [False, True], [True, False]]
+    assert holds[0] == [True] * 4
+    assert [[not held for held in row].index(True) for row in holds[1:]] == [0, 1, 2, 3]

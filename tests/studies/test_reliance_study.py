@@ -41,15 +41,15 @@ def test_a_run_shows_everything(finished: Run):
 
 
 def test_nearly_all_conversations_state_the_answer_in_turns_and_summary():
-    assert len(cases_of(ALL)) == 45
+    assert len(cases_of(ALL)) == 44
 
 
-@pytest.mark.parametrize("number", range(45))
+@pytest.mark.parametrize("number", range(44))
 def test_turns_state_the_other_answer_and_summaries_keep_their_own(number: int):
     context, compaction = cases_of(ALL)[number]
     other = stating(context, compaction, "other")
     turns = " ".join(getattr(other, name) for name in TURNS)
-    assert compaction.summary_answer not in turns
+    assert compaction.summary_answer.lower() not in turns.lower()
     assert compaction.summary_other in turns
     assert (other.summary_1, other.summary_2) == (context.summary_1, context.summary_2)
     assert compaction.summary_other.lower() not in " ".join(astuple(context)).lower()
@@ -75,7 +75,7 @@ def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_no
     filler = [other for other, _ in cases_of(ALL)[1:3]]
     rows = measure(models.any_model(), context, compaction, filler).set_index(["state", "source", "word"])["logprob"]
     assert rows["recomputed", "own", "own"] == pytest.approx(rows["recomputed", "unrelated", "own"], abs=1e-5)
-    assert abs(rows["retained", "own", "own"] - rows["retained", "unrelated", "own"]) > 1e-4
+    assert rows["retained", "own", "own"] != pytest.approx(rows["retained", "unrelated", "own"], abs=1e-4)
 
 
 # ---- made-up tables
@@ -125,9 +125,10 @@ def noise(rng: np.random.Generator) -> Conclusion:
 def test_planted_numbers_are_found():
     findings = example()[1].findings
     cases = np.arange(CONVERSATIONS)
-    own, other = -2.0 - 0.1 * (cases % 3), -0.1 * (cases % 2)
+    own, other, unrelated = -2.0 - 0.1 * (cases % 3), -0.1 * (cases % 2), -0.5 + 0.1 * (cases % 2)
     assert findings.at("worse").mean == pytest.approx(own.mean())
-    assert findings.at("relies").mean == pytest.approx((own - other).mean())
+    assert findings.at("relies").mean == pytest.approx((own - unrelated).mean())
+    assert findings.at("contradicted").mean == pytest.approx((other - unrelated).mean())
     assert findings.at("masking").mean == pytest.approx(-0.45)
     assert findings.at("poisoned").mean == pytest.approx(1.05)
     assert findings.at("gain", source="other", word="other").mean == pytest.approx(1.05)
@@ -137,15 +138,15 @@ def test_planted_numbers_are_found():
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ({}, "loses more where the turns stated it too, as reliance would have it"),
-        ({"own": lambda case: 1.0 + case / 10}, "gains more where the turns stated it too"),
-        ({"own": lambda case: (-1) ** case / 10, "other": lambda _: 0.0}, "so no reliance was detected"),
-        ({}, "still shows, as poison would have it"),
-        ({"shown": lambda case: -1 - case / 10}, "is avoided, the opposite of poison"),
+        ({}, "gains less (or loses more), as reliance would have it"),
+        ({"own": lambda case: 1.0 + case / 10}, "gains more (or loses less), the opposite of reliance"),
+        ({"own": lambda case: (-1) ** case / 10, "unrelated": lambda _: 0.0}, "so no reliance was detected"),
+        ({}, "gains more, as poison would have it"),
+        ({"shown": lambda case: -1 - case / 10}, "gains less, the opposite of poison"),
         ({"shown": lambda case: (-1) ** case / 10}, "so no poison was detected"),
-        ({}, "makes less likely the answer that it states"),
-        ({"own": lambda case: 1.0 + case / 10}, "makes likelier the answer that it states"),
-        ({}, "is hidden, retaining lowers it"),
+        ({}, "lowers the log-probability of the answer that it states"),
+        ({"own": lambda case: 1.0 + case / 10}, "raises the log-probability of the answer that it states"),
+        ({}, "of something else, retaining lowers it"),
         ({"unrelated": lambda case: (-1) ** case / 10}, "retaining was not detected to change it"),
     ],
 )

@@ -50,20 +50,28 @@ def wording_of(model: Model) -> Wording:
 
 def slips(model: Model, config: Config) -> list[Slip]:
     """The problems of a run: for a language model, sums that never pass 9 or 0."""
-    wording = wording_of(model)
-    drawn = [draw_slip(np.random.default_rng([config.seed, place]), wording.words) for place in range(config.problems)]
-    return drawn if config.mistake == "random" else [slip.stating(own_mistake(model, slip)) for slip in drawn]
+    return [slip_of(model, config, number) for number in range(config.problems)]
+
+
+def slip_of(model: Model, config: Config, number: int) -> Slip:
+    """One of them."""
+    slip = draw_slip(np.random.default_rng([config.seed, number]), wording_of(model).words)
+    return slip if config.mistake == "random" else slip.stating(own_mistake(model, slip))
 
 
 def own_mistake(model: Model, slip: Slip) -> int:
-    """The wrong value that the model itself holds likeliest."""
+    """The wrong value that the model itself holds likeliest; in English, of those from which no sum passes 9 or 0."""
     wording = wording_of(model)
+
+    def fits(value: int) -> bool:
+        return value != slip.right and (wording.words or slip.problem.steps({SLIPPED: value})[-1].within)
+
     asked = wording.chat(wording.question(slip.problem))
     text = wording.stated(slip.problem.steps()[: SLIPPED + 1])
     ids = {value: wording.ids(f"{text[:-1]}{value}") for value in range(BASE)}
     read = asked + Tokens.of(ids[0][:-1], "answer", asked.following)
     logits = model.extend(None, [read])[1][0, -1]
-    return max((value for value in ids if value != slip.right), key=lambda value: float(logits[ids[value][-1]]))
+    return max(filter(fits, ids), key=lambda value: float(logits[ids[value][-1]]))
 
 
 def stated(slip: Slip, draft: Draft) -> tuple[Step, ...]:
@@ -91,6 +99,7 @@ def arms(wording: Wording, slip: Slip) -> list[Arm]:
         for delay in range(LATER + 1):
             ways.append(answering("wait", draft, wording.taken_back(steps[: SLIPPED + 1 + delay]), delay))
         ways += [
+            Arm("ordered", draft, wording.chat(question, own, wording.order("continue"))),
             Arm("review", draft, wording.chat(question, own, wording.order("review"))),
             Arm("erratum", draft, wording.chat(question, own, wording.erratum(right))),
             Arm("handed", draft, wording.chat(wording.handed(problem, steps, "continue"))),

@@ -149,27 +149,29 @@ def answers(model: Model, slip: Slip, new: int) -> pd.DataFrame:
         for arm, text in zip(ways, texts, strict=True)
     ]
     for draft in DRAFTS:
-        right = alone(model, slip, draft) == slip.problem.steps()[-1].after
-        rows.append({"arm": "alone", "draft": draft, "delay": LATER, "right": float(right)})
+        last = alone(model, slip, draft, new)
+        right, ends = float(last == slip.problem.steps()[-1].after), float(last is not None)
+        rows.append({"arm": "alone", "draft": draft, "delay": LATER, "right": right, "ends": ends})
     return pd.DataFrame(rows)
 
 
 def outcome(wording: Wording, slip: Slip, text: str) -> dict[str, float]:
-    """Of an answer: whether it states the problem's last step with the right value, or with the one that follows from
-    the slip; whether it states the third step again, rightly; and the share of its steps that follow from the value
-    that they start from."""
+    """Of an answer: whether it states the problem's last step with the right value, with the one that follows from the
+    slip, or at all; whether it states the third step again, rightly; and the share of its steps that follow from the
+    value that they start from."""
     steps, right = wording.read(text), slip.problem.steps()
     wrong = slip.problem.steps({SLIPPED: slip.wrong})
     last = [step.after for step in steps if step.operation == right[-1].operation][-1:]
     return {
         "right": float(last == [right[-1].after]),
         "handed_on": float(last == [wrong[-1].after]),
+        "ends": float(bool(last)),
         "restated": float(right[SLIPPED] in steps),
         "local": float(np.mean([step.adds_up for step in steps])) if steps else np.nan,
     }
 
 
-def alone(model: Model, slip: Slip, draft: Draft) -> int | None:
+def alone(model: Model, slip: Slip, draft: Draft, new: int) -> int | None:
     """The last value where each step is a conversation of its own: the third, as the draft states it, is reviewed, and
     all others are asked for. None if the model does not state one of them."""
     wording, problem = wording_of(model), slip.problem
@@ -178,10 +180,12 @@ def alone(model: Model, slip: Slip, draft: Draft) -> int | None:
         one = single(problem, values, number)
         given = slip.drafts[draft][1][SLIPPED]
         text = wording.handed(one, [given], "review") if number == SLIPPED else wording.question(one)
-        said = wording.read(model.generate([wording.chat(text)], max_new_tokens=30).text)
+        steps = wording.read(model.generate([wording.chat(text)], max_new_tokens=new).text)
+        (asked,) = one.operations
+        said = [step.after for step in steps if step.operation == asked]
         if not said:
             return None
-        values[one.operations[0].register] = said[-1].after
+        values[asked.register] = said[-1]
     return values[problem.operations[-1].register]
 
 

@@ -13,46 +13,46 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.cases import HISTORY, slips, stated, wording_of
+from kvprobe.studies.poisoning.cases import HISTORY, slip_of, stated, wording_of
 from kvprobe.studies.poisoning.collect import ALL
 from kvprobe.tasks.steps import LATER, SLIPPED
 from kvprobe.text.transcript import Transcript
-from kvprobe.tidy import Rows, Where
-from kvprobe.wording import few_clusters
+from kvprobe.tidy import Rows, beside
+from kvprobe.wording import few_clusters, plain
 
 HEADLINE: dict[str, Any] = {"together": (), "family": "headline", "cluster": "case"}
 """All that the table of verdicts is chosen from: these intervals hold together."""
-PLAIN: Where = {"delay": LATER}
+WAITED = 1
+"""Steps after the slip at which “wait” is tried for the answer; the models `steps` take errors back within two."""
 
 
-def arm(name: str, draft: str = "slip") -> Where:
-    return {"arm": name, "draft": draft, **({} if name == "at once" else PLAIN)}
-
-
-def more_right(name: str, where: Where, less: Where) -> Difference:
-    """How much larger the share of right answers is."""
+def gained(name: str, by: str, beside: str = "continue") -> Difference:
+    """How many more answers are right after the slip."""
+    where, less = ({"arm": arm, "draft": "slip", "main": True} for arm in (by, beside))
     return Difference(name=name, of="right", where=where, less=less, within=DIFFERENCE, **HEADLINE)
 
 
 ANSWERS: tuple[Estimand, ...] = (
-    more_right("poisons", arm("continue", "sound"), arm("continue")),
-    more_right("critique", arm("review", "sound"), arm("review")),
-    more_right("blind", arm("other's"), arm("review")),
-    more_right("restart", arm("fresh"), arm("continue")),
-    more_right("handed", arm("handed"), arm("continue")),
-    more_right("alone", arm("alone"), arm("continue")),
-    more_right("wait", arm("wait"), arm("continue")),
+    gained("restart", "fresh"),
+    gained("handed", "handed", beside="ordered"),
+    gained("alone", "alone"),
+    gained("wait", "wait"),
     *(
-        Mean(name=name, of=name, by=("arm", "draft"), where=PLAIN, cluster="case", within=SHARE)
-        for name in ("right", "handed_on", "restated", "local")
-    ),
-    *(
-        Mean(name=f"{name}_at_once", of=name, by=("draft",), where={"arm": "at once"}, cluster="case", within=SHARE)
-        for name in ("right", "restated")
+        Mean(name=name, of=name, by=("arm", "draft"), where={"main": True}, cluster="case", within=SHARE)
+        for name in ("right", "handed_on", "restated", "local", "ends")
     ),
     Mean(name="delayed", of="right", by=("delay", "draft"), where={"arm": "wait"}, cluster="case", within=SHARE),
 )
+LOSSES: tuple[Estimand, ...] = (
+    Mean(name="poisons", of="lost", where={"arm": "continue"}, within=DIFFERENCE, **HEADLINE),
+    Mean(name="critique", of="lost", where={"arm": "review"}, within=DIFFERENCE, **HEADLINE),
+    Difference(
+        name="blind", of="lost", where={"arm": "review"}, less={"arm": "other's"}, within=(-2.0, 2.0), **HEADLINE
+    ),
+)
+"""`lost`: whether the last value is right after the sound draft, less whether it is after the slip."""
 EDITS: tuple[Estimand, ...] = (
+    Mean(name="poison", of="poison", where={"edit": "slip"}, cluster="case", unit="logits"),
     Ratio(name="ghost", of="ghost", over="poison", **HEADLINE),
     Mean(name="margin", of="margin", by=("edit",), where={"layer": ALL}, cluster="case", unit="logits"),
     Mean(name="kl", of="kl", by=("edit",), where={"layer": ALL}, cluster="case", unit="nats"),
@@ -89,8 +89,10 @@ VERDICTS: tuple[Estimand, ...] = (
     ),
     Mean(name="wait_chance", of="wait", by=("draft", "delay"), cluster="case", within=SHARE),
     Mean(name="standing", of="standing", by=("draft", "delay"), cluster="case", within=SHARE),
+    Ratio(name="left", of="standing", over="sound", by=("delay",), where={"draft": "slip"}, cluster="case"),
 )
-"""`standing`: the probability that no verdict so far was `wait`."""
+"""`standing`: the probability that no verdict so far was `wait`; `left`: as a share of that after a sound draft, so
+that false alarms do not count."""
 HISTORIES: tuple[Estimand, ...] = (
     Mean(name="right_after", of="right", by=("wrong",), cluster="case", within=SHARE),
     Mean(name="log_probability", of="log_probability", by=("wrong",), cluster="case", unit="nats"),
@@ -101,9 +103,11 @@ SLOPES: tuple[Estimand, ...] = (Mean(name="conditioned", of="slope", within=(-3.
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
     verdicts = [(standing(tables["verdicts"]), VERDICTS)] if "verdicts" in tables else []
+    answers = with_main(tables["answers"])
     findings = measure(
-        tables["answers"],
+        answers,
         ANSWERS,
+        (losses(answers), LOSSES),
         (beside_poison(tables["samples"]), EDITS),
         (tables["attention"], ATTENTION),
         (tables["histories"], HISTORIES),
@@ -111,10 +115,21 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
         *verdicts,
     )
     if verdicts:
-        left = {delay: findings.at("standing", draft="slip", delay=delay).mean for delay in range(LATER + 1)}
+        left = {delay: findings.at("left", delay=delay).mean for delay in range(LATER + 1)}
         findings.number("half_life", next((delay for delay, share in left.items() if share <= 0.5), np.nan))
     controls = controls_of(findings, margins(tables["samples"]), model)
     return Conclusion(findings, controls, facts(config, model, tables), few_clusters(config.problems, "problems"))
+
+
+def with_main(rows: Rows) -> Rows:
+    """The answers, with those that stand for their arm; “wait” is tried at several places."""
+    return rows.assign(main=(rows["arm"] != "wait") | (rows["delay"] == WAITED))
+
+
+def losses(rows: Rows) -> pd.DataFrame:
+    """By problem and arm, whether the answer is right after the sound draft less whether it is after the slip."""
+    by_draft = rows[rows["main"]].pivot(index=["case", "arm"], columns="draft", values="right")
+    return (by_draft["sound"] - by_draft["slip"]).rename("lost").reset_index()
 
 
 def margins(rows: Rows) -> pd.DataFrame:
@@ -137,9 +152,10 @@ def beside_poison(rows: Rows) -> Rows:
 
 
 def standing(rows: Rows) -> Rows:
-    """Each row with the probability that neither its verdict nor one before it is `wait`."""
+    """Each row with the probability that no verdict up to it is `wait`, also for the sound draft."""
     rows = rows.sort_values(["case", "draft", "delay"])
-    return rows.assign(standing=(1 - rows["wait"]).groupby([rows["case"], rows["draft"]]).cumprod())
+    rows = rows.assign(standing=(1 - rows["wait"]).groupby([rows["case"], rows["draft"]]).cumprod())
+    return rows.assign(sound=beside(rows, "standing", {"draft": "sound"}, ("case", "delay")))
 
 
 def slopes(rows: Rows) -> pd.DataFrame:
@@ -152,7 +168,7 @@ def slopes(rows: Rows) -> pd.DataFrame:
 
 def facts(config: Config, model: Model, tables: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     """The first problem, as it was put and answered."""
-    wording, slip = wording_of(model), slips(model, config)[0]
+    wording, slip = wording_of(model), slip_of(model, config, 0)
     steps = stated(slip, "slip")
     answer = wording.steps(steps).strip()
     chat = [{"role": "user", "content": wording.question(slip.problem)}, {"role": "assistant", "content": answer}]
@@ -173,6 +189,8 @@ def controls_of(findings: Findings, whole: pd.DataFrame, model: Model) -> list[C
     off = float((whole["restarted sound"] - whole["restarted slip"]).abs().max() / whole.abs().max().max())
     sound = findings.at("right", arm="continue", draft="sound").mean
     fresh = findings.at("right", arm="fresh", draft="slip").mean
+    ends = min(finding.value.mean for finding in findings.where("ends"))
+    poison = findings.at("poison")
     return [
         Control(
             f"Where the wrong step is left out and all else is computed again, nothing of it is left: margins after "
@@ -184,5 +202,14 @@ def controls_of(findings: Findings, whole: pd.DataFrame, model: Model) -> list[C
             f"The model can do the task: it ends {sound:.0%} of the sound drafts rightly (expected: at least half), "
             f"and {fresh:.0%} of the problems that it works from the beginning.",
             sound >= 0.5,
+        ),
+        Control(
+            f"The slip does damage, of which shares can be taken: the margin falls by {plain(poison, 1)} logits.",
+            poison.above(),
+        ),
+        Control(
+            f"Answers come to an end: in the arm where fewest do, {ends:.0%} state the last step in the form that is "
+            "read (expected: at least half; more tokens, `new`, may help).",
+            ends >= 0.5,
         ),
     ]

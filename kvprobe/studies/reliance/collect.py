@@ -31,13 +31,16 @@ Case = tuple[Context, Compaction]
 
 def cases_of(config: Config) -> list[Case]:
     """The conversations whose answer is both in the turns and in a summary of them."""
-    picked = zip(contexts()[: config.contexts], compactions(), strict=False)
-    return [
-        (context, compaction)
-        for context, compaction in picked
-        if compaction.summary_answer in " ".join(getattr(context, name) for name in TURNS)
-        and compaction.summary_answer in f"{context.summary_1} {context.summary_2}"
-    ]
+    picked = list(zip(contexts(), compactions(), strict=True))[: config.contexts]
+    return [case for case in picked if stated_twice(*case)]
+
+
+def stated_twice(context: Context, compaction: Compaction) -> bool:
+    """Whether the answer is in the turns, from which it can be taken, and in a summary."""
+    answer = compaction.summary_answer
+    other = " ".join(getattr(stating(context, compaction, "other"), name) for name in TURNS)
+    in_turns = compaction.summary_other in other and answer.lower() not in other.lower()
+    return in_turns and answer in f"{context.summary_1} {context.summary_2}"
 
 
 def stating(context: Context, compaction: Compaction, word: Word) -> Context:

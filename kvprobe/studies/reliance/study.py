@@ -26,8 +26,9 @@ OWN, OTHER, UNRELATED = ({"source": source, "word": "own"} for source in ("own",
 GAINS: tuple[Estimand, ...] = (
     Mean(name="worse", where=OWN, **HEADLINE),
     Mean(name="masking", where=UNRELATED, **HEADLINE),
-    Difference(name="relies", where=OWN, less=OTHER, **HEADLINE),
-    Difference(name="poisoned", where={**OTHER, "word": "other"}, less={**OWN, "word": "other"}, **HEADLINE),
+    Difference(name="relies", where=OWN, less=UNRELATED, **HEADLINE),
+    Difference(name="poisoned", where={**OTHER, "word": "other"}, less={**UNRELATED, "word": "other"}, **HEADLINE),
+    Difference(name="contradicted", where=OTHER, less=UNRELATED, of="gain", cluster="context", unit="nats"),
     Mean(name="gain", of="gain", by=("source", "word"), cluster="context", unit="nats"),
 )
 """`gain`: log-probability of an answer after the retained summary less that after the recomputed one."""
@@ -72,7 +73,7 @@ STUDY = Study(
     name="reliance",
     title="Does a summary rely on its source, or is it poisoned by it?",
     question=(
-        "A summary that was written with its source in view gives fewer right answers, once the source is hidden, than "
+        "A summary that was read with its source in view gives fewer right answers, once the source is hidden, than "
         "the same words read alone. Because it left out what the source held (reliance), because what the source said "
         "still shows (poison), or neither?"
     ),
@@ -93,19 +94,19 @@ STUDY = Study(
         ),
     ),
     claims=(
-        Claim("worse", above="makes likelier", below="makes less likely", unclear="does not detectably change"),
+        Claim("worse", above="raises", below="lowers", unclear="does not detectably change"),
         Claim("masking", above="raises it", below="lowers it", unclear="was not detected to change it"),
         Claim(
             "relies",
-            above="gains more where the turns stated it too, the opposite of reliance",
-            below="loses more where the turns stated it too, as reliance would have it",
-            unclear="loses no detectably different amount where the turns stated it too, so no reliance was detected",
+            above="gains more (or loses less), the opposite of reliance",
+            below="gains less (or loses more), as reliance would have it",
+            unclear="gains no detectably different amount, so no reliance was detected",
         ),
         Claim(
             "poisoned",
-            above="still shows, as poison would have it",
-            below="is avoided, the opposite of poison",
-            unclear="does not detectably show, so no poison was detected",
+            above="gains more, as poison would have it",
+            below="gains less, the opposite of poison",
+            unclear="gains no detectably different amount, so no poison was detected",
         ),
     ),
     labels={
