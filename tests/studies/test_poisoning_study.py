@@ -24,6 +24,7 @@ from kvprobe.studies.poisoning.cases import (
     single,
     slips,
     stated,
+    wording_of,
 )
 from kvprobe.studies.poisoning.collect import ALL, alone, attention, edits, outcome, results, verdicts
 from kvprobe.studies.poisoning.conclude import conclude, slopes
