@@ -189,7 +189,7 @@ def controls_of(findings: Findings, whole: pd.DataFrame, model: Model) -> list[C
     off = float((whole["restarted sound"] - whole["restarted slip"]).abs().max() / whole.abs().max().max())
     sound = findings.at("right", arm="continue", draft="sound").mean
     fresh = findings.at("right", arm="fresh", draft="slip").mean
-    ends = min(finding.value.mean for finding in findings.where("ends"))
+    ends = min(finding.value.mean for finding in findings.where("ends") if finding.keys["arm"] != "erratum")
     poison = findings.at("poison")
     return [
         Control(
@@ -209,7 +209,7 @@ def controls_of(findings: Findings, whole: pd.DataFrame, model: Model) -> list[C
         ),
         Control(
             f"Answers come to an end: in the arm where fewest do, {ends:.0%} state the last step in the form that is "
-            "read (expected: at least half; more tokens, `new`, may help).",
+            "read (expected: at least half; more tokens, `new`, may help). Of errata nothing is claimed.",
             ends >= 0.5,
         ),
     ]

@@ -10,6 +10,8 @@ from kvprobe.studies.poisoning.collect import BANDS, collect
 from kvprobe.studies.poisoning.conclude import conclude
 from kvprobe.wording import percent, plain, points
 
+NEGLIGIBLE = 0.01
+"""Of the damage: a share that is of no account."""
 STYLES = {
     "sound": Style("#0072b2"),
     "slip": Style("#d55e00", "s"),
@@ -123,6 +125,7 @@ STUDY = Study(
             above="keep a part of it",
             below="work against it",
             unclear="keep nothing detectable of it",
+            negligible=NEGLIGIBLE,
         ),
         Claim(
             "conditioned",
