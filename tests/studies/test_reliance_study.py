@@ -73,7 +73,8 @@ def test_what_is_asked_ends_with_the_answer():
 def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_not():
     context, compaction = cases_of(ALL)[0]
     filler = [other for other, _ in cases_of(ALL)[1:3]]
-    rows = measure(models.any_model(), context, compaction, filler).set_index(["state", "source", "word"])["logprob"]
+    table = measure(models.any_model(), context, compaction, filler).set_index(["state", "source", "word"])
+    rows = table["logprob"].to_dict()
     assert rows["recomputed", "own", "own"] == pytest.approx(rows["recomputed", "unrelated", "own"], abs=1e-5)
     assert rows["retained", "own", "own"] != pytest.approx(rows["retained", "unrelated", "own"], abs=1e-4)
 
@@ -88,20 +89,26 @@ def made_up(
     other: Number = lambda case: -0.1 * (case % 2),
     unrelated: Number = lambda case: -0.5 + 0.1 * (case % 2),
     shown: Number = lambda case: 1.0 + 0.1 * (case % 2),
+    lost: Number = lambda case: -1.0 - 0.1 * (case % 2),
     off: Number = lambda _: 0.0,
 ) -> pd.DataFrame:
-    """What retaining gains: of the summary's answer by source, and of the other answer where the turns stated it."""
+    """What retaining gains: of the summary's answer by source; of the other answer where the turns stated it, and where
+    they stated the summary's."""
     rows = []
     for case in range(CONVERSATIONS):
         for source, gain in zip(get_args(Source), (own, other, unrelated), strict=True):
             for word in get_args(Word):
                 level = -5.0 if word == "own" else -9.0
-                more = gain(case) if word == "own" else shown(case) * (source == "other")
+                of_other = {"own": lost, "other": shown, "unrelated": lambda _: 0.0}[source](case)
+                more = gain(case) if word == "own" else of_other
                 alone = level + off(case) * (source == "unrelated")
                 for state, value in (("view", 0.0), ("retained", level + more), ("recomputed", alone)):
                     row = {"source": source, "state": state, "word": word, "logprob": value}
                     rows.append({**row, "context": case})
     return pd.DataFrame(rows)
+
+
+ALIKE: dict[str, Number] = {"unrelated": lambda _: 0.0, "lost": lambda _: 0.0}
 
 
 def concluded(rows: pd.DataFrame) -> Conclusion:
@@ -119,18 +126,19 @@ def noise(rng: np.random.Generator) -> Conclusion:
     def normal(_: int) -> float:
         return float(rng.normal())
 
-    return concluded(made_up(normal, normal, normal, normal))
+    return concluded(made_up(normal, normal, normal, normal, normal))
 
 
 def test_planted_numbers_are_found():
     findings = example()[1].findings
     cases = np.arange(CONVERSATIONS)
-    own, other, unrelated = -2.0 - 0.1 * (cases % 3), -0.1 * (cases % 2), -0.5 + 0.1 * (cases % 2)
+    own, unrelated = -2.0 - 0.1 * (cases % 3), -0.5 + 0.1 * (cases % 2)
+    other, lost = -0.1 * (cases % 2), -1.0 - 0.1 * (cases % 2)
     assert findings.at("worse").mean == pytest.approx(own.mean())
-    assert findings.at("relies").mean == pytest.approx((own - unrelated).mean())
-    assert findings.at("contradicted").mean == pytest.approx((other - unrelated).mean())
-    assert findings.at("masking").mean == pytest.approx(-0.45)
-    assert findings.at("poisoned").mean == pytest.approx(1.05)
+    assert findings.at("relies").mean == pytest.approx((own - lost - unrelated).mean())
+    assert findings.at("poisoned").mean == pytest.approx((other - 1.0 - 0.1 * (cases % 2) - unrelated).mean())
+    assert findings.at("general").mean == pytest.approx(-1.05)
+    assert findings.at("gain", source="own", word="margin").mean == pytest.approx((own - lost).mean())
     assert findings.at("gain", source="other", word="other").mean == pytest.approx(1.05)
     assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims} == {4}
 
@@ -138,16 +146,17 @@ def test_planted_numbers_are_found():
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ({}, "gains less (or loses more), as reliance would have it"),
-        ({"own": lambda case: 1.0 + case / 10}, "gains more (or loses less), the opposite of reliance"),
-        ({"own": lambda case: (-1) ** case / 10, "unrelated": lambda _: 0.0}, "so no reliance was detected"),
-        ({}, "gains more, as poison would have it"),
-        ({"shown": lambda case: -1 - case / 10}, "gains less, the opposite of poison"),
-        ({"shown": lambda case: (-1) ** case / 10}, "so no poison was detected"),
+        ({}, "falls, as reliance would have it"),
+        ({"own": lambda case: 1.0 + case / 10}, "rises, the opposite of reliance"),
+        ({"own": lambda case: (-1) ** case / 10, **ALIKE}, "so no reliance was detected"),
+        ({}, "falls, as poison would have it"),
+        ({"shown": lambda case: -1 - case / 10, **ALIKE}, "rises, the opposite of poison"),
+        ({"other": lambda case: (-1) ** case / 10, "shown": lambda _: 0.0, **ALIKE}, "so no poison was detected"),
+        ({}, "loses too, so that something is at work that is neither"),
+        ({"lost": lambda case: (-1) ** case / 10}, "does not detectably lose"),
+        ({"lost": lambda case: 1 + case / 10}, "state gains"),
         ({}, "lowers the log-probability of the answer that it states"),
         ({"own": lambda case: 1.0 + case / 10}, "raises the log-probability of the answer that it states"),
-        ({}, "of something else, retaining lowers it"),
-        ({"unrelated": lambda case: (-1) ** case / 10}, "retaining was not detected to change it"),
     ],
 )
 def test_the_answer_follows_the_intervals(rows: dict[str, Number], expected: str, tmp_path: Path):

@@ -22,16 +22,24 @@ HEADLINE: dict[str, Any] = {
     "cluster": "context",
     "unit": "nats",
 }
-OWN, OTHER, UNRELATED = ({"source": source, "word": "own"} for source in ("own", "other", "unrelated"))
+
+
+def beside_unrelated(name: str, word: str, source: str) -> Difference:
+    """How much more retaining gains where the turns spoke of this than where they spoke of something else."""
+    where, less = ({"word": word, "source": turns} for turns in (source, "unrelated"))
+    return Difference(name=name, where=where, less=less, **HEADLINE)
+
+
 GAINS: tuple[Estimand, ...] = (
-    Mean(name="worse", where=OWN, **HEADLINE),
-    Mean(name="masking", where=UNRELATED, **HEADLINE),
-    Difference(name="relies", where=OWN, less=UNRELATED, **HEADLINE),
-    Difference(name="poisoned", where={**OTHER, "word": "other"}, less={**UNRELATED, "word": "other"}, **HEADLINE),
-    Difference(name="contradicted", where=OTHER, less=UNRELATED, of="gain", cluster="context", unit="nats"),
+    Mean(name="worse", where={"word": "own", "source": "own"}, **HEADLINE),
+    beside_unrelated("relies", "margin", "own"),
+    beside_unrelated("poisoned", "margin", "other"),
+    beside_unrelated("general", "other", "own"),
     Mean(name="gain", of="gain", by=("source", "word"), cluster="context", unit="nats"),
 )
-"""`gain`: log-probability of an answer after the retained summary less that after the recomputed one."""
+"""`gain`: log-probability of an answer after the retained summary less that after the recomputed one. The `margin` is
+that of the summary's answer less that of the other one: what they have in common, such as how readily the model answers
+at all, is not in it."""
 LEVELS: tuple[Estimand, ...] = (
     Mean(name="logprob", of="logprob", by=("source", "state", "word"), cluster="context", unit="nats"),
 )
@@ -63,10 +71,12 @@ def same_alone(rows: Rows, model: Model) -> Control:
 
 
 def gains(rows: Rows) -> pd.DataFrame:
-    """What each answer gains where the summary is retained instead of recomputed, by conversation and source."""
+    """What each answer, and the margin between them, gains where the summary is retained instead of recomputed."""
     keys = ["context", "source", "word"]
     by_state = rows.pivot(index=keys, columns="state", values="logprob")
-    return (by_state["retained"] - by_state["recomputed"]).rename("gain").reset_index()
+    by_word = (by_state["retained"] - by_state["recomputed"]).unstack("word")
+    by_word["margin"] = by_word["own"] - by_word["other"]
+    return by_word.stack().rename("gain").reset_index()
 
 
 STUDY = Study(
@@ -88,30 +98,35 @@ STUDY = Study(
             x_label="what the hidden turns said",
             y_label="gain by retaining (nats)",
             line="word",
-            styles={"own": Style("#0072b2"), "other": Style("#d55e00", "s")},
-            caption="Log-probability of an answer after the retained summary less that after the recomputed one. 95 % "
-            "intervals over conversations.",
+            styles={"own": Style("#0072b2"), "other": Style("#d55e00", "s"), "margin": Style("#009e73", "D")},
+            caption="Log-probability of an answer, and the margin between the two, after the retained summary less "
+            "those after the recomputed one. 95 % intervals over conversations.",
         ),
     ),
     claims=(
         Claim("worse", above="raises", below="lowers", unclear="does not detectably change"),
-        Claim("masking", above="raises it", below="lowers it", unclear="was not detected to change it"),
         Claim(
             "relies",
-            above="gains more (or loses less), the opposite of reliance",
-            below="gains less (or loses more), as reliance would have it",
-            unclear="gains no detectably different amount, so no reliance was detected",
+            above="rises, the opposite of reliance",
+            below="falls, as reliance would have it",
+            unclear="does not detectably change, so no reliance was detected",
         ),
         Claim(
             "poisoned",
-            above="gains more, as poison would have it",
-            below="gains less, the opposite of poison",
-            unclear="gains no detectably different amount, so no poison was detected",
+            above="rises, the opposite of poison",
+            below="falls, as poison would have it",
+            unclear="does not detectably change, so no poison was detected",
+        ),
+        Claim(
+            "general",
+            above="gains",
+            below="loses too, so that something is at work that is neither",
+            unclear="does not detectably lose",
         ),
     ),
     labels={
         "source": {"own": "the same answer", "other": "another answer", "unrelated": "something else"},
-        "word": {"own": "the summary's answer", "other": "the other answer"},
+        "word": {"own": "the summary's answer", "other": "the other answer", "margin": "the margin"},
         "state": {"view": "in view", "retained": "hidden, summary retained", "recomputed": "hidden, recomputed"},
     },
 )
