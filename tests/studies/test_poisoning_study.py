@@ -383,7 +383,7 @@ def test_a_model_without_verdicts_has_no_findings_on_them_and_the_page_says_so(t
     del tables["verdicts"]
     conclusion = concluded(tables)
     assert "notices" not in conclusion.findings
-    assert "says `wait`" not in answer_of(STUDY, MADE_UP, conclusion, tmp_path)
+    assert "says “wait”" not in answer_of(STUDY, MADE_UP, conclusion, tmp_path)
 
 
 ALTERNATES: Number = lambda case: float(case % 2)  # noqa: E731
@@ -398,7 +398,7 @@ ALTERNATES: Number = lambda case: float(case % 2)  # noqa: E731
         ({}, "a fresh start helps"),
         ({"fresh": lambda _: 0.0, "continue": lambda _: 1.0}, "a fresh start harms"),
         ({"fresh": lambda _: 0.0}, "a fresh start does not detectably help"),
-        ({}, "says `wait` more often than after a right one"),
+        ({}, "says “wait” more often than after a right one"),
         ({"notices": lambda case: case % 2 / 50}, "does not detectably notice it"),
         ({"review": lambda _: 0.0}, "is right less often with the slip in it"),
         ({"review": lambda _: 1.0}, "is not detectably less often right with the slip in it"),

@@ -72,8 +72,8 @@ STUDY = Study(
             "standing",
             "delay",
             "steps after the third",
-            "no `wait` so far",
-            "The probability that no verdict from the third step on was `wait`, where each before stands as `ok`.",
+            "no “wait” so far",
+            "The probability that no verdict from the third step on was “wait”, where each before stands as “ok”.",
             line="draft",
             limits=(-0.03, 1.03),
             curves=True,
@@ -108,8 +108,8 @@ STUDY = Study(
         ),
         Claim(
             "notices",
-            above="says `wait` more often than after a right one",
-            below="says `wait` less often than after a right one",
+            above="says “wait” more often than after a right one",
+            below="says “wait” less often than after a right one",
             unclear="does not detectably notice it",
         ),
         Claim(
