@@ -140,7 +140,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "poisoning": [
         ({"problems": 1}, "'problems' is 1; expected 2 to 10000"),
         ({"new": 7}, "'new' is 7; expected 8 to 2048"),
-        ({"mistake": "sampled"}, "'mistake' is 'sampled'; expected 'random' or 'own'"),
     ],
     "reliance": [
         ({"contexts": 1}, "'contexts' is 1; expected 2 to 48"),
