@@ -35,7 +35,8 @@ SMALL = Config(contexts=2, bands=2)
 PAIR = ("48213", "90577")
 CONTEXTS = short_contexts(3)
 FOLLOWING = tuple(
-    Compaction(context.id, "When?", "the ride", "the walk", "So?", "so", "Who?", "And us?", "us, too.") for context in CONTEXTS
+    Compaction(context.id, "When?", "a ride", "a walk", "So?", "so", "Who?", "And us?", "us, too.")
+    for context in CONTEXTS
 )
 
 
