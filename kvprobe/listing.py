@@ -48,14 +48,14 @@ def digest_of_preset(preset: Preset) -> str:
 def lines(entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """The same for people."""
     yield "studies"
-    yield from (f"  {study['name']:24}{study['question']}" for study in entries["studies"])
+    yield from (f"  {study['name']:26}{study['question']}" for study in entries["studies"])
     yield "\npresets (kvprobe run NAME)"
     for preset in entries["presets"]:
         took = Duration.from_record(preset["took"]) if preset["took"] else "not measured"
         settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
-        yield f"  {preset['name']:24}{preset['study']}: {settings}; {took}"
+        yield f"  {preset['name']:26}{preset['study']}: {settings}; {took}"
     yield "\nmodels (or any hub id, local folder or .gguf file)"
     for model in entries["models"]:
-        yield f"  {model['name']:24}{model['title']}; {model['licence']}; {model['megabytes']} MB"
+        yield f"  {model['name']:26}{model['title']}; {model['licence']}; {model['megabytes']} MB"
     yield "\npublished probes (kvprobe scan, kv.Probe.load)"
     yield from (f"  {probe['name']:42}{probe['reads']}" for probe in entries["probes"])
