@@ -1,6 +1,7 @@
 """Policies and studies of another package, installed beside kvprobe, on the command line."""
 
 import re
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,7 +55,7 @@ def test_the_command_line_lists_and_plans_a_study_of_a_package(
         with suppress(SystemExit):
             main()
     said = capsys.readouterr().out
-    assert "first_slot              (of package my-package)" in said
+    assert re.search(r"first_slot +\(of package my-package\)", said)
     assert "first_slot would run with these settings:" in said
     assert "  prompts: 3" in said
     assert find("first_slot").declaration.command == "first_slot"
