@@ -1,7 +1,6 @@
 """Policies and studies of another package, installed beside kvprobe, on the command line."""
 
 import re
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
