@@ -19,10 +19,10 @@ MEASURES: dict[str, tuple[str, dict[str, Key]]] = {
     "right after a sound draft": ("right", {"arm": "continue", "draft": "sound"}),
     "right after the slip, gone on with": ("right", {"arm": "continue", **SLIP}),
     "`wait` at once, more than at a right value": ("notices", {}),
-    "right if the model gives the verdict": ("right_at_once", SLIP),
+    "right if the model gives the verdict": ("right", {"arm": "at once", **SLIP}),
     "right after a review of its own": ("right", {"arm": "review", **SLIP}),
     "right after a review of another's": ("right", {"arm": "other's", **SLIP}),
-    "right after “wait” three steps later": ("right", {"arm": "wait", **SLIP}),
+    "right after “wait” one step later": ("right", {"arm": "wait", **SLIP}),
     "right after an erratum": ("right", {"arm": "erratum", **SLIP}),
     "right after a restart with the text": ("right", {"arm": "handed", **SLIP}),
     "right step by step": ("right", {"arm": "alone", **SLIP}),
@@ -44,7 +44,7 @@ def main() -> None:
         shape: [findings_of(model) for model in sorted(folder.glob(f"steps-{shape}-corrected-*"))] for shape in SHAPES
     }
     shapes = [shape for shape in SHAPES if found[shape]]
-    print("| | " + " | ".join(f"{SHAPES[shape]} ({len(found[shape])} seeds)" for shape in shapes) + " |")
+    print("| | " + " | ".join(f"{SHAPES[shape]} (seeds: {len(found[shape])})" for shape in shapes) + " |")
     print("|---" * (1 + len(shapes)) + "|")
     for words, (name, keys) in MEASURES.items():
         cells = [", ".join(f"{100 * one.at(name, **keys).mean:.1f}" for one in found[shape]) for shape in shapes]
