@@ -368,6 +368,18 @@ def test_planted_numbers_are_found():
     assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims} == {len(STUDY.claims)}
 
 
+def test_each_cure_is_held_against_its_own_baseline():
+    """A restart with the text against the same request in the old conversation, and “wait” one step after the slip."""
+    tables = made_up(ordered=lambda _: 1.0)
+    answers = tables["answers"]
+    answers.loc[(answers["arm"] == "wait") & (answers["delay"] != 1) & (answers["draft"] == "slip"), "right"] = 0.0
+    findings = concluded(tables).findings
+    assert findings.at("handed").mean == pytest.approx(-0.5)
+    assert findings.at("restart").mean == 1.0
+    assert findings.at("wait").mean == pytest.approx(1 / 3)
+    assert findings.at("delayed", delay=3, draft="slip").mean == 0.0
+
+
 def test_errors_that_are_not_taken_back_have_no_half_life_and_false_alarms_do_not_count():
     tables = made_up()
     tables["verdicts"]["wait"] = 0.3

@@ -1,4 +1,4 @@
-"""Does a summary that was written with its source in view rely on it, or is it poisoned by it?"""
+"""Does a summary that was read with its source in view rely on it, or is it poisoned by it?"""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""The same summaries, written with other turns in view, which are then hidden; and what is answered from them.
+"""The same summaries, read with other turns in view, which are then hidden; and what is answered from them.
 
-What a summary states is asked for. The turns that it was written after state it too (`own`), state another answer in
+What a summary states is asked for. The turns that it was read after state it too (`own`), state another answer in
 its place (`other`), or speak of something else (`unrelated`). The words of the summary are the same in all three.
 """
 
