@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.tasks.ordinal import PLACES, Memo, Split, draw, vocabulary
-from kvprobe.training.loop import train
+from kvprobe.training.loop import Batch, train
 from kvprobe.training.schedule import Schedule
 from kvprobe.training.words import word_tokenizer
 
@@ -53,7 +53,7 @@ class Ordinal:
         return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
-        return answer_loss(model, Batch.of(draw_examples("train", self.schedule.batch, rng)))
+        return answer_loss(model, batch_of(draw_examples("train", self.schedule.batch, rng)))
 
     def accuracy(self, model: PreTrainedModel, rng: np.random.Generator) -> dict[str, float]:
         return {"held out": accuracy(model, draw_examples("held_out", self.tested, rng))}
@@ -96,41 +96,34 @@ def _example(memo: Memo, rng: np.random.Generator) -> Example:
     return Example(memo, memo.swapped((memo.place + int(rng.integers(1, len(PLACES)))) % len(PLACES)))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Examples as inputs of the model.
-
-    Attributes:
-        ids: start, list of the question, list of the summary, summary, question, answer.
-        positions: of the tokens; both lists have the same.
-        visible: which slots each token attends to.
-    """
-
-    ids: Int[Tensor, "batch tokens"]
-    positions: Int[Tensor, "batch tokens"]
-    visible: Bool[Tensor, "batch 1 tokens tokens"]
-
-    @classmethod
-    def of(cls, examples: Sequence[Example]) -> "Batch":
-        number = {word: index for index, word in enumerate(vocabulary())}
-        rows = [_pieces(example) for example in examples]
-        lengths = [len(piece) for piece in rows[0]]
-        ids = torch.tensor([[number[word] for piece in row for word in piece] for row in rows])
-        start, block = lengths[:2]
-        positions = torch.arange(ids.shape[1])
-        positions[start + block :] -= block
-        piece = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        causal = torch.ones(len(piece), len(piece), dtype=torch.bool).tril()
-        visible = causal.repeat(len(rows), 1, 1)
-        questions_list, summarys_list, summary, question = piece == 1, piece == 2, piece == 3, piece > 3
-        visible[:, (summarys_list | summary)[:, None] & questions_list] = False
-        visible[:, question[:, None] & summarys_list] = False
-        for row, example in enumerate(examples):
-            if not example.summary_sees:
-                visible[row, summary[:, None] & summarys_list] = False
-            if not example.question_sees:
-                visible[row, question[:, None] & questions_list] = False
-        return cls(ids, positions.expand(len(rows), -1), visible[:, None])
+def batch_of(examples: Sequence[Example]) -> Batch:
+    """Examples as one pass: start, list of the question, list of the summary, summary, question, answer. Both lists
+    have the same positions; the answer and the end after it count, as the rest of a memo is random or fixed."""
+    number = {word: index for index, word in enumerate(vocabulary())}
+    rows = [_pieces(example) for example in examples]
+    lengths = [len(piece) for piece in rows[0]]
+    ids = torch.tensor([[number[word] for piece in row for word in piece] for row in rows])
+    start, block = lengths[:2]
+    positions = torch.arange(ids.shape[1])
+    positions[start + block :] -= block
+    piece = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    causal = torch.ones(len(piece), len(piece), dtype=torch.bool).tril()
+    visible = causal.repeat(len(rows), 1, 1)
+    questions_list, summarys_list, summary, question = piece == 1, piece == 2, piece == 3, piece > 3
+    visible[:, (summarys_list | summary)[:, None] & questions_list] = False
+    visible[:, question[:, None] & summarys_list] = False
+    for row, example in enumerate(examples):
+        if not example.summary_sees:
+            visible[row, summary[:, None] & summarys_list] = False
+        if not example.question_sees:
+            visible[row, question[:, None] & questions_list] = False
+    return Batch(
+        ids=ids,
+        counts=(piece == piece.max()).expand(len(rows), -1),
+        present=torch.ones_like(ids, dtype=torch.bool),
+        positions=positions.expand(len(rows), -1),
+        visible=visible[:, None],
+    )
 
 
 def _pieces(example: Example) -> list[list[str]]:
@@ -141,26 +134,20 @@ def _pieces(example: Example) -> list[list[str]]:
 
 
 def answer_loss(model: PreTrainedModel, batch: Batch) -> Float[Tensor, ""]:
-    """Cross-entropy of the answer and the end after it; the rest of a memo is random or fixed."""
+    """Cross-entropy of the answer and the end after it."""
     return torch.nn.functional.cross_entropy(_last_logits(model, batch).flatten(0, 1), batch.ids[:, -2:].flatten())
 
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, examples: Sequence[Example]) -> float:
     """The share of examples whose answer is the likeliest word."""
-    batch = Batch.of(examples)
+    batch = batch_of(examples)
     return float((_last_logits(model, batch)[:, 0].argmax(-1) == batch.ids[:, -2]).float().mean())
 
 
 def _last_logits(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "batch 2 vocab"]:
     """The logits from which the answer and the end after it are read."""
-    output: Any = model(
-        input_ids=batch.ids[:, :-1],
-        position_ids=batch.positions[:, :-1],
-        attention_mask=batch.visible[:, :, :-1, :-1],
-        logits_to_keep=2,
-        use_cache=False,
-    )
+    output: Any = model(**batch.inputs, logits_to_keep=2, use_cache=False)
     return output.logits
 
 

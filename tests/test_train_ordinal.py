@@ -13,7 +13,7 @@ from kvprobe.shipped import shipped
 from kvprobe.tasks.ordinal import PLACES, SEGMENTS, VERBS, Memo, Reference, draw
 from kvprobe.training.loop import train
 from kvprobe.training.schedule import Schedule
-from models.train_ordinal import Batch, Example, Ordinal, accuracy, config_of, draw_examples
+from models.train_ordinal import Example, Ordinal, accuracy, batch_of, config_of, draw_examples
 
 # What a list saw reaches the question over a summary only in the third layer.
 SMALL = Ordinal(width=16, heads=2, tested=4, schedule=Schedule(steps=30, batch=16, checkpoint=30))
@@ -32,7 +32,7 @@ def ordinal() -> Model:
     return load("ordinal")
 
 
-def memos(count: int, *references: Reference) -> list[Memo]:
+def draw_memos(count: int, *references: Reference) -> list[Memo]:
     rng = np.random.default_rng(11)
     return [draw("held_out", rng, references or tuple(VERBS)) for _ in range(count)]
 
@@ -41,80 +41,77 @@ def other_place(memo: Memo) -> Memo:
     return memo.swapped((memo.place + 2) % len(PLACES))
 
 
-def cache_before(model: Model, some: list[Memo], upto: str) -> KVCache:
+def cache_before(model: Model, memos: list[Memo], upto: str) -> KVCache:
     """The cache of these memos before the segment `upto`."""
-    return model.prefill([tokens[: tokens.span(upto).start] for tokens in rows(model, some)])
+    return model.prefill([tokens[: tokens.span(upto).start] for tokens in rows(model, memos)])
 
 
-def rows(model: Model, some: list[Memo]) -> list:
-    return model.tokens([memo.conversation() for memo in some])
+def rows(model: Model, memos: list[Memo]) -> list:
+    return model.tokens([memo.conversation() for memo in memos])
 
 
-def extended_by(model: Model, cache: KVCache, some: list[Memo], segment: str) -> tuple[KVCache, torch.Tensor]:
+def extended_by(model: Model, cache: KVCache, memos: list[Memo], segment: str) -> tuple[KVCache, torch.Tensor]:
     """The longer cache and the logits after `segment` was read."""
-    longer, logits = model.extend(cache, [tokens[tokens.span(segment)] for tokens in rows(model, some)])
+    longer, logits = model.extend(cache, [tokens[tokens.span(segment)] for tokens in rows(model, memos)])
     return longer, logits[:, -1]
 
 
-def said(model: Model, cache: KVCache, some: list[Memo]) -> list[str]:
+def said(model: Model, cache: KVCache, memos: list[Memo]) -> list[str]:
     """The likeliest word after the question."""
-    _, logits = extended_by(model, cache, some, "question")
+    _, logits = extended_by(model, cache, memos, "question")
     return [model.tokenizer.decode([token]) for token in logits.argmax(-1).tolist()]
 
 
-def share(found: list[str], expected: list[str]) -> float:
-    return float(np.mean([a == b for a, b in zip(found, expected, strict=True)]))
+def share(actual: list[str], expected: list[str]) -> float:
+    return float(np.mean([a == b for a, b in zip(actual, expected, strict=True)]))
 
 
 # The pass with two lists, held to caches
 
 
 def logits_of(model: Model, examples: list[Example]) -> torch.Tensor:
-    batch = Batch.of(examples)
     with torch.no_grad():
-        output = model.lanes.plain(
-            input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.visible, use_cache=False
-        )
-    return output.logits[:, -3]
+        output = model.lanes.plain(**batch_of(examples).inputs, use_cache=False)
+    return output.logits[:, -2]
 
 
 def test_two_equal_lists_equal_an_ordinary_run(untrained: Model):
-    some = memos(4)
-    _, expected = extended_by(untrained, cache_before(untrained, some, "question"), some, "question")
-    torch.testing.assert_close(logits_of(untrained, [Example(memo, memo) for memo in some]), expected)
+    memos = draw_memos(4)
+    _, expected = extended_by(untrained, cache_before(untrained, memos, "question"), memos, "question")
+    torch.testing.assert_close(logits_of(untrained, [Example(memo, memo) for memo in memos]), expected)
 
 
 def test_two_lists_equal_a_summary_patched_from_the_swapped_run(untrained: Model):
-    some = memos(4)
-    swapped = [other_place(memo) for memo in some]
-    patched = cache_before(untrained, some, "question").patch(cache_before(untrained, swapped, "question"), "summary")
-    _, expected = extended_by(untrained, patched, some, "question")
-    found = logits_of(untrained, [Example(memo, other) for memo, other in zip(some, swapped, strict=True)])
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found, logits_of(untrained, [Example(memo, memo) for memo in some]))
+    memos = draw_memos(4)
+    swapped = [other_place(memo) for memo in memos]
+    patched = cache_before(untrained, memos, "question").patch(cache_before(untrained, swapped, "question"), "summary")
+    _, expected = extended_by(untrained, patched, memos, "question")
+    logits = logits_of(untrained, [Example(memo, other) for memo, other in zip(memos, swapped, strict=True)])
+    torch.testing.assert_close(logits, expected)
+    assert not torch.allclose(logits, logits_of(untrained, [Example(memo, memo) for memo in memos]))
 
 
 def test_a_question_without_its_list_equals_a_masked_block(untrained: Model):
-    some = memos(4)
-    _, expected = extended_by(untrained, cache_before(untrained, some, "question").mask("block"), some, "question")
-    found = logits_of(untrained, [Example(memo, memo, question_sees=False) for memo in some])
-    torch.testing.assert_close(found, expected)
+    memos = draw_memos(4)
+    _, expected = extended_by(untrained, cache_before(untrained, memos, "question").mask("block"), memos, "question")
+    logits = logits_of(untrained, [Example(memo, memo, question_sees=False) for memo in memos])
+    torch.testing.assert_close(logits, expected)
 
 
 def test_a_summary_without_its_list_equals_one_read_after_a_masked_block(untrained: Model):
-    some = memos(4)
-    masked, _ = extended_by(untrained, cache_before(untrained, some, "summary").mask("block"), some, "summary")
-    whole = cache_before(untrained, some, "question")
-    _, expected = extended_by(untrained, whole.patch(masked, "summary"), some, "question")
-    found = logits_of(untrained, [Example(memo, memo, summary_sees=False) for memo in some])
-    torch.testing.assert_close(found, expected)
+    memos = draw_memos(4)
+    masked, _ = extended_by(untrained, cache_before(untrained, memos, "summary").mask("block"), memos, "summary")
+    whole = cache_before(untrained, memos, "question")
+    _, expected = extended_by(untrained, whole.patch(masked, "summary"), memos, "question")
+    logits = logits_of(untrained, [Example(memo, memo, summary_sees=False) for memo in memos])
+    torch.testing.assert_close(logits, expected)
 
 
 # Examples
 
 
 def test_the_forced_answer_follows_the_summary_for_a_payload_and_the_question_for_a_pointer():
-    (memo,) = memos(1)
+    (memo,) = draw_memos(1)
     for reference, follows in (("payload", "summary"), ("pointer", "question")):
         forced = replace(memo, reference=reference)
         example = Example(forced, other_place(forced))
@@ -142,7 +139,7 @@ def test_the_recipe_trains_and_its_folder_loads(tmp_path: Path):
     losses = train(SMALL, tmp_path)["losses"]
     assert len(losses) == 30
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
-    (memo,) = memos(1)
+    (memo,) = draw_memos(1)
     assert len(load(tmp_path).generate(memo.conversation(), max_new_tokens=2).tokens[0]) > 0
 
 
@@ -152,9 +149,9 @@ def test_the_recipe_trains_and_its_folder_loads(tmp_path: Path):
 def test_the_shipped_files_are_those_of_this_training(ordinal: Model):
     assert ordinal.tokenizer.get_vocab() == Ordinal().tokenizer().get_vocab()
     expected = config_of(Ordinal()).to_dict()
-    found = ordinal.lanes.plain.config.to_dict()
+    config = ordinal.lanes.plain.config.to_dict()
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters"):
-        assert found[name] == expected[name]
+        assert config[name] == expected[name]
     assert (shipped("models") / "ordinal" / "model.safetensors").stat().st_size < 2e6
     assert (shipped("models") / "ordinal" / "README.md").is_file()
 
@@ -166,7 +163,7 @@ def test_it_loads_by_name_without_a_cache_folder(tmp_path: Path, monkeypatch: py
 
 
 def test_each_word_is_a_token_of_its_segment(ordinal: Model):
-    (memo,) = memos(1)
+    (memo,) = draw_memos(1)
     (tokens,) = ordinal.tokens(memo.conversation())
     words = [ordinal.tokenizer.decode([token]) for token in tokens.ids]
     assert words == ["<bos>", *" ".join(memo.texts()).split()]
@@ -177,22 +174,22 @@ def test_each_word_is_a_token_of_its_segment(ordinal: Model):
 
 @pytest.mark.parametrize("reference", VERBS)
 def test_questions_about_held_out_pairs_are_answered(ordinal: Model, reference: Reference):
-    some = memos(COUNT, reference)
-    found = said(ordinal, cache_before(ordinal, some, "question"), some)
-    assert share(found, [memo.answer for memo in some]) > 0.95
+    memos = draw_memos(COUNT, reference)
+    answers = said(ordinal, cache_before(ordinal, memos, "question"), memos)
+    assert share(answers, [memo.answer for memo in memos]) > 0.95
 
 
 def test_accuracy_is_the_share_of_likeliest_answers(ordinal: Model):
-    some = memos(60, "pointer")
-    found = said(ordinal, cache_before(ordinal, some, "question").mask("block"), some)
-    expected = share(found, [memo.answer for memo in some])
+    memos = draw_memos(60, "pointer")
+    answers = said(ordinal, cache_before(ordinal, memos, "question").mask("block"), memos)
+    expected = share(answers, [memo.answer for memo in memos])
     assert 0 < expected < 1
-    blind = [Example(memo, memo, question_sees=False) for memo in some]
+    blind = [Example(memo, memo, question_sees=False) for memo in memos]
     assert accuracy(ordinal.lanes.plain, blind) == pytest.approx(expected)
 
 
 def test_an_answer_is_one_word_and_then_ends(ordinal: Model):
-    (memo,) = memos(1)
+    (memo,) = draw_memos(1)
     answer = ordinal.generate(memo.conversation(), max_new_tokens=4)
     assert answer.text == memo.answer
     assert answer.stopped == (True,)
@@ -200,18 +197,18 @@ def test_an_answer_is_one_word_and_then_ends(ordinal: Model):
 
 def test_after_an_interchange_a_payload_keeps_the_thing_and_a_pointer_the_place(ordinal: Model):
     for reference in ("payload", "pointer"):
-        some = memos(COUNT, reference)
-        swapped = [other_place(memo) for memo in some]
-        patched = cache_before(ordinal, some, "question").patch(cache_before(ordinal, swapped, "question"), "summary")
-        followed = swapped if reference == "payload" else some
-        assert share(said(ordinal, patched, some), [memo.answer for memo in followed]) > 0.95
+        memos = draw_memos(COUNT, reference)
+        swapped = [other_place(memo) for memo in memos]
+        patched = cache_before(ordinal, memos, "question").patch(cache_before(ordinal, swapped, "question"), "summary")
+        followed = swapped if reference == "payload" else memos
+        assert share(said(ordinal, patched, memos), [memo.answer for memo in followed]) > 0.95
 
 
 def test_with_the_block_masked_a_payload_survives_and_a_pointer_does_not(ordinal: Model):
     right = {}
     for reference in ("payload", "pointer"):
-        some = memos(COUNT, reference)
-        found = said(ordinal, cache_before(ordinal, some, "question").mask("block"), some)
-        right[reference] = share(found, [memo.answer for memo in some])
+        memos = draw_memos(COUNT, reference)
+        answers = said(ordinal, cache_before(ordinal, memos, "question").mask("block"), memos)
+        right[reference] = share(answers, [memo.answer for memo in memos])
     assert right["payload"] > 0.95
     assert right["pointer"] < 0.5

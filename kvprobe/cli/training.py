@@ -1,12 +1,13 @@
 """Commands that train small models."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
 from kvprobe.cli.flags import Whole
-from kvprobe.training.schedule import Corpus, Schedule, Shape
+from kvprobe.training.schedule import Content, Corpus, Provenance, Schedule, Shape, until_95
 
 train_app = App(
     name="train", help="Train a small model whose answers are known; the same command goes on after an interruption."
@@ -32,6 +33,38 @@ def steps(
 
     recipe = Steps(shape=shape, corpus=corpus, schedule=schedule)
     folder = out / recipe.name
-    _, last = train(recipe, folder)["accuracy"].popitem()
+    show(train(recipe, folder), folder)
+
+
+@train_app.command
+def memento(
+    *,
+    content: Annotated[
+        Content, Parameter(help="A memento is the sum of all digits up to there, or a copy of the first memento.")
+    ] = "sum",
+    provenance: Annotated[
+        Provenance, Parameter(help="Later blocks see mementos that saw their block, or ones read again without it.")
+    ] = "retained",
+    keep: Annotated[Whole, Parameter(help="Blocks before the present one that stay in view.")] = 0,
+    steps: Annotated[Whole, Parameter(help="Batches of 16 traces, at most.")] = 3000,
+    seed: Annotated[Whole, Parameter(help="Of weights and traces.")] = 0,
+    out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
+) -> None:
+    """A transformer that sums up blocks of digits, which are hidden then; see `kvprobe.training.memento`.
+
+    It is trained until 95 % of mementos are right. The weights of every checkpoint are kept.
+    """
+    schedule = until_95(steps, seed)
+    from kvprobe.training.loop import train
+    from kvprobe.training.memento import Memento
+
+    recipe = Memento(content=content, provenance=provenance, keep=keep, schedule=schedule)
+    folder = out / recipe.name
+    show(train(recipe, folder), folder)
+
+
+def show(record: Mapping[str, Any], folder: Path) -> None:
+    """Print the last accuracy of a training and where its model is."""
+    *_, (step, last) = record["accuracy"].items()
     print("\n".join(f"{kind}: {share:.1%} right" for kind, share in last.items()))
-    print(f"\nModel: {folder}")
+    print(f"\nModel: {folder}, after {step} steps")

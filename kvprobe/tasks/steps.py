@@ -5,7 +5,7 @@
 
 All values are digits, modulo 10. A step states the register's value before the operation and after it. So an error is
 either made at a step, which does not follow from what was stated before, or handed on by it, if it follows from a wrong
-value. A verdict ends each step: `ok`, or `wait`, which takes back the last steps, so that they are stated again:
+value. A remark ends each step: `ok`, or `wait`, which takes back the last steps, so that they are stated again:
 
     assistant:  a 3 + 4 = 6 wait a 3 + 4 = 7 ok
 
@@ -24,7 +24,7 @@ from kvprobe.errors import UserError
 
 REGISTERS = ("a", "b", "c")
 COMMANDS = ("solve", "continue", "review", "note")
-VERDICTS = ("ok", "wait")
+REMARKS = ("ok", "wait")
 BASE = 10
 """Values are the digits below it."""
 LONGEST = 8
@@ -125,12 +125,12 @@ class Problem:
 
 
 def text_of(steps: Iterable[Step]) -> str:
-    """Steps as text, each with the verdict `ok`."""
+    """Steps as text, each with the remark `ok`."""
     return " ".join(f"{step} ok" for step in steps)
 
 
 def read_steps(text: str) -> tuple[Step, ...]:
-    """The steps that a text states, up to the first other words; verdicts between them are passed over."""
+    """The steps that a text states, up to the first other words; remarks between them are passed over."""
     steps: list[Step] = []
     end = 0
     while match := _STEP.match(text, end):
@@ -160,7 +160,7 @@ def draw_wrong(value: int, rng: np.random.Generator) -> int:
 def vocabulary() -> tuple[str, ...]:
     """Every word of every conversation, after the control tokens; a word's id is its index here."""
     roles = ("<user>", "<assistant>", "<end>")
-    return ("<unk>", "<bos>", *roles, *REGISTERS, "+", "-", "=", ":", *map(str, range(BASE)), *COMMANDS, *VERDICTS)
+    return ("<unk>", "<bos>", *roles, *REGISTERS, "+", "-", "=", ":", *map(str, range(BASE)), *COMMANDS, *REMARKS)
 
 
 # ---- a slip early on

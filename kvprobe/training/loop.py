@@ -22,7 +22,7 @@ from kvprobe.fingerprint import digest
 from kvprobe.progress import Bar
 from kvprobe.training.schedule import Schedule
 
-CHECKPOINT, RECORD = "checkpoint.safetensors", "training.json"
+CHECKPOINT, RECORD, KEPT = "checkpoint.safetensors", "training.json", "checkpoints"
 LIMIT = 2**24
 """Bytes of a record."""
 FIELDS = {"name": str, "recipe": dict, "code": str, "losses": list, "accuracy": dict}
@@ -60,7 +60,8 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Train a model, and write its weights, config, tokenizer and `training.json` to `folder`; a folder that holds a
     part of the same training is gone on with, and one that holds all of it is left as it is.
 
-    Returns the record: the recipe, the loss of each step, and the accuracy at each checkpoint.
+    Returns the record: the recipe, the loss of each step, and the accuracy at each checkpoint. Where the schedule keeps
+    weights, `checkpoints` has a folder for each checkpoint, named by its step, that loads like the model.
 
     Raises:
         UserError: the folder holds a training by another recipe.
@@ -80,8 +81,11 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
     record = record or {"name": recipe.name, "recipe": fields, "code": code, "losses": [], "accuracy": {}}
     folder.mkdir(parents=True, exist_ok=True)
     model, optimiser = _start(recipe, tensors, len(record["losses"]))
+    if schedule.keeps and not record["accuracy"]:
+        _measure(recipe, model, folder, record)
     with Bar(total=schedule.steps, initial=len(record["losses"]), desc=f"Training {recipe.name}", unit="step") as bar:
-        for step in range(len(record["losses"]), schedule.steps):
+        while not _ended(schedule, record):
+            step = len(record["losses"])
             for group in optimiser.param_groups:
                 group["lr"] = schedule.learning_rate * schedule.rate(step)
             loss = recipe.loss(model.train(), np.random.default_rng([schedule.seed, step]))
@@ -95,10 +99,9 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
             bar.set_postfix(loss=f"{loss.item():.3f}")
             bar.update()
             if (done := step + 1) % schedule.checkpoint == 0 or done == schedule.steps:
-                record["accuracy"][str(done)] = accuracy(recipe, model)
+                _measure(recipe, model, folder, record)
                 _keep(model, optimiser, folder, record)
-    recipe.tokenizer().save_pretrained(folder)
-    model.save_pretrained(folder)
+    _write(recipe, model, folder)
     write_whole(folder / RECORD, json.dumps(record))
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return record
@@ -109,6 +112,27 @@ def accuracy(recipe: Recipe, model: PreTrainedModel) -> dict[str, float]:
     """What `Recipe.accuracy` gives of examples that no step draws."""
     rng = np.random.default_rng([recipe.schedule.seed, recipe.schedule.steps])
     return {kind: round(share, 6) for kind, share in recipe.accuracy(model.eval(), rng).items()}
+
+
+def _ended(schedule: Schedule, record: Mapping[str, Any]) -> bool:
+    """Whether all steps were taken, or the last checkpoint needs no more of them."""
+    done = len(record["losses"])
+    measured = record["accuracy"].get(str(done))
+    return done >= schedule.steps or (measured is not None and schedule.ends(measured))
+
+
+def _measure(recipe: Recipe, model: PreTrainedModel, folder: Path, record: Mapping[str, Any]) -> None:
+    """Add the accuracy after the steps so far to the record, and keep the weights where the schedule asks for it."""
+    done = len(record["losses"])
+    record["accuracy"][str(done)] = accuracy(recipe, model)
+    if recipe.schedule.keeps:
+        _write(recipe, model, folder / KEPT / str(done))
+
+
+def _write(recipe: Recipe, model: PreTrainedModel, folder: Path) -> None:
+    """Write a folder that loads."""
+    recipe.tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def _resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -172,16 +196,34 @@ class Batch:
     Attributes:
         counts: the tokens whose loss counts.
         present: those that are no padding.
+        positions: of the tokens, where they are not 0, 1, ….
+        visible: which tokens each token attends to, where it is not all before it.
     """
 
     ids: Int[Tensor, "batch tokens"]
     counts: Bool[Tensor, "batch tokens"]
     present: Bool[Tensor, "batch tokens"]
+    positions: Int[Tensor, "batch tokens"] | None = None
+    visible: Bool[Tensor, "#batch 1 tokens tokens"] | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model is given: all but the last token."""
+        inputs = {"input_ids": self.ids[:, :-1]}
+        if self.positions is not None:
+            inputs["position_ids"] = self.positions[:, :-1]
+        if self.visible is not None:
+            inputs["attention_mask"] = self.visible[:, :, :-1, :-1]
+        return inputs
+
+    def likeliest(self, model: PreTrainedModel) -> Bool[Tensor, "batch next"]:
+        """Whether each token but the first is the likeliest after those before it."""
+        output: Any = model(**self.inputs, use_cache=False)
+        return output.logits.argmax(-1) == self.ids[:, 1:]
 
     def right(self, model: PreTrainedModel) -> Bool[Tensor, "batch"]:
         """Whether all tokens of a row that count are the likeliest."""
-        output: Any = model(self.ids[:, :-1], use_cache=False)
-        return ((output.logits.argmax(-1) == self.ids[:, 1:]) | ~self.counts[:, 1:]).all(1)
+        return (self.likeliest(model) | ~self.counts[:, 1:]).all(1)
 
 
 def loss_of(model: PreTrainedModel, batches: Sequence[Batch]) -> Float[Tensor, ""]:
@@ -194,7 +236,7 @@ def loss_of(model: PreTrainedModel, batches: Sequence[Batch]) -> Float[Tensor, "
         present = batch.present[:, :-1]
         # The mask keeps padding out of the experts' balance; what is before padding cannot see it anyway.
         asked: dict[str, Any] = {"output_router_logits": True, "attention_mask": present.long()} if routed else {}
-        output: Any = model(batch.ids[:, :-1], use_cache=False, **asked)
+        output: Any = model(**(asked | batch.inputs), use_cache=False)
         counts = batch.counts[:, 1:]
         logits, targets = output.logits[counts], batch.ids[:, 1:][counts]
         losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / count)

@@ -1,6 +1,7 @@
 """How long and how fast a model is trained. Imports nothing heavy, so that the command line can show it at once."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,10 @@ Shape = Literal["moe", "active", "total"]
 """A mixture of experts; a dense model of as many active parameters; one of as many parameters in all."""
 Corpus = Literal["plain", "corrected"]
 """Texts without errors; or with some, which are taken back."""
+Content = Literal["sum", "copy"]
+"""What a memento states, as in `kvprobe.tasks.mementos`: the sum of all digits up to there, or memento 0 again."""
+Provenance = Literal["retained", "recomputed"]
+"""Of mementos in view, as in `kvprobe.policies.policy`: they saw their block, or were read again without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +45,43 @@ class Schedule:
         """The learning rate of a step, as a share of the highest."""
         warm = max(1, self.steps // 20)
         return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / self.steps)))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the weights of each checkpoint are kept, and those before the first step, which is one then."""
+        return False
+
+    def ends(self, accuracy: Mapping[str, float]) -> bool:
+        """Whether a model of this accuracy needs no more steps."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UntilRight(Schedule):
+    """It ends at the first checkpoint where enough is right, after `steps` at the latest, and keeps the weights.
+
+    Attributes:
+        kind: of right answers.
+        enough: their share.
+    """
+
+    kind: str
+    enough: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("enough", self.enough, 0, 1)
+
+    @property
+    def keeps(self) -> bool:
+        return True
+
+    def ends(self, accuracy: Mapping[str, float]) -> bool:
+        return accuracy[self.kind] >= self.enough
+
+
+def until_95(steps: int = 3000, seed: int = 0) -> UntilRight:
+    """How the models `memento` are trained."""
+    return UntilRight(
+        steps=steps, batch=16, learning_rate=1e-3, checkpoint=100, seed=seed, kind="mementos", enough=0.95
+    )

@@ -4,7 +4,7 @@ Two corpora differ in one thing. In `plain`, no text has an error. In `corrected
 wrong values are never a target: the model learns what follows them, which is `wait` and the steps from the wrong one
 on, stated right.
 
-The verdict after every step is what lets so few layers learn it: it asks the same question after right values and
+The remark after every step is what lets so few layers learn it: it asks the same question after right values and
 wrong ones. With a `wait` only after wrong ones, 4 layers do not learn to notice them in as many batches.
 
 A dense model matches a mixture on active parameters (its MLP is as wide as the experts that a token goes to) or on

@@ -1,4 +1,5 @@
-"""Training that is interrupted at any point gives the same weights; what the models `steps` are trained on."""
+"""Training that is interrupted at any point gives the same weights, by any recipe; what the models `steps` are trained
+on."""
 
 import json
 from dataclasses import replace
@@ -11,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
 from kvprobe.tasks.steps import Operation, Problem, Step, read_steps
-from kvprobe.training.loop import CHECKPOINT, Batch, loss_of, train
-from kvprobe.training.schedule import Corpus, Schedule, Shape
+from kvprobe.training.loop import CHECKPOINT, KEPT, Batch, Recipe, loss_of, train
+from kvprobe.training.memento import MEMENTOS, Memento
+from kvprobe.training.schedule import Corpus, Schedule, Shape, UntilRight
 from kvprobe.training.steps import Steps, batch_of, conversation
 from tests.refusals import refused
 
@@ -27,53 +29,119 @@ SMALL = Steps(
     schedule=Schedule(steps=7, batch=4, checkpoint=2),
 )
 
+SMALL_MEMENTO = Memento(
+    blocks=2,
+    layers=2,
+    width=16,
+    heads=2,
+    inner=24,
+    tested=2,
+    schedule=UntilRight(steps=7, batch=4, checkpoint=2, kind=MEMENTOS, enough=0.95),
+)
+
 
 class Killed(Exception):
     """Stands for a kill."""
 
 
+@pytest.fixture(scope="module", params=[SMALL, SMALL_MEMENTO], ids=["steps", "memento"])
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    train(SMALL, folder)
+    train(recipe, folder)
     return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 6])
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
-    whole: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, whole: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
 ):
-    taken = Steps.loss
+    taken = type(recipe).loss
     steps = iter(range(100))
 
-    def dies(recipe: Steps, model: torch.nn.Module, rng: np.random.Generator) -> torch.Tensor:
+    def dies(recipe: Recipe, model: torch.nn.Module, rng: np.random.Generator) -> torch.Tensor:
         if next(steps) == stop:
             raise Killed
-        return taken(recipe, model, rng)
+        return taken(recipe, model, rng)  # pyright: ignore[reportArgumentType]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "loss", dies)
+        patch.setattr(type(recipe), "loss", dies)
         with pytest.raises(Killed):
-            train(SMALL, tmp_path)
-    train(SMALL, tmp_path)
-    assert (tmp_path / "training.json").read_bytes() == (whole / "training.json").read_bytes()
-    expected = load_file(whole / "model.safetensors")
-    assert all(
-        torch.equal(tensor, expected[name]) for name, tensor in load_file(tmp_path / "model.safetensors").items()
-    )
+            train(recipe, tmp_path)
+    train(recipe, tmp_path)
+    assert contents(tmp_path) == contents(whole)
     assert not (tmp_path / CHECKPOINT).exists()
 
 
-def test_a_finished_training_is_left_as_it_is(whole: Path):
+def test_a_finished_training_is_left_as_it_is(recipe: Recipe, whole: Path):
     before = (whole / "model.safetensors").stat().st_mtime_ns
-    record = train(SMALL, whole)
+    record = train(recipe, whole)
     assert (whole / "model.safetensors").stat().st_mtime_ns == before
     assert len(record["losses"]) == 7
-    assert list(record["accuracy"]) == ["2", "4", "6", "7"]
+    assert [*record["accuracy"]][-4:] == ["2", "4", "6", "7"]
 
 
-def test_another_recipe_is_refused_in_the_same_folder(whole: Path):
-    refused(lambda: train(replace(SMALL, corpus="plain"), whole), "another recipe")
+def test_another_recipe_is_refused_in_the_same_folder(recipe: Recipe, whole: Path):
+    refused(lambda: train(replace(recipe, tested=3), whole), "another recipe")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_written_folder_loads_and_answers(recipe: Recipe, whole: Path):
+    model = load(whole)
+    answer = model.generate([{"role": "user", "content": "3 7 1"}], max_new_tokens=3)
+    assert len(answer.tokens[0]) > 0
+    assert json.loads((whole / "training.json").read_text())["name"] == recipe.name
+
+
+# ---- until enough is right
+
+
+def test_weights_are_kept_at_each_checkpoint_if_the_schedule_says_so(recipe: Recipe, whole: Path):
+    """And those before the first step, which are as drawn."""
+    kept = {path.name for path in whole.glob(f"{KEPT}/*")}
+    if not recipe.schedule.keeps:
+        assert not kept
+        return
+    record = json.loads((whole / "training.json").read_text())
+    assert kept == set(record["accuracy"]) == {"0", "2", "4", "6", "7"}
+    weights = {step: load_file(whole / KEPT / step / "model.safetensors") for step in kept}
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.schedule.seed)
+        drawn = recipe.model().state_dict()
+    for name, tensor in load_file(whole / "model.safetensors").items():
+        assert torch.equal(tensor, weights["7"][name])
+        assert torch.equal(drawn[name], weights["0"][name])
+        assert not torch.equal(weights["4"][name], weights["6"][name])
+    assert load(whole / KEPT / "4").geometry.n_layers == 2
+
+
+def test_a_training_ends_at_the_first_checkpoint_where_enough_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured = iter([0.1, 0.5, 0.96, 0.2])
+    monkeypatch.setattr(Memento, "accuracy", lambda *_: {MEMENTOS: next(measured)})
+    with monkeypatch.context() as patch:
+        patch.setattr("kvprobe.training.loop.write_whole", lambda *_: pytest.fail("killed before the record is there"))
+        with pytest.raises(pytest.fail.Exception):
+            train(SMALL_MEMENTO, tmp_path)
+    assert not (tmp_path / "training.json").exists()
+    record = train(SMALL_MEMENTO, tmp_path)
+    assert record["accuracy"] == {"0": {MEMENTOS: 0.1}, "2": {MEMENTOS: 0.5}, "4": {MEMENTOS: 0.96}}
+    assert len(record["losses"]) == 4
+    assert next(measured) == 0.2
+
+
+def test_a_share_that_cannot_be_reached_is_refused():
+    refused(lambda: UntilRight(steps=1, batch=1, kind=MEMENTOS, enough=1.5), "'enough' is 1.5")
+
+
+# ---- what stops a training
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path):
@@ -109,13 +177,6 @@ def test_training_leaves_the_global_generator_alone_and_lowers_the_loss(tmp_path
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     other = replace(recipe, schedule=replace(recipe.schedule, seed=1, steps=1))
     assert train(other, tmp_path / "other")["losses"][0] != losses[0]
-
-
-def test_the_written_folder_loads_and_answers(whole: Path):
-    model = load(whole)
-    answer = model.generate([{"role": "user", "content": "a 3 b 7 c 1 : a + 4 solve"}], max_new_tokens=3)
-    assert len(answer.tokens[0]) > 0
-    assert json.loads((whole / "training.json").read_text())["name"] == "steps-moe-corrected-0"
 
 
 def test_shapes_match_on_active_or_on_all_parameters():
@@ -163,7 +224,7 @@ def test_no_wrong_value_is_a_target(corpus: Corpus):
 
 
 def test_an_error_of_ones_own_is_taken_back_from_the_wrong_step_on():
-    """By the verdict on it, which is a target, or one or two steps later by one that is none."""
+    """By the remark on it, which is a target, or one or two steps later by one that is none."""
     at_once = later = alarms = 0
     for words in words_of("corrected", 400):
         start = max(place for place, (word, _) in enumerate(words) if word == "<assistant>") + 1
@@ -174,11 +235,11 @@ def test_an_error_of_ones_own_is_taken_back_from_the_wrong_step_on():
         place = 0
         while place < len(answer):
             (step,) = read_steps(" ".join(answer[place : place + 6]))
-            verdict, is_target = words[start + place + 6]
+            remark, is_target = words[start + place + 6]
             place += 7
             pending.append(step)
             wrong = [number for number, one in enumerate(pending) if not one.adds_up]
-            if verdict == "wait":
+            if remark == "wait":
                 back = pending[wrong[0] if wrong else -1 :]
                 assert len(back) <= 3
                 again = read_steps(" ".join(answer[place : place + 7 * len(back)]))
@@ -192,7 +253,7 @@ def test_an_error_of_ones_own_is_taken_back_from_the_wrong_step_on():
                     alarms += 1
                 pending = []
             else:
-                assert verdict == "ok"
+                assert remark == "ok"
                 assert is_target or wrong or not any(target for _, target in words[start:])
         assert all(step.adds_up for step in pending)
     assert at_once > 200
@@ -212,10 +273,18 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_batche
 
 
 def test_padding_changes_nothing_not_even_the_balance_of_experts():
-    batch, model = batch_of(words_of("corrected", 3)), SMALL.model().eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(7)  # weights for which the balance of padding shows well above round-off
+        model = SMALL.model().eval()
+    batch = batch_of(words_of("corrected", 3))
     padding = torch.zeros(len(batch.ids), 60)
-    columns = (torch.cat([known, padding.to(known.dtype)], 1) for known in (batch.ids, batch.counts, batch.present))
-    torch.testing.assert_close(loss_of(model, [Batch(*columns)]), loss_of(model, [batch]))
+    ids, counts, present = (
+        torch.cat([known, padding.to(known.dtype)], 1) for known in (batch.ids, batch.counts, batch.present)
+    )
+    expected = loss_of(model, [batch])
+    torch.testing.assert_close(loss_of(model, [Batch(ids, counts, present)]), expected, rtol=2e-5, atol=0)
+    counted = loss_of(model, [Batch(ids, counts, torch.ones_like(present))])
+    assert abs(counted - expected) / expected > 2e-4
 
 
 def test_a_batch_marks_targets_and_padding():

@@ -1,0 +1,179 @@
+"""Mementos: blocks of random digits, each hidden once a memento of three digits has been written after it.
+
+    = 0 0 0                    memento 0, given
+    3 7 1 9 2 = 0 2 2          block 1, memento 1
+    5 0 0 8 4 = 0 3 9          block 2, memento 2
+    …
+
+This is the toy of "Memento" (arXiv 2604.09852), whose mementos are cumulative sums. So part of what can be read of a
+hidden digit is in the text: with two neighbouring sums in view, the five digits between them are no longer uniform.
+`bayes_accuracy` is how often the best guess from text alone is right. Where mementos are copies of memento 0, which is
+random, the text holds nothing about any digit.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Float
+
+from kvprobe.errors import UserError
+from kvprobe.names import unknown
+from kvprobe.text.transcript import Transcript
+
+Content = Literal["sum", "copy"]
+"""What a memento states: the sum of all digits up to there, or memento 0 again."""
+
+BASE = 10
+DIGITS = 5
+"""Of a block."""
+PLACES = 3
+"""Digits of a memento."""
+BLOCKS = 10
+"""Of a trace of the published toy."""
+MOST = (BASE**PLACES - 1) // ((BASE - 1) * DIGITS)
+"""Blocks whose sum always fits into a memento."""
+WRITE = "="
+"""Comes before each memento."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Blocks of digits and the mementos after them.
+
+    Attributes:
+        blocks: the digits of block 1, 2, ….
+        start: what memento 0 states.
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+    content: Content = "sum"
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.content not in get_args(Content):
+            raise UserError(unknown("content of mementos", self.content, get_args(Content)))
+        if not 1 <= len(self.blocks) <= MOST or any(len(block) != DIGITS for block in self.blocks):
+            raise UserError(
+                f"A trace has 1 to {MOST} blocks of {DIGITS} digits; got blocks of {[*map(len, self.blocks)]}."
+            )
+        if any(not 0 <= digit < BASE for block in self.blocks for digit in block):
+            raise UserError("A block holds something else than digits; give whole numbers from 0 to 9.")
+        if not 0 <= self.start < BASE**PLACES or (self.start and self.content == "sum"):
+            raise UserError(f"Memento 0 cannot state {self.start}; sums start from 0, copies from any of 0 to 999.")
+
+    @property
+    def mementos(self) -> tuple[int, ...]:
+        """What memento 0, 1, … states."""
+        if self.content == "copy":
+            return (self.start,) * (1 + len(self.blocks))
+        return tuple(np.cumsum([0, *map(sum, self.blocks)]).tolist())
+
+    def messages(self) -> Iterator[tuple[str, str, str]]:
+        """Role, segment and text of each block and memento, in order."""
+        for number, memento in enumerate(self.mementos):
+            if number:
+                yield "block", block_name(number), " ".join(map(str, self.blocks[number - 1]))
+            yield "memento", memento_name(number), " ".join(f"{memento:0{PLACES}}")
+
+    def conversation(self) -> Transcript:
+        """The trace as a transcript, each block and each memento a segment; see `block_name`, `memento_name`."""
+        roles, names, texts = zip(*self.messages(), strict=True)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        return Transcript.from_messages(messages, names)
+
+    def words(self) -> tuple[str, ...]:
+        """The words of the whole trace, from the start token on, as a model of `vocabulary` reads them."""
+        texts = (text if role == "block" else f"{WRITE} {text}" for role, _, text in self.messages())
+        return ("<bos>", *" ".join(texts).split())
+
+
+def block_name(number: int) -> str:
+    """The segment of block 1, 2, …."""
+    return f"block {number}"
+
+
+def memento_name(number: int) -> str:
+    """The segment of memento 0, 1, …: the sign before it and its digits."""
+    return f"memento {number}"
+
+
+def hidden_blocks(number: int, keep: int = 0) -> range:
+    """The blocks that are hidden while block `number` and its memento are read.
+
+    Args:
+        keep: how many blocks before that one stay in view (keep-n).
+    """
+    return range(1, number - keep)
+
+
+def draw_trace(rng: np.random.Generator, content: Content = "sum", blocks: int = BLOCKS) -> Trace:
+    """A random trace: all digits are independent and uniform, and so is memento 0 of copies."""
+    digits = rng.integers(BASE, size=(blocks, DIGITS)).tolist()
+    start = int(rng.integers(BASE**PLACES)) if content == "copy" else 0
+    return Trace(tuple(map(tuple, digits)), content, start)
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word of every trace, after the control tokens; a word's id is its index here."""
+    return ("<unk>", "<bos>", "<eos>", WRITE, *map(str, range(BASE)))
+
+
+# ---- what text says
+
+
+def bayes_accuracy(block: int, mementos: Collection[int], blocks: Collection[int] = ()) -> float:
+    """How often the best guess of one digit of a block is right, given text alone: these mementos, which state sums,
+    and these blocks. All digits of a block are alike in this.
+
+    Only the nearest sums in view on both sides count; what is hidden between them is as many digits of a known sum.
+    Before block 1 the sum is known to be 0.
+
+    Args:
+        block: number of the block, from 1.
+        mementos: numbers of the mementos in view.
+        blocks: numbers of the blocks in view.
+
+    Raises:
+        UserError: there is no such block or memento.
+    """
+    for name, numbers, first in (("block", (block, *blocks), 1), ("memento", mementos, 0)):
+        if wrong := [number for number in numbers if not first <= number <= MOST]:
+            raise UserError(f"There is no {name} {wrong[0]}; they are numbered from {first} to {MOST}.")
+    if block in blocks:
+        return 1.0
+    after = min((number for number in mementos if number >= block), default=None)
+    if after is None:
+        return 1 / BASE
+    before = max((number for number in mementos if number < block), default=0)
+    return accuracy_given_sum(DIGITS * sum(number not in blocks for number in range(before + 1, after + 1)))
+
+
+def accuracy_given_sum(count: int) -> float:
+    """How often the best guess of one of so many uniform digits is right, given their sum."""
+    others, span = ways(count - 1), (BASE - 1) * count + 1
+    return sum(max(others.get(total - digit, 0) for digit in range(BASE)) for total in range(span)) / BASE**count
+
+
+def posterior(total: int, count: int) -> Float[np.ndarray, "digits"]:
+    """The probability of each value of one of `count` uniform digits whose sum is `total`.
+
+    Raises:
+        UserError: they cannot have this sum.
+    """
+    others = ways(count - 1) if count > 0 else {}
+    left = [others.get(total - digit, 0) for digit in range(BASE)]
+    if not any(left):
+        raise UserError(f"{count} digits cannot have the sum {total}; give 0 to {(BASE - 1) * max(0, count)}.")
+    return np.array([number / sum(left) for number in left])
+
+
+@cache
+def ways(count: int) -> Mapping[int, int]:
+    """In how many ways so many digits have each sum that they can have."""
+    if count == 0:
+        return {0: 1}
+    fewer = ways(count - 1)
+    return {total: sum(fewer.get(total - digit, 0) for digit in range(BASE)) for total in range((BASE - 1) * count + 1)}
