@@ -15,26 +15,36 @@ def points(value: Estimate) -> str:
 
 
 def plain(value: Estimate, digits: int = 2) -> str:
-    return _with_span(value, f".{digits}f")
+    return formatted(f".{digits}f")(value)
 
 
 def two_digits(value: Estimate) -> str:
     """For numbers that span many orders of magnitude."""
-    return _with_span(value, ".2g")
+    return formatted(".2g")(value)
 
 
 def signed(value: Estimate, digits: int = 3) -> str:
-    return _with_span(value, f"+.{digits}f")
+    return formatted(f"+.{digits}f")(value)
+
+
+def formatted(form: str) -> Callable[[Estimate], str]:
+    """How a number is written with its interval, all in this format."""
+    return lambda value: f"{number(value.mean, form)} ({span(value, lambda end: number(end, form))})"
+
+
+def share(value: Estimate) -> str:
+    """A share that has no interval."""
+    return f"{100 * value.mean:.3g} %"
+
+
+def count(value: Estimate) -> str:
+    return f"{value.mean:,.0f}"
 
 
 def number(value: float, form: str) -> str:
     """A number in this format; one that rounds to zero has no sign."""
     text = format(value, form)
     return text.lstrip("+-") if text.lstrip("+-").strip("0.") == "" else text
-
-
-def _with_span(value: Estimate, form: str) -> str:
-    return f"{number(value.mean, form)} ({span(value, lambda end: number(end, form))})"
 
 
 def span(value: Estimate, written: Callable[[float], str]) -> str:

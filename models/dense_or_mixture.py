@@ -1,11 +1,16 @@
 """Does a mistake poison mixtures of experts more than dense models? `python models/dense_or_mixture.py FOLDER`
 
 FOLDER holds models that `kvprobe train steps` made, of several shapes and seeds. The study `poisoning` is run on each
-(runs that are there are not run again), and a table has a row for each measure, with the value of each seed.
+(runs that are there are not run again), and a table has a row for each measure, with the value of each seed, and how
+much more the mixtures have than the dense models: the difference of means, with a 95 % interval over seeds (Welch's t).
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+from scipy.stats import ttest_ind
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
@@ -19,7 +24,7 @@ MEASURES: dict[str, tuple[str, dict[str, Key]]] = {
     "right after a sound draft": ("right", {"arm": "continue", "draft": "sound"}),
     "right after the slip, gone on with": ("right", {"arm": "continue", **SLIP}),
     "`wait` at once, more than at a right value": ("notices", {}),
-    "right if the model gives the verdict": ("right", {"arm": "at once", **SLIP}),
+    "right if the model itself remarks on it": ("right", {"arm": "at once", **SLIP}),
     "right after a review of its own": ("right", {"arm": "review", **SLIP}),
     "right after a review of another's": ("right", {"arm": "other's", **SLIP}),
     "right after “wait” one step later": ("right", {"arm": "wait", **SLIP}),
@@ -40,15 +45,28 @@ def findings_of(model: Path) -> Findings:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    found = {
+    findings = {
         shape: [findings_of(model) for model in sorted(folder.glob(f"steps-{shape}-corrected-*"))] for shape in SHAPES
     }
-    shapes = [shape for shape in SHAPES if found[shape]]
-    print("| | " + " | ".join(f"{SHAPES[shape]} (seeds: {len(found[shape])})" for shape in shapes) + " |")
-    print("|---" * (1 + len(shapes)) + "|")
+    shapes = [shape for shape in SHAPES if findings[shape]]
+    heads = [f"{SHAPES[shape]} (seeds: {len(findings[shape])})" for shape in shapes]
+    more = [f"{SHAPES['moe']} less {SHAPES[shape]}" for shape in shapes if shape != "moe"]
+    print(f"| | {' | '.join(heads + more)} |")
+    print("|---" * (1 + len(heads) + len(more)) + "|")
     for words, (name, keys) in MEASURES.items():
-        cells = [", ".join(f"{100 * one.at(name, **keys).mean:.1f}" for one in found[shape]) for shape in shapes]
+        seeds = {shape: [100 * one.at(name, **keys).mean for one in findings[shape]] for shape in shapes}
+        cells = [", ".join(f"{value:.1f}" for value in values) for values in seeds.values()]
+        cells += [difference(seeds["moe"], values) for shape, values in seeds.items() if shape != "moe"]
         print(f"| {words} | {' | '.join(cells)} |")
+
+
+def difference(mixture: Sequence[float], dense: Sequence[float]) -> str:
+    """The difference of means, with its interval where seeds differ at all."""
+    mean = np.mean(mixture) - np.mean(dense)
+    if min(len(mixture), len(dense)) < 2 or not (np.ptp(mixture) or np.ptp(dense)):
+        return f"{mean:+.1f}"
+    low, high = ttest_ind(mixture, dense, equal_var=False).confidence_interval(0.95)
+    return f"{mean:+.1f} ({low:.1f} to {high:.1f})"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def answers(model: Model, cases: list[Drafted], ask: Callable[[Drafted], Tokens]
 
 def measured(model: Model, cases: list[Drafted]) -> dict[str, str]:
     """The rows of the card's table."""
-    wording = Wording(model.tokenizer, model.name)
+    wording = Wording.of(model)
 
     def share(hits: list[bool]) -> str:
         return percent(wilson(sum(hits), len(hits)))

@@ -6,13 +6,13 @@ removed. The harness's quirks are reproduced: `3.00` is not `3`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from kvprobe.errors import UserError
-from kvprobe.tasks.json_lines import read_json_lines, text_of
+from kvprobe.tasks.json_lines import Entry, read_json_lines, text_of
 from kvprobe.tasks.task import Item, first_items
 from kvprobe.text.transcript import Transcript
 
@@ -77,12 +77,19 @@ class GSM8K:
 
     @cached_property
     def _items(self) -> list[Item]:
-        if self.path is not None:
-            return read_json_lines(self.path, _item)
-        return _from_hub()
+        return entries(self.path, _item)
 
 
-def _from_hub() -> list[Item]:
+def entries(path: Path | None, parse: Callable[[int, Mapping[str, object]], Entry]) -> list[Entry]:
+    """What `parse` makes of the number and the fields of each line of a file, or of the published test split.
+
+    Raises:
+        UserError: the split could not be fetched, there is no such file, or a line of it is refused.
+    """
+    return read_json_lines(path, parse) if path is not None else _from_hub(parse)
+
+
+def _from_hub(parse: Callable[[int, Mapping[str, object]], Entry]) -> list[Entry]:
     """The published test split."""
     import pandas as pd
     from huggingface_hub import hf_hub_download
@@ -96,7 +103,7 @@ def _from_hub() -> list[Item]:
         ) from error
     table = pd.read_parquet(path, columns=["question", "answer"])
     return [
-        _item(number, {str(key): row[key] for key in row}) for number, row in enumerate(table.to_dict("records"), 1)
+        parse(number, {str(key): row[key] for key in row}) for number, row in enumerate(table.to_dict("records"), 1)
     ]
 
 

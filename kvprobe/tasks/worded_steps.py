@@ -18,12 +18,12 @@ from kvprobe.tasks.steps import (
     vocabulary,
 )
 from kvprobe.text.tokens import Tokens
-from kvprobe.text.transcript import Transcript
+from kvprobe.text.turns import Turns, as_long
 
-ROLES = ("register", "before", "sign", "amount", "=", "after", "verdict")
+ROLES = ("register", "before", "sign", "amount", "=", "after", "remark")
 """Of the words of a step."""
 EARLIER, STEP, LATER_STEPS = "earlier", "step", "later"
-"""Segments of an answer: the first steps, the one that may be wrong, and those on other registers."""
+"""Segments of an answer: the first steps, the one that may be wrong, and those that do not depend on it."""
 
 Order = Literal["continue", "review"]
 ORDERS: Mapping[Order, str] = {
@@ -33,19 +33,11 @@ ORDERS: Mapping[Order, str] = {
 _LINE = re.compile(r"([abc]): (\d) (plus|minus) (\d) is (\d)(?!\d)")
 
 
-class Wording:
+class Wording(Turns):
     """Sums in the words that a model knows."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """Args:
-            name: of the model, for messages.
-
-        Raises:
-            UserError: there is no tokenizer.
-        """
-        if tokenizer is None:
-            raise UserError(f"{name} has no tokenizer, so nothing can be asked of it; give one to `load`.")
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, name)
         self.words = set(tokenizer.get_vocab()) == set(vocabulary())
 
     # ---- texts
@@ -74,7 +66,7 @@ class Wording:
         return f" {text_of(steps)}" if self.words else in_english(steps)
 
     def stated(self, steps: Sequence[Step]) -> str:
-        """Steps up to the last value, on which no verdict was given yet."""
+        """Steps up to the last value, on which no remark was given yet."""
         return self.steps(steps).removesuffix(" ok" if self.words else ".\n")
 
     def taken_back(self, steps: Sequence[Step]) -> str:
@@ -85,10 +77,10 @@ class Wording:
         """The steps that an answer states."""
         if self.words:
             return read_steps(text)
-        found = (match.groups() for match in _LINE.finditer(text))
+        lines = (match.groups() for match in _LINE.finditer(text))
         return tuple(
             Step(Operation(register, "+" if sign == "plus" else "-", int(amount)), int(before), int(after))
-            for register, before, sign, amount, after in found
+            for register, before, sign, amount, after in lines
         )
 
     def place(self, number: int) -> str:
@@ -97,31 +89,7 @@ class Wording:
 
     # ---- tokens
 
-    def chat(self, *texts: str) -> Tokens:
-        """A conversation up to the answer: a user's turn, an answer, a user's turn, and so on."""
-        roles = ("user", "assistant")
-        turns = [{"role": roles[number % 2], "content": text.strip()} for number, text in enumerate(texts)]
-        names = [f"{turn['role']} {number // 2}" for number, turn in enumerate(turns)]
-        return Transcript.from_messages(turns, names).tokens(self.tokenizer, generation_prompt=True)
-
-    def after(self, before: Tokens, segment: str, text: str) -> Tokens:
-        """More of the answer."""
-        return Tokens.of(self.ids(text), segment, before.following)
-
-    def ids(self, text: str) -> list[int]:
-        """The tokens of a text.
-
-        Raises:
-            UserError: the tokenizer does not know its words, as that of a model `steps` of another vocabulary.
-        """
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
-            raise UserError(
-                f"The tokenizer does not know all words of {text.strip()!r}; take a model that reads English."
-            )
-        return ids
-
-    def drafts(self, slip: Slip) -> dict[Draft, Tokens]:
+    def drafts(self, slip: Slip) -> Mapping[Draft, Tokens]:
         """The question and the first steps of each draft, in the segments `EARLIER` and `STEP`.
 
         Raises:
@@ -133,11 +101,7 @@ class Wording:
             for segment, part in ((EARLIER, steps[:SLIPPED]), (STEP, steps[SLIPPED:])):
                 tokens += self.after(tokens, segment, self.steps(part))
             drafts[name] = tokens
-        if len({len(tokens) for tokens in drafts.values()}) > 1:
-            raise UserError(
-                "The drafts have different numbers of tokens, so their later tokens stand at other positions."
-            )
-        return drafts
+        return as_long(drafts)
 
     def suffix(self, slip: Slip, before: Tokens) -> tuple[Tokens, int, int]:
         """The later steps and the beginning of the last one, up to where it states the value that it starts from; and

@@ -14,21 +14,11 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import poisoning
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.cases import (
-    DRAFTS,
-    HISTORY,
-    Arm,
-    arms,
-    histories,
-    own_mistake,
-    single,
-    slips,
-    stated,
-    wording_of,
-)
-from kvprobe.studies.poisoning.collect import ALL, alone, attention, edits, outcome, results, verdicts
+from kvprobe.studies.poisoning.cases import DRAFTS, HISTORY, Arm
+from kvprobe.studies.poisoning.collect import ALL, attention, cases_of, edits, results
 from kvprobe.studies.poisoning.conclude import conclude, slopes
 from kvprobe.studies.poisoning.study import STUDY
+from kvprobe.studies.poisoning.sums import WAITED, Sum, own_mistake, single, with_errors
 from kvprobe.tasks.steps import LATER, SLIPPED, Slip, draw_slip, text_of, vocabulary
 from kvprobe.tasks.worded_steps import Wording
 from kvprobe.training.steps import CHAT_TEMPLATE, Steps
@@ -54,17 +44,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_shows_everything(finished: Run):
-    found = Conclusion.of(finished.metrics).findings
-    assert {claim.finding for claim in STUDY.claims} <= set(found.names)
+    findings = Conclusion.of(finished.metrics).findings
+    assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
     arm_names = {"continue", "at once", "wait", "ordered", "review", "other's", "handed", "erratum", "fresh", "alone"}
-    assert set(found.values("right", "arm")) == arm_names
+    assert set(findings.values("right", "arm")) == arm_names
     assert_figures(finished, *(figure.file for figure in STUDY.figures))
     assert finished.metrics["controls"][0]["holds"]
 
 
 def test_the_same_settings_give_the_same_rows(finished: Run):
     rows, model = finished.df(), tiny()
-    again = edits(model, slips(model, SMALL)[1]).assign(case=1)
+    again = edits(model, cases_of(model, SMALL)(1)).assign(case=1)
     pd.testing.assert_frame_equal(rows[rows["case"] == 1].reset_index(drop=True), again, check_dtype=False)
 
 
@@ -85,14 +75,15 @@ def a_slip(seed: int = 3, wraps: bool = True) -> Slip:
     return draw_slip(np.random.default_rng(seed), wraps)
 
 
-def texts_of(wording: Wording, found: Arm) -> str:
-    return wording.tokenizer.decode(list(found.prompt.ids))
+def texts_of(wording: Wording, arm: Arm) -> str:
+    return wording.tokenizer.decode(list(arm.prompt.ids))
 
 
 def test_each_arm_puts_the_same_steps_in_its_own_way(wording: Wording):
     slip = a_slip()
-    by_name = {(arm.name, arm.draft, arm.delay): texts_of(wording, arm) for arm in arms(wording, slip)}
-    question, steps = slip.problem.question, text_of(stated(slip, "slip"))
+    by_name = {(arm.name, arm.draft, arm.delay): texts_of(wording, arm) for arm in Sum(wording, slip).arms()}
+    stated = Sum(wording, slip).stated("slip")
+    question, steps = slip.problem.question, text_of(stated)
     begun = f"<bos> <user> {question} solve <end> <assistant>"
     right = slip.problem.steps()[SLIPPED]
     assert by_name["continue", "slip", LATER] == f"{begun} {steps}"
@@ -104,10 +95,10 @@ def test_each_arm_puts_the_same_steps_in_its_own_way(wording: Wording):
     )
     assert by_name["handed", "slip", LATER] == f"<bos> <user> {question} {steps} continue <end> <assistant>"
     assert by_name["other's", "slip", LATER] == f"<bos> <user> {question} {steps} review <end> <assistant>"
-    third = stated(slip, "slip")[: SLIPPED + 1]
+    third = stated[: SLIPPED + 1]
     assert by_name["at once", "slip", 0] == f"{begun} {text_of(third).removesuffix(' ok')}"
     for delay in range(LATER + 1):
-        taken = text_of(stated(slip, "slip")[: SLIPPED + 1 + delay]).removesuffix("ok")
+        taken = text_of(stated[: SLIPPED + 1 + delay]).removesuffix("ok")
         assert by_name["wait", "slip", delay] == f"{begun} {taken}wait"
     assert {draft for _, draft, _ in by_name} == set(DRAFTS)
 
@@ -115,13 +106,12 @@ def test_each_arm_puts_the_same_steps_in_its_own_way(wording: Wording):
 @pytest.mark.parametrize("wraps", [True, False])
 @pytest.mark.parametrize("seed", range(10))
 def test_histories_differ_in_wrong_steps_alone_and_the_last_step_depends_on_none(seed: int, wraps: bool):
-    drawn = histories(np.random.default_rng(seed), wraps)
-    assert [history.wrong for history in drawn] == list(range(HISTORY + 1))
-    assert len({(history.problem, history.asked) for history in drawn}) == 1
-    for history in drawn:
-        assert sum(not step.adds_up for step in history.steps) == history.wrong
-        assert history.asked.adds_up
-        assert history.asked.operation.register not in {step.operation.register for step in history.steps}
+    drawn = with_errors(np.random.default_rng(seed), wraps)
+    assert [count for _, _, count in drawn] == list(range(HISTORY + 1))
+    assert len({problem for problem, _, _ in drawn}) == 1
+    for problem, steps, count in drawn:
+        assert sum(not step.adds_up for step in steps) == count
+        assert problem.operations[-1].register not in {step.operation.register for step in steps}
 
 
 def test_a_step_alone_starts_from_the_values_before_it():
@@ -143,24 +133,28 @@ def test_a_slip_may_state_any_other_value_and_the_harmless_change_leads_to_it(wr
         assert other.later == slip.later
 
 
-def test_the_models_own_mistake_is_its_likeliest_wrong_digit():
-    """A model whose head is replaced says one digit first and another second, wherever it stands."""
+def test_the_models_own_mistakes_are_as_frequent_as_it_holds_them_likely():
+    """A model whose head is replaced says the right digit first, one wrong digit often and another rarely."""
     model, slip = tiny(), a_slip()
-    first, second = (slip.right, (slip.right + 3) % 10)
-    ids = [model.tokenizer.convert_tokens_to_ids(str(value)) for value in (first, second)]
+    often, rarely = ((slip.right + more) % 10 for more in (3, 4))
+    said = {slip.right: 9.0, often: 6.0, rarely: 5.0}
     head = model.lanes.plain.get_output_embeddings()
-    logits = torch.zeros(head.weight.shape[0])
-    logits[ids[0]], logits[ids[1]] = 9.0, 5.0
-    hook = head.register_forward_hook(lambda _, __, said: logits.expand_as(said))
-    assert own_mistake(model, slip) == second
+    logits = torch.full((head.weight.shape[0],), -30.0)
+    for value, logit in said.items():
+        logits[model.tokenizer.convert_tokens_to_ids(str(value))] = logit
+    hook = head.register_forward_hook(lambda _, __, hidden: logits.expand(*hidden.shape[:-1], -1))
+    rng = np.random.default_rng(0)
+    drawn = [own_mistake(model, slip, rng) for _ in range(200)]
     hook.remove()
+    assert set(drawn) == {often, rarely}
+    assert drawn.count(often) / 200 == pytest.approx(1 / (1 + np.exp(-1)), abs=0.1)
 
 
 # ---- answers, read
 
 
 def said(wording: Wording, slip: Slip, text: str) -> Mapping[str, float]:
-    return outcome(wording, slip, text)
+    return Sum(wording, slip).outcome(text)
 
 
 def said_of(right: int = 0, handed_on: int = 0, restated: int = 0, local: int = 0) -> Mapping[str, float]:
@@ -197,13 +191,14 @@ def test_answers_in_english_are_read_line_by_line():
     assert english.stated(right).endswith(f"is {right[-1].after}")
 
 
-def test_verdicts_are_read_where_they_stand():
+def test_remarks_are_read_where_they_stand():
     model, slip = tiny(), a_slip()
-    wording, rows = wording_of(model), verdicts(model, slip).set_index(["draft", "delay"])["wait"]
+    wording = Wording.of(model)
+    rows = Sum(wording, slip).remarks(model).set_index(["draft", "delay"])["wait"]
     asked = wording.chat(wording.question(slip.problem))
     for draft in DRAFTS:
         for delay in range(LATER + 1):
-            text = wording.stated(stated(slip, draft)[: SLIPPED + 1 + delay])
+            text = wording.stated(Sum(wording, slip).stated(draft)[: SLIPPED + 1 + delay])
             logits = model.extend(None, [asked + wording.after(asked, "answer", text)])[1][0, -1]
             assert rows[draft, delay] == pytest.approx(float(logits.softmax(-1)[wording.ids("wait")[0]]), rel=1e-4)
 
@@ -219,27 +214,27 @@ def test_a_vocabulary_that_lacks_a_word_is_refused():
 
 def test_the_shipped_mixture_finds_errors_at_once_and_keeps_them_in_one_place():
     model = load(SHIPPED)
-    rows = list(slips(model, Config(problems=4)))
-    chances = pd.concat([verdicts(model, slip) for slip in rows])
+    cases = [case for case in map(cases_of(model, Config(problems=4)), range(4)) if isinstance(case, Sum)]
+    chances = pd.concat([case.remarks(model) for case in cases])
     now = chances[chances["delay"] == 0].groupby("draft")["wait"].mean()
     assert now["slip"] > 0.5 > 0.2 > now["sound"]
-    for slip in rows[:2]:
-        by_edit = edits(model, slip).query(f"layer == {ALL}").set_index("edit")
+    for case in cases[:2]:
+        by_edit = edits(model, case).query(f"layer == {ALL}").set_index("edit")
         assert by_edit.loc["sound", "kl"] == 0
         assert by_edit.loc["sound", "margin"] > 0 > by_edit.loc["slip", "margin"]
         off = by_edit.loc["sound step", "margin"] - by_edit.loc["sound later steps", "margin"]
         assert off > 0  # what later steps hold decides less
         assert by_edit.loc["restarted slip", "margin"] == pytest.approx(by_edit.loc["restarted sound", "margin"])
-        assert alone(model, slip, "sound", 30) == slip.problem.steps()[-1].after
+        assert case.alone(model, "sound", 30) == {"right": 1.0, "ends": 1.0}
 
 
 def test_attention_and_results_are_of_the_step_that_was_asked_for():
     model = load(SHIPPED)
-    (slip,) = slips(model, Config(problems=2))[:1]
-    table = attention(model, slip)
+    case = cases_of(model, Config(problems=2))(0)
+    table = attention(model, case)
     assert set(table["draft"]) == {"sound", "slip", "harmless"}
     assert table["mass"].between(0, 1).all()
-    given = results(model, histories(np.random.default_rng(1), wraps=True))
+    given = results(model, case.histories(np.random.default_rng(1)))
     assert given["right"][0] == 1
     assert list(given["wrong"]) == list(range(HISTORY + 1))
 
@@ -252,9 +247,9 @@ def histories_of(count: int, errs: Callable[[np.random.Generator, list[bool]], b
     rows = []
     for case in range(count):
         rng = np.random.default_rng(case)
-        for history in histories(rng, wraps=True):
-            wrong = [not step.adds_up for step in history.steps]
-            rows.append({"case": case, "wrong": history.wrong, "right": float(not errs(rng, wrong))})
+        for _, steps, count in with_errors(rng, wraps=True):
+            wrong = [not step.adds_up for step in steps]
+            rows.append({"case": case, "wrong": count, "right": float(not errs(rng, wrong))})
     return pd.DataFrame(rows)
 
 
@@ -290,7 +285,7 @@ def made_up(off: Number = lambda _: 0.0, sound: Number = lambda _: 1.0, **right:
         "slope": lambda case: 0.2 + case % 2 / 100,
     }
     given = default | {name.replace("others", "other's"): number for name, number in right.items()}
-    edited, attended, answered, verdicts_, history = [], [], [], [], []
+    edited, attended, answered, remarked, history = [], [], [], [], []
     for case in range(MADE_UP.problems):
         margins = {"sound": 6.0 + case, "slip": -4.0 - case, "masked slip": 1.0, "restarted sound": 0.5}
         margins["masked sound"] = 1.0 + given["ghost"](case) * (margins["sound"] - margins["slip"])
@@ -309,15 +304,15 @@ def made_up(off: Number = lambda _: 0.0, sound: Number = lambda _: 1.0, **right:
                 row = {"arm": name, "draft": draft, "right": value, "handed_on": 1 - value, "restated": 0.0}
                 row |= {"local": 1.0, "ends": 1.0, "text": "a 1", "case": case}
                 delays = range(LATER + 1) if name == "wait" else [0 if name == "at once" else LATER]
-                answered += [{**row, "delay": delay} for delay in delays]
+                answered += [{**row, "delay": delay, "main": name != "wait" or delay == WAITED} for delay in delays]
             for delay in range(LATER + 1):
                 chance = given["notices"](case) if draft == "slip" else 0.0
-                verdicts_.append({"draft": draft, "delay": delay, "wait": chance if delay == 0 else 0.0, "case": case})
+                remarked.append({"draft": draft, "delay": delay, "wait": chance if delay == 0 else 0.0, "case": case})
         for wrong in range(HISTORY + 1):
             error = given["slope"](case) * wrong / HISTORY
             history.append({"wrong": wrong, "right": 1 - error, "log_probability": -1.0, "case": case})
-    tables = (edited, attended, answered, verdicts_, history)
-    names = ("samples", "attention", "answers", "verdicts", "histories")
+    tables = (edited, attended, answered, remarked, history)
+    names = ("samples", "attention", "answers", "remarks", "histories")
     return {name: pd.DataFrame(rows) for name, rows in zip(names, tables, strict=True)}
 
 
@@ -341,7 +336,7 @@ def noise(rng: np.random.Generator) -> Conclusion:
         ghost=lambda _: float(rng.normal(0, 0.3)),
         **dict.fromkeys(("continue", "review", "others", "handed", "alone", "fresh", "wait"), flip),
     )
-    tables["verdicts"]["wait"] = rng.random(len(tables["verdicts"]))
+    tables["remarks"]["wait"] = rng.random(len(tables["remarks"]))
     tables["histories"]["right"] = (rng.random(len(tables["histories"])) < 0.7).astype(float)
     return concluded(tables)
 
@@ -372,7 +367,7 @@ def test_each_cure_is_held_against_its_own_baseline():
     """A restart with the text against the same request in the old conversation, and “wait” one step after the slip."""
     tables = made_up(ordered=lambda _: 1.0)
     answers = tables["answers"]
-    answers.loc[(answers["arm"] == "wait") & (answers["delay"] != 1) & (answers["draft"] == "slip"), "right"] = 0.0
+    answers.loc[(answers["arm"] == "wait") & (answers["delay"] != WAITED) & (answers["draft"] == "slip"), "right"] = 0.0
     findings = concluded(tables).findings
     assert findings.at("handed").mean == pytest.approx(-0.5)
     assert findings.at("restart").mean == 1.0
@@ -382,7 +377,7 @@ def test_each_cure_is_held_against_its_own_baseline():
 
 def test_errors_that_are_not_taken_back_have_no_half_life_and_false_alarms_do_not_count():
     tables = made_up()
-    tables["verdicts"]["wait"] = 0.3
+    tables["remarks"]["wait"] = 0.3
     findings = concluded(tables).findings
     assert findings.at("notices").mean == 0
     assert np.isnan(findings.at("half_life").mean)
@@ -390,9 +385,9 @@ def test_errors_that_are_not_taken_back_have_no_half_life_and_false_alarms_do_no
     assert np.isnan(concluded(made_up(notices=lambda _: 0.1)).findings.at("half_life").mean)
 
 
-def test_a_model_without_verdicts_has_no_findings_on_them_and_the_page_says_so(tmp_path: Path):
+def test_a_model_without_remarks_has_no_findings_on_them_and_the_page_says_so(tmp_path: Path):
     tables = made_up()
-    del tables["verdicts"]
+    del tables["remarks"]
     conclusion = concluded(tables)
     assert "notices" not in conclusion.findings
     assert "says “wait”" not in answer_of(STUDY, MADE_UP, conclusion, tmp_path)
@@ -434,6 +429,6 @@ def test_controls_fail_where_they_should():
     margins = harmless["samples"].set_index(["case", "edit", "layer"])["margin"]
     harmless["samples"].loc[harmless["samples"]["edit"] == "slip", "margin"] = margins[:, "sound", ALL].to_numpy()
     tables = made_up(), made_up(off=lambda case: case / 100), made_up(sound=lambda _: 0.0), harmless, cut
-    holds = [[control.holds for control in concluded(own).controls] for own in tables]
+    holds = [[control.holds for control in concluded(altered).controls] for altered in tables]
     assert holds[0] == [True] * 4
     assert [[not held for held in row].index(True) for row in holds[1:]] == [0, 1, 2, 3]

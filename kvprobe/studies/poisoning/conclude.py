@@ -13,17 +13,15 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.cases import HISTORY, slip_of, stated, wording_of
-from kvprobe.studies.poisoning.collect import ALL
-from kvprobe.tasks.steps import LATER, SLIPPED
+from kvprobe.studies.poisoning.cases import HISTORY
+from kvprobe.studies.poisoning.collect import ALL, EXAMPLES, cases_of, has_remarks
+from kvprobe.tasks.steps import LATER
 from kvprobe.text.transcript import Transcript
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters, plain
 
 HEADLINE: dict[str, Any] = {"together": (), "family": "headline", "cluster": "case"}
 """All that the table of verdicts is chosen from: these intervals hold together."""
-WAITED = 1
-"""Steps after the slip at which “wait” is tried for the answer; the models `steps` take errors back within two."""
 
 
 def gained(name: str, by: str, beside: str = "continue") -> Difference:
@@ -78,7 +76,7 @@ ATTENTION: tuple[Estimand, ...] = (
         for draft in ("sound", "harmless")
     ),
 )
-VERDICTS: tuple[Estimand, ...] = (
+REMARKS: tuple[Estimand, ...] = (
     Difference(
         name="notices",
         of="wait",
@@ -91,7 +89,7 @@ VERDICTS: tuple[Estimand, ...] = (
     Mean(name="standing", of="standing", by=("draft", "delay"), cluster="case", within=SHARE),
     Ratio(name="left", of="standing", over="sound", by=("delay",), where={"draft": "slip"}, cluster="case"),
 )
-"""`standing`: the probability that no verdict so far was `wait`; `left`: as a share of that after a sound draft, so
+"""`standing`: the probability that no remark so far was `wait`; `left`: as a share of that after a sound draft, so
 that false alarms do not count."""
 HISTORIES: tuple[Estimand, ...] = (
     Mean(name="right_after", of="right", by=("wrong",), cluster="case", within=SHARE),
@@ -102,8 +100,8 @@ SLOPES: tuple[Estimand, ...] = (Mean(name="conditioned", of="slope", within=(-3.
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    verdicts = [(standing(tables["verdicts"]), VERDICTS)] if "verdicts" in tables else []
-    answers = with_main(tables["answers"])
+    remarks = [(standing(tables["remarks"]), REMARKS)] if "remarks" in tables else []
+    answers = tables["answers"]
     findings = measure(
         answers,
         ANSWERS,
@@ -112,18 +110,13 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
         (tables["attention"], ATTENTION),
         (tables["histories"], HISTORIES),
         (slopes(tables["histories"]), SLOPES),
-        *verdicts,
+        *remarks,
     )
-    if verdicts:
+    if remarks:
         left = {delay: findings.at("left", delay=delay).mean for delay in range(LATER + 1)}
         findings.number("half_life", next((delay for delay, share in left.items() if share <= 0.5), np.nan))
     controls = controls_of(findings, margins(tables["samples"]), model)
     return Conclusion(findings, controls, facts(config, model, tables), few_clusters(config.problems, "problems"))
-
-
-def with_main(rows: Rows) -> Rows:
-    """The answers, with those that stand for their arm; “wait” is tried at several places."""
-    return rows.assign(main=(rows["arm"] != "wait") | (rows["delay"] == WAITED))
 
 
 def losses(rows: Rows) -> pd.DataFrame:
@@ -152,7 +145,7 @@ def beside_poison(rows: Rows) -> Rows:
 
 
 def standing(rows: Rows) -> Rows:
-    """Each row with the probability that no verdict up to it is `wait`, also for the sound draft."""
+    """Each row with the probability that no remark up to it is `wait`, also for the sound draft."""
     rows = rows.sort_values(["case", "draft", "delay"])
     rows = rows.assign(standing=(1 - rows["wait"]).groupby([rows["case"], rows["draft"]]).cumprod())
     return rows.assign(sound=beside(rows, "standing", {"draft": "sound"}, ("case", "delay")))
@@ -168,18 +161,17 @@ def slopes(rows: Rows) -> pd.DataFrame:
 
 def facts(config: Config, model: Model, tables: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     """The first problem, as it was put and answered."""
-    wording, slip = wording_of(model), slip_of(model, config, 0)
-    steps = stated(slip, "slip")
-    answer = wording.steps(steps).strip()
-    chat = [{"role": "user", "content": wording.question(slip.problem)}, {"role": "assistant", "content": answer}]
+    shown = cases_of(model, config)(0).shown()
+    chat = [{"role": "user", "content": shown.question}, {"role": "assistant", "content": shown.answer}]
     transcript = Transcript.from_messages(chat, ["question", "answer"])
     answers = tables["answers"]
     first = answers[(answers["case"] == 0) & (answers["draft"] == "slip") & (answers["arm"] != "alone")]
     return {
-        "chat": chat_record(transcript, marked=wording.steps(steps[SLIPPED : SLIPPED + 1]).strip()),
-        "right": slip.right,
-        "wrong": slip.wrong,
-        "words": wording.words,
+        "chat": chat_record(transcript, marked=shown.marked),
+        "right": shown.right,
+        "wrong": shown.wrong,
+        "words": has_remarks(model, config),
+        "examples": EXAMPLES,
         "answers": [list(row) for row in zip(first["arm"], first["delay"].astype(int), first["text"], strict=True)],
     }
 

@@ -6,7 +6,7 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.collect import BANDS, collect
+from kvprobe.studies.poisoning.collect import BANDS, collect, inputs
 from kvprobe.studies.poisoning.conclude import conclude
 from kvprobe.wording import percent, plain, points
 
@@ -44,6 +44,7 @@ STUDY = Study(
     ),
     config=Config,
     collect=collect,
+    inputs=inputs,
     conclude=conclude,
     figures=(
         over(
@@ -52,7 +53,7 @@ STUDY = Study(
             "arm",
             "",
             "right last values",
-            "Answers whose last value is right, by what is done about the first six steps.",
+            "Answers whose last value is right, by what is done about the draft.",
             line="draft",
             limits=(-0.03, 1.03),
             size=(7.2, 3.2),
@@ -73,7 +74,7 @@ STUDY = Study(
             "delay",
             "steps after the third",
             "no “wait” so far",
-            "The probability that no verdict from the third step on was “wait”, where each before stands as “ok”.",
+            "The probability that no remark from the third step on was “wait”, where each before stands as “ok”.",
             line="draft",
             limits=(-0.03, 1.03),
             curves=True,
@@ -93,8 +94,8 @@ STUDY = Study(
             "mass",
             "layer",
             "layer",
-            "attention to the third step",
-            "What the token before the last value attends to of the third step, mean over heads.",
+            "attention to the step",
+            "What the token before the last value attends to of the step that may be wrong, mean over heads.",
             line="draft",
             curves=True,
         ),
@@ -138,7 +139,7 @@ STUDY = Study(
         "draft": {"slip": "after the slip", "sound": "after a sound draft", "harmless": "after the harmless change"},
         "arm": {
             "continue": "gone on with",
-            "at once": "its own verdict",
+            "at once": "its own remark",
             "wait": "“wait”",
             "ordered": "own, asked to go on",
             "review": "own, reviewed",
@@ -152,12 +153,12 @@ STUDY = Study(
         "edit": {
             "sound": "sound draft",
             "slip": "slip",
-            "masked slip": "slip, third step masked",
-            "masked sound": "sound draft, third step masked",
-            "restarted slip": "slip, third step left out, rest computed again",
-            "restarted sound": "sound draft, third step left out, likewise",
-            "slip's step": "sound draft, third step's K and V of the slip",
-            "sound step": "slip, third step's K and V of the sound draft",
+            "masked slip": "slip, its step masked",
+            "masked sound": "sound draft, that step masked",
+            "restarted slip": "slip, its step left out, rest computed again",
+            "restarted sound": "sound draft, that step left out, likewise",
+            "slip's step": "sound draft, that step's K and V of the slip",
+            "sound step": "slip, its step's K and V of the sound draft",
             "sound step, K": "… K alone",
             "sound step, V": "… V alone",
             **{f"sound step, {band} layers": f"… the {band} third of the layers alone" for band in BANDS},

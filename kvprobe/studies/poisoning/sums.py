@@ -1,0 +1,194 @@
+"""Sums of registers as cases: in the words of the models `steps`, or in English."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from kvprobe.inference.model import Model
+from kvprobe.studies.poisoning.cases import DRAFTS, HISTORY, Arm, History, Rest, Shown, chances
+from kvprobe.tasks.steps import (
+    BASE,
+    LATER,
+    REGISTERS,
+    SLIPPED,
+    Draft,
+    Problem,
+    Slip,
+    Step,
+    draw_problem,
+    draw_slip,
+    draw_wrong,
+    on_registers,
+)
+from kvprobe.tasks.worded_steps import Wording
+from kvprobe.text.tokens import Tokens
+
+WAITED = 1
+"""Steps after the slip at which “wait” is tried for the answer; the models `steps` take errors back within two."""
+
+
+def draw_sum(model: Model, rng: np.random.Generator, own: np.random.Generator | None = None) -> "Sum":
+    """A random sum with a slip; for a language model, one that never passes 9 or 0.
+
+    Args:
+        own: draws the wrong value by the model's own probabilities; without it, all wrong digits are as likely.
+    """
+    wording = Wording.of(model)
+    slip = draw_slip(rng, wording.words)
+    return Sum(wording, slip if own is None else slip.stating(own_mistake(model, slip, own)))
+
+
+def own_mistake(model: Model, slip: Slip, rng: np.random.Generator) -> int:
+    """A wrong value as the model itself would state it; in English, one from which no sum passes 9 or 0."""
+    wording = Wording.of(model)
+
+    def fits(value: int) -> bool:
+        return value != slip.right and (wording.words or slip.problem.steps({SLIPPED: value})[-1].within)
+
+    asked = wording.chat(wording.question(slip.problem))
+    text = wording.stated(slip.problem.steps()[: SLIPPED + 1])
+    values = list(filter(fits, range(BASE)))
+    return int(rng.choice(values, p=chances(model, asked, [wording.ids(f"{text[:-1]}{value}") for value in values])))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Seven steps on three registers, of which the third states a wrong value and the last starts from it."""
+
+    wording: Wording
+    slip: Slip
+
+    @cached_property
+    def asked(self) -> Tokens:
+        return self.wording.chat(self.question)
+
+    @property
+    def question(self) -> str:
+        return self.wording.question(self.slip.problem)
+
+    def stated(self, draft: Draft) -> tuple[Step, ...]:
+        """The steps that all arms begin with: those of the draft, and the ones on other registers."""
+        return (*self.slip.drafts[draft][1], *self.slip.later)
+
+    def drafts(self) -> Mapping[Draft, Tokens]:
+        return self.wording.drafts(self.slip)
+
+    def rest(self) -> Rest:
+        """The steps on other registers; the beginning of the last one is read."""
+        suffix, right, wrong = self.wording.suffix(self.slip, self.drafts()["sound"])
+        written = len(self.wording.ids(self.wording.steps(self.slip.later)))
+        return Rest(suffix[:written], suffix[written:], right, wrong)
+
+    def arms(self) -> list[Arm]:
+        wording, problem, question = self.wording, self.slip.problem, self.question
+
+        def answering(name: str, draft: Draft, text: str, delay: int = LATER, main: bool = True) -> Arm:
+            """The model goes on with its own answer."""
+            return Arm(name, draft, self.asked + wording.after(self.asked, "answer", text), delay, main)
+
+        ways: list[Arm] = []
+        for draft in DRAFTS:
+            steps = self.stated(draft)
+            answer = wording.steps(steps)
+            ways.append(answering("continue", draft, answer))
+            if wording.words:
+                ways.append(answering("at once", draft, wording.stated(steps[: SLIPPED + 1]), 0))
+            for delay in range(LATER + 1):
+                text = wording.taken_back(steps[: SLIPPED + 1 + delay])
+                ways.append(answering("wait", draft, text, delay, main=delay == WAITED))
+            talks = {
+                "ordered": wording.chat(question, answer, wording.order("continue")),
+                "review": wording.chat(question, answer, wording.order("review")),
+                "erratum": wording.chat(question, answer, wording.erratum(problem.steps()[SLIPPED])),
+                "handed": wording.chat(wording.handed(problem, steps, "continue")),
+                "other's": wording.chat(wording.handed(problem, steps, "review")),
+            }
+            ways += [Arm(name, draft, prompt, LATER) for name, prompt in talks.items()]
+        return [*ways, Arm("fresh", "slip", self.asked, LATER)]
+
+    def outcome(self, text: str) -> dict[str, float]:
+        steps, right = self.wording.read(text), self.slip.problem.steps()
+        wrong = self.slip.problem.steps({SLIPPED: self.slip.wrong})
+        last = [step.after for step in steps if step.operation == right[-1].operation][-1:]
+        return {
+            "right": float(last == [right[-1].after]),
+            "handed_on": float(last == [wrong[-1].after]),
+            "ends": float(bool(last)),
+            "restated": float(right[SLIPPED] in steps),
+            "local": float(np.mean([step.adds_up for step in steps])) if steps else np.nan,
+        }
+
+    def alone(self, model: Model, draft: Draft, new: int) -> dict[str, float]:
+        """The third step, as the draft states it, is reviewed, and all others are asked for."""
+        wording, problem = self.wording, self.slip.problem
+        values: dict[str, int] = dict(zip(REGISTERS, problem.starts, strict=True))
+        for number in range(len(problem.operations)):
+            one = single(problem, values, number)
+            given = self.slip.drafts[draft][1][SLIPPED]
+            text = wording.handed(one, [given], "review") if number == SLIPPED else wording.question(one)
+            steps = wording.read(model.generate([wording.chat(text)], max_new_tokens=new).text)
+            (asked,) = one.operations
+            said = [step.after for step in steps if step.operation == asked]
+            if not said:
+                return {"right": 0.0, "ends": 0.0}
+            values[asked.register] = said[-1]
+        last = problem.steps()[-1]
+        return {"right": float(values[last.operation.register] == last.after), "ends": 1.0}
+
+    def histories(self, rng: np.random.Generator) -> list[History]:
+        """Steps on two registers, of which some are wrong, and the same one on the third."""
+        wording, histories = self.wording, []
+        for problem, steps, wrong in with_errors(rng, wording.words):
+            asked = wording.chat(wording.question(problem))
+            answer = wording.after(asked, "answer", wording.stated([*steps, problem.steps()[-1]]))
+            histories.append(History(wrong, asked + answer[:-1], (answer.ids[-1],)))
+        return histories
+
+    def shown(self) -> Shown:
+        steps, slip = self.stated("slip"), self.slip
+        marked = self.wording.steps(steps[SLIPPED : SLIPPED + 1]).strip()
+        return Shown(self.question, self.wording.steps(steps).strip(), marked, str(slip.right), str(slip.wrong))
+
+    def remarks(self, model: Model) -> pd.DataFrame:
+        """The probability of `wait` after the third step and after each later one, where all before stand as `ok`."""
+        (wait,) = self.wording.ids("wait")
+        rows = []
+        for draft in DRAFTS:
+            steps = self.stated(draft)
+            answer = self.wording.after(self.asked, "answer", self.wording.stated(steps))
+            # A remark is predicted at the value before it; each step and its remark are as many words.
+            length = (len(answer) + 1) // len(steps)
+            _, logits = model.extend(None, [self.asked + answer], logits=len(answer))
+            of_wait = logits[0].float().softmax(-1)[:, wait].tolist()
+            for delay in range(len(steps) - SLIPPED):
+                rows.append({"draft": draft, "delay": delay, "wait": of_wait[(SLIPPED + 1 + delay) * length - 2]})
+        return pd.DataFrame(rows)
+
+
+def single(problem: Problem, values: Mapping[str, int], number: int) -> Problem:
+    """One step of a problem as a problem of its own, with the values that the registers have before it."""
+    return Problem(tuple(values[register] for register in REGISTERS), (problem.operations[number],))
+
+
+def with_errors(rng: np.random.Generator, wraps: bool) -> list[tuple[Problem, tuple[Step, ...], int]]:
+    """One problem with 0, 1, … wrong steps, drawn anew each, before a last one on a register that they do not touch."""
+    last, *others = rng.permutation(REGISTERS).tolist()
+    while True:
+        registers = [*rng.choice(others, HISTORY).tolist(), last]
+        problem = on_registers(registers, draw_problem(len(registers), rng))
+        if wraps or all(step.within for step in problem.steps()):
+            return [(problem, _with_errors(problem, count, rng, wraps), count) for count in range(HISTORY + 1)]
+
+
+def _with_errors(problem: Problem, count: int, rng: np.random.Generator, wraps: bool) -> tuple[Step, ...]:
+    while True:
+        places = set(rng.permutation(HISTORY)[:count].tolist())
+        wrong: dict[int, int] = {}
+        for place in sorted(places):
+            wrong[place] = draw_wrong(problem.operations[place].of(problem.steps(wrong)[place].before), rng)
+        steps = problem.steps(wrong)
+        if wraps or all(step.within for place, step in enumerate(steps) if place not in places):
+            return steps[:-1]

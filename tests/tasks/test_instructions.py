@@ -1,0 +1,38 @@
+"""Conversations with instructions and a code: what was drawn stands where it was wanted."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvprobe.tasks.instructions import DEPTHS, VALUES, conversation, draw, instructions, needles
+from tests.refusals import refused
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(tokenizer: Any, seed: int):
+    given = draw(np.random.default_rng(seed), tokenizer)
+    tokens = conversation(given, 512, tokenizer).tokens(tokenizer)
+    assert abs(len(tokens) - 512) < 40
+    code = tokens.part("code")
+    assert tokenizer.decode(tokens.ids[code]).strip() == given.code
+    assert set(tokens.segments[code]) == {"needle"}
+    assert abs(code.start / len(tokens) - given.depth) < 0.08
+    assert DEPTHS[0] <= given.depth <= DEPTHS[1]
+    for place, (instruction, value) in enumerate(given.instructions, start=1):
+        span = tokens.part(f"instruction{place}")
+        assert tokenizer.decode(tokens.ids[span]).strip() == instruction.text.replace("{value}", value)
+        assert set(tokens.segments[span]) == {"system"}
+
+
+def test_a_conversation_longer_than_its_small_talk_is_refused(tokenizer: Any):
+    given = draw(np.random.default_rng(0), tokenizer)
+    refused(lambda: conversation(given, 50_000, tokenizer), "small talk")
+
+
+def test_every_instruction_and_needle_has_its_place_to_fill():
+    assert all(
+        instruction.text.count("{value}") == 1 and len(set(instruction.values)) == VALUES
+        for instruction in instructions()
+    )
+    assert all(needle.text.count("{code}") == 1 and "{" not in needle.question + needle.lead for needle in needles())
