@@ -77,9 +77,9 @@ def drawn_batches(layer: int, labels: torch.Tensor, batch: int) -> Iterator[torc
     """Features of a layer's probes, some samples at a time: a code for each class of each target, and noise."""
     generator = torch.Generator().manual_seed(layer)
     codes = SIGNAL * torch.randn(PER_LAYER, TARGETS, CLASSES, DIM, generator=generator)
-    for some in labels.split(batch, 1):
-        features = torch.randn(PER_LAYER, some.shape[1], DIM, generator=generator)
-        for target, row in enumerate(some):
+    for batch_labels in labels.split(batch, 1):
+        features = torch.randn(PER_LAYER, batch_labels.shape[1], DIM, generator=generator)
+        for target, row in enumerate(batch_labels):
             features += codes[:, target, row]
         yield features
 

@@ -43,11 +43,11 @@ model.prefill(conversation("48213")).mask("code")
 
 # %%
 question = "What is the gate code?"
-found = kv.compare(model, conversation("48213"), ["code"], question, max_new_tokens=12)
-found
+comparison = kv.compare(model, conversation("48213"), ["code"], question, max_new_tokens=12)
+comparison
 
 # %%
-kv.plots.replies(found)
+kv.plots.replies(comparison)
 
 # %% [markdown]
 # The words of the reply stay likely, the digits do not. But does the mask hide the code, or does any mask break the
@@ -90,9 +90,9 @@ for axis, (name, values) in zip(axes, asked_of.items(), strict=True):
     axis.label_outer()
 # %%
 for name, values in asked_of.items():
-    own = values.diagonal()
-    others = (values.sum(0) - own) / (len(codes) - 1)
-    print(f"{name}: own code less the same code in other caches, nats: {estimate(own - others)}")
+    diagonal = values.diagonal()
+    others = (values.sum(0) - diagonal) / (len(codes) - 1)
+    print(f"{name}: own code less the same code in other caches, nats: {estimate(diagonal - others)}")
 
 # %% [markdown]
 # **Reading.** With everything in view, the cache makes its own code far more likely than other caches do. After the

@@ -24,7 +24,7 @@ def pair(thing, code, other):
     """The run that is patched into, the run that is patched from, what is read after both, and what is measured."""
     asked = f"<|im_start|>user\nWhat is the code of the {thing}?<|im_end|>\n"
     lead = f"<|im_start|>assistant\nThe code of the {thing} is "
-    first, second = (model.tokenizer(each[0], add_special_tokens=False)["input_ids"][0] for each in (code, other))
+    first, second = (model.tokenizer(value[0], add_special_tokens=False)["input_ids"][0] for value in (code, other))
     return kv.Pair(read(thing, code), read(thing, other), asked + lead, kv.LogitDiff(right=second, wrong=first))
 
 
@@ -42,11 +42,11 @@ safe.base
 
 # %%
 over = {"layer": None, "segment": ["fact", "reply"]}
-found = kv.patch_sweep(model, safe.base, safe.donor, safe.suffix, safe.metric, over, parts=["K", "V"])
-found
+patched = kv.patch_sweep(model, safe.base, safe.donor, safe.suffix, safe.metric, over, parts=["K", "V"])
+patched
 
 # %%
-kv.plots.patching(found, "layer", "segment")
+kv.plots.patching(patched, "layer", "segment")
 
 # %% [markdown]
 # One layer stands out, in V and not in K. The keys of the two runs are almost as good as each other: the model looks at

@@ -53,8 +53,8 @@ design
 # read can only have come through `reply` and `question`, which were computed with the secret in view.
 
 # %%
-found = kv.probe(model, design, at="recall", hide=["secret"], families=["v"], folds=4, permutations=19)
-found
+probing = kv.probe(model, design, at="recall", hide=["secret"], families=["v"], folds=4, permutations=19)
+probing
 
 # %% [markdown]
 # Each split asks another question. `random`: is it there, in conversations that the probe knows? `leave-context-out`:
@@ -66,7 +66,7 @@ found
 # an interval above zero and permuted labels are read significantly worse.
 
 # %%
-kv.plots.leak(found)
+kv.plots.leak(probing)
 
 # %% [markdown]
 # ## Does the model use it?
@@ -75,7 +75,7 @@ kv.plots.leak(found)
 # where nothing is known of the animal, it is zero.
 
 # %%
-found.use.groupby("condition", sort=False)[["margin", "token_accuracy"]].mean().round(3)
+probing.use.groupby("condition", sort=False)[["margin", "token_accuracy"]].mean().round(3)
 
 # %% [markdown]
 # ## What does it print when there is nothing?

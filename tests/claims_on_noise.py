@@ -34,7 +34,7 @@ def claimed(study: str, repetitions: int) -> dict[str, tuple[float, int]]:
     """By claim: the share of families with one, in percent, and the size of a family."""
     noise = import_module(f"tests.studies.{MODULES[study]}").noise
     declaration = STUDIES[study].declaration
-    found: dict[str, list[bool]] = defaultdict(list)
+    false_claims: dict[str, list[bool]] = defaultdict(list)
     sizes: dict[str, int] = {}
     comparisons = attrgetter("comparisons")
     for repetition in tqdm(range(repetitions), desc=study, unit="run"):
@@ -44,11 +44,11 @@ def claimed(study: str, repetitions: int) -> dict[str, tuple[float, int]]:
             sizes[claim.finding] = of_claim[0].comparisons if of_claim else 1
             # Findings of one family follow one another, but for those of a family that has another size.
             for _, alike in groupby(sorted(of_claim, key=comparisons), comparisons):
-                own = list(alike)
-                for start in range(0, len(own), size_of := own[0].comparisons or 1):
-                    family = own[start : start + size_of]
-                    found[claim.finding].append(any(finding.value.differs(claim.against) for finding in family))
-    return {name: (100 * float(np.mean(claims)), sizes[name]) for name, claims in found.items()}
+                same_size = list(alike)
+                for start in range(0, len(same_size), size_of := same_size[0].comparisons or 1):
+                    family = same_size[start : start + size_of]
+                    false_claims[claim.finding].append(any(finding.value.differs(claim.against) for finding in family))
+    return {name: (100 * float(np.mean(claims)), sizes[name]) for name, claims in false_claims.items()}
 
 
 class Watched(Findings):
@@ -59,14 +59,14 @@ class Watched(Findings):
         self.seen: list[Finding] = []
 
     def where(self, name: str, **keys: Key | tuple[Key, ...]) -> list[Finding]:
-        found = super().where(name, **keys)
-        self.seen += found
-        return found
+        findings = super().where(name, **keys)
+        self.seen += findings
+        return findings
 
     def find(self, name: str, **keys: Key) -> Finding | None:
-        found = super().find(name, **keys)
-        self.seen += [found] if found else []
-        return found
+        finding = super().find(name, **keys)
+        self.seen += [finding] if finding else []
+        return finding
 
 
 def answered(study: str, repetitions: int) -> float:
@@ -79,9 +79,11 @@ def answered(study: str, repetitions: int) -> float:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         run = page_of(declaration, config, conclusion, Path(folder))
         for repetition in tqdm(range(repetitions), desc=f"{study}: answers", unit="run"):
-            found = tests.noise(np.random.default_rng([repetition, 7]))
-            watched = Watched(found.findings)
-            patch.setattr(Conclusion, "of", lambda _, found=found, watched=watched: replace(found, findings=watched))
+            of_noise = tests.noise(np.random.default_rng([repetition, 7]))
+            watched = Watched(of_noise.findings)
+            patch.setattr(
+                Conclusion, "of", lambda _, of_noise=of_noise, watched=watched: replace(of_noise, findings=watched)
+            )
             answer(declaration, run)
             claimed = [finding for finding in watched.seen if finding.comparisons and finding.name in against]
             wrong += any(finding.value.differs(against[finding.name].against) for finding in claimed)

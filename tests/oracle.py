@@ -118,15 +118,15 @@ def whole_pass(model: Model, row: Row) -> Pass:
     ) -> tuple[Tensor, None]:
         keys.append(key[0])
         values.append(value[0])
-        found = []
+        attended = []
         for start, end, reading in zip(row.starts, [*row.starts[1:], len(row.ids)], row.readings, strict=True):
             seen = _seen(reading, start, end, module.layer_idx, settings.get("sliding_window"))
             turned = _turned(plain, module, key[:, :, :end], reading.turns)
             groups = query.shape[1] // key.shape[1]
             scores = query[:, :, start:end] @ turned.repeat_interleave(groups, 1).transpose(2, 3) * scaling
             weights = scores.masked_fill(~seen.repeat_interleave(groups, 0), -torch.inf).softmax(-1)
-            found.append(weights @ value[:, :, :end].repeat_interleave(groups, 1))
-        return torch.cat(found, 2).transpose(1, 2), None
+            attended.append(weights @ value[:, :, :end].repeat_interleave(groups, 1))
+        return torch.cat(attended, 2).transpose(1, 2), None
 
     count = len(row.ids)
     with _attention(plain, attend), torch.no_grad():

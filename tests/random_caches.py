@@ -122,9 +122,9 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    assert found.shape == expected.shape
-    assert relative_difference(found, expected) < tolerance
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.shape == expected.shape
+    assert relative_difference(actual, expected) < tolerance
 
 
 def ragged_mask(cache: KVCache, seed: int) -> KVCache:

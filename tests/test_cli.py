@@ -27,6 +27,7 @@ def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["attend", "--help"],
         ["scan", "--help"],
         ["publish", "--help"],
+        ["train", "memento", "--help"],
         ["ls"],
     ],
 )
@@ -102,6 +103,8 @@ def test_flags_show_the_presets_own_defaults():
         (["run", "absent.yaml"], "no file"),
         (["report", "absent"], "not a run directory"),
         (["view", "absent"], "not a run directory"),
+        (["train", "memento", "--content", "sums"], "sum"),
+        (["train", "memento", "--provenance", "recomputed", "--keep", "1"], "leave it 0"),
         (["attend"], "--text or --chat"),
         (["attend", "--chat", "absent.json"], "no file"),
     ],

@@ -33,8 +33,10 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     text = page.read_text()
-    found = re.finditer(r"(?:<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    return [Block(block[2], block[3], text[: block.start(3)].count("\n"), block[1]) for block in found]
+    fences = re.finditer(
+        r"(?:<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE
+    )
+    return [Block(block[2], block[3], text[: block.start(3)].count("\n"), block[1]) for block in fences]
 
 
 def shown(page: Path) -> str:
@@ -148,13 +150,15 @@ def read_line(line: str) -> list[list[str]]:
     line = line.replace(" …", "")
     whole = line.replace("[", "").replace("]", "")
     bare = re.sub(r"\[[^\]]*\]", "", line)
-    found = []
+    command_lines = []
     for form in dict.fromkeys((whole, bare)):
         head, *alternatives = form.split(" | ")
         kept = " ".join(head.split()[:-2])
-        found += [head, *(f"{kept} {alternative}" for alternative in alternatives)]
+        command_lines += [head, *(f"{kept} {alternative}" for alternative in alternatives)]
     return [
-        [STANDS_FOR.get(word, word) for word in shlex.split(command)[1:]] for command in found if command != "kvprobe"
+        [STANDS_FOR.get(word, word) for word in shlex.split(command)[1:]]
+        for command in command_lines
+        if command != "kvprobe"
     ]
 
 

@@ -17,8 +17,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 def links(page: Path) -> list[str]:
     """Where the links and images of a page lead, those to other sites left out."""
-    found = LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
-    return [link for link in found if not link.startswith(("https://", "http://"))]
+    targets = LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+    return [link for link in targets if not link.startswith(("https://", "http://"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -30,13 +30,13 @@ def anchors(page: Path) -> set[str]:
 
 def broken(page: Path) -> list[str]:
     """The links of a page that lead nowhere."""
-    found: list[str] = []
+    dead_links: list[str] = []
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (anchor and anchor not in anchors(target)):
-            found.append(f"{page}: {link}")
-    return found
+            dead_links.append(f"{page}: {link}")
+    return dead_links
 
 
 def test_every_link_leads_to_a_page_and_a_heading():

@@ -88,7 +88,7 @@ def test_a_notebook_runs_and_its_reading_and_outputs_hold(
 
 
 def comparing_loses_the_code(names: dict[str, Any]) -> None:
-    assert [arm for arm, reply in names["found"].replies.items() if "48213" in reply.text] == ["full"]
+    assert [arm for arm, reply in names["comparison"].replies.items() if "48213" in reply.text] == ["full"]
     full, masked = (
         names["estimate"](values.diagonal() - (values.sum(0) - values.diagonal()) / (len(values) - 1))
         for values in names["asked_of"].values()
@@ -98,7 +98,7 @@ def comparing_loses_the_code(names: dict[str, Any]) -> None:
 
 
 def patching_finds_one_head(names: dict[str, Any]) -> None:
-    effects = names["found"].df().set_index(["part", "layer", "segment"])["normalised"]
+    effects = names["patched"].df().set_index(["part", "layer", "segment"])["normalised"]
     assert effects.idxmax() == ("V", 23, "fact")
     assert effects["K"].abs().max() < 0.05
     assert effects[:, :, "reply"].abs().max() < 0.01
@@ -111,11 +111,11 @@ def patching_finds_one_head(names: dict[str, Any]) -> None:
 
 
 def probing_reads_what_is_hardly_used(names: dict[str, Any]) -> None:
-    assert str(names["found"]).splitlines()[0].startswith("random: decodable")
-    assert str(names["found"]).splitlines()[2].startswith("paired: decodable")
-    used = names["found"].use.groupby("condition")["margin"].mean()
+    assert str(names["probing"]).splitlines()[0].startswith("random: decodable")
+    assert str(names["probing"]).splitlines()[2].startswith("paired: decodable")
+    used = names["probing"].use.groupby("condition")["margin"].mean()
     assert 0 < used["retained"] < 0.1 * used["full"]
-    right = names["found"].use.groupby("condition")["token_accuracy"].mean()
+    right = names["probing"].use.groupby("condition")["token_accuracy"].mean()
     assert right["full"] == 1
     assert right["retained"] <= right["restart"] + 0.05
 

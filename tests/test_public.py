@@ -33,8 +33,10 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         for name in getattr(module, "__all__", ()):
             member = getattr(module, name)
             if inspect.isclass(member):
-                methods = inspect.getmembers(member, lambda own: inspect.isfunction(own) or inspect.ismethod(own))
-                yield from ((f"{name}.{method}", own) for method, own in methods if not method.startswith("_"))
+                methods = inspect.getmembers(member, lambda value: inspect.isfunction(value) or inspect.ismethod(value))
+                yield from (
+                    (f"{name}.{method}", function) for method, function in methods if not method.startswith("_")
+                )
             elif inspect.isfunction(member):
                 yield name, member
 
@@ -62,13 +64,13 @@ def test_every_public_function_names_its_arguments_so_that_they_complete():
     ],
 )
 def test_arguments_that_are_passed_on_have_the_same_defaults(outer: str, inner: str, given: set[str]):
-    outside, inside = (inspect.signature(found(path)).parameters for path in (outer, inner))
+    outside, inside = (inspect.signature(function_at(path)).parameters for path in (outer, inner))
     passed_on = set(inside) - given
     assert passed_on <= set(outside)
     assert {name for name in passed_on if str(outside[name].default) != str(inside[name].default)} <= {"done"}
 
 
-def found(path: str) -> Callable[..., Any]:
+def function_at(path: str) -> Callable[..., Any]:
     module, name = path.split(".Model.") if ".Model." in path else path.rsplit(".", 1)
     if ".Model." in path:
         return getattr(Model, name)

@@ -159,8 +159,8 @@ def test_a_planted_word_is_caught_with_its_line_and_what_to_write(pattern: str, 
 def test_of_a_module_its_comments_and_strings_are_read_but_no_names_and_keys(
     module: str, lines: list[int], tmp_path: Path
 ):
-    found = hits(planted(tmp_path, "module.py", module))
-    assert [int(hit.split(":")[1]) for hit in found] == lines
+    caught = hits(planted(tmp_path, "module.py", module))
+    assert [int(hit.split(":")[1]) for hit in caught] == lines
 
 
 def test_a_planted_long_line_and_long_module_are_caught(tmp_path: Path):

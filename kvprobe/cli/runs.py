@@ -70,8 +70,10 @@ def _add_run_command(command: str, preset: Preset) -> None:
         if dry_run:
             print("\n".join(plan(study.name, chosen, out, name)))
             return
+        from kvprobe.experiments.page import answer
+
         directory = study.run(chosen, out, name)
-        print(f"\n{study.answer(directory)}\n\nReport: {directory.path / 'report.html'}")
+        print(f"\n{answer(study.declaration, directory)}\n\nReport: {directory.path / 'report.html'}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
     run.__doc__ = preset.question or study.question
@@ -122,18 +124,20 @@ def list_everything(
 
 def report(run: Path, *, study: StudyFile = None) -> None:
     """Write a run's report.html again from its files, and say where it is."""
+    from kvprobe.experiments.page import write_page
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)
-    print(study_of(finished, study).write_report(finished))
+    print(write_page(study_of(finished, study).declaration, finished))
 
 
 def view(run: Path, *, study: StudyFile = None) -> None:
     """Write the interactive views of a run's report as a page of their own, and say where it is."""
+    from kvprobe.experiments.page import write_views
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)
-    print(study_of(finished, study).write_views(finished))
+    print(write_views(study_of(finished, study).declaration, finished))
 
 
 def new(what: Literal["study"], name: str) -> None:

@@ -32,23 +32,17 @@ class Entry:
     @property
     def question(self) -> str:
         """In a sentence: the first line of its package."""
-        if self.elsewhere is not None:
-            return self.elsewhere().question
-        return import_module(f"kvprobe.studies.{self.name}").__doc__ or ""
+        return self.elsewhere().question if self.elsewhere else self._own().__doc__ or ""
 
     @property
     def config(self) -> type[Any]:
         """The dataclass of its settings."""
-        if self.elsewhere is not None:
-            return self.elsewhere().config
-        return import_module(f"kvprobe.studies.{self.name}").Config
+        return self.elsewhere().config if self.elsewhere else self._own().Config
 
     @property
     def declaration(self) -> "Study[Any]":
         """The study itself."""
-        if self.elsewhere is not None:
-            return self.elsewhere()
-        return import_module(f"kvprobe.studies.{self.name}.study").STUDY
+        return self.elsewhere() if self.elsewhere else self._own(".study").STUDY
 
     def run(
         self, config: Any, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None
@@ -58,23 +52,9 @@ class Entry:
 
         return run_study(self.declaration, config, root, name, model)
 
-    def write_report(self, run: "Run") -> Path:
-        """Write a finished run's `report.html` from its files; see `kvprobe.experiments.page.write_page`."""
-        from kvprobe.experiments.page import write_page
-
-        return write_page(self.declaration, run)
-
-    def write_views(self, run: "Run") -> Path:
-        """Write the views of a run's page as `views.html`; see `kvprobe.experiments.page.write_views`."""
-        from kvprobe.experiments.page import write_views
-
-        return write_views(self.declaration, run)
-
-    def answer(self, run: "Run") -> str:
-        """What a finished run found, in short."""
-        from kvprobe.experiments.page import answer
-
-        return answer(self.declaration, run)
+    def _own(self, module: str = "") -> Any:
+        """A module of a study that ships with kvprobe."""
+        return import_module(f"kvprobe.studies.{self.name}{module}")
 
 
 STUDIES = {

@@ -11,24 +11,31 @@ import pandas as pd
 
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.study import Control
+from kvprobe.experiments.study import Control, Written
 from kvprobe.faults.fault import When
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import Case, Sample, answer
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.reported import Reported
 from kvprobe.stats import wilson
-from kvprobe.studies.settings import AnswerSettings, Timing
+from kvprobe.studies.settings import TIMINGS, AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task, items_digest, prompt, rankable, too_hard
+from kvprobe.tasks.task import Task, items_digest, prompt, rankable, shown_task, too_hard
 from kvprobe.tidy import Rows, Where, chosen
-from kvprobe.wording import few_clusters
+from kvprobe.wording import few_clusters, percent, share
 
 WHEN: dict[Timing, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
 """Before which token a fault of each timing strikes, and whether it is undone."""
 SOUND: Where = {"case": -1}
 """The rows of sound caches."""
 NATS = "nats per token"
+LABELS = {"task": shown_task, "rate": "{:g} %".format, "timing": TIMINGS}
+"""How the keys of these studies are written."""
+WRITTEN: dict[str, Written] = {
+    **dict.fromkeys(("sound", "accuracy", "same", "published", "published_sound"), percent),
+    "chance": share,
+}
+"""How their numbers are written."""
 
 
 def tasks_of(config: AnswerSettings) -> list[Task]:
@@ -103,9 +110,9 @@ def add_published(
         sound = wilson(table.clean * table.samples, table.samples)
         findings.add(Finding("published_sound", {"task": task}, sound))
         for row, shares in table.rows.items():
-            for rate, share in zip(table.rates, shares, strict=True):
+            for rate, right in zip(table.rates, shares, strict=True):
                 keys = {"task": task, **(struck or {}), along: row, "rate": rate}
-                findings.add(Finding("published", keys, wilson(share * table.samples, table.samples)))
+                findings.add(Finding("published", keys, wilson(right * table.samples, table.samples)))
 
 
 def published_facts(table: Reported, model: str) -> dict[str, Any]:
@@ -135,7 +142,21 @@ def nothing_struck(rows: Rows, allowed: float, of: str = "") -> Control:
     return Control(f"Nothing struck, nothing changed{of}: {seen}", bool(struck == 0 and unchanged))
 
 
-def few_or_too_hard(config: AnswerSettings, tasks: dict[str, Any]) -> Iterator[str]:
-    """Warnings of too few items, and of tasks that the model cannot do."""
+def warnings_of(config: AnswerSettings, tasks: dict[str, Any]) -> Iterator[str]:
+    """Warnings of too few items, of tasks that the model cannot do, and of KL that was not measured."""
     yield from few_clusters(config.samples, "items of each task")
     yield from (task["too_hard"] for task in tasks.values() if task["too_hard"])
+    if not config.follow:
+        yield "KL was not measured in this run (follow is off), so what changes no answer was not seen."
+
+
+def broken_rows(rows: Rows, *labels: str) -> Iterator[str]:
+    """A warning of rows in which numbers were not finite, with these labels of the first of them."""
+    broken = rows[rows["broken"] != ""]
+    if len(broken):
+        first = broken.iloc[0]
+        known = ", ".join(f"{name} {first[name]}" for name in ("task", "item", *labels) if pd.notna(first[name]))
+        yield (
+            f"In {len(broken)} of {len(rows)} rows K, V or the logits were not finite. They count as wrong and are "
+            f"left out of KL. The first: {first['broken']} ({known})."
+        )

@@ -57,8 +57,8 @@ def require_samples(samples: int, groups: int, of: str, folds: int) -> None:
         )
 
 
-def require_percents(setting: str, rates: Sequence[float]) -> None:
-    """Refuse a rate that is not a percentage above 0."""
+def require_rates(setting: str, rates: Sequence[float], whole: int = 100, of: str = "percents") -> None:
+    """Refuse a rate that is not above 0, or more than the whole."""
     for rate in rates:
-        if not 0 < rate <= 100:
-            raise UserError(f"Setting {setting!r} has {rate:g}; expected percents above 0, up to 100.")
+        if not 0 < rate <= whole:
+            raise UserError(f"Setting {setting!r} has {rate:g}; expected {of} above 0, up to {whole}.")

@@ -40,12 +40,12 @@ def test_each_arm_is_what_the_cache_operations_give_by_hand(smol: Model, compare
     assert tuple(compared.replies) == tuple(caches) == tuple(ARMS)
     reply = smol.generate(full, ask=ASK, max_new_tokens=8)
     for arm, cache in caches.items():
-        found = compared.replies[arm]
-        assert found.text == smol.generate(cache, ask=ASK, max_new_tokens=8).text
-        assert (found.slots, found.nbytes) == (int(cache.ledger.live_somewhere.sum()), cache.nbytes)
+        arm_reply = compared.replies[arm]
+        assert arm_reply.text == smol.generate(cache, ask=ASK, max_new_tokens=8).text
+        assert (arm_reply.slots, arm_reply.nbytes) == (int(cache.ledger.live_somewhere.sum()), cache.nbytes)
         prompt = smol.prompts(cache, ASK)[0]
         scores = smol.extend(cache, prompt)[1][0, -1].log_softmax(-1)
-        assert found.logprobs[0] == pytest.approx(float(scores[reply.tokens[0][0]]), abs=1e-4)
+        assert arm_reply.logprobs[0] == pytest.approx(float(scores[reply.tokens[0][0]]), abs=1e-4)
     assert compared.replies["full"].logprobs == pytest.approx(reply.logprobs[0], abs=1e-4)
     assert compared.replies["full"].kl == 0 < compared.replies["restarted"].kl
     assert compared.replies["masked"].nbytes > compared.replies["re-indexed"].nbytes

@@ -14,7 +14,7 @@ from kvprobe.tidy import Rows, beside
 def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
     """Two faults at two rates on every item, some numbers missing, in an order that is not that of the items."""
     rng = np.random.default_rng(seed)
-    found = [
+    records = [
         {
             "sample": item,
             "fault": fault,
@@ -28,7 +28,7 @@ def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
         for rate in (2.0, 10.0)
         for _ in range(repeats)
     ]
-    table = pd.DataFrame(found)
+    table = pd.DataFrame(records)
     table.loc[(table["sample"] == 3) & (table["fault"] == "noise"), "x"] = np.nan
     return table.sample(frac=1, random_state=seed, ignore_index=True)
 
@@ -46,9 +46,9 @@ def same(one: Estimate, other: Estimate) -> bool:
 def test_a_mean_counts_each_cluster_once_however_often_it_was_measured():
     table = rows()
     uneven = pd.concat([table, table[table["sample"] == 5]], ignore_index=True)
-    found = measure(uneven, [Mean(name="x", of="x", by=("fault", "rate"))])
-    assert len(found) == 4
-    for finding in found:
+    findings = measure(uneven, [Mean(name="x", of="x", by=("fault", "rate"))])
+    assert len(findings) == 4
+    for finding in findings:
         values = by_item(table, "x", **finding.keys)
         assert len(values) == (11 if finding.keys["fault"] == "noise" else 12)
         assert same(finding.value, estimate(values))
@@ -56,17 +56,17 @@ def test_a_mean_counts_each_cluster_once_however_often_it_was_measured():
 
 def test_a_share_has_as_many_trials_as_clusters():
     table = rows()
-    found = measure(table, [Share(name="right", of="right", where={"fault": "zeros", "rate": (2.0, 10.0)})])
+    findings = measure(table, [Share(name="right", of="right", where={"fault": "zeros", "rate": (2.0, 10.0)})])
     values = by_item(table, "right", fault="zeros")
-    assert same(found.at("right"), wilson(values.sum(), 12))
+    assert same(findings.at("right"), wilson(values.sum(), 12))
 
 
 def test_a_difference_is_paired_by_cluster():
     table = rows()
     less = Difference(name="more", of="x", by=("rate",), where={"fault": "noise"}, less={"fault": "zeros"})
     for finding in measure(table, [less]):
-        own = table[table["rate"] == finding.keys["rate"]].pivot_table(index="sample", columns="fault", values="x")
-        gaps = (own["noise"] - own["zeros"]).dropna().to_numpy()
+        at_rate = table[table["rate"] == finding.keys["rate"]].pivot_table(index="sample", columns="fault", values="x")
+        gaps = (at_rate["noise"] - at_rate["zeros"]).dropna().to_numpy()
         assert finding.value.clusters == 11
         assert same(finding.value, estimate(gaps))
 
@@ -84,24 +84,24 @@ def test_taking_away_what_stands_beside_is_the_same_as_a_difference():
 
 def test_a_ratio_is_of_sums_over_clusters():
     table = rows()
-    found = measure(table, [Ratio(name="part", of="x", over="y", by=("fault",))])
+    findings = measure(table, [Ratio(name="part", of="x", over="y", by=("fault",))])
     zeros = [by_item(table, column, fault="zeros") for column in ("x", "y")]
-    assert same(found.at("part", fault="zeros"), ratio(*zeros))
-    assert found.at("part", fault="noise").clusters == 11
+    assert same(findings.at("part", fault="zeros"), ratio(*zeros))
+    assert findings.at("part", fault="noise").clusters == 11
 
 
 def test_intervals_hold_together_over_the_family_that_is_named():
-    def found(together: tuple[str, ...] | None) -> list[tuple[int, float]]:
+    def comparisons_and_widths(together: tuple[str, ...] | None) -> list[tuple[int, float]]:
         mean = Mean(name="x", of="x", by=("fault", "rate"), within=DIFFERENCE, together=together)
         return [(finding.comparisons, finding.value.high - finding.value.low) for finding in measure(rows(), [mean])]
 
-    alone, pairs, everything = (found(together) for together in (None, ("fault",), ()))
+    alone, pairs, everything = (comparisons_and_widths(together) for together in (None, ("fault",), ()))
     assert {count for count, _ in alone} == {0}
     assert {count for count, _ in pairs} == {2}
     assert {count for count, _ in everything} == {4}
-    own = measure(rows(), [Mean(name="x", of="x", by=("fault", "rate"), together=())])
+    findings = measure(rows(), [Mean(name="x", of="x", by=("fault", "rate"), together=())])
     values = by_item(rows(), "x", fault="zeros", rate=2.0)
-    assert same(own.at("x", fault="zeros", rate=2.0), estimate(values, comparisons=4))
+    assert same(findings.at("x", fault="zeros", rate=2.0), estimate(values, comparisons=4))
 
 
 def test_a_family_goes_over_all_estimands_of_one_name():
@@ -136,20 +136,20 @@ def test_what_was_measured_in_one_cluster_gives_no_mean_and_what_was_not_gives_n
 
 def test_keys_are_plain_values_in_the_order_of_the_rows():
     table = rows().sort_values(["rate", "fault"], ascending=False)
-    found = measure(table, [Total(name="count", of="y", by=("rate", "fault"), keys={"part": "all"})])
-    assert found.values("count", "rate") == [10.0, 2.0]
-    assert all(type(value) in (str, float) for finding in found for value in finding.keys.values())
-    assert found.at("count", rate=2.0, fault="zeros", part="all").mean == pytest.approx(
+    findings = measure(table, [Total(name="count", of="y", by=("rate", "fault"), keys={"part": "all"})])
+    assert findings.values("count", "rate") == [10.0, 2.0]
+    assert all(type(value) in (str, float) for finding in findings for value in finding.keys.values())
+    assert findings.at("count", rate=2.0, fault="zeros", part="all").mean == pytest.approx(
         table[(table["rate"] == 2) & (table["fault"] == "zeros")]["y"].sum()
     )
 
 
 def pooled(*tables: Rows, **more: Any) -> dict[str, Any]:
     """The mean of the first table, less that of the second."""
-    table = pd.concat([own.assign(kind=str(number)) for number, own in enumerate(tables)])
+    table = pd.concat([rows_of_kind.assign(kind=str(number)) for number, rows_of_kind in enumerate(tables)])
     less = {"kind": "1"} if len(tables) > 1 else None
-    found = measure(table, [Pooled(name="gap", of="kl", where={"kind": "0"}, less=less, **more)]).get("gap")
-    return found.record() if found else {}
+    gap = measure(table, [Pooled(name="gap", of="kl", where={"kind": "0"}, less=less, **more)]).get("gap")
+    return gap.record() if gap else {}
 
 
 def test_means_and_differences_of_rows_count_the_clusters_that_have_any():
@@ -163,7 +163,7 @@ def test_means_and_differences_of_rows_count_the_clusters_that_have_any():
     assert pooled(one) == pooled(rows, one) == {}, "one item has no interval"
     less = estimate(items.astype(float), items)
     assert pooled(rows, rows.assign(kl=values - items)) == pytest.approx(less.record())
-    some = pooled(rows, rows[rows["sample"] > 1])
-    assert (some["mean"], some["clusters"]) == (pytest.approx(values.mean() - values[6:].mean()), 10)
+    difference = pooled(rows, rows[rows["sample"] > 1])
+    assert (difference["mean"], difference["clusters"]) == (pytest.approx(values.mean() - values[6:].mean()), 10)
     alike = pooled(rows.assign(kl=1.0), rows.assign(kl=1.0), within=DIFFERENCE)
     assert alike["low"] < 0 < alike["high"]

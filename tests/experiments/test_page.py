@@ -175,12 +175,12 @@ RELATED = """{% extends "study.html.j2" %}
 
 
 def test_related_maps_share_rows_columns_and_scale(tmp_path: Path):
-    study, found = study_with(RELATED, tmp_path / "page"), conclusion()
+    study, concluded = study_with(RELATED, tmp_path / "page"), conclusion()
     findings = Findings()
     for part, size in {"K": -0.09, "V": 0.84}.items():
         findings.number("kl", size, EVIL, layer=0, noise="evil", part=part)
     findings.number("kl", 0.01, EVIL, layer=1, noise="evil", part="K")
-    page = page_of(study, Settings(), replace(found, findings=findings), tmp_path, drawn=True).path / "report.html"
+    page = page_of(study, Settings(), replace(concluded, findings=findings), tmp_path, drawn=True).path / "report.html"
     maps = re.findall(
         r'data-component="HeatMap">.*?<script type="application/json">(.*?)</script>', page.read_text(), re.S
     )
@@ -195,8 +195,8 @@ def test_the_views_of_a_run_make_a_page_of_their_own(viewed: tuple[Study[Setting
     study, page = viewed
     path = write_views(study, Run.load(page.parent))
     assert (path.parent, path.name) == (page.parent, "views.html")
-    found = re.findall(r"data-component=\"(.*?)\"", path.read_text())
-    assert found == ["HeatMap", "ColoredTokensMulti", "AttentionView"]
+    components = re.findall(r"data-component=\"(.*?)\"", path.read_text())
+    assert components == ["HeatMap", "ColoredTokensMulti", "AttentionView"]
     (tmp_path / "without").mkdir()
     plain, other = shown(TEXTS, tmp_path / "without")
     refused(lambda: write_views(plain, Run.load(other.parent)), "has no views")

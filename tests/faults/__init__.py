@@ -112,8 +112,10 @@ def after(
 
 def struck_by(scope: Scope, cache: KVCache, draws: Draws = FIRST, step: int = 0) -> tuple[Tensor, Tensor]:
     """Which numbers of K and of V a scope strikes: `[layers, heads, slots, d]` each."""
-    found, _ = after(Zeros(scope=scope), cache, draws, step=step)
-    return torch.stack([layer[0] == 0 for layer in found.keys]), torch.stack([layer[0] == 0 for layer in found.values])
+    zeroed, _ = after(Zeros(scope=scope), cache, draws, step=step)
+    return torch.stack([layer[0] == 0 for layer in zeroed.keys]), torch.stack(
+        [layer[0] == 0 for layer in zeroed.values]
+    )
 
 
 def with_rate(fault: Fault, rate: float, **scope: Any) -> Fault:

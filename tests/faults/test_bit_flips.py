@@ -60,8 +60,8 @@ def test_each_number_may_have_a_bit_of_its_own(data: st.DataObject, name: str):
     top = WIDTH[name]
     pairs = data.draw(st.lists(st.tuples(st.integers(0, 2**top - 1), st.integers(0, top - 1)), min_size=1))
     patterns = np.array([pattern for pattern, _ in pairs], dtype=INTEGERS[name][1])
-    found = to_bits(name, flipped(from_bits(name, patterns), torch.tensor([bit for _, bit in pairs])))
-    assert found.tolist() == [pattern ^ 1 << bit for pattern, bit in pairs]
+    bits = to_bits(name, flipped(from_bits(name, patterns), torch.tensor([bit for _, bit in pairs])))
+    assert bits.tolist() == [pattern ^ 1 << bit for pattern, bit in pairs]
 
 
 @pytest.mark.parametrize("name", list(WIDTH))
@@ -78,8 +78,8 @@ def test_a_flipped_sign_negates(name: str):
     cache = square_cache(0, dtype=LAYOUTS[name].dtype)
     every = Scope(unit="slot")
     for fault in (BitFlips(name, field="sign", scope=every), BitFlips(name, bit=WIDTH[name] - 1, scope=every)):
-        found, _ = after(fault, cache)
-        for now, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+        damaged, _ = after(fault, cache)
+        for now, before in zip(damaged.keys + damaged.values, cache.keys + cache.values, strict=True):
             assert torch.equal(now, -before)
 
 
@@ -87,10 +87,10 @@ def test_a_flipped_sign_negates(name: str):
 @pytest.mark.parametrize("field", ["sign", "exponent", "mantissa", None])
 def test_every_struck_number_has_exactly_one_bit_of_the_field_flipped_and_every_bit_comes_up(name: str, field: Any):
     cache = square_cache(1, slots=60, dtype=LAYOUTS[name].dtype)
-    found, _damage = after(BitFlips(name, field=field, scope=Scope(unit="slot")), cache)
+    damaged, _damage = after(BitFlips(name, field=field, scope=Scope(unit="slot")), cache)
     seen: set[int] = set()
     different = []
-    for now, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+    for now, before in zip(damaged.keys + damaged.values, cache.keys + cache.values, strict=True):
         flips = (to_bits(name, now) ^ to_bits(name, before)).flatten()
         assert (np.bitwise_count(flips) == 1).all()
         seen |= set(np.log2(flips.astype(np.float64)).astype(int).tolist())
@@ -106,8 +106,8 @@ def test_only_struck_numbers_are_flipped_and_the_others_keep_their_bits(unit: An
     cache = square_cache(1)
     for name in WIDTH:
         stored = square_cache(1, dtype=LAYOUTS[name].dtype)
-        found, _ = after(BitFlips(name, scope=Scope(rate=0.25, unit=unit)), stored, Draws(3))
-        for now, before in zip(found.keys + found.values, stored.keys + stored.values, strict=True):
+        damaged, _ = after(BitFlips(name, scope=Scope(rate=0.25, unit=unit)), stored, Draws(3))
+        for now, before in zip(damaged.keys + damaged.values, stored.keys + stored.values, strict=True):
             ones = np.bitwise_count(to_bits(name, now) ^ to_bits(name, before))
             assert set(ones.flatten().tolist()) == {0, 1}
             share = float((ones > 0).mean())
@@ -117,8 +117,8 @@ def test_only_struck_numbers_are_flipped_and_the_others_keep_their_bits(unit: An
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_a_finer_cache_is_rounded_to_the_dtype_first(name: str):
     cache = square_cache(1)
-    found, _ = after(BitFlips(name, bit=3, scope=Scope(unit="slot")), cache)
-    for now, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+    damaged, _ = after(BitFlips(name, bit=3, scope=Scope(unit="slot")), cache)
+    for now, before in zip(damaged.keys + damaged.values, cache.keys + cache.values, strict=True):
         stored = before.to(LAYOUTS[name].dtype)
         assert np.array_equal(to_bits(name, stored) ^ INTEGERS[name][1](8), to_bits(name, now.to(LAYOUTS[name].dtype)))
         assert torch.equal(now, now.to(LAYOUTS[name].dtype).float())
@@ -130,11 +130,11 @@ def test_a_flip_in_a_coarser_cache_is_still_a_flip_or_is_refused(stored: str):
     was."""
     cache = square_cache(1, dtype=LAYOUTS[stored].dtype)
     try:
-        found, damage = after(BitFlips(scope=Scope(unit="slot")), cache)
+        damaged, damage = after(BitFlips(scope=Scope(unit="slot")), cache)
     except ValueError:
         return
     changed = sum(
-        int((a != b).sum()) for a, b in zip(found.keys + found.values, cache.keys + cache.values, strict=True)
+        int((a != b).sum()) for a, b in zip(damaged.keys + damaged.values, cache.keys + cache.values, strict=True)
     )
     assert changed == sum(layer.numel() for layer in cache.keys + cache.values), (
         f"{int(damage.count[0])} vectors struck"
@@ -145,8 +145,8 @@ def test_a_flip_that_gives_nan_is_reported_with_its_place():
     cache = square_cache(1)
     cache.keys[1][0, 1, 5, 2] = 1.5
     fault = BitFlips(bit=30, scope=Scope(layers=[1], heads=[1], slots=[5], parts="k", unit="slot"))
-    found, damage = after(fault, cache)
-    assert bool(found.keys[1][0, 1, 5, 2].isnan())
+    damaged, damage = after(fault, cache)
+    assert bool(damaged.keys[1][0, 1, 5, 2].isnan())
     assert str(damage.nonfinite[0]) == "K of layer 1, KV head 1, slot 5"
 
 
@@ -169,7 +169,9 @@ def test_a_bit_or_field_that_does_not_exist_is_refused(unchecked: None, settings
 
 def test_bit_flips_draw_single_numbers_by_default():
     cache = square_cache(0)
-    found, _ = after(BitFlips(bit=31, scope=Scope(count=1, unit="number")), cache)
-    changed = [int((a != b).sum()) for a, b in zip(found.keys + found.values, cache.keys + cache.values, strict=True)]
+    damaged, _ = after(BitFlips(bit=31, scope=Scope(count=1, unit="number")), cache)
+    changed = [
+        int((a != b).sum()) for a, b in zip(damaged.keys + damaged.values, cache.keys + cache.values, strict=True)
+    ]
     assert changed == [1] * (2 * LAYERS)
     assert BitFlips().scope.unit == "number"

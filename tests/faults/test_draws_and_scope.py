@@ -27,13 +27,13 @@ def as_vectors(struck: tuple[Tensor, Tensor]) -> Tensor:
 @st.composite
 def scopes(draw: st.DrawFn) -> Scope:
     """Any scope at rate 1, with single numbers or not."""
-    some = {
+    strategies = {
         "layers": st.lists(st.integers(0, LAYERS - 1), min_size=1),
         "heads": st.lists(st.integers(0, HEADS - 1), min_size=1),
         "segments": st.lists(st.sampled_from(NAMES), min_size=1).map(tuple),
         "slots": st.lists(st.integers(0, SLOTS - 1), min_size=1),
     }
-    chosen = {name: draw(st.none() | strategy) for name, strategy in some.items()}
+    chosen = {name: draw(st.none() | strategy) for name, strategy in strategies.items()}
     unit = draw(st.sampled_from(UNITS))
     return Scope(
         **chosen,
@@ -67,9 +67,9 @@ def test_rate_1_empties_the_scope_and_nothing_else(scope: Scope, seed: int, padd
     if rename and (scope.segments is None or "T2" not in scope.segments):
         names = (*NAMES[:-1], "generated")
         cache = KVCache(cache.keys, cache.values, type(cache.ledger)(**vars(cache.ledger) | {"names": names}))
-    found, damage = after(Zeros(scope=scope), cache)
+    damaged, damage = after(Zeros(scope=scope), cache)
     count = 0
-    for part, befores, afters in (("k", cache.keys, found.keys), ("v", cache.values, found.values)):
+    for part, befores, afters in (("k", cache.keys, damaged.keys), ("v", cache.values, damaged.values)):
         expected = [before.clone() for before in befores]
         for layer, head, slot in itertools.product(range(LAYERS), range(HEADS), range(SLOTS)):
             if by_hand(scope, cache, part, layer, head, slot):
@@ -104,10 +104,10 @@ def test_two_faults_of_one_repeat_strike_the_same_numbers(seed: int, rate: float
     cache, scope = square_cache(seed), Scope(rate=rate, unit=unit)
     expected = struck_by(scope, cache, Draws(repeat=3))
     for fault in (NotANumber(scope=scope), Gaussian("raw", scope=scope), Distractor(scope=scope)):
-        found, _ = after(fault, cache, Draws(repeat=3))
+        damaged, _ = after(fault, cache, Draws(repeat=3))
         changed = (
-            torch.stack([after[0] != before[0] for after, before in zip(found.keys, cache.keys, strict=True)]),
-            torch.stack([after[0] != before[0] for after, before in zip(found.values, cache.values, strict=True)]),
+            torch.stack([after[0] != before[0] for after, before in zip(damaged.keys, cache.keys, strict=True)]),
+            torch.stack([after[0] != before[0] for after, before in zip(damaged.values, cache.values, strict=True)]),
         )
         assert all(map(torch.equal, changed, expected))
 
@@ -156,13 +156,13 @@ def test_a_count_is_met_exactly(count: int):
     cache = square_cache(0)
     expected = min(count, SLOTS)
     for unit in ("slot", "layer", "head"):
-        for found in struck_by(Scope(count=count, unit=unit), cache):
-            assert found.any(-1).sum(-1).eq(expected).all()
-    for found in struck_by(Scope(count=count, unit="number"), cache):
-        assert found.flatten(1).sum(1).eq(count).all()
+        for struck in struck_by(Scope(count=count, unit=unit), cache):
+            assert struck.any(-1).sum(-1).eq(expected).all()
+    for struck in struck_by(Scope(count=count, unit="number"), cache):
+        assert struck.flatten(1).sum(1).eq(count).all()
     everything = HEADS * SLOTS * WIDTH
-    for found in struck_by(Scope(count=everything + 1, unit="number"), cache):
-        assert found.all()
+    for struck in struck_by(Scope(count=everything + 1, unit="number"), cache):
+        assert struck.all()
 
 
 def test_units_are_drawn_where_they_say():
@@ -207,8 +207,8 @@ def test_a_segment_without_slots_leaves_nothing_to_strike():
     cache = square_cache(0).evict("T1")
     for scope in (Scope(segments=("T1",)), Scope(segments=("T1",), count=2), Scope(segments=("T1",), unit="number")):
         for fault in (Zeros(scope=scope), Permuted(scope=scope), Gaussian(scope=scope)):
-            found, damage = after(fault, cache)
-            assert_bit_identical(found, cache)
+            damaged, damage = after(fault, cache)
+            assert_bit_identical(damaged, cache)
             assert damage.count.tolist() == [0]
 
 
@@ -280,8 +280,8 @@ def test_a_scope_beyond_the_cache_is_refused(scope: dict[str, Any], sentence: st
 
 def test_segments_in_a_list_are_understood_as_layers_in_a_list_are(unchecked: None):
     cache, segments = square_cache(0), ["T1"]
-    found, _ = after(Zeros(scope=Scope(segments=segments)), cache)  # pyright: ignore[reportArgumentType]
-    assert same_bits(found, after(Zeros(scope=Scope(segments=("T1",))), cache)[0])
+    damaged, _ = after(Zeros(scope=Scope(segments=segments)), cache)  # pyright: ignore[reportArgumentType]
+    assert same_bits(damaged, after(Zeros(scope=Scope(segments=("T1",))), cache)[0])
 
 
 def test_a_scope_of_no_segments_is_refused_as_one_of_no_layers_is():

@@ -47,8 +47,8 @@ def test_slots_that_are_not_struck_keep_their_bits_in_bfloat16(fault: Fault):
     cache = square_cache(0, dtype=torch.bfloat16)
     struck = with_rate(fault, 0.4, unit="slot")
     hit, _ = after(with_rate(Zeros(), 0.4, unit="slot", block=fault.scope.block), cache)
-    found, damage = after(struck, cache)
-    for (_, _, now), (_, _, zeroed), (_, _, before) in zip(both(found), both(hit), both(cache), strict=True):
+    damaged, damage = after(struck, cache)
+    for (_, _, now), (_, _, zeroed), (_, _, before) in zip(both(damaged), both(hit), both(cache), strict=True):
         untouched = zeroed.ne(0).any(-1)
         assert untouched.any()
         assert not untouched.all()
@@ -69,9 +69,9 @@ def test_a_bfloat16_cache_is_damaged_as_in_fp32_but_for_rounding(fault: Fault):
         name: KVCache(tuple(k.float() for k in donor.keys), tuple(v.float() for v in donor.values), donor.ledger)
         for name, donor in context.donors.items()
     }
-    found, _ = after(fault, coarse, context=context)
+    damaged, _ = after(fault, coarse, context=context)
     expected, _ = after(fault, fine, context=replace(context, cache=fine, donors=donors))
-    for (_, _, now), (_, _, then) in zip(both(found), both(expected), strict=True):
+    for (_, _, now), (_, _, then) in zip(both(damaged), both(expected), strict=True):
         assert torch.allclose(now.float(), then, rtol=2**-7, atol=2**-7, equal_nan=True)
 
 
@@ -79,8 +79,8 @@ def test_a_bfloat16_cache_is_damaged_as_in_fp32_but_for_rounding(fault: Fault):
 def test_rate_0_changes_no_bit(fault: Fault):
     for seed in range(3):
         cache = square_cache(seed, padded=seed == 1, some_masked=seed == 2)
-        found, damage = after(with_rate(fault, 0.0), cache, Draws(seed))
-        assert_bit_identical(found, cache)
+        damaged, damage = after(with_rate(fault, 0.0), cache, Draws(seed))
+        assert_bit_identical(damaged, cache)
         assert int(damage.count[0]) == 0
         assert not damage.nonfinite
 
@@ -99,10 +99,10 @@ def test_rows_struck_together_are_rows_struck_alone(seed: int, order: list[int])
     mixed = [conditions[place] for place in order]
     together, damage = after([fault for fault, _ in mixed], cache, [draws for _, draws in mixed], context, step=2)
     for row, (fault, draws) in enumerate(mixed):
-        alone, own = after(fault, cache, draws, context_of(cache), step=2)
+        alone, damage_alone = after(fault, cache, draws, context_of(cache), step=2)
         assert same_bits(together.rows([row]), alone), (fault, draws)
-        assert int(damage.count[row]) == int(own.count[0])
-        assert damage.nonfinite.get(row) == own.nonfinite.get(0)
+        assert int(damage.count[row]) == int(damage_alone.count[0])
+        assert damage.nonfinite.get(row) == damage_alone.nonfinite.get(0)
 
 
 def test_draws_that_are_shared_are_never_written(monkeypatch: pytest.MonkeyPatch):

@@ -34,8 +34,8 @@ def moments_of(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_layer_noise_has_the_layers_mean_and_deviation_in_every_head_and_channel():
     cache = outlying(3000)
-    found, _ = after(Gaussian("layer"), cache)
-    for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True):
+    damaged, _ = after(Gaussian("layer"), cache)
+    for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True):
         mean, deviation = moments_of(before)
         assert (now.mean(1) - mean).abs().max() < 5 * deviation / 3000**0.5
         assert (now.std(1) / deviation - 1).abs().max() < 5 / 6000**0.5
@@ -43,8 +43,8 @@ def test_layer_noise_has_the_layers_mean_and_deviation_in_every_head_and_channel
 
 def test_head_noise_has_each_heads_mean_and_deviation():
     cache = outlying(3000)
-    found, _ = after(Gaussian("head"), cache)
-    for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True):
+    damaged, _ = after(Gaussian("head"), cache)
+    for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True):
         for head in range(HEADS):
             mean, deviation = moments_of(before[head])
             assert (now[head].mean(0) - mean).abs().max() < 5 * deviation / 3000**0.5
@@ -54,8 +54,8 @@ def test_head_noise_has_each_heads_mean_and_deviation():
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_channel_noise_has_the_mean_and_covariance_of_each_heads_channels(scale: float):
     cache = outlying(6000)
-    found, _ = after(Gaussian("channel", scale=scale), cache)
-    for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True):
+    damaged, _ = after(Gaussian("channel", scale=scale), cache)
+    for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True):
         for head in range(HEADS):
             expected = torch.cov(before[head].T.double(), correction=0) * scale**2
             deviation = expected.diagonal().sqrt()
@@ -66,8 +66,8 @@ def test_channel_noise_has_the_mean_and_covariance_of_each_heads_channels(scale:
 
 def test_channel_noise_stays_within_the_few_directions_of_a_short_cache():
     cache = square_cache(0, slots=4)
-    found, _ = after(Gaussian("channel", scope=Scope(slots=[0, 1, 2])), cache)
-    for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True):
+    damaged, _ = after(Gaussian("channel", scope=Scope(slots=[0, 1, 2])), cache)
+    for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True):
         for head in range(HEADS):
             mean = before[head].mean(0)
             directions = torch.linalg.svd(before[head] - mean).Vh[3:]
@@ -76,9 +76,9 @@ def test_channel_noise_stays_within_the_few_directions_of_a_short_cache():
 
 def test_raw_noise_is_white_and_its_scale_is_its_deviation():
     cache = outlying(3000)
-    found, _ = after(Gaussian("raw", scale=3.0), cache)
+    damaged, _ = after(Gaussian("raw", scale=3.0), cache)
     once, _ = after(Gaussian("raw"), cache)
-    drawn = torch.stack([noise for _, _, noise in both(found)]).double()
+    drawn = torch.stack([noise for _, _, noise in both(damaged)]).double()
     assert abs(float(drawn.mean())) < 5 * 3 / drawn.numel() ** 0.5
     assert abs(float(drawn.std()) / 3 - 1) < 5 / (2 * drawn.numel()) ** 0.5
     assert abs(float((drawn / 3).pow(4).mean()) - 3) < 0.05
@@ -90,8 +90,8 @@ def test_raw_noise_is_white_and_its_scale_is_its_deviation():
 
 def test_noise_without_deviation_is_the_mean():
     cache = outlying(40)
-    found, _ = after(Gaussian("head", scale=0.0), cache)
-    for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True):
+    damaged, _ = after(Gaussian("head", scale=0.0), cache)
+    for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True):
         assert torch.allclose(now, before.mean((1, 2))[:, None, None].expand_as(now), atol=1e-5)
 
 
@@ -152,9 +152,11 @@ def test_noise_matched_by_effect_is_layer_noise_mixed_in_by_its_share():
     cache = square_cache(0)
     context = context_of(cache)
     scope = Scope(rate=0.5)
-    found, _ = after(Gaussian("effect", scale=0.5, scope=scope), cache, context=context)
+    damaged, _ = after(Gaussian("effect", scale=0.5, scope=scope), cache, context=context)
     noise, _ = after(Gaussian("layer", scope=scope), cache, context=context)
-    for (part, layer, now), (_, _, replaced), (_, _, before) in zip(both(found), both(noise), both(cache), strict=True):
+    for (part, layer, now), (_, _, replaced), (_, _, before) in zip(
+        both(damaged), both(noise), both(cache), strict=True
+    ):
         share = 0.5 * shares(context, part)[layer]  # pyright: ignore[reportArgumentType]
         assert torch.allclose(now, before + share * (replaced - before), atol=1e-5)
 

@@ -26,10 +26,10 @@ def order_of(now: Tensor, before: Tensor) -> list[int | None]:
 @given(seed=st.integers(0, 2**31), rate=st.floats(0, 1), unit=st.sampled_from(["slot", "layer", "head"]))
 def test_a_permutation_moves_every_struck_slot_among_the_struck(seed: int, rate: float, unit: Any):
     cache, scope, draws = square_cache(seed), Scope(rate=rate, unit=unit), Draws(seed)
-    found, _ = after(Permuted(scope=scope), cache, draws)
+    damaged, _ = after(Permuted(scope=scope), cache, draws)
     zeroed, _ = after(Zeros(scope=scope), cache, draws)
     orders: dict[tuple[int, int], list[Any]] = {}
-    for (_, layer, now), (_, _, hit), (_, _, before) in zip(both(found), both(zeroed), both(cache), strict=True):
+    for (_, layer, now), (_, _, hit), (_, _, before) in zip(both(damaged), both(zeroed), both(cache), strict=True):
         for head in range(HEADS):
             struck = hit[head].eq(0).all(-1).nonzero()[:, 0].tolist()
             order = order_of(now[head], before[head])
@@ -42,10 +42,10 @@ def test_a_permutation_moves_every_struck_slot_among_the_struck(seed: int, rate:
 
 def test_layers_and_heads_are_permuted_separately():
     cache = square_cache(0)
-    found, _ = after(Permuted(), cache)
+    damaged, _ = after(Permuted(), cache)
     orders = [
         order_of(now[head], before[head])
-        for (part, _, now), (_, _, before) in zip(both(found), both(cache), strict=True)
+        for (part, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True)
         for head in range(HEADS)
         if part == "k"
     ]
@@ -58,13 +58,13 @@ def test_swapped_pointers_exchange_whole_struck_blocks_in_all_layers_heads_and_p
 ):
     block, cache, draws = 4, square_cache(seed, slots), Draws(seed)
     scope = Scope(rate=rate)
-    found, _ = after(WrongPointers(block=block, scope=scope), cache, draws)
+    damaged, _ = after(WrongPointers(block=block, scope=scope), cache, draws)
     hit, _ = after(Zeros(scope=replace(scope, block=block)), cache, draws)
     first = hit.keys[0][0, 0].eq(0).all(-1)
     whole = [number for number in range(slots // block) if first[number * block]]
     orders = [
         order_of(now[head], before[head])
-        for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True)
+        for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True)
         for head in range(HEADS)
     ]
     assert all(order == orders[0] for order in orders)
@@ -83,10 +83,10 @@ def test_a_repeated_block_is_another_of_the_prompt_everywhere_and_the_last_parti
     block, cache = 4, square_cache(0)
     sources = set()
     for repeat in range(20):
-        found, _ = after(WrongPointers("repeated", block=block), cache, Draws(repeat=repeat))
+        damaged, _ = after(WrongPointers("repeated", block=block), cache, Draws(repeat=repeat))
         orders = [
             order_of(now[head], before[head])
-            for (_, _, now), (_, _, before) in zip(both(found), both(cache), strict=True)
+            for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True)
             for head in range(HEADS)
         ]
         assert all(order == orders[0] for order in orders)
@@ -104,8 +104,8 @@ def test_a_repeated_block_is_another_of_the_prompt_everywhere_and_the_last_parti
 def test_blocks_that_were_generated_point_into_the_prompt():
     block, longer = 4, square_cache(0, slots=24)
     context = context_of(longer.select(slots=torch.arange(24)[None] < 10))
-    found, _ = after(WrongPointers("repeated", block=block), longer, context=context)
-    order = order_of(found.keys[1][0, 1], longer.keys[1][0, 1])
+    damaged, _ = after(WrongPointers("repeated", block=block), longer, context=context)
+    order = order_of(damaged.keys[1][0, 1], longer.keys[1][0, 1])
     assert set(order) == set(range(8))
 
 
@@ -116,35 +116,35 @@ def test_a_repeated_block_is_never_the_struck_one_even_after_padding():
     segments[0, 4:8] = PADDING
     cache = replace(cache, ledger=replace(cache.ledger, segments=segments))
     for repeat in range(10):
-        found, damage = after(WrongPointers("repeated", block=block), cache, Draws(repeat=repeat))
+        damaged, damage = after(WrongPointers("repeated", block=block), cache, Draws(repeat=repeat))
         assert damage.count.tolist() == [2 * LAYERS * HEADS * 16]
-        order = order_of(found.keys[1][0, 1], cache.keys[1][0, 1])
-        own = [slot for slot, source in enumerate(order) if source == slot and not 4 <= slot < 8]
-        assert not own, f"slots {own} were struck and hold what they held"
+        order = order_of(damaged.keys[1][0, 1], cache.keys[1][0, 1])
+        unmoved = [slot for slot, source in enumerate(order) if source == slot and not 4 <= slot < 8]
+        assert not unmoved, f"slots {unmoved} were struck and hold what they held"
 
 
 @pytest.mark.parametrize("pointing", ["swapped", "repeated"])
 def test_a_prompt_of_one_block_has_no_other_to_point_at(pointing: Any):
     cache = square_cache(0, slots=6)
-    found, _ = after(WrongPointers(pointing, block=4), cache)
-    assert_bit_identical(found, cache)
+    damaged, _ = after(WrongPointers(pointing, block=4), cache)
+    assert_bit_identical(damaged, cache)
 
 
 def test_a_block_that_is_only_partly_in_scope_is_left_alone():
     cache = square_cache(0)
-    found, _ = after(WrongPointers(block=8, scope=Scope(slots=range(4, 20))), cache)
-    assert_bit_identical(found, cache)
+    damaged, _ = after(WrongPointers(block=8, scope=Scope(slots=range(4, 20))), cache)
+    assert_bit_identical(damaged, cache)
 
 
 @pytest.mark.parametrize("last", PARTS)
 def test_overlapping_pages_read_the_same_for_k_and_v(last: Any):
     cache = square_cache(0)
-    found, _ = after(OverlappingKV(last=last, block=4, scope=Scope(count=2)), cache)
+    damaged, _ = after(OverlappingKV(last=last, block=4, scope=Scope(count=2)), cache)
     written = cache.keys if last == "k" else cache.values
     for layer in range(LAYERS):
-        same = found.keys[layer][0].eq(found.values[layer][0]).all(-1)
+        same = damaged.keys[layer][0].eq(damaged.values[layer][0]).all(-1)
         assert same.sum(-1).tolist() in ([8, 8], [6, 6])
-        for now, before in ((found.keys, cache.keys), (found.values, cache.values)):
+        for now, before in ((damaged.keys, cache.keys), (damaged.values, cache.values)):
             assert torch.equal(now[layer][0][same], written[layer][0][same])
             assert torch.equal(now[layer][0][~same], before[layer][0][~same])
 
@@ -163,8 +163,8 @@ def test_exchanging_whole_slots_of_a_reindexed_cache_changes_nothing(tiny_llama:
     cache = tiny_llama.as_seen(reindexed(tiny_llama))
     question = random_tokens(4, {"question": 3}, start=int(cache.ledger.following[0]))
     expected = tiny_llama.extend(cache, question)[1]
-    found = tiny_llama.extend(cache.corrupt(fault), question)[1]
-    assert torch.allclose(found, expected, atol=1e-4)
+    logits = tiny_llama.extend(cache.corrupt(fault), question)[1]
+    assert torch.allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [WrongPointers, OverlappingKV], ids=lambda kind: kind.__name__)
@@ -172,6 +172,6 @@ def test_paged_faults_strike_blocks_of_their_own_size(kind: Any):
     cache = square_cache(0)
     fault = kind(block=4, scope=Scope(rate=0.5))
     assert fault.scope.block == 4
-    found, damage = after(fault, cache)
+    damaged, damage = after(fault, cache)
     assert int(damage.count[0]) in {2 * LAYERS * HEADS * slots for slots in (12, 10)}
-    assert not same_bits(found, cache)
+    assert not same_bits(damaged, cache)

@@ -22,8 +22,8 @@ def test_a_shift_rotates_struck_keys_and_nothing_else(layout: Any, by: int):
     rotary = Rotary(torch.tensor([1.0, 0.1, 0.01]), layout)
     context = FaultContext(cache, rotaries=(rotary, None, rotary))
     slots = [2, 5, 21]
-    found, _ = after(PositionShift(by=by, scope=Scope(slots=slots)), cache, context=context)
-    for (part, layer, now), (_, _, before) in zip(both(found), both(cache), strict=True):
+    shifted, _ = after(PositionShift(by=by, scope=Scope(slots=slots)), cache, context=context)
+    for (part, layer, now), (_, _, before) in zip(both(shifted), both(cache), strict=True):
         expected = before.clone()
         if part == "k" and layer != 1:
             for head, slot, pair in itertools.product(range(HEADS), slots, range(3)):
@@ -41,10 +41,10 @@ def test_a_shifted_key_is_the_one_that_the_model_makes_at_that_position(tiny_mod
     model = tiny_models[name]
     here, there = (model.prefill(Tokens.of([11], "T1", position)) for position in (4, 17))
     fault = PositionShift(by=13)
-    found = here.corrupt(fault, contexts=[prepare(model.lanes, here, [fault])])
-    for now, expected in zip(found.keys, there.keys, strict=True):
+    shifted = here.corrupt(fault, contexts=[prepare(model.lanes, here, [fault])])
+    for now, expected in zip(shifted.keys, there.keys, strict=True):
         assert torch.allclose(now, expected, atol=1e-5)
-    assert all(map(torch.equal, found.values, here.values))
+    assert all(map(torch.equal, shifted.values, here.values))
 
 
 def test_a_model_with_learned_positions_has_no_keys_to_rotate(tiny_models: dict[str, Model]):
@@ -57,6 +57,6 @@ def test_a_shift_of_the_whole_cache_is_the_librarys_rotation():
     context = context_of(cache)
     assert context.rotaries is not None
     assert context.rotaries[0] is not None
-    found, _ = after(PositionShift(by=6), cache, context=context)
+    shifted, _ = after(PositionShift(by=6), cache, context=context)
     turn = Rotation.between(context.rotaries[0], cache.ledger.positions, cache.ledger.positions + 6)
-    assert all(torch.equal(now, turn.of(before)) for now, before in zip(found.keys, cache.keys, strict=True))
+    assert all(torch.equal(now, turn.of(before)) for now, before in zip(shifted.keys, cache.keys, strict=True))

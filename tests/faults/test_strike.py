@@ -34,12 +34,12 @@ def test_a_reindexed_cache_is_refused_until_its_keys_are_rotated(tiny_llama: Mod
 @pytest.mark.parametrize("part", PARTS)
 def test_nan_and_infinity_are_reported_with_their_place(value: float, part: Any):
     scope = Scope(layers=[1], heads=[1], slots=[7, 9], parts=part)
-    found, damage = after(NotANumber(value, scope=scope), square_cache(0), step=3)
+    damaged, damage = after(NotANumber(value, scope=scope), square_cache(0), step=3)
     assert damage.nonfinite == {0: NonFinite(part, 1, 1, 7, 3)}
     assert str(damage.nonfinite[0]) == f"{part.upper()} of layer 1, KV head 1, slot 7"
-    bad = (found.keys if part == "k" else found.values)[1][0, 1]
+    bad = (damaged.keys if part == "k" else damaged.values)[1][0, 1]
     assert not bad[[7, 9]].isfinite().any()
-    assert sum(int((~layer.isfinite()).sum()) for _, _, layer in both(found)) == 2 * WIDTH
+    assert sum(int((~layer.isfinite()).sum()) for _, _, layer in both(damaged)) == 2 * WIDTH
 
 
 def test_a_single_nan_is_reported():
@@ -53,9 +53,9 @@ def test_finite_numbers_whose_sum_overflows_are_not_reported():
     cache = square_cache(0, dtype=torch.float16)
     for layer in cache.keys + cache.values:
         layer.fill_(6e4)
-    found, damage = after(Permuted(), cache)
+    damaged, damage = after(Permuted(), cache)
     assert not damage.nonfinite
-    assert same_bits(found, cache)
+    assert same_bits(damaged, cache)
 
 
 def test_corrupt_needs_as_many_contexts_and_draws_as_rows():
@@ -70,17 +70,17 @@ def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():
     both = KVCache.join([short, long])
     draws = [Draws(sample=4), Draws(sample=5)]
     for fault in (Zeros(scope=Scope(rate=0.4)), Zeros(scope=Scope(rate=0.4, unit="head")), Gaussian("raw")):
-        found = both.corrupt(fault, draws=draws)
+        damaged = both.corrupt(fault, draws=draws)
         for row, cache in enumerate((short, long)):
             alone = cache.corrupt(fault, draws=draws[row : row + 1])
             held = slice(0, cache.slots)
-            for mine, own in zip(found.keys + found.values, alone.keys + alone.values, strict=True):
-                assert torch.equal(mine[row, :, held], own[0]), (fault, row)
+            for mine, expected in zip(damaged.keys + damaged.values, alone.keys + alone.values, strict=True):
+                assert torch.equal(mine[row, :, held], expected[0]), (fault, row)
 
 
 def test_corrupt_strikes_each_row_now_with_draws_of_its_own():
     cache = square_cache(3)
     fault = Zeros(scope=Scope(rate=0.5), at=7, transient=True)
-    found = cache.fork(3).corrupt(fault)
+    damaged = cache.fork(3).corrupt(fault)
     for row in range(3):
-        assert same_bits(found.rows([row]), after(fault, cache, Draws(sample=row))[0])
+        assert same_bits(damaged.rows([row]), after(fault, cache, Draws(sample=row))[0])

@@ -49,20 +49,20 @@ def test_what_the_plain_lane_captures_equals_what_the_hooked_lane_captures(
 
 @pytest.mark.parametrize("lane", ["plain", "hooked"])
 def test_captured_keys_and_values_are_those_of_the_cache(tiny: Model, lane: str):
-    found = capture(tiny.lanes, ROWS, ["k", "v"], lane=lane, keep_cache=True)
-    assert found.cache is not None
+    captured = capture(tiny.lanes, ROWS, ["k", "v"], lane=lane, keep_cache=True)
+    assert captured.cache is not None
     expected = prefill(tiny.lanes, ROWS, lane)
-    assert_bit_identical(found.cache, expected)
+    assert_bit_identical(captured.cache, expected)
     for layer in range(3):
         for row, tokens in enumerate(ROWS):
             count = len(tokens)
-            assert torch.equal(found["k", layer][row, :, :count], expected.keys[layer][row, :, :count])
-            assert torch.equal(found["v", layer][row, :, :count], expected.values[layer][row, :, :count])
+            assert torch.equal(captured["k", layer][row, :, :count], expected.keys[layer][row, :, :count])
+            assert torch.equal(captured["v", layer][row, :, :count], expected.values[layer][row, :, :count])
 
 
 def test_captured_keys_and_values_are_those_of_the_hook_points(tiny_models: dict[str, Model], architecture: str):
     lanes = tiny_models[architecture].lanes
-    found = capture(lanes, ROWS[:1], ["k", "v"], lane="plain")
+    captured = capture(lanes, ROWS[:1], ["k", "v"], lane="plain")
     hooked: dict[tuple[Family, int], torch.Tensor] = {}
 
     def observe(family: Family, layer: int, tensor: torch.Tensor) -> None:
@@ -75,20 +75,20 @@ def test_captured_keys_and_values_are_those_of_the_hook_points(tiny_models: dict
     with lanes.hooked.observing(shown, range(3), observe):
         extend(lanes, None, ROWS[:1], "hooked")
     for site, tensor in hooked.items():
-        assert_close(tensor, found[site])
+        assert_close(tensor, captured[site])
 
 
 def test_keys_before_rotation_equal_the_stored_ones_at_position_zero(tiny_llama: Model):
-    found = capture(tiny_llama.lanes, ROWS, ["k_pre", "k"])
+    captured = capture(tiny_llama.lanes, ROWS, ["k_pre", "k"])
     for layer in range(3):
-        assert torch.equal(found["k_pre", layer][:, :, 0], found["k", layer][:, :, 0])
-        assert relative_difference(found["k_pre", layer][:, :, 3], found["k", layer][:, :, 3]) > 1e-3
+        assert torch.equal(captured["k_pre", layer][:, :, 0], captured["k", layer][:, :, 0])
+        assert relative_difference(captured["k_pre", layer][:, :, 3], captured["k", layer][:, :, 3]) > 1e-3
 
 
 def test_keys_of_gpt2_are_stored_without_rotation(tiny_models: dict[str, Model]):
-    found = capture(tiny_models["gpt2"].lanes, ROWS, ["k_pre", "k"])
+    captured = capture(tiny_models["gpt2"].lanes, ROWS, ["k_pre", "k"])
     for layer in range(3):
-        assert_close(found["k_pre", layer], found["k", layer])
+        assert_close(captured["k_pre", layer], captured["k", layer])
 
 
 @pytest.mark.parametrize("architecture", SEQUENTIAL)
@@ -97,29 +97,29 @@ def test_attention_and_mlp_add_up_along_the_residual_stream(
     tiny_models: dict[str, Model], architecture: str, lane: str
 ):
     families: list[Family] = ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
-    found = capture(tiny_models[architecture].lanes, ROWS, families, lane=lane)
+    captured = capture(tiny_models[architecture].lanes, ROWS, families, lane=lane)
     for layer in range(3):
-        assert_close(found["resid_pre", layer] + found["attn_out", layer], found["resid_mid", layer])
-        assert_close(found["resid_mid", layer] + found["mlp_out", layer], found["resid_post", layer])
+        assert_close(captured["resid_pre", layer] + captured["attn_out", layer], captured["resid_mid", layer])
+        assert_close(captured["resid_mid", layer] + captured["mlp_out", layer], captured["resid_post", layer])
         if layer < 2:
-            assert_close(found["resid_post", layer], found["resid_pre", layer + 1])
+            assert_close(captured["resid_post", layer], captured["resid_pre", layer + 1])
 
 
 @pytest.mark.parametrize("lane", ["plain", "hooked"])
 def test_parallel_blocks_add_attention_and_mlp_to_the_same_stream(tiny_models: dict[str, Model], lane: str):
     families: list[Family] = ["resid_pre", "resid_post", "attn_out", "mlp_out"]
-    found = capture(tiny_models["gpt_neox"].lanes, ROWS, families, lane=lane)
+    captured = capture(tiny_models["gpt_neox"].lanes, ROWS, families, lane=lane)
     for layer in range(3):
-        total = found["resid_pre", layer] + found["attn_out", layer] + found["mlp_out", layer]
-        assert_close(total, found["resid_post", layer])
+        total = captured["resid_pre", layer] + captured["attn_out", layer] + captured["mlp_out", layer]
+        assert_close(total, captured["resid_post", layer])
 
 
 def test_the_stream_after_the_last_layer_gives_the_logits(tiny_llama: Model):
-    found = capture(tiny_llama.lanes, ROWS[:1], ["resid_post"], layers=[2], logits=len(ROWS[0]))
+    captured = capture(tiny_llama.lanes, ROWS[:1], ["resid_post"], layers=[2], logits=len(ROWS[0]))
     plain = tiny_llama.lanes.plain
     with torch.no_grad():
-        expected = plain.lm_head(plain.model.norm(found["resid_post", 2]))
-    assert_close(found.logits, expected)
+        expected = plain.lm_head(plain.model.norm(captured["resid_post", 2]))
+    assert_close(captured.logits, expected)
 
 
 def everything(model: Model) -> Captured:
@@ -128,38 +128,38 @@ def everything(model: Model) -> Captured:
 
 def test_a_segment_selects_its_slots_in_each_row(tiny: Model):
     every = everything(tiny)
-    found = capture(tiny.lanes, ROWS, ["k", "v", "resid_post"], segments=["T2"])
-    assert found.present.tolist() == [[True] * 4 + [False], [True] * 5]
+    captured = capture(tiny.lanes, ROWS, ["k", "v", "resid_post"], segments=["T2"])
+    assert captured.present.tolist() == [[True] * 4 + [False], [True] * 5]
     for row, tokens in enumerate(ROWS):
         span = tokens.span("T2")
         count = span.stop - span.start
         for layer in range(3):
             for family in ("k", "v"):
                 expected = every[family, layer][row, :, span]
-                assert torch.equal(found[family, layer][row, :, :count], expected)
+                assert torch.equal(captured[family, layer][row, :, :count], expected)
             expected = every["resid_post", layer][row, span]
-            assert torch.equal(found["resid_post", layer][row, :count], expected)
+            assert torch.equal(captured["resid_post", layer][row, :count], expected)
 
 
 def test_slots_count_from_either_end_of_each_row(tiny: Model):
     every = everything(tiny)
-    found = capture(tiny.lanes, ROWS, ["k", "v", "resid_post"], slots=[0, -1, 2])
-    assert found.present.all()
+    captured = capture(tiny.lanes, ROWS, ["k", "v", "resid_post"], slots=[0, -1, 2])
+    assert captured.present.all()
     for row, tokens in enumerate(ROWS):
         slots = [0, len(tokens) - 1, 2]
         for layer in range(3):
-            assert torch.equal(found["k", layer][row], every["k", layer][row][:, slots])
-            assert torch.equal(found["v", layer][row], every["v", layer][row][:, slots])
-            assert torch.equal(found["resid_post", layer][row], every["resid_post", layer][row][slots])
+            assert torch.equal(captured["k", layer][row], every["k", layer][row][:, slots])
+            assert torch.equal(captured["v", layer][row], every["v", layer][row][:, slots])
+            assert torch.equal(captured["resid_post", layer][row], every["resid_post", layer][row][slots])
 
 
 def test_layers_are_captured_once_each_and_in_order(tiny: Model):
-    found = capture(tiny.lanes, ROWS, ["k", "resid_post"], layers=[2, 0, 2])
+    captured = capture(tiny.lanes, ROWS, ["k", "resid_post"], layers=[2, 0, 2])
     every = everything(tiny)
-    assert {layer for _, layer in found.tensors} == {0, 2}
-    assert torch.equal(found.stack("k"), torch.stack([found["k", 0], found["k", 2]]))
+    assert {layer for _, layer in captured.tensors} == {0, 2}
+    assert torch.equal(captured.stack("k"), torch.stack([captured["k", 0], captured["k", 2]]))
     for row, tokens in enumerate(ROWS):
-        assert torch.equal(found["resid_post", 2][row, : len(tokens)], every["resid_post", 2][row, : len(tokens)])
+        assert torch.equal(captured["resid_post", 2][row, : len(tokens)], every["resid_post", 2][row, : len(tokens)])
 
 
 def test_all_slots_of_a_shorter_row_are_marked_present_and_no_more(tiny_llama: Model):
@@ -167,8 +167,8 @@ def test_all_slots_of_a_shorter_row_are_marked_present_and_no_more(tiny_llama: M
 
 
 def test_logits_are_those_of_reading(tiny: Model):
-    found = capture(tiny.lanes, ROWS, ["k"], logits=SHORTEST)
-    assert torch.equal(found.logits, extend(tiny.lanes, None, ROWS, logits=SHORTEST)[1])
+    captured = capture(tiny.lanes, ROWS, ["k"], logits=SHORTEST)
+    assert torch.equal(captured.logits, extend(tiny.lanes, None, ROWS, logits=SHORTEST)[1])
 
 
 def test_capturing_after_a_cache_shows_the_new_slots_alone(tiny: Model):
@@ -183,8 +183,8 @@ def test_capturing_after_a_cache_shows_the_new_slots_alone(tiny: Model):
 def test_no_cache_is_kept_unless_asked_for(tiny: Model):
     past = prefill(tiny.lanes, [ROWS[0]])
     before = past.nbytes
-    found = capture(tiny.lanes, [random_tokens(5, {"T3": 2}, start=7)], ["k", "resid_post"], past=past)
-    assert found.cache is None
+    captured = capture(tiny.lanes, [random_tokens(5, {"T3": 2}, start=7)], ["k", "resid_post"], past=past)
+    assert captured.cache is None
     assert past.nbytes == before
     assert past.slots == 7
 
@@ -303,11 +303,11 @@ def test_the_hooked_lane_holds_the_plain_weights_themselves(tiny: Model):
 
 def test_sites_may_be_named_by_their_hooks_and_read_by_them(tiny_llama: Model, unchecked: None):
     names = ["blocks.2.attn.hook_v", "blocks.0.hook_resid_post"]
-    found = capture(tiny_llama.lanes, ROWS, names)
+    captured = capture(tiny_llama.lanes, ROWS, names)
     expected = capture(tiny_llama.lanes, ROWS, ["v", "resid_post"])
-    assert set(found.tensors) == {("v", 2), ("resid_post", 0)}
-    assert found.by_hook[names[0]].equal(expected["v", 2].transpose(1, 2))
-    assert found.by_hook[names[1]].equal(expected["resid_post", 0])
+    assert set(captured.tensors) == {("v", 2), ("resid_post", 0)}
+    assert captured.by_hook[names[0]].equal(expected["v", 2].transpose(1, 2))
+    assert captured.by_hook[names[1]].equal(expected["resid_post", 0])
     refused(lambda: capture(tiny_llama.lanes, ROWS, [names[0], "k"]), "hook names alone")
     refused(lambda: capture(tiny_llama.lanes, ROWS, names, layers=[0]), "hook names alone")
     refused(lambda: capture(tiny_llama.lanes, ROWS, ["blocks.9.hook_resid_post"]), "no layer 9")

@@ -38,11 +38,11 @@ def logits_after(
     return extend(model.lanes, past, rows, lane, logits=min(map(len, rows)))[1]
 
 
-def assert_same_slots(found: KVCache, expected: KVCache, count: int, tolerance: float = 1e-5) -> None:
+def assert_same_slots(actual: KVCache, expected: KVCache, count: int, tolerance: float = 1e-5) -> None:
     """The last `count` slots hold the same keys and values at the same positions."""
-    for pairs in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+    for pairs in zip(actual.keys + actual.values, expected.keys + expected.values, strict=True):
         assert_close(*(tensor[:, :, -count:] for tensor in pairs), tolerance)
-    assert torch.equal(found.ledger.positions[:, -count:], expected.ledger.positions[:, -count:])
+    assert torch.equal(actual.ledger.positions[:, -count:], expected.ledger.positions[:, -count:])
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -108,8 +108,8 @@ def test_reading_after_a_masked_cache_equals_one_pass_under_a_mask_made_by_hand(
     before = random_tokens(seed, spans)
     question = random_tokens(seed + 1, {"T2": new}, start=len(before) + gap)
     expected = oracle(tiny, before + question, "T1", len(before))[:, -new:]
-    found = logits_after(tiny, prefill(tiny.lanes, [before], lane).mask("T1"), question, lane)
-    assert_close(found, expected)
+    logits = logits_after(tiny, prefill(tiny.lanes, [before], lane).mask("T1"), question, lane)
+    assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -216,13 +216,13 @@ def test_masking_every_head_in_turn_equals_masking_at_once(tiny: Model, lane: La
 def test_masking_each_layer_or_head_has_an_effect_of_its_own(tiny: Model, lane: Lane):
     cache = prefill(tiny.lanes, [random_tokens(0, {"system": 2, "T1": 5})], lane)
     question = random_tokens(1, {"T2": 2}, start=cache.slots)
-    found = [logits_after(tiny, cache, question, lane)]
+    logits = [logits_after(tiny, cache, question, lane)]
     for layer in range(cache.n_layers):
         for head in range(cache.n_kv_heads):
             masked = cache.mask("T1", layers=[layer], heads=[head])
-            found.append(logits_after(tiny, masked, question, lane))
-    for index, one in enumerate(found):
-        for other in found[:index]:
+            logits.append(logits_after(tiny, masked, question, lane))
+    for index, one in enumerate(logits):
+        for other in logits[:index]:
             assert relative_difference(one, other) > 1e-4
 
 

@@ -45,10 +45,10 @@ def scores_of(model: Model, prompt: Tokens, continuation: tuple[int, ...]) -> to
 
 @pytest.mark.parametrize("lane", ["plain", "hooked"])
 def test_greedy_equals_transformers_generate_row_by_row(tiny: Model, lane: str):
-    found = generate(tiny.lanes, PROMPTS, max_new_tokens=14, lane=lane)
+    generation = generate(tiny.lanes, PROMPTS, max_new_tokens=14, lane=lane)
     for row, prompt in enumerate(PROMPTS):
-        assert list(found.tokens[row]) == greedy_by_transformers(tiny, prompt, 14)
-    assert found.stopped == (False, False, False)
+        assert list(generation.tokens[row]) == greedy_by_transformers(tiny, prompt, 14)
+    assert generation.stopped == (False, False, False)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.8}], ids=str)
@@ -65,26 +65,26 @@ def test_a_row_of_a_batch_equals_the_row_alone(tiny: Model, settings: dict[str, 
 
 def test_logprobs_are_those_of_a_fresh_uncached_pass(tiny: Model):
     for temperature in (0.0, 2.0):
-        found = generate(
+        generation = generate(
             tiny.lanes, PROMPTS, max_new_tokens=6, temperature=temperature, generators=row_generators(0, 3)
         )
         for row, prompt in enumerate(PROMPTS):
-            scores = scores_of(tiny, prompt, found.tokens[row])
-            expected = scores.gather(1, torch.tensor(found.tokens[row])[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(found.logprobs[row]), expected, atol=1e-4, rtol=0)
+            scores = scores_of(tiny, prompt, generation.tokens[row])
+            expected = scores.gather(1, torch.tensor(generation.tokens[row])[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(generation.logprobs[row]), expected, atol=1e-4, rtol=0)
 
 
 def test_the_cache_after_generation_is_a_prefill_of_all_but_the_last_token(tiny: Model):
-    found = generate(tiny.lanes, PROMPTS, max_new_tokens=5)
+    generation = generate(tiny.lanes, PROMPTS, max_new_tokens=5)
     for row, prompt in enumerate(PROMPTS):
-        read = prompt + Tokens.of(found.tokens[row][:-1], "generated", len(prompt))
+        read = prompt + Tokens.of(generation.tokens[row][:-1], "generated", len(prompt))
         expected = prefill(tiny.lanes, [read])
-        held = torch.nonzero(found.cache.ledger.segments[row] != PADDING)[:, 0]
-        assert found.cache.ledger.tokens[row, held].tolist() == list(read.ids)
-        assert found.cache.ledger.positions[row, held].tolist() == list(read.positions)
-        for pairs in zip(found.cache.keys + found.cache.values, expected.keys + expected.values, strict=True):
+        held = torch.nonzero(generation.cache.ledger.segments[row] != PADDING)[:, 0]
+        assert generation.cache.ledger.tokens[row, held].tolist() == list(read.ids)
+        assert generation.cache.ledger.positions[row, held].tolist() == list(read.positions)
+        for pairs in zip(generation.cache.keys + generation.cache.values, expected.keys + expected.values, strict=True):
             assert relative_difference(pairs[0][row][:, held], pairs[1][0]) < 1e-5
-    assert found.cache.ledger.names == ("prompt", "generated")
+    assert generation.cache.ledger.names == ("prompt", "generated")
 
 
 def test_the_same_generators_give_the_same_tokens_and_others_do_not(tiny_llama: Model):
@@ -104,10 +104,10 @@ def test_the_generator_of_a_row_depends_on_the_seed_and_its_number_alone():
 
 
 def test_equal_prompts_with_different_generators_differ(tiny_llama: Model):
-    found = generate(
+    generation = generate(
         tiny_llama.lanes, [PROMPTS[0]] * 4, max_new_tokens=12, temperature=1.5, generators=row_generators(0, 4)
     )
-    assert len(set(found.tokens)) == 4
+    assert len(set(generation.tokens)) == 4
 
 
 def allowed_by_hand(scores: torch.Tensor, temperature: float, top_p: float) -> list[int]:
@@ -126,7 +126,7 @@ def allowed_by_hand(scores: torch.Tensor, temperature: float, top_p: float) -> l
 def test_sampling_draws_exactly_the_allowed_tokens(tiny_llama: Model, temperature: float, top_p: float):
     rows = 300
     prompt = PROMPTS[0]
-    found = generate(
+    generation = generate(
         tiny_llama.lanes,
         [prompt] * rows,
         max_new_tokens=1,
@@ -134,7 +134,7 @@ def test_sampling_draws_exactly_the_allowed_tokens(tiny_llama: Model, temperatur
         top_p=top_p,
         generators=row_generators(0, rows),
     )
-    drawn = [row[0] for row in found.tokens]
+    drawn = [row[0] for row in generation.tokens]
     scores = scores_of(tiny_llama, prompt, (0,))[0]
     allowed = allowed_by_hand(scores, temperature, top_p)
     assert set(drawn) <= set(allowed)
@@ -152,9 +152,9 @@ def test_a_low_temperature_approaches_greedy(tiny_llama: Model):
 def stop_of_one_row(model: Model) -> tuple[int, int]:
     """A row, and a token that it generates and the others do not."""
     tokens = generate(model.lanes, PROMPTS, max_new_tokens=10).tokens
-    for row, own in enumerate(tokens):
-        foreign = {token for other in tokens if other is not own for token in other}
-        for token in own[1:5]:
+    for row, row_tokens in enumerate(tokens):
+        foreign = {token for other in tokens if other is not row_tokens for token in other}
+        for token in row_tokens[1:5]:
             if token not in foreign:
                 return row, token
     raise AssertionError("every row generates the same tokens; choose other prompts")
@@ -163,42 +163,42 @@ def stop_of_one_row(model: Model) -> tuple[int, int]:
 def test_a_stop_token_ends_its_row_and_does_not_change_the_others(tiny: Model):
     row, stop = stop_of_one_row(tiny)
     free = generate(tiny.lanes, PROMPTS, max_new_tokens=10)
-    found = generate(tiny.lanes, PROMPTS, max_new_tokens=10, stop=[stop])
+    generation = generate(tiny.lanes, PROMPTS, max_new_tokens=10, stop=[stop])
     end = free.tokens[row].index(stop) + 1
-    assert found.tokens[row] == free.tokens[row][:end]
-    assert found.logprobs[row] == pytest.approx(free.logprobs[row][:end])
-    assert found.stopped == tuple(index == row for index in range(3))
+    assert generation.tokens[row] == free.tokens[row][:end]
+    assert generation.logprobs[row] == pytest.approx(free.logprobs[row][:end])
+    assert generation.stopped == tuple(index == row for index in range(3))
     for other in {0, 1, 2} - {row}:
-        assert found.tokens[other] == free.tokens[other]
-        assert found.logprobs[other] == pytest.approx(free.logprobs[other])
+        assert generation.tokens[other] == free.tokens[other]
+        assert generation.logprobs[other] == pytest.approx(free.logprobs[other])
 
 
 def test_an_ended_row_holds_only_padding_after_its_end(tiny: Model):
     row, stop = stop_of_one_row(tiny)
-    found = generate(tiny.lanes, PROMPTS, max_new_tokens=10, stop=[stop])
-    held = found.cache.ledger.segments[row] != PADDING
-    assert found.cache.ledger.tokens[row, held].tolist() == [*PROMPTS[row].ids, *found.tokens[row][:-1]]
-    assert not found.cache.ledger.live[:, row, :, ~held].any()
-    lengths = [len(prompt) + len(tokens) - 1 for prompt, tokens in zip(PROMPTS, found.tokens, strict=True)]
-    assert found.cache.ledger.following.tolist() == lengths
+    generation = generate(tiny.lanes, PROMPTS, max_new_tokens=10, stop=[stop])
+    held = generation.cache.ledger.segments[row] != PADDING
+    assert generation.cache.ledger.tokens[row, held].tolist() == [*PROMPTS[row].ids, *generation.tokens[row][:-1]]
+    assert not generation.cache.ledger.live[:, row, :, ~held].any()
+    lengths = [len(prompt) + len(tokens) - 1 for prompt, tokens in zip(PROMPTS, generation.tokens, strict=True)]
+    assert generation.cache.ledger.following.tolist() == lengths
 
 
 def test_generation_ends_when_all_rows_have_ended(tiny_llama: Model):
     first = generate(tiny_llama.lanes, PROMPTS, max_new_tokens=1).tokens
-    found = generate(tiny_llama.lanes, PROMPTS, max_new_tokens=10, stop=[row[0] for row in first])
-    assert found.tokens == first
-    assert all(found.stopped)
-    assert found.cache.slots == max(COUNTS)
+    generation = generate(tiny_llama.lanes, PROMPTS, max_new_tokens=10, stop=[row[0] for row in first])
+    assert generation.tokens == first
+    assert all(generation.stopped)
+    assert generation.cache.slots == max(COUNTS)
 
 
 def test_the_models_own_end_token_stops_by_default(smol: Model):
     chat = Transcript.from_messages([TERSE, {"role": "user", "content": YES_OR_NO}])
-    found = smol.generate(chat, max_new_tokens=20)
-    assert found.stopped == (True,)
-    assert smol.tokenizer.decode(found.tokens[0][-1]) == "<|im_end|>"
-    assert "<|im_end|>" not in found.text
-    endless = smol.generate(chat, max_new_tokens=len(found.tokens[0]) + 2, stop=[])
-    assert endless.tokens[0][: len(found.tokens[0])] == found.tokens[0]
+    generation = smol.generate(chat, max_new_tokens=20)
+    assert generation.stopped == (True,)
+    assert smol.tokenizer.decode(generation.tokens[0][-1]) == "<|im_end|>"
+    assert "<|im_end|>" not in generation.text
+    endless = smol.generate(chat, max_new_tokens=len(generation.tokens[0]) + 2, stop=[])
+    assert endless.tokens[0][: len(generation.tokens[0])] == generation.tokens[0]
     assert not endless.stopped[0]
 
 
@@ -210,14 +210,14 @@ def test_editing_the_cache_at_a_step_equals_a_new_run_from_the_edited_cache(tiny
     def edit(at: int, cache: KVCache) -> KVCache | None:
         return getattr(cache, operation)("T1") if at == step else None
 
-    found = generate(tiny.lanes, [prompt], max_new_tokens=6, on_step=edit)
+    generation = generate(tiny.lanes, [prompt], max_new_tokens=6, on_step=edit)
     # The token of the step itself was chosen before the edit; those after it are chosen without T1.
     read = generate(tiny.lanes, [prompt], max_new_tokens=step + 1)
-    assert found.tokens[0][: step + 1] == read.tokens[0]
+    assert generation.tokens[0][: step + 1] == read.tokens[0]
     last = Tokens.of(read.tokens[0][-1:], "generated", len(prompt) + step)
     rest = generate(tiny.lanes, [last], getattr(read.cache, operation)("T1"), max_new_tokens=5 - step)
-    assert found.tokens[0][step + 1 :] == rest.tokens[0]
-    assert found.logprobs[0][step + 1 :] == pytest.approx(rest.logprobs[0], abs=1e-5)
+    assert generation.tokens[0][step + 1 :] == rest.tokens[0]
+    assert generation.logprobs[0][step + 1 :] == pytest.approx(rest.logprobs[0], abs=1e-5)
 
 
 def test_on_step_sees_every_step_and_the_slots_read_so_far(tiny_llama: Model):
@@ -271,9 +271,9 @@ def test_a_setting_out_of_range_is_refused(tiny_llama: Model, words: str, bad: d
 
 
 def test_the_text_of_several_rows_is_refused(tiny_llama: Model):
-    found = generate(tiny_llama.lanes, PROMPTS, max_new_tokens=2)
-    assert found.texts[1] == tiny_llama.tokenizer.decode(found.tokens[1], skip_special_tokens=True)
-    refused(lambda: found.text, "3 rows")
+    generation = generate(tiny_llama.lanes, PROMPTS, max_new_tokens=2)
+    assert generation.texts[1] == tiny_llama.tokenizer.decode(generation.tokens[1], skip_special_tokens=True)
+    refused(lambda: generation.text, "3 rows")
 
 
 def chat(extra: list[dict[str, str]] | None = None, names: list[str] | None = None) -> Transcript:
@@ -290,17 +290,17 @@ def asked() -> Transcript:
 
 def test_asking_a_cache_equals_the_conversation_with_the_question(tiny: Model):
     expected = tiny.generate(asked(), max_new_tokens=6)
-    found = tiny.generate(tiny.prefill(chat()), ask=QUESTION, max_new_tokens=6)
-    assert found.tokens == expected.tokens
-    assert found.cache.ledger.tokens.tolist() == expected.cache.ledger.tokens.tolist()
-    assert found.cache.ledger.positions.tolist() == expected.cache.ledger.positions.tolist()
+    generation = tiny.generate(tiny.prefill(chat()), ask=QUESTION, max_new_tokens=6)
+    assert generation.tokens == expected.tokens
+    assert generation.cache.ledger.tokens.tolist() == expected.cache.ledger.tokens.tolist()
+    assert generation.cache.ledger.positions.tolist() == expected.cache.ledger.positions.tolist()
 
 
 def test_asking_a_conversation_equals_the_conversation_with_the_question(tiny_llama: Model):
     expected = tiny_llama.generate(asked(), max_new_tokens=6)
-    found = tiny_llama.generate(chat(), ask=QUESTION, max_new_tokens=6)
-    assert found.cache.ledger.tokens.tolist() == expected.cache.ledger.tokens.tolist()
-    assert found.tokens == expected.tokens
+    generation = tiny_llama.generate(chat(), ask=QUESTION, max_new_tokens=6)
+    assert generation.cache.ledger.tokens.tolist() == expected.cache.ledger.tokens.tolist()
+    assert generation.tokens == expected.tokens
 
 
 def test_answering_a_batch_equals_answering_each_alone(tiny_llama: Model):
@@ -344,13 +344,13 @@ def test_a_cache_without_a_question_is_refused(tiny_llama: Model):
 
 
 def test_a_text_is_continued_unchanged(tiny_llama: Model):
-    found = tiny_llama.generate("the user asks", max_new_tokens=4)
+    generation = tiny_llama.generate("the user asks", max_new_tokens=4)
     ids = tiny_llama.tokenizer("the user asks")["input_ids"]
-    assert found.tokens == generate(tiny_llama.lanes, [Tokens.of(ids)], max_new_tokens=4).tokens
+    assert generation.tokens == generate(tiny_llama.lanes, [Tokens.of(ids)], max_new_tokens=4).tokens
 
 
 def test_reading_a_generated_token_gives_the_next_one(tiny: Model):
-    found = generate(tiny.lanes, PROMPTS[:1], max_new_tokens=4)
-    last = Tokens.of(found.tokens[0][-1:], "generated", int(found.cache.ledger.following))
-    _, logits = extend(tiny.lanes, found.cache, [last])
+    generation = generate(tiny.lanes, PROMPTS[:1], max_new_tokens=4)
+    last = Tokens.of(generation.tokens[0][-1:], "generated", int(generation.cache.ledger.following))
+    _, logits = extend(tiny.lanes, generation.cache, [last])
     assert int(logits[0, -1].argmax()) == generate(tiny.lanes, PROMPTS[:1], max_new_tokens=5).tokens[0][-1]

@@ -28,11 +28,11 @@ def span_of(cache: KVCache, segment: str, layer: int) -> tuple[Tensor, Tensor]:
 
 def variation(caches: Sequence[KVCache], segment: str, layer: int) -> float:
     """Largest difference between codes in K or V of a segment, relative to their size."""
-    found = 0.0
+    largest = 0.0
     for tensors in zip(*(span_of(cache, segment, layer) for cache in caches), strict=True):
         stacked = torch.stack(tensors)
-        found = max(found, float((stacked - stacked[0]).abs().max() / stacked.abs().max()))
-    return found
+        largest = max(largest, float((stacked - stacked[0]).abs().max() / stacked.abs().max()))
+    return largest
 
 
 def whole(smol: Model, code: str) -> tuple[Tokens, Tokens]:

@@ -245,11 +245,11 @@ def test_a_gguf_file_loads_with_its_weights_and_tokenizer(gguf_file: Path, tiny_
 def test_a_quantised_gguf_file_gives_plain_floats_close_to_the_weights(tmp_path: Path, tiny_chat: Model):
     path = write_gguf(tiny_chat, tmp_path / "tiny-q8.gguf", gguf.GGMLQuantizationType.Q8_0)
     model = load(path)
-    for (name, found), expected in zip(
+    for (name, parameter), expected in zip(
         model.lanes.plain.named_parameters(), tiny_chat.lanes.plain.parameters(), strict=True
     ):
-        assert found.dtype == torch.float32
-        assert (found - expected).abs().max() <= expected.abs().max() / 127, name
+        assert parameter.dtype == torch.float32
+        assert (parameter - expected).abs().max() <= expected.abs().max() / 127, name
 
 
 def test_a_gguf_file_is_converted_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -373,9 +373,9 @@ def test_a_text_read_after_a_cache_follows_it(tiny_chat: Model):
 
 def test_a_model_captures_what_its_lanes_capture(tiny_chat: Model):
     tokens = random_tokens(0, {"T1": 5})
-    found = tiny_chat.capture(tokens, ["k", "resid_post"], layers=[1], slots=[-1], keep_cache=True)
-    assert found.cache is not None
-    assert torch.equal(found["k", 1][:, :, 0], found.cache.keys[1][:, :, -1])
+    captured = tiny_chat.capture(tokens, ["k", "resid_post"], layers=[1], slots=[-1], keep_cache=True)
+    assert captured.cache is not None
+    assert torch.equal(captured["k", 1][:, :, 0], captured.cache.keys[1][:, :, -1])
 
 
 def test_smollm2_answers_a_cache_as_it_answers_the_conversation(smol: Model):
@@ -386,10 +386,10 @@ def test_smollm2_answers_a_cache_as_it_answers_the_conversation(smol: Model):
     ]
     question = "What is my name?"
     cache = smol.prefill(Transcript.from_messages(messages, names=["system", "T1", "summary"]))
-    found = smol.generate(cache, ask=question, max_new_tokens=12)
+    reply = smol.generate(cache, ask=question, max_new_tokens=12)
     whole = Transcript.from_messages([*messages, {"role": "user", "content": question}])
-    assert found.text == smol.generate(whole, max_new_tokens=12).text
-    assert found.text != smol.generate(cache.mask("T1", "summary"), ask=question, max_new_tokens=12).text
+    assert reply.text == smol.generate(whole, max_new_tokens=12).text
+    assert reply.text != smol.generate(cache.mask("T1", "summary"), ask=question, max_new_tokens=12).text
 
 
 def test_smollm2_has_its_published_geometry(smol: Model):

@@ -89,17 +89,17 @@ class Play:
             self.rows[row].read(ids, gap, width)
         self.pass_over(tokens, min(counts), rng.random() < 0.5)
 
-    def pass_over(self, tokens: list[Tokens], kept: int, captured: bool) -> None:
+    def pass_over(self, tokens: list[Tokens], kept: int, capturing: bool) -> None:
         lanes, past = self.model.lanes, self.scene and self.scene.cache
         if self.watched:
             self.scene, logits = watch(lanes, self.scene, tokens, 4, kept)
-        elif captured and self.hooks:
-            found = capture(lanes, tokens, ["resid_post"], past=past, lane=self.lane, keep_cache=True, logits=kept)
-            assert found.cache is not None
-            self.scene, logits = Scene(found.cache), found.logits
+        elif capturing and self.hooks:
+            captured = capture(lanes, tokens, ["resid_post"], past=past, lane=self.lane, keep_cache=True, logits=kept)
+            assert captured.cache is not None
+            self.scene, logits = Scene(captured.cache), captured.logits
             for row, run in enumerate(tokens):
                 for layer in range(self.model.geometry.n_layers - 1):
-                    resid = found["resid_post", layer][row, : len(run)]
+                    resid = captured["resid_post", layer][row, : len(run)]
                     self.resid_post.append((row, layer, len(self.rows[row].ids), resid))
         else:
             cache, logits = extend(lanes, past, tokens, self.lane, kept)
@@ -112,13 +112,13 @@ class Play:
         if kind == "mask ragged":
             for layer in range(cache.n_layers):
                 for head in range(cache.n_kv_heads):
-                    gone, slots = self.some(rng)
+                    gone, slots = self.draw_held(rng)
                     cache = cache.mask(slots=slots, layers=[layer], heads=[head])
                     for row, tokens in zip(self.rows, gone, strict=True):
                         row.alive[layer, head, tokens] = False
             self.scene = self.scene.with_cache(cache)
             return
-        gone, slots = self.some(rng)
+        gone, slots = self.draw_held(rng)
         for row, tokens in zip(self.rows, gone, strict=True):
             if kind == "mask":
                 row.alive[:, :, tokens] = False
@@ -132,7 +132,7 @@ class Play:
             self.scene = Scene(cache.evict(slots=slots))
         self.pad()
 
-    def some(self, rng: random.Random) -> tuple[list[list[int]], torch.Tensor]:
+    def draw_held(self, rng: random.Random) -> tuple[list[list[int]], torch.Tensor]:
         """Some tokens that are held, row by row, and their slots."""
         gone = [[token for token in row.held if token is not None and rng.random() < 0.3] for row in self.rows]
         slots = [[token in tokens for token in row.held] for row, tokens in zip(self.rows, gone, strict=True)]
@@ -221,8 +221,8 @@ class Play:
                 cache = self.scene.cache
                 pairs.append((cache.keys[layer][index][:, slots], expected[index].keys[layer][:, tokens]))
                 pairs.append((cache.values[layer][index][:, slots], expected[index].values[layer][:, tokens]))
-        for found, wanted in pairs:
-            assert relative_difference(found, wanted) < tolerance
+        for actual, wanted in pairs:
+            assert relative_difference(actual, wanted) < tolerance
 
 
 def play(model: Model, lane: Lane, history: list[Op], batch: int = 1, watched: bool = False) -> Play:

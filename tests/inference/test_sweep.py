@@ -83,15 +83,15 @@ def swept(model: Model, faults: Sequence[Fault | Trial], prompt: Tokens = PROMPT
     )
 
 
-def assert_same(found: Outcome, expected: Outcome, kl: float = 1e-5) -> None:
-    assert (found.tokens, found.stopped, found.struck, found.broken) == (
+def assert_same(actual: Outcome, expected: Outcome, kl: float = 1e-5) -> None:
+    assert (actual.tokens, actual.stopped, actual.struck, actual.broken) == (
         expected.tokens,
         expected.stopped,
         expected.struck,
         expected.broken,
     )
-    assert found.agreed == expected.agreed
-    assert found.kl == pytest.approx(expected.kl, abs=kl, rel=1e-3)
+    assert actual.agreed == expected.agreed
+    assert actual.kl == pytest.approx(expected.kl, abs=kl, rel=1e-3)
 
 
 def by_hand(
@@ -125,11 +125,11 @@ def by_hand(
     return said, seen
 
 
-def assert_are_by_hand(model: Model, found: Sweep, prompt: Tokens = PROMPT, past: KVCache | None = None) -> None:
+def assert_are_by_hand(model: Model, answers: Sweep, prompt: Tokens = PROMPT, past: KVCache | None = None) -> None:
     """Each trial's own answer, and its KL along the clean answer, are those of the loop above."""
-    given = found.clean.tokens
+    given = answers.clean.tokens
     _, clean = by_hand(model, Zeros(scope=Scope(rate=0.0)), prompt, past, given)
-    for trial, outcome in zip(found.trials, found.outcomes, strict=True):
+    for trial, outcome in zip(answers.trials, answers.outcomes, strict=True):
         said, _ = by_hand(model, trial.fault, prompt, past)
         assert list(outcome.tokens) == said, trial.fault
         _, damaged = by_hand(model, trial.fault, prompt, past, given)
@@ -140,22 +140,22 @@ def assert_are_by_hand(model: Model, found: Sweep, prompt: Tokens = PROMPT, past
 
 def test_the_clean_row_equals_generate(tiny: Model):
     expected = generate(tiny.lanes, [PROMPT], max_new_tokens=NEW, stop=[])
-    found = swept(tiny, [])
-    assert found.clean.tokens == expected.tokens[0]
-    assert found.clean.text == expected.texts[0]
-    assert found.clean.agreed == (True,) * NEW
-    assert max(found.clean.kl) < 1e-9
-    assert found.outcomes == ()
-    assert found.clean.struck == 0
+    answers = swept(tiny, [])
+    assert answers.clean.tokens == expected.tokens[0]
+    assert answers.clean.text == expected.texts[0]
+    assert answers.clean.agreed == (True,) * NEW
+    assert max(answers.clean.kl) < 1e-9
+    assert answers.outcomes == ()
+    assert answers.clean.struck == 0
 
 
 def test_a_fault_of_rate_0_equals_the_clean_row(tiny: Model):
     still = [
         replace(fault, scope=replace(fault.scope, rate=0.0), at=at) for fault in FAULTS[:12] for at in (0, "every")
     ]
-    found = swept(tiny, still)
-    for outcome in found.outcomes:
-        assert outcome.tokens == found.clean.tokens
+    answers = swept(tiny, still)
+    for outcome in answers.outcomes:
+        assert outcome.tokens == answers.clean.tokens
         assert outcome.struck == 0
         assert max(outcome.kl) < 1e-6
         assert all(outcome.agreed)
@@ -172,21 +172,21 @@ def test_a_faults_outcome_does_not_depend_on_the_other_rows(tiny_llama: Model):
     order = torch.randperm(len(trials), generator=torch.Generator().manual_seed(0)).tolist()
     for rows, chosen in ((64, range(len(trials))), (7, order), (2, order[:6])):
         counted: list[int] = []
-        found = swept(tiny_llama, [trials[i] for i in chosen], seed=3, sample=2, rows=rows, done=counted.append)
-        assert sum(counted) == len(found.outcomes) == len(chosen)
+        answers = swept(tiny_llama, [trials[i] for i in chosen], seed=3, sample=2, rows=rows, done=counted.append)
+        assert sum(counted) == len(answers.outcomes) == len(chosen)
         assert max(counted) <= rows - 1
-        for outcome, number in zip(found.outcomes, chosen, strict=True):
+        for outcome, number in zip(answers.outcomes, chosen, strict=True):
             assert_same(outcome, alone[number].outcomes[0])
-            assert found.clean.tokens == alone[number].clean.tokens
+            assert answers.clean.tokens == alone[number].clean.tokens
 
 
 @pytest.mark.parametrize("at", [0, "every", 3])
 @pytest.mark.parametrize("transient", [False, True])
 def test_every_fault_equals_a_plain_loop(tiny_llama: Model, at: Any, transient: bool):
     faults = [replace(fault, at=at, transient=transient) for fault in [*FAULTS, PositionShift(by=2, scope=SOME)]]
-    found = swept(tiny_llama, faults)
-    assert any(outcome.tokens != found.clean.tokens for outcome in found.outcomes)
-    assert_are_by_hand(tiny_llama, found)
+    answers = swept(tiny_llama, faults)
+    assert any(outcome.tokens != answers.clean.tokens for outcome in answers.outcomes)
+    assert_are_by_hand(tiny_llama, answers)
 
 
 @pytest.mark.parametrize(("at", "transient"), [(0, False), ("every", True), ("every", False)])
@@ -196,14 +196,14 @@ def test_every_architecture_equals_a_plain_loop(tiny: Model, at: Any, transient:
         Gaussian("effect", scope=SOME, at=at, transient=transient),
         Distractor(scope=SOME, at=at, transient=transient),
     ]
-    found = swept(tiny, faults)
-    assert_are_by_hand(tiny, found)
+    answers = swept(tiny, faults)
+    assert_are_by_hand(tiny, answers)
 
 
 def test_a_persistent_fault_at_step_0_equals_corrupt_and_generate(tiny_llama: Model):
     start = tiny_llama.prefill(PROMPT[:-1])
-    found = swept(tiny_llama, FAULTS)
-    for fault, outcome in zip(FAULTS, found.outcomes, strict=True):
+    answers = swept(tiny_llama, FAULTS)
+    for fault, outcome in zip(FAULTS, answers.outcomes, strict=True):
         damaged = start.corrupt(fault, contexts=[prepare(tiny_llama.lanes, start, [fault], donors(tiny_llama))])
         said = generate(tiny_llama.lanes, [PROMPT[-1:]], damaged, max_new_tokens=NEW, stop=[])
         assert outcome.tokens == said.tokens[0], fault
@@ -211,10 +211,10 @@ def test_a_persistent_fault_at_step_0_equals_corrupt_and_generate(tiny_llama: Mo
 
 def test_a_fault_at_a_step_does_not_change_earlier_tokens(tiny_llama: Model):
     faults = [Gaussian("raw", scale=5.0, at=at, transient=transient) for at in (1, 4) for transient in (False, True)]
-    found = swept(tiny_llama, faults)
-    for fault, outcome in zip(faults, found.outcomes, strict=True):
+    answers = swept(tiny_llama, faults)
+    for fault, outcome in zip(faults, answers.outcomes, strict=True):
         assert max(outcome.kl[: fault.at]) < 1e-6 < outcome.kl[fault.at]
-        assert outcome.tokens[: fault.at] == found.clean.tokens[: fault.at]
+        assert outcome.tokens[: fault.at] == answers.clean.tokens[: fault.at]
         assert outcome.struck == 2 * 3 * 2 * (LENGTH - 1 + fault.at)
 
 
@@ -222,17 +222,17 @@ def test_only_generated_tokens_are_in_the_generated_segment(tiny_llama: Model):
     """At step 1 the cache holds the prompt, whose last token was read at step 0, but no generated token."""
     vectors = 2 * 3 * 2
     for at, written in ((0, 0), (1, 0), (2, 1), (4, 3)):
-        own, prompt = (Zeros(scope=Scope(among=among), at=at) for among in ("generated", "prompt"))
-        found = swept(tiny_llama, [own, prompt], follow=False)
-        assert [outcome.struck for outcome in found.outcomes] == [
+        generated, prompt = (Zeros(scope=Scope(among=among), at=at) for among in ("generated", "prompt"))
+        answers = swept(tiny_llama, [generated, prompt], follow=False)
+        assert [outcome.struck for outcome in answers.outcomes] == [
             vectors * written,
             vectors * (LENGTH - 1 + (at > 0)),
         ], f"at={at}"
 
 
 def test_the_prompts_last_token_stays_in_its_segment(tiny_llama: Model):
-    found = swept(tiny_llama, [Zeros(scope=Scope(segments=("T2",)), at=at) for at in (0, 1)], follow=False)
-    assert [outcome.struck for outcome in found.outcomes] == [2 * 3 * 2 * 5, 2 * 3 * 2 * 6]
+    answers = swept(tiny_llama, [Zeros(scope=Scope(segments=("T2",)), at=at) for at in (0, 1)], follow=False)
+    assert [outcome.struck for outcome in answers.outcomes] == [2 * 3 * 2 * 5, 2 * 3 * 2 * 6]
 
 
 def test_persistent_damage_at_every_step_accumulates(tiny_llama: Model):
@@ -253,9 +253,9 @@ def test_a_row_that_stops_leaves_without_changing_the_others(tiny: Model):
     rows = [long.clean, *long.outcomes]
     said = {token for row in rows for token in row.tokens[1:6]}
     ends = sorted(said)[: max(1, len(said) // 3)]
-    found = swept(tiny, faults, max_new_tokens=12, stop=ends, follow=False)
+    answers = swept(tiny, faults, max_new_tokens=12, stop=ends, follow=False)
     lengths = set()
-    for short, whole in zip([found.clean, *found.outcomes], rows, strict=True):
+    for short, whole in zip([answers.clean, *answers.outcomes], rows, strict=True):
         first = next((place for place, token in enumerate(whole.tokens) if token in ends), None)
         expected = whole.tokens if first is None else whole.tokens[: first + 1]
         assert short.tokens == expected
@@ -265,9 +265,9 @@ def test_a_row_that_stops_leaves_without_changing_the_others(tiny: Model):
 
 
 def test_without_following_there_is_no_kl(tiny_llama: Model):
-    found = swept(tiny_llama, FAULTS[:2], follow=False)
-    assert [outcome.kl for outcome in (found.clean, *found.outcomes)] == [()] * 3
-    assert found.outcomes[0].tokens == swept(tiny_llama, FAULTS[:2]).outcomes[0].tokens
+    answers = swept(tiny_llama, FAULTS[:2], follow=False)
+    assert [outcome.kl for outcome in (answers.clean, *answers.outcomes)] == [()] * 3
+    assert answers.outcomes[0].tokens == swept(tiny_llama, FAULTS[:2]).outcomes[0].tokens
 
 
 # Faults that change nothing.
@@ -277,10 +277,10 @@ def test_a_fault_on_masked_slots_changes_nothing(tiny: Model):
     past = tiny.prefill(PROMPT[:-1]).mask("T1")
     scope = Scope(segments=("T1",))
     faults = [Gaussian("raw", scale=9.0, scope=scope, at=at) for at in (0, "every")] + [Zeros(scope=scope)]
-    found = swept(tiny, faults, PROMPT[-1:], past=past)
-    for outcome in found.outcomes:
+    answers = swept(tiny, faults, PROMPT[-1:], past=past)
+    for outcome in answers.outcomes:
         assert outcome.struck
-        assert outcome.tokens == found.clean.tokens
+        assert outcome.tokens == answers.clean.tokens
         assert max(outcome.kl) < 1e-6
     unmasked = swept(tiny, faults, PROMPT[-1:], past=tiny.prefill(PROMPT[:-1]))
     assert max(max(outcome.kl) for outcome in unmasked.outcomes) > 1e-3
@@ -288,10 +288,10 @@ def test_a_fault_on_masked_slots_changes_nothing(tiny: Model):
 
 @pytest.mark.parametrize("fault", [Permuted(), Permuted(scope=SOME, at="every"), WrongPointers(block=4)], ids=str)
 def test_swapping_whole_slots_changes_nothing_in_full_attention(tiny: Model, fault: Fault):
-    found = swept(tiny, [fault, replace(fault, scope=replace(fault.scope, parts="k"))])
+    answers = swept(tiny, [fault, replace(fault, scope=replace(fault.scope, parts="k"))])
     windowed = any(tiny.geometry.windows)
-    assert (max(found.outcomes[0].kl) < 1e-5) != windowed
-    assert max(found.outcomes[1].kl) > 1e-4
+    assert (max(answers.outcomes[0].kl) < 1e-5) != windowed
+    assert max(answers.outcomes[1].kl) > 1e-4
 
 
 def test_a_prompt_longer_than_the_window_is_swept_exactly(tiny_gemma: Model):
@@ -302,10 +302,10 @@ def test_a_prompt_longer_than_the_window_is_swept_exactly(tiny_gemma: Model):
         Zeros(scope=SOME),
         Gaussian("head", scope=SOME, at="every", transient=True),
     ]
-    found = swept(tiny_gemma, faults)
-    assert max(found.outcomes[0].kl) < 1e-6, "these slots have left the window"
-    assert max(found.outcomes[1].kl) > 1e-3
-    assert_are_by_hand(tiny_gemma, found)
+    answers = swept(tiny_gemma, faults)
+    assert max(answers.outcomes[0].kl) < 1e-6, "these slots have left the window"
+    assert max(answers.outcomes[1].kl) > 1e-3
+    assert_are_by_hand(tiny_gemma, answers)
 
 
 # Rows that break.
@@ -348,12 +348,12 @@ def test_rows_beside_one_that_is_nan_are_bit_identical_in_the_first_pass(tiny_mo
 
 
 def test_logits_that_overflow_are_named(tiny_llama: Model):
-    found = swept(tiny_llama, [Zeros(scope=SOME), NotANumber(3e38, scope=Scope(parts="v"))])
-    assert found.outcomes[0].broken is None
-    broken = found.outcomes[1].broken
+    answers = swept(tiny_llama, [Zeros(scope=SOME), NotANumber(3e38, scope=Scope(parts="v"))])
+    assert answers.outcomes[0].broken is None
+    broken = answers.outcomes[1].broken
     assert broken is not None
     assert "logits after 0 tokens" in broken
-    assert found.outcomes[1].tokens == () == found.outcomes[1].kl
+    assert answers.outcomes[1].tokens == () == answers.outcomes[1].kl
 
 
 def test_a_row_that_breaks_only_on_the_clean_answer_is_marked_broken(tiny_llama: Model):
@@ -361,12 +361,12 @@ def test_a_row_that_breaks_only_on_the_clean_answer_is_marked_broken(tiny_llama:
     followed_alone = 0
     for seed in range(15, 60):
         fault = BitFlips(bit=30, at="every", scope=Scope(count=1, unit="number", among="generated", parts="v"))
-        found = swept(tiny_llama, [Gaussian("raw", scale=5.0), fault], seed=seed, max_new_tokens=8)
-        for outcome in found.outcomes:
-            if len(outcome.kl) < len(found.clean.tokens) == len(outcome.tokens):
+        answers = swept(tiny_llama, [Gaussian("raw", scale=5.0), fault], seed=seed, max_new_tokens=8)
+        for outcome in answers.outcomes:
+            if len(outcome.kl) < len(answers.clean.tokens) == len(outcome.tokens):
                 followed_alone += 1
                 assert outcome.broken is not None, (
-                    f"seed {seed}: {len(outcome.kl)} KLs for {len(found.clean.tokens)} tokens"
+                    f"seed {seed}: {len(outcome.kl)} KLs for {len(answers.clean.tokens)} tokens"
                 )
     assert followed_alone
 
@@ -381,11 +381,11 @@ def test_a_sweep_after_an_edited_cache_equals_reading_after_it(tiny_llama: Model
     question = random_tokens(6, {"question": 4}, start=int(past.ledger.following[0]))
     faults = [*FAULTS[:1], *FAULTS[3:8], Permuted(), PositionShift(by=2), Zeros(scope=SOME, at="every", transient=True)]
     scoped = [replace(fault, scope=replace(fault.scope, segments=None)) for fault in faults]
-    found = swept(tiny_llama, scoped, question, past=past)
-    assert max(found.outcomes[6].kl) < 1e-5
+    answers = swept(tiny_llama, scoped, question, past=past)
+    assert max(answers.outcomes[6].kl) < 1e-5
     expected = generate(tiny_llama.lanes, [question], past, max_new_tokens=NEW, stop=[])
-    assert found.clean.tokens == expected.tokens[0]
-    assert_are_by_hand(tiny_llama, found, prompt=question, past=past)
+    assert answers.clean.tokens == expected.tokens[0]
+    assert_are_by_hand(tiny_llama, answers, prompt=question, past=past)
     assert_bit_identical(past, before)
 
 
@@ -422,17 +422,19 @@ def test_a_sweep_does_not_change_the_past_or_the_donors(tiny_llama: Model):
 def test_a_sweep_runs_in_bfloat16(tiny_llama: Model):
     model = load(llama().lanes.plain.to(torch.bfloat16))
     faults = [replace(fault, at=at, transient=at == "every") for fault in FAULTS for at in (0, "every")]
-    found = swept(model, [*faults, Zeros(scope=Scope(rate=0.0)), PositionShift(by=2)])
-    assert all(len(outcome.tokens) == NEW for outcome in found.outcomes if outcome.broken is None)
+    answers = swept(model, [*faults, Zeros(scope=Scope(rate=0.0)), PositionShift(by=2)])
+    assert all(len(outcome.tokens) == NEW for outcome in answers.outcomes if outcome.broken is None)
     # Nothing is written; what is left is rounding between the rows of a batch, coarse in this dtype.
-    assert found.outcomes[-2].struck == 0
-    assert max(found.outcomes[-2].kl) < 0.02
+    assert answers.outcomes[-2].struck == 0
+    assert max(answers.outcomes[-2].kl) < 0.02
     start = model.prefill(PROMPT[:-1])
     for trial, fault in enumerate(FAULTS):
         damaged = start.corrupt(fault, contexts=[prepare(model.lanes, start, [fault], donors(model))])
         logits = extend(model.lanes, damaged, [PROMPT[-1:]])[1][0, -1]
         clean = extend(model.lanes, start, [PROMPT[-1:]])[1][0, -1]
-        assert found.outcomes[2 * trial].kl[0] == pytest.approx(float(divergence(clean, logits)[0]), abs=5e-3, rel=0.1)
+        assert answers.outcomes[2 * trial].kl[0] == pytest.approx(
+            float(divergence(clean, logits)[0]), abs=5e-3, rel=0.1
+        )
 
 
 def test_both_lanes_give_the_same_sweep(tiny: Model):
@@ -462,8 +464,8 @@ def test_the_last_queries_are_those_of_the_model(tiny: Model):
     for layer, (asked, scale) in enumerate(zip(queries.rows, queries.scale, strict=True)):
         scores = (asked @ cache.keys[layer][0].transpose(1, 2) * scale).unflatten(1, (4, queries.group))
         expected = seen[layer][0, :, -4:].unflatten(0, (kv_heads, queries.group)).transpose(1, 2)
-        found = scores.masked_fill(expected == 0, float("-inf")).softmax(-1)
-        assert torch.allclose(found, expected, atol=1e-4), f"layer {layer}"
+        attention = scores.masked_fill(expected == 0, float("-inf")).softmax(-1)
+        assert torch.allclose(attention, expected, atol=1e-4), f"layer {layer}"
 
 
 @pytest.mark.parametrize("length", [2, 3])
@@ -513,12 +515,12 @@ def test_a_past_of_several_rows_or_another_model_is_refused(
     foreign = tiny_models["gpt2"].prefill(PROMPT[:-3])
     words = "a cache can only be read by the model that made it"
     sweep_refused(words, tiny_llama, [Zeros()], prompt, past=foreign, donors={})
-    own = tiny_llama.prefill(PROMPT[:-3])
-    narrow = KVCache(tuple(k.half() for k in own.keys), tuple(v.half() for v in own.values), own.ledger)
+    past = tiny_llama.prefill(PROMPT[:-3])
+    narrow = KVCache(tuple(k.half() for k in past.keys), tuple(v.half() for v in past.values), past.ledger)
     sweep_refused(
         "load the model in the dtype that made the cache", tiny_llama, [Zeros()], prompt, past=narrow, donors={}
     )
-    sweep_refused("2 rows", tiny_llama, [Zeros()], prompt, past=own.fork(2), donors={})
+    sweep_refused("2 rows", tiny_llama, [Zeros()], prompt, past=past.fork(2), donors={})
 
 
 def test_several_prompts_are_refused(tiny_llama: Model):
@@ -527,10 +529,10 @@ def test_several_prompts_are_refused(tiny_llama: Model):
 
 def test_model_sweep_reads_donors_and_wraps_faults(tiny_llama: Model):
     direct = swept(tiny_llama, [Distractor(scope=SOME)], donors={"distractor": tiny_llama.prefill(OTHER)})
-    found = tiny_llama.sweep(
+    answers = tiny_llama.sweep(
         PROMPT, [Distractor(scope=SOME)], donors={"distractor": OTHER}, max_new_tokens=NEW, stop=[]
     )
-    assert found == direct
+    assert answers == direct
 
 
 @pytest.mark.parametrize(

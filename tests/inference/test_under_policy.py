@@ -63,18 +63,18 @@ RAGGED: list[Policy] = [H2O(6, recent=0), TOVA(6), SnapKV(6, window=2), RandomEv
 BUDGETS: list[Policy] = [LayerBudgets(H2O(5)), HeadBudgets(SnapKV(5, window=2, kernel=3))]
 
 
-def assert_close_caches(found: KVCache, expected: KVCache, tolerance: float = 1e-5) -> None:
-    assert_same_ledger(found.ledger, expected.ledger)
-    for pair in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+def assert_close_caches(actual: KVCache, expected: KVCache, tolerance: float = 1e-5) -> None:
+    assert_same_ledger(actual.ledger, expected.ledger)
+    for pair in zip(actual.keys + actual.values, expected.keys + expected.values, strict=True):
         assert relative_difference(*pair) < tolerance
 
 
-def assert_restarted(found: KVCache, expected: KVCache) -> None:
+def assert_restarted(actual: KVCache, expected: KVCache) -> None:
     """The cache of a conversation read anew, but for the names of segments that went, which the ledger still knows."""
-    names = found.ledger.names
+    names = actual.ledger.names
     assert set(expected.ledger.names) <= set(names)
     numbered = replace(expected.ledger, segments=expected.ledger.numbered(names), names=names)
-    assert_close_caches(found, replace(expected, ledger=numbered))
+    assert_close_caches(actual, replace(expected, ledger=numbered))
 
 
 def close(model: Model, policy: Policy) -> Policy:
@@ -98,9 +98,9 @@ def test_a_uniform_policy_holds_its_retained_slots_to_the_byte(
     shape = tiny.geometry
     slot = shape.n_layers * shape.n_kv_heads * 2 * shape.d_head * 4
     prompt = [random_tokens(0, {"T1": 10})]
-    found = generate(tiny.lanes, prompt, max_new_tokens=5, stop=(), policy=close(tiny, policy))
-    assert len(found.trace) == 5
-    for kept in found.trace:
+    generation = generate(tiny.lanes, prompt, max_new_tokens=5, stop=(), policy=close(tiny, policy))
+    assert len(generation.trace) == 5
+    for kept in generation.trace:
         assert kept.ledger.slots == 6
         assert kept.ledger.uniform
         assert kept.nbytes == kept.footprint == 6 * slot
@@ -108,8 +108,8 @@ def test_a_uniform_policy_holds_its_retained_slots_to_the_byte(
 
 @pytest.mark.parametrize("policy", RAGGED, ids=str)
 def test_the_footprint_of_a_ragged_policy_is_counted_per_head(tiny_llama: Model, policy: Policy):
-    found = generate(tiny_llama.lanes, [random_tokens(0, {"T1": 20})], max_new_tokens=3, stop=(), policy=policy)
-    for step, kept in enumerate(found.trace):
+    generation = generate(tiny_llama.lanes, [random_tokens(0, {"T1": 20})], max_new_tokens=3, stop=(), policy=policy)
+    for step, kept in enumerate(generation.trace):
         assert not kept.ledger.uniform
         assert kept.nbytes == kept.ledger.slots * 3 * 2 * 2 * 8 * 4
         live = 6 if policy.every is not None else 6 + step
@@ -159,11 +159,11 @@ PACED: list[Policy] = [
 @pytest.mark.parametrize("policy", PACED, ids=str)
 def test_generating_under_a_policy_equals_reading_and_acting_alternately(tiny_llama: Model, policy: Policy):
     prompt = random_tokens(0, {"T1": 12})
-    found = generate(tiny_llama.lanes, [prompt], max_new_tokens=7, stop=(), policy=policy)
+    generation = generate(tiny_llama.lanes, [prompt], max_new_tokens=7, stop=(), policy=policy)
     tokens, cache = generated_by_hand(tiny_llama, prompt, policy, 7)
-    assert found.tokens[0] == tokens
-    assert_bit_identical(found.cache, cache)
-    assert_same_ledger(found.trace[-1].ledger, cache.ledger)
+    assert generation.tokens[0] == tokens
+    assert_bit_identical(generation.cache, cache)
+    assert_same_ledger(generation.trace[-1].ledger, cache.ledger)
 
 
 @pytest.mark.parametrize("policy", [SinkWindow(1, 5), H2O(6), RandomEviction(5, 1, per_head=True)], ids=str)
@@ -186,20 +186,20 @@ def test_reading_in_chunks_equals_reading_and_acting_alternately(tiny_llama: Mod
 def test_gaps_between_tokens_are_kept_wherever_a_chunk_ends(tiny_llama: Model, chunk: int):
     tokens = random_tokens(0, {"T1": 4}) + random_tokens(1, {"T2": 3}, start=9) + random_tokens(2, {"T3": 2}, start=15)
     whole = prefill(tiny_llama.lanes, [tokens])
-    found = tiny_llama.prefill(tokens, policy=SlidingWindow(20), chunk=chunk)
-    assert found.ledger.positions[0].tolist() == list(tokens.positions)
-    assert_close_caches(found, whole)
+    chunked = tiny_llama.prefill(tokens, policy=SlidingWindow(20), chunk=chunk)
+    assert chunked.ledger.positions[0].tolist() == list(tokens.positions)
+    assert_close_caches(chunked, whole)
 
 
 @pytest.mark.parametrize("policy", [SinkWindow(2, 5), H2O(6), RandomEviction(6, 0)], ids=str)
 def test_a_policy_acts_once_on_a_prompt_read_whole(tiny_llama: Model, policy: Policy):
     rows = [random_tokens(row, {"T1": count}) for row, count in enumerate([12, 9])]
-    found = tiny_llama.prefill(rows, policy=policy, samples=[4, 5])
+    cache = tiny_llama.prefill(rows, policy=policy, samples=[4, 5])
     if policy.observes is None:
         scene = Scene(prefill(tiny_llama.lanes, rows), samples=(4, 5))
     else:
         scene, _ = watch(tiny_llama.lanes, None, rows, policy.observes)
-    assert_bit_identical(found, policy.act(scene).cache)
+    assert_bit_identical(cache, policy.act(scene).cache)
 
 
 # Rows.
@@ -231,12 +231,12 @@ def assert_rows_are_as_alone(model: Model, policy: Policy) -> None:
         alone = generate(model.lanes, [prompt], samples=samples[row : row + 1], **settings)
         assert together.tokens[row] == alone.tokens[0]
         torch.testing.assert_close(together.logprobs[row], alone.logprobs[0], atol=1e-4, rtol=0)
-        for kept, own in zip(together.trace, alone.trace, strict=False):
+        for kept, kept_alone in zip(together.trace, alone.trace, strict=False):
             held = ~kept.ledger.padding[row]
-            assert torch.equal(kept.ledger.positions[row, held], own.ledger.positions[0])
+            assert torch.equal(kept.ledger.positions[row, held], kept_alone.ledger.positions[0])
             shape = (3, 1, model.geometry.n_kv_heads, -1)
             live = kept.ledger.live[:, row : row + 1][..., held].expand(shape)
-            assert torch.equal(live, own.ledger.live.expand(shape))
+            assert torch.equal(live, kept_alone.ledger.live.expand(shape))
 
 
 @pytest.mark.parametrize("policy", BATCHED, ids=str)
@@ -265,8 +265,8 @@ def test_joined_caches_continue_as_each_alone(tiny: Model, seed: int, counts: li
     for row, (cache, run) in enumerate(zip(caches, runs, strict=True)):
         alone, expected = extend(tiny.lanes, cache, [run], logits=new)
         assert relative_difference(logits[row : row + 1], expected) < 1e-5
-        for found, own in zip(longer.keys + longer.values, alone.keys + alone.values, strict=True):
-            assert relative_difference(found[row, :, -new:], own[0, :, -new:]) < 1e-5
+        for tensor, tensor_alone in zip(longer.keys + longer.values, alone.keys + alone.values, strict=True):
+            assert relative_difference(tensor[row, :, -new:], tensor_alone[0, :, -new:]) < 1e-5
         names = [longer.ledger.names[index] for index in longer.ledger.segments[row].tolist() if index != PADDING]
         assert names == [alone.ledger.names[index] for index in alone.ledger.segments[0].tolist()]
 
@@ -275,8 +275,8 @@ def test_a_join_does_not_change_its_caches_and_returns_their_rows(tiny_llama: Mo
     caches = [prefill(tiny_llama.lanes, [random_tokens(row, {"T1": count})]) for row, count in enumerate([3, 7, 5])]
     before = [copy_of(cache) for cache in caches]
     joined = KVCache.join(caches)
-    for row, (cache, own) in enumerate(zip(caches, before, strict=True)):
-        assert_bit_identical(cache, own)
+    for row, (cache, copied) in enumerate(zip(caches, before, strict=True)):
+        assert_bit_identical(cache, copied)
         assert_bit_identical(joined.rows([row]).select("T1"), cache)
 
 
@@ -367,11 +367,13 @@ def test_several_rows_can_continue_one_recorded_row(tiny_llama: Model):
     together = tiny_llama.watch(runs, start, queries=3)
     for row, run in enumerate(runs):
         alone = tiny_llama.watch(run, start, queries=3)
-        for found, own in (
+        for recorded, recorded_alone in (
             (record(together).total, record(alone).total),
             (record(together).recent, record(alone).recent),
         ):
-            torch.testing.assert_close(found[:, row, ..., : own.shape[-1]], own[:, 0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                recorded[:, row, ..., : recorded_alone.shape[-1]], recorded_alone[:, 0], atol=1e-5, rtol=0
+            )
 
 
 @pytest.mark.parametrize("queries", [0, 2, 5])
@@ -395,15 +397,15 @@ def test_an_eviction_by_hand_from_a_recorded_cache_is_refused(tiny_llama: Model)
 def test_lanes_agree_on_a_ragged_cache_read_in_chunks_and_token_by_token(tiny: Model, seed: int, chunks: list[int]):
     rows = [random_tokens(seed + row, {"T1": count}) for row, count in enumerate([9, 5])]
     caches = {lane: ragged_mask(prefill(tiny.lanes, rows, lane), seed) for lane in LANES}
-    found: dict[str, list[torch.Tensor]] = {lane: [] for lane in LANES}
+    logits_by_lane: dict[str, list[torch.Tensor]] = {lane: [] for lane in LANES}
     for step, count in enumerate([*chunks, 1]):
         for lane in LANES:
             following = caches[lane].ledger.following.tolist()
             runs = [random_tokens(seed + step, {"T2": count}, start=start) for start in following]
             caches[lane], logits = extend(tiny.lanes, caches[lane], runs, lane, count)
             caches[lane] = ragged_mask(caches[lane], seed + step)
-            found[lane].append(logits)
-    for plain, hooked in zip(found["plain"], found["hooked"], strict=True):
+            logits_by_lane[lane].append(logits)
+    for plain, hooked in zip(logits_by_lane["plain"], logits_by_lane["hooked"], strict=True):
         assert relative_difference(hooked, plain) < 1e-4
 
 
@@ -415,19 +417,19 @@ def test_lanes_agree_on_a_ragged_cache_read_in_chunks_and_token_by_token(tiny: M
 def test_a_recomputed_window_equals_a_restart_on_its_tokens(tiny: Model, mode: str, lane: str):
     tokens = random_tokens(0, {"T1": 9, "T2": 6})
     policy = SlidingWindow(8, mode=mode, provenance="recomputed")
-    found = apply(tiny.lanes, policy, Scene(prefill(tiny.lanes, [tokens], lane)), lane=lane).cache
+    recomputed = apply(tiny.lanes, policy, Scene(prefill(tiny.lanes, [tokens], lane)), lane=lane).cache
     last = tokens[7:] if mode == "gapped" else tokens[7:].shifted(0)
     expected = prefill(tiny.lanes, [replace(last, recomputed=(True,) * 8)], lane)
-    assert_close_caches(found, expected)
+    assert_close_caches(recomputed, expected)
 
 
 def test_generation_under_a_recomputed_window_restarts_at_each_token(tiny_llama: Model):
     prompt = random_tokens(0, {"T1": 12})
     policy = SlidingWindow(6, mode="contiguous", provenance="recomputed")
-    found = generate(tiny_llama.lanes, [prompt], max_new_tokens=6, stop=(), policy=policy)
+    generation = generate(tiny_llama.lanes, [prompt], max_new_tokens=6, stop=(), policy=policy)
     said = list(prompt.ids)
     # The first token follows the whole prompt; each later one the window and the token before it.
-    for step, token in enumerate(found.tokens[0]):
+    for step, token in enumerate(generation.tokens[0]):
         seen = Tokens.of(said) if step == 0 else Tokens.of(said[-7:])
         assert token == int(extend(tiny_llama.lanes, None, [seen])[1].argmax())
         said.append(token)
@@ -462,21 +464,21 @@ def names_of(segments: str | tuple[str, ...]) -> tuple[str, ...]:
 def test_a_rebuilt_restart_equals_a_prefill_without_the_segments(
     tiny: Model, chat: Transcript, segments: str | tuple[str, ...]
 ):
-    found = tiny.apply(RestartRebuilt(segments), tiny.prefill(chat))
+    restarted = tiny.apply(RestartRebuilt(segments), tiny.prefill(chat))
     expected = tiny.prefill(chat.without(*names_of(segments), mode="contiguous"))
-    assert_restarted(found, expected)
+    assert_restarted(restarted, expected)
 
 
 @pytest.mark.parametrize("segments", SPANS, ids=str)
 def test_a_restart_in_place_equals_a_prefill_with_gaps(tiny: Model, chat: Transcript, segments: str | tuple[str, ...]):
-    found = tiny.apply(RestartInPlace(segments), tiny.prefill(chat))
+    restarted = tiny.apply(RestartInPlace(segments), tiny.prefill(chat))
     expected = tiny.prefill(chat.without(*names_of(segments), mode="gapped"))
-    assert_restarted(found, expected)
+    assert_restarted(restarted, expected)
     masked = tiny.apply(MaskSpans(segments), tiny.prefill(chat))
-    assert torch.equal(masked.ledger.positions, found.ledger.positions)
-    assert torch.equal(masked.ledger.tokens, found.ledger.tokens)
-    assert torch.equal(masked.ledger.segments, found.ledger.segments)
-    assert masked.ledger.names == found.ledger.names
+    assert torch.equal(masked.ledger.positions, restarted.ledger.positions)
+    assert torch.equal(masked.ledger.tokens, restarted.ledger.tokens)
+    assert torch.equal(masked.ledger.segments, restarted.ledger.segments)
+    assert masked.ledger.names == restarted.ledger.names
     assert not bool(masked.ledger.recomputed.any())
 
 
@@ -492,26 +494,26 @@ def test_a_restart_after_closed_gaps_marks_all_later_slots(tiny_llama: Model):
     head, rest = random_tokens(0, {"T1": 12}), random_tokens(1, {"T2": 3, "T3": 4})
     cache = tiny_llama.apply(SinkWindow(2, 4), prefill(tiny_llama.lanes, [head]))
     cache, _ = extend(tiny_llama.lanes, cache, [rest.shifted(6)])
-    found = tiny_llama.apply(RestartRebuilt("T2"), cache)
+    restarted = tiny_llama.apply(RestartRebuilt("T2"), cache)
     # What stood behind the sinks had seen what the window then lost, and is now computed without it.
-    assert found.ledger.recomputed[0].tolist() == [False] * 2 + [True] * 8
+    assert restarted.ledger.recomputed[0].tolist() == [False] * 2 + [True] * 8
     expected = Tokens.of(head.ids[:2] + head.ids[-4:] + rest.ids[3:])
-    for pair in zip(found.keys, prefill(tiny_llama.lanes, [expected]).keys, strict=True):
+    for pair in zip(restarted.keys, prefill(tiny_llama.lanes, [expected]).keys, strict=True):
         assert relative_difference(*pair) < 1e-5
 
 
 def test_recomputing_an_unchanged_cache_marks_nothing(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 9})])
-    found = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), cache)
-    assert_close_caches(found, cache)
+    recomputed = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), cache)
+    assert_close_caches(recomputed, cache)
 
 
 def test_recomputed_slots_are_no_longer_quantised(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [random_tokens(0, {"T1": 9})])
     coarse = tiny_llama.apply(Quantise(2, group=4, tail=0), cache)
-    found = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), coarse)
+    recomputed = tiny_llama.apply(SlidingWindow(9, provenance="recomputed"), coarse)
     assert relative_difference(coarse.keys[0], cache.keys[0]) > 1e-2
-    assert_close_caches(found, cache)
+    assert_close_caches(recomputed, cache)
 
 
 # Spans, tools and values.
@@ -530,7 +532,7 @@ def test_a_transcript_marks_delimiters(tiny_llama: Model, chat: Transcript):
         inside = [not delimiter for delimiter in tokens.delimiters[span]]
         first, last = inside.index(True), len(inside) - inside[::-1].index(True)
         assert all(inside[first:last])
-        said = [token for token, own in zip(tokens.ids[span], inside, strict=True) if own]
+        said = [token for token, is_text in zip(tokens.ids[span], inside, strict=True) if is_text]
         assert tiny_llama.tokenizer.decode(said) == text
     cache = tiny_llama.prefill(chat)
     assert tuple(cache.ledger.delimiters[0].tolist()) == tokens.delimiters
@@ -543,12 +545,12 @@ def test_masking_a_segment_hides_or_retains_its_delimiters(tiny_llama: Model, ch
     kept = tiny_llama.apply(MaskSpans("T1", delimiters="kept", mode=mode), cache)
     assert decoded(tiny_llama, dropped, "T1") == ""
     assert decoded(tiny_llama, kept, "T1") == "<|im_start|>user\n<|im_end|>\n"
-    for found in (dropped, kept):
-        assert decoded(tiny_llama, found, "summary") == decoded(tiny_llama, cache, "summary")
-        places = torch.tensor([int(origin) for origin in found.ledger.origins[0]])
-        for tensor, before in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+    for masked in (dropped, kept):
+        assert decoded(tiny_llama, masked, "summary") == decoded(tiny_llama, cache, "summary")
+        places = torch.tensor([int(origin) for origin in masked.ledger.origins[0]])
+        for tensor, before in zip(masked.keys + masked.values, cache.keys + cache.values, strict=True):
             assert torch.equal(tensor, before[:, :, places])
-        closed = found.ledger.positions[0].tolist() == list(range(found.slots))
+        closed = masked.ledger.positions[0].tolist() == list(range(masked.slots))
         assert closed == (mode == "contiguous")
 
 
@@ -556,13 +558,13 @@ def test_zeroed_values_add_nothing_and_their_keys_stay(tiny: Model, chat: Transc
     cache = tiny.prefill(chat)
     inside = cache.ledger.in_segments(["T1"])[0]
     for layers in (None, [0, 2]):
-        found = tiny.apply(ZeroValues("T1", layers=layers), cache)
-        assert_same_ledger(found.ledger, cache.ledger)
+        zeroed = tiny.apply(ZeroValues("T1", layers=layers), cache)
+        assert_same_ledger(zeroed.ledger, cache.ledger)
         for layer in range(cache.n_layers):
-            assert torch.equal(found.keys[layer], cache.keys[layer])
-            assert torch.equal(found.values[layer][:, :, ~inside], cache.values[layer][:, :, ~inside])
+            assert torch.equal(zeroed.keys[layer], cache.keys[layer])
+            assert torch.equal(zeroed.values[layer][:, :, ~inside], cache.values[layer][:, :, ~inside])
             gone = layers is None or layer in layers
-            assert bool((found.values[layer][:, :, inside] == 0).all()) == gone
+            assert bool((zeroed.values[layer][:, :, inside] == 0).all()) == gone
 
 
 def test_with_all_earlier_values_zeroed_only_a_querys_own_value_remains(tiny_llama: Model):
@@ -580,15 +582,15 @@ def texts_by_hand(chat: Transcript, model: Model, placeholder: str | None, prune
     """The conversation's tokens with the placeholder's in place of each pruned text."""
     tokens = chat.tokens(model.tokenizer)
     ids = [] if placeholder is None else model.tokenizer(placeholder, add_special_tokens=False)["input_ids"]
-    found: list[int] = []
+    edited_ids: list[int] = []
     put: set[str] = set()
     for token, name, delimiter in zip(tokens.ids, tokens.segments, tokens.delimiters, strict=True):
         if name in pruned and not delimiter:
-            found += ids if name not in put else []
+            edited_ids += ids if name not in put else []
             put.add(name)
         else:
-            found.append(token)
-    return found
+            edited_ids.append(token)
+    return edited_ids
 
 
 KEPT_LAST = [(0, ["tool one", "tool two", "tool three"]), (1, ["tool one", "tool two"]), (2, ["tool one"]), (3, [])]
@@ -602,29 +604,29 @@ def test_pruned_results_are_replaced_and_the_rest_is_bit_identical(
 ):
     cache = tiny_llama.prefill(chat)
     before = copy_of(cache)
-    found = tiny_llama.apply(PruneToolResults(keep_last, placeholder, mode=mode), cache)
+    edited = tiny_llama.apply(PruneToolResults(keep_last, placeholder, mode=mode), cache)
     assert_bit_identical(cache, before)
-    assert found.ledger.tokens[0].tolist() == texts_by_hand(chat, tiny_llama, placeholder, pruned)
+    assert edited.ledger.tokens[0].tolist() == texts_by_hand(chat, tiny_llama, placeholder, pruned)
     text = cache.ledger.in_segments(pruned)[0] & ~cache.ledger.delimiters[0]
-    new = found.ledger.in_segments(pruned)[0] & ~found.ledger.delimiters[0]
-    for after, tensor in zip(found.keys + found.values, cache.keys + cache.values, strict=True):
+    new = edited.ledger.in_segments(pruned)[0] & ~edited.ledger.delimiters[0]
+    for after, tensor in zip(edited.keys + edited.values, cache.keys + cache.values, strict=True):
         assert torch.equal(after[:, :, ~new], tensor[:, :, ~text])
-    assert bool(found.ledger.live.all())
+    assert bool(edited.ledger.live.all())
     if mode == "contiguous":
-        assert found.ledger.positions[0].tolist() == list(range(found.slots))
-        assert found.ledger.following[0] == found.slots
+        assert edited.ledger.positions[0].tolist() == list(range(edited.slots))
+        assert edited.ledger.following[0] == edited.slots
     else:
-        assert torch.equal(found.ledger.positions[0, ~new], cache.ledger.positions[0, ~text])
-        assert found.ledger.following[0] == cache.slots
+        assert torch.equal(edited.ledger.positions[0, ~new], cache.ledger.positions[0, ~text])
+        assert edited.ledger.following[0] == cache.slots
         for name in pruned if placeholder else ():
-            inside = found.ledger.in_segments([name])[0] & new
+            inside = edited.ledger.in_segments([name])[0] & new
             start = int(cache.ledger.positions[0, cache.ledger.in_segments([name])[0] & text][0])
-            assert found.ledger.positions[0, inside].tolist() == list(range(start, start + int(inside.sum())))
+            assert edited.ledger.positions[0, inside].tolist() == list(range(start, start + int(inside.sum())))
 
 
 def test_a_placeholder_attends_to_earlier_slots_but_not_to_pruned_text(tiny: Model, chat: Transcript):
     cache = tiny.prefill(chat)
-    found = tiny.apply(PruneToolResults(1, "the 1"), cache)
+    edited = tiny.apply(PruneToolResults(1, "the 1"), cache)
     ids = tiny.tokenizer("the 1", add_special_tokens=False)["input_ids"]
     tokens = chat.tokens(tiny.tokenizer)
     # By hand: the head of the conversation, then each placeholder after what still stands before it.
@@ -640,7 +642,7 @@ def test_a_placeholder_attends_to_earlier_slots_but_not_to_pruned_text(tiny: Mod
         values = tuple(torch.cat(pair, 2) for pair in zip(before.values, piece.values, strict=True))
         standing = KVCache(keys, values, before.ledger.append(piece.ledger))
         before, _ = extend(tiny.lanes, standing, [Tokens.of(ids, name, texts[0])])
-    for after, tensor in zip(found.keys + found.values, before.keys + before.values, strict=True):
+    for after, tensor in zip(edited.keys + edited.values, before.keys + before.values, strict=True):
         assert relative_difference(after[:, :, : tensor.shape[2]], tensor) < 1e-5
 
 
@@ -649,11 +651,11 @@ def test_pruned_and_recomputed_results_equal_a_prefill_of_the_edited_conversatio
     tiny: Model, chat: Transcript, placeholder: str | None
 ):
     policy = PruneToolResults(1, placeholder, mode="contiguous", provenance="recomputed")
-    found = tiny.apply(policy, tiny.prefill(chat))
+    edited = tiny.apply(policy, tiny.prefill(chat))
     expected = prefill(tiny.lanes, [Tokens.of(texts_by_hand(chat, tiny, placeholder, ["tool one", "tool two"]))])
-    assert torch.equal(found.ledger.tokens, expected.ledger.tokens)
-    assert torch.equal(found.ledger.positions, expected.ledger.positions)
-    for pair in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+    assert torch.equal(edited.ledger.tokens, expected.ledger.tokens)
+    assert torch.equal(edited.ledger.positions, expected.ledger.positions)
+    for pair in zip(edited.keys + edited.values, expected.keys + expected.values, strict=True):
         assert relative_difference(*pair) < 1e-5
 
 
@@ -695,14 +697,14 @@ def test_pruning_a_batch_equals_pruning_each_row_alone(tiny_llama: Model, chat: 
         held = ~together.ledger.padding[row]
         assert torch.equal(together.ledger.tokens[row, held], alone.ledger.tokens[0])
         assert torch.equal(together.ledger.positions[row, held], alone.ledger.positions[0])
-        for found, own in zip(together.keys + together.values, alone.keys + alone.values, strict=True):
-            assert relative_difference(found[row][:, held], own[0]) < 1e-5
+        for tensor, tensor_alone in zip(together.keys + together.values, alone.keys + alone.values, strict=True):
+            assert relative_difference(tensor[row][:, held], tensor_alone[0]) < 1e-5
 
 
 def test_reading_in_chunks_gives_the_logits_of_the_last_chunk(tiny_llama: Model):
     tokens = random_tokens(0, {"T1": 11})
-    _, found = read_in_chunks(tiny_llama.lanes, [tokens], SlidingWindow(30), 4)
-    assert relative_difference(found, extend(tiny_llama.lanes, None, [tokens])[1]) < 1e-5
+    _, logits = read_in_chunks(tiny_llama.lanes, [tokens], SlidingWindow(30), 4)
+    assert relative_difference(logits, extend(tiny_llama.lanes, None, [tokens])[1]) < 1e-5
 
 
 @pytest.mark.parametrize("policy", BUDGETS, ids=str)

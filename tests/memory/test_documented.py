@@ -32,8 +32,8 @@ def test_the_table_of_calculators_is_the_one_that_the_script_prints(calculators:
 def test_where_all_layers_are_alike_the_public_formulas_agree_with_the_budget(calculators: ModuleType):
     config = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     fields = {**config, "model_type": "llama", "intermediate_size": 8, "vocab_size": 8}
-    found = sum(budget(fields, context=100, dtype="bfloat16").logical)
-    assert calculators.hf_mem(config, 100) == calculators.lmcache("some/llama", config, 100) == found
+    logical_bytes = sum(budget(fields, context=100, dtype="bfloat16").logical)
+    assert calculators.hf_mem(config, 100) == calculators.lmcache("some/llama", config, 100) == logical_bytes
 
 
 def test_the_documented_number_of_families_is_right():

@@ -57,18 +57,18 @@ def test_a_policy_bounds_what_transformers_holds_of_every_layer():
 @pytest.mark.parametrize(("more", "groups"), [(14, 1), (15, 2), (16, 2), (20, 2), (21, 3)])
 def test_layers_of_two_kinds_share_groups_until_one_kind_is_half_again_as_many(more: int, groups: int):
     layers = (FULL,) * 10 + (Layer(Attention(4, 2, 8, 8, reach=32)),) * more
-    found = vllm.reserved(layers, request(64), vllm.Engine(batched_tokens=16, steps=1))
+    reservation = vllm.reserved(layers, request(64), vllm.Engine(batched_tokens=16, steps=1))
     longest = max(10, more) if groups == 1 else 10
-    assert found.block_bytes == longest * 16 * 2 * 16 * 4
+    assert reservation.block_bytes == longest * 16 * 2 * 16 * 4
     window = -(-min(31 + 16, 64) // 16) + 1
-    assert found.blocks == 4 + groups * window
+    assert reservation.blocks == 4 + groups * window
 
 
 def test_a_window_and_the_tokens_in_flight_end_at_a_block():
     sliding = (Layer(Attention(4, 2, 8, 8, reach=17)),)
-    found = vllm.reserved(sliding, request(100), vllm.Engine(batched_tokens=16, steps=1))
+    reservation = vllm.reserved(sliding, request(100), vllm.Engine(batched_tokens=16, steps=1))
     # 16 tokens before the query and 16 in flight are two blocks, and one more where the window begins.
-    assert found.blocks == 3
+    assert reservation.blocks == 3
 
 
 def test_cross_attention_is_as_long_as_its_source_in_every_view():
@@ -76,8 +76,8 @@ def test_cross_attention_is_as_long_as_its_source_in_every_view():
     asked = request(40, source=100)
     numbers = 2 * 16 * 4
     assert logical.held(crossing, asked) == hf.held(crossing, asked) == [40 * numbers, 100 * numbers]
-    found = vllm.reserved(crossing, asked, vllm.Engine())
-    assert (found.blocks, found.block_bytes) == (3 + 7, 16 * numbers)
+    reservation = vllm.reserved(crossing, asked, vllm.Engine())
+    assert (reservation.blocks, reservation.block_bytes) == (3 + 7, 16 * numbers)
 
 
 def test_states_that_cannot_be_divided_among_ranks_are_refused():

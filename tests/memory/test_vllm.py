@@ -67,8 +67,8 @@ def test_a_budget_counts_vllm_with_two_steps_in_flight():
 
 
 def test_blocks_of_a_hybrid_model_grow_until_a_page_of_attention_holds_a_state():
-    found = reserved(layers(QWEN_NEXT), request(LONG), Engine())
-    assert (found.block, found.bytes) == (544, 3_302_227_968)
+    reservation = reserved(layers(QWEN_NEXT), request(LONG), Engine())
+    assert (reservation.block, reservation.bytes) == (544, 3_302_227_968)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 128])
@@ -110,24 +110,24 @@ def test_chunks_never_take_more_than_full_attention(context: int, engine: Engine
 
 @pytest.mark.parametrize(("context", "blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_a_partly_used_block_is_counted_whole(context: int, blocks: int):
-    found = reserved(layers(QWEN), request(context), Engine())
-    assert found.blocks == blocks
-    assert found.bytes == sum(found.pages) == blocks * 16 * 147_456
+    reservation = reserved(layers(QWEN), request(context), Engine())
+    assert reservation.blocks == blocks
+    assert reservation.bytes == sum(reservation.pages) == blocks * 16 * 147_456
 
 
 def test_layers_that_share_keys_and_values_take_no_bytes():
-    found = reserved(layers("google/gemma-3n-E4B-it"), request(LONG), Engine())
-    assert [pages > 0 for pages in found.pages] == [number < 20 for number in range(35)]
+    reservation = reserved(layers("google/gemma-3n-E4B-it"), request(LONG), Engine())
+    assert [pages > 0 for pages in reservation.pages] == [number < 20 for number in range(35)]
 
 
 @given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, engine=engines)
 @settings(max_examples=60)
 def test_layers_never_use_more_than_is_reserved(name: str, context: int, engine: Engine):
-    found = reserved(layers(name), request(context), engine)
-    assert 0 < sum(found.pages) <= found.bytes
+    reservation = reserved(layers(name), request(context), engine)
+    assert 0 < sum(reservation.pages) <= reservation.bytes
     kinds = {(layer.attention and layer.attention.reach, layer.state, layer.shares is None) for layer in layers(name)}
     if len(kinds) == 1:
-        assert sum(found.pages) == found.bytes
+        assert sum(reservation.pages) == reservation.bytes
 
 
 @given(name=st.sampled_from(sorted(shipped_configs())), context=contexts, more=st.integers(0, 5000), engine=engines)

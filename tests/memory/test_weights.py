@@ -411,6 +411,6 @@ def test_an_invalid_multiplier_is_refused(factor: object):
 
 
 def test_weights_add_up_and_multiply():
-    some = Weights(embedding=1, head=2, linear=3, experts=4, other=5)
-    assert some + some == some * 2
-    assert (some * 2).total == 30
+    counts = Weights(embedding=1, head=2, linear=3, experts=4, other=5)
+    assert counts + counts == counts * 2
+    assert (counts * 2).total == 30

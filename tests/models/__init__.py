@@ -51,34 +51,34 @@ def qwen3(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
 
 def gemma3(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """Two layers with a sliding window, then a full one; norms on queries, keys and around the blocks."""
-    own = {
+    fields = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 8,
     }
-    config = transformers.Gemma3TextConfig(**_GQA | own | changes)
+    config = transformers.Gemma3TextConfig(**_GQA | fields | changes)
     return _model(transformers.Gemma3ForCausalLM, config, seed, tokenizer)
 
 
 def gpt2(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """Multi-head attention with a table of learned positions."""
-    own = {"n_inner": 48, "max_position_embeddings": GPT2_POSITIONS}
+    fields = {"n_inner": 48, "max_position_embeddings": GPT2_POSITIONS}
     shape = {name: value for name, value in _SHAPE.items() if name != "intermediate_size"}
-    config = transformers.GPT2Config(**shape | own | changes)
+    config = transformers.GPT2Config(**shape | fields | changes)
     return _model(transformers.GPT2LMHeadModel, config, seed, tokenizer)
 
 
 def gpt_neox(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """Attention and MLP in parallel, a fused QKV projection, and a quarter of each head rotated."""
-    own = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
-    config = transformers.GPTNeoXConfig(**_SHAPE | own | changes)
+    fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
+    config = transformers.GPTNeoXConfig(**_SHAPE | fields | changes)
     return _model(transformers.GPTNeoXForCausalLM, config, seed, tokenizer)
 
 
 def mixtral(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """A mixture of four experts, two for each token."""
-    own = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**_GQA | own | changes)
+    fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**_GQA | fields | changes)
     return _model(transformers.MixtralForCausalLM, config, seed, tokenizer)
 
 
@@ -90,16 +90,16 @@ def olmoe(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
 
 def qwen3_moe(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """A dense layer, then two layers of eight experts, three for each token."""
-    own = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
-    config = transformers.Qwen3MoeConfig(**_GQA | own | changes)
+    fields = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+    config = transformers.Qwen3MoeConfig(**_GQA | fields | changes)
     return _model(transformers.Qwen3MoeForCausalLM, config, seed, tokenizer)
 
 
 def gpt_oss(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
     """A mixture of four experts with a bias in the router; attention sinks, every other layer with a window."""
-    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
-    own |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-    config = transformers.GptOssConfig(**_GQA | own | changes)
+    fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    fields |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    config = transformers.GptOssConfig(**_GQA | fields | changes)
     return _model(transformers.GptOssForCausalLM, config, seed, tokenizer)
 
 

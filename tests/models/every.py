@@ -95,15 +95,15 @@ def tiny(kind: str, seed: int = 0) -> Any:
     return model
 
 
-def _small(kind: type[Any], own: dict[str, Any]) -> Any:
+def _small(kind: type[Any], overrides: dict[str, Any]) -> Any:
     """A config of a class, its sub-configs small too."""
     default = kind().to_dict()
     fields = {name: value for name, value in _SMALL.items() if name in default or name in kind.attribute_map}
     # A field by two names is given once, by its own.
     fields = {name: value for name, value in fields.items() if kind.attribute_map.get(name) not in fields}
     parts = {
-        name: _small(part, own.get(name, {})).to_dict()
+        name: _small(part, overrides.get(name, {})).to_dict()
         for name, part in getattr(kind, "sub_configs", {}).items()
-        if name in default and hasattr(part, "model_type") and name not in own
+        if name in default and hasattr(part, "model_type") and name not in overrides
     }
-    return kind(**{**fields, **parts, **own})
+    return kind(**{**fields, **parts, **overrides})

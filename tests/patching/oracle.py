@@ -65,11 +65,11 @@ class Run:
         elif kind == "mask ragged":
             for layer in range(self.row.layers):
                 for head in range(self.row.kv_heads):
-                    self.mask(self.some(rng), [layer], [head])
+                    self.mask(self.draw_held(rng), [layer], [head])
         elif kind == "mask":
-            self.mask(self.some(rng))
+            self.mask(self.draw_held(rng))
         elif kind == "evict":
-            self.evict(self.some(rng))
+            self.evict(self.draw_held(rng))
         elif self.rotates:
             self.reindex(naively=kind == "reindex naively")
         return self
@@ -116,7 +116,7 @@ class Run:
         """The tokens that the cache still holds, in order."""
         return [token for token in self.row.held if token is not None]
 
-    def some(self, rng: random.Random) -> list[int]:
+    def draw_held(self, rng: random.Random) -> list[int]:
         """Some of the tokens that are held, but never all of them."""
         first, *others = rng.sample(self.held, len(self.held))
         return sorted(token for token in others if token != first and rng.random() < 0.3)

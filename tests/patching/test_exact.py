@@ -180,8 +180,8 @@ def test_a_swap_along_all_directions_is_the_full_swap_and_leaves_no_rest(tiny_ll
 def test_attribution_is_exact_patching_to_first_order_in_every_cell(tiny: Model):
     base, donor = two(tiny)
 
-    def near(own: Tensor, other: Tensor) -> Tensor:
-        return own + 0.02 * (other - own)
+    def near(start: Tensor, other: Tensor) -> Tensor:
+        return start + 0.02 * (other - start)
 
     keys = tuple(map(near, base.keys, donor.keys))
     values = tuple(map(near, base.values, donor.values))

@@ -109,10 +109,10 @@ def test_any_cell_after_any_history_equals_one_pass_without_a_cache(
     suffix = base.suffix(seed, count, gap=rng.choice([0, 0, 2]))
     over, parts = some_grid(base, count, rng), rng.sample(["K", "V", "KV"], rng.randint(1, 3))
     patched = swept(base, donor, suffix, over=over, parts=parts)
-    some = rng.sample(range(len(patched.cells)), min(len(patched.cells), 30))
+    numbers = rng.sample(range(len(patched.cells)), min(len(patched.cells), 30))
     swaps = swaps_of(patched, base)
-    logits = patched_pass(tiny, base, donor, suffix, [swaps[number] for number in some])
-    assert near(patched.values[some], logits[:, -1] @ WEIGHTS)
+    logits = patched_pass(tiny, base, donor, suffix, [swaps[number] for number in numbers])
+    assert near(patched.values[numbers], logits[:, -1] @ WEIGHTS)
     assert near(patched.base, weighed(logits_of(base.cache, tiny, suffix)))
 
 

@@ -160,7 +160,7 @@ def ada_by_hand(scores: list[list[float]], choose: int, floor: float) -> list[in
 
 
 def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
-    layer, row, own = place
+    layer, row, this_head = place
     inner, heads = policy.policy, range(scene.cache.n_kv_heads)
     worth = {head: WORTH[type(inner)](inner, scene, (layer, row, head)) for head in heads}
     live = {head: live_at(scene, (layer, row, head)) for head in heads}
@@ -168,7 +168,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     free = {head: [slot for slot in live[head] if slot not in protected[head]] for head in heads}
     budgets = {head: inner.budget - len(protected[head]) for head in heads}
     if sum(budgets.values()) >= sum(map(len, free.values())):
-        return set(live[own])
+        return set(live[this_head])
     ranked = sorted(((worth[head](slot), slot, head) for head in heads for slot in free[head]), reverse=True)
     among = [head for _, _, head in ranked[: sum(budgets.values())]]
     share = {head: round(among.count(head) * (1 - policy.floor) + int(budgets[head] * policy.floor)) for head in heads}
@@ -178,7 +178,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     lacking = sum(max(0, share[head] - len(free[head])) for head in heads)
     for _, slot, head in [candidate for candidate in ranked if candidate[1] not in kept[candidate[2]]][:lacking]:
         kept[head].add(slot)
-    return protected[own] | kept[own]
+    return protected[this_head] | kept[this_head]
 
 
 def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
@@ -271,8 +271,10 @@ def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Slots]) -> Non
             alive = [held.index(slot) for slot in sorted(kept[layer, row, head])]
             assert live_at(Scene(after), (layer, row, head)) == alive
         if not isinstance(policy, Quantise | ZeroValues):
-            for found, tensor in zip(after.keys + after.values, before.cache.keys + before.cache.values, strict=True):
-                assert torch.equal(found[row][:, : len(held)], tensor[row][:, held])
+            for new_tensor, tensor in zip(
+                after.keys + after.values, before.cache.keys + before.cache.values, strict=True
+            ):
+                assert torch.equal(new_tensor[row][:, : len(held)], tensor[row][:, held])
 
 
 def live_counts(scene: Scene) -> torch.Tensor:
@@ -280,8 +282,8 @@ def live_counts(scene: Scene) -> torch.Tensor:
 
 
 def assert_budget_of_five_is_held(model: Model, policy: Policy) -> None:
-    found = generate(model.lanes, [random_tokens(0, {"T1": 10})], max_new_tokens=5, stop=(), policy=policy)
+    generation = generate(model.lanes, [random_tokens(0, {"T1": 10})], max_new_tokens=5, stop=(), policy=policy)
     shape = model.geometry
-    for kept in found.trace:
+    for kept in generation.trace:
         live = kept.ledger.live.expand(shape.n_layers, -1, shape.n_kv_heads, -1)
         assert int(live.sum()) == 5 * shape.n_layers * shape.n_kv_heads

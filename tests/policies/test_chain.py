@@ -40,10 +40,10 @@ PAIRS = [
 @few
 def test_a_chain_is_its_members_in_turn(first: Policy, second: Policy, seed: int, batch: int):
     scene = random_scene(seed, batch, 10)
-    found, expected = (first | second).act(scene), second.act(first.act(scene))
-    assert_bit_identical(found.cache, expected.cache)
-    assert found.attention is not None
-    assert torch.equal(found.attention.total, record(expected).total)
+    chained, expected = (first | second).act(scene), second.act(first.act(scene))
+    assert_bit_identical(chained.cache, expected.cache)
+    assert chained.attention is not None
+    assert torch.equal(chained.attention.total, record(expected).total)
 
 
 def test_chains_of_chains_are_chains_and_observe_what_their_members_observe():
@@ -57,11 +57,11 @@ def test_chains_of_chains_are_chains_and_observe_what_their_members_observe():
 
 def slots_traced(model: Model, policy: Policy, lane: Lane | str = "auto", count: int = 9) -> list[int]:
     """Slots held at each step of a generation from a prompt of ten tokens."""
-    found = generate(
+    generation = generate(
         model.lanes, [random_tokens(0, {"T1": 10})], max_new_tokens=count, stop=(), policy=policy, lane=lane
     )
-    assert [kept.step for kept in found.trace] == list(range(count))
-    return [kept.ledger.slots for kept in found.trace]
+    assert [kept.step for kept in generation.trace] == list(range(count))
+    return [kept.ledger.slots for kept in generation.trace]
 
 
 def test_a_policy_acts_after_the_prompt_and_then_every_so_many_tokens(tiny_llama: Model):

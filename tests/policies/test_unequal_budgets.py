@@ -62,7 +62,7 @@ def test_head_budgets_are_those_of_ada_kv():
     paid[:, :, 1, :, :4] += 3
     scene = replace(scene, attention=Attention(record(scene).total, paid))
     counts = {floor: HeadBudgets(SnapKV(64, 16, 1), floor).act(scene) for floor in (0.0, 0.2, 0.5, 1.0)}
-    assert {floor: live_counts(found)[0, 0].tolist() for floor, found in counts.items()} == {
+    assert {floor: live_counts(after)[0, 0].tolist() for floor, after in counts.items()} == {
         0.0: [108, 20],
         0.2: [99, 28],
         0.5: [86, 42],
@@ -93,9 +93,9 @@ def test_head_budgets_give_more_to_heads_with_more_attention():
 
 @pytest.mark.parametrize("wrap", [LayerBudgets, HeadBudgets])
 def test_budgets_of_a_policy_that_acts_on_the_prompt_act_on_the_prompt(tiny_llama: Model, wrap: Callable[..., Policy]):
-    found = generate(
+    generation = generate(
         tiny_llama.lanes, [random_tokens(0, {"T1": 10})], max_new_tokens=4, stop=(), policy=wrap(SnapKV(4, window=2))
     )
-    counts = [int(kept.ledger.live.expand(3, -1, 2, -1).sum()) for kept in found.trace]
+    counts = [int(kept.ledger.live.expand(3, -1, 2, -1).sum()) for kept in generation.trace]
     assert counts[0] <= 4 * 6
     assert counts == [counts[0] + step * 6 for step in range(4)]

@@ -101,14 +101,14 @@ def test_a_leak_needs_so_many_bits_that_nine_of_ten_held_out_readings_are_right(
         return probe.card.training
 
     blind = features[0].mean(0).expand(2000, -1)
-    told = trained(features[0], blind)
-    assert told.gain is not None
-    assert told.power is not None
+    leaking = trained(features[0], blind)
+    assert leaking.gain is not None
+    assert leaking.power is not None
     fitted = fitted_probe(features[0], labels, contexts, 5, restart=blind, rng=np.random.default_rng([0, 7]))
     assert fitted.gains is not None
-    called = fitted.gains >= told.gain
+    called = fitted.gains >= leaking.gain
     assert float(fitted.right[called].double().mean()) == pytest.approx(0.9, abs=0.005)
-    assert float(called.double().mean()) == pytest.approx(told.power)
+    assert float(called.double().mean()) == pytest.approx(leaking.power)
     assert (trained(features[0], features[0]).gain, trained(features[0], features[0]).power) == (None, 0.0)
     noise = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(1))
     assert trained(noise, torch.zeros_like(noise)).power == 0.0

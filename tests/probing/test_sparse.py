@@ -116,10 +116,10 @@ def test_each_fold_is_answered_by_probes_on_the_dimensions_that_it_chose():
 def test_some_folds_alone_are_read_as_among_all():
     features, labels, _, folds = planted(0.3)
     _, whole = sparse_hits(features, labels, folds, CLASSES, ks=[2, 8])
-    _, some = sparse_hits(features, labels, folds, CLASSES, ks=[2, 8], only=[1, 3])
+    _, partial = sparse_hits(features, labels, folds, CLASSES, ks=[2, 8], only=[1, 3])
     inside = np.isin(folds, [1, 3])
     for k in (2, 8):
-        for hits, among_all in zip(some[k], whole[k], strict=True):
+        for hits, among_all in zip(partial[k], whole[k], strict=True):
             assert (hits[:, inside] == among_all[:, inside]).all()
             assert not hits[:, ~inside].any()
 

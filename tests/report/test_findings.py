@@ -22,17 +22,17 @@ def three() -> Findings:
 
 
 def test_a_finding_is_found_under_exactly_its_keys():
-    found = three()
-    assert found.at("lost", rate=10, task="recite").mean == 0.5
-    assert found.get("lost", task="recite") is None
-    assert found.at("cliff", task="recite").unknown
-    assert [finding.keys["rate"] for finding in found.where("lost", task="recite")] == [10.0, 2.0]
-    assert [finding.keys["rate"] for finding in found.where("lost", rate=(2.0, 3.0))] == [2.0]
-    assert not found.where("cliff", rate=(10.0, 2.0))
-    assert found.values("lost", "rate") == [10.0, 2.0]
-    assert found.names == ["lost", "cliff"]
-    assert "lost" in found
-    assert "kept" not in found
+    findings = three()
+    assert findings.at("lost", rate=10, task="recite").mean == 0.5
+    assert findings.get("lost", task="recite") is None
+    assert findings.at("cliff", task="recite").unknown
+    assert [finding.keys["rate"] for finding in findings.where("lost", task="recite")] == [10.0, 2.0]
+    assert [finding.keys["rate"] for finding in findings.where("lost", rate=(2.0, 3.0))] == [2.0]
+    assert not findings.where("cliff", rate=(10.0, 2.0))
+    assert findings.values("lost", "rate") == [10.0, 2.0]
+    assert findings.names == ["lost", "cliff"]
+    assert "lost" in findings
+    assert "kept" not in findings
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_what_is_not_there_is_refused_with_what_is(name: str, keys: dict[str, st
 
 
 def test_findings_are_the_same_after_json():
-    found = three()
-    again = Findings.from_records(json.loads(json.dumps(found.records(), allow_nan=False)))
+    findings = three()
+    again = Findings.from_records(json.loads(json.dumps(findings.records(), allow_nan=False)))
     # NaN is not equal to itself, so what is compared is text.
-    assert repr(list(again)) == repr(list(found))
+    assert repr(list(again)) == repr(list(findings))
 
 
 def test_the_table_has_a_row_for_each_and_a_column_for_each_key():
@@ -82,10 +82,10 @@ def test_records_of_another_shape_are_refused(change: dict[str, object], words: 
 
 
 def test_the_same_finding_twice_is_refused():
-    found = three()
+    findings = three()
     with pytest.raises(ValueError, match="added twice"):
-        found.number("cliff", 3, task="recite")
-    refused(lambda: Findings.from_records(found.records() + found.records()[:1]), "added twice")
+        findings.number("cliff", 3, task="recite")
+    refused(lambda: Findings.from_records(findings.records() + findings.records()[:1]), "added twice")
 
 
 def test_the_repr_is_short_and_says_what_is_there():

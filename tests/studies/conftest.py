@@ -10,6 +10,12 @@ from kvprobe.inference.model import Model
 from tests.models import llama, tiny_tokenizer
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's run lies."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.fixture(scope="session")
 def deep() -> Model:
     """Four layers, and weights so large that a value moves the answer."""

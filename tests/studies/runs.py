@@ -7,7 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+import torch
 
 from kvprobe.experiments import running
 from kvprobe.experiments.page import answer, write_page
@@ -74,6 +76,16 @@ def answer_of(study: Study[Any], config: Settings, conclusion: Conclusion, folde
     run = Run.open(study.name, config, "made up", "cpu", folder / "shown")
     run.finish(conclusion.record())
     return " ".join(answer(study, run).split())
+
+
+def every(**levels: Any) -> pd.DataFrame:
+    """A row for each combination of these."""
+    return pd.MultiIndex.from_product(list(levels.values()), names=list(levels)).to_frame(index=False)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    """The two are equal but for rounding."""
+    torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
 
 
 def assert_figures(run: Run, *names: str) -> None:

@@ -33,9 +33,9 @@ from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_o
 
 
 def test_bands_cover_the_layers_once_under_the_names_of_the_reported_table():
-    found = {band.name: (band.layers.start, band.layers.stop) for band in cut_bands(Config(), 28)}
+    bounds = {band.name: (band.layers.start, band.layers.stop) for band in cut_bands(Config(), 28)}
     quarters = {f"quarter {place}": (7 * place - 7, 7 * place) for place in range(1, 5)}
-    assert found == {**quarters, "half 1": (0, 14), "half 2": (14, 28), "all": (0, 28)}
+    assert bounds == {**quarters, "half 1": (0, 14), "half 2": (14, 28), "all": (0, 28)}
     assert [(band.name, *band.layers) for band in single_bands(2)] == [("layer 0", 0), ("layer 1", 1)]
 
 
@@ -80,20 +80,19 @@ def config(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(deep: Model, config: Config, root: Path) -> Run:
     return in_steps(lambda: bands.run(config, root, model=deep))
 
 
 def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
     table, conclusion = finished.df(), Conclusion.of(finished.metrics)
-    found, (task,) = conclusion.findings, config.tasks
+    findings, (task,) = conclusion.findings, config.tasks
     assert len(table) == config.samples * (1 + 1 + 7 * 2 * 3 * 2 + 4 * 2 * 3)
-    assert found.at("sound", task=task).mean == 1.0
+    assert findings.at("sound", task=task).mean == 1.0
     assert [control.holds for control in conclusion.controls] == [True]
     struck = table[table["group"].isin([CUTS, SINGLES])]
     assert (struck[["struck", "kl"]] > 0).all(axis=None)
-    counts = [len(found.where(name)) for name in ("kl", "accuracy", "layer_kl")]
+    counts = [len(findings.where(name)) for name in ("kl", "accuracy", "layer_kl")]
     assert counts == [7 * 2 * 3 * 2, 7 * 2 * 3 * 2, 4 * 2 * 3]
     assert_figures(finished, "accuracy_by_band", "kl_by_band", "kl_by_layer")
     page = (finished.path / "report.html").read_text()
@@ -186,22 +185,22 @@ def at(conclusion: Conclusion, name: str, **keys: Any) -> Estimate:
 
 
 def order(conclusion: Conclusion, **labels: Any) -> dict[str, Any]:
-    (found,) = [each for each in conclusion.facts["orders"] if labels.items() <= each.items()]
-    return found
+    (ranked,) = [candidate for candidate in conclusion.facts["orders"] if labels.items() <= candidate.items()]
+    return ranked
 
 
 def test_accuracies_losses_and_kl_are_those_of_the_table():
-    found = numbers(
+    conclusion = numbers(
         kl=lambda labels, item: 1.0 + item,
         right=lambda labels, item: float(item < 4 if labels["band"] == "quarter 4" else item < 15),
         clean=lambda item: float(item < 14),
     )
-    assert (found.facts["layers"], found.facts["bands"]["quarter 4"]) == (LAYERS, [6, 7])
-    assert at(found, "sound").ends == pytest.approx(wilson(14, 16).ends)
+    assert (conclusion.facts["layers"], conclusion.facts["bands"]["quarter 4"]) == (LAYERS, [6, 7])
+    assert at(conclusion, "sound").ends == pytest.approx(wilson(14, 16).ends)
     cell = {"band": "quarter 4", "noise": "layer", "parts": "kv", "rate": 2.0}
-    assert at(found, "accuracy", **cell).ends == pytest.approx(wilson(4, 16).ends)
-    assert at(found, "same", **cell).ends == pytest.approx(wilson(0, 16).ends)
-    lost, kl = at(found, "lost", **cell), at(found, "kl", **cell)
+    assert at(conclusion, "accuracy", **cell).ends == pytest.approx(wilson(4, 16).ends)
+    assert at(conclusion, "same", **cell).ends == pytest.approx(wilson(0, 16).ends)
+    lost, kl = at(conclusion, "lost", **cell), at(conclusion, "kl", **cell)
     assert 0.3 < lost.low < lost.mean == 10 / 16 < lost.high < 1
     assert kl.mean == pytest.approx(8.5)
     assert kl.high - kl.low == pytest.approx(2 * 2.1314 * np.arange(16).std(ddof=1) / 16**0.5, rel=1e-3)
@@ -209,40 +208,40 @@ def test_accuracies_losses_and_kl_are_those_of_the_table():
 
 def test_the_articles_order_is_found_under_the_noise_that_has_it_and_not_under_the_other(tmp_path: Path):
     # Items differ by far more than bands do: only paired differences can distinguish the bands.
-    found = numbers(kl=lambda labels, item: 100 * item + louder(labels))
+    conclusion = numbers(kl=lambda labels, item: 100 * item + louder(labels))
     by_kl = {"cut": "quarters", "parts": "kv", "rate": None, "measure": "kl"}
-    layer, channel = (order(found, noise=noise, **by_kl) for noise in MADE_UP.noises)
+    layer, channel = (order(conclusion, noise=noise, **by_kl) for noise in MADE_UP.noises)
     assert layer["bands"][0::3] == ["quarter 4", "quarter 3"]
     assert layer["apart"] == [True, False, True]
-    assert [(each["last"], each["buffer"]) for each in (layer, channel)] == [("yes", "yes"), ("open", "open")]
+    assert [(ranked["last"], ranked["buffer"]) for ranked in (layer, channel)] == [("yes", "yes"), ("open", "open")]
     pair = {"cut": "quarters", "noise": "layer", "parts": "kv", "first": "quarter 3", "second": "quarter 4"}
-    assert at(found, "pair_kl", **pair).ends == pytest.approx((-2.5, -2.5))
-    said = answer(STUDY, page_of(STUDY, MADE_UP, found, tmp_path))
+    assert at(conclusion, "pair_kl", **pair).ends == pytest.approx((-2.5, -2.5))
+    said = answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path))
     assert said.count("Yes with the layer's scale; not decided with channel covariance.") == 2
     opposite = {"quarter 3": 3.0, "quarter 4": 0.5}
-    found = numbers(kl=lambda labels, item: opposite.get(labels["band"], 1.0))
-    orders = [order(found, noise=noise, **by_kl) for noise in MADE_UP.noises]
-    assert [(each["last"], each["buffer"]) for each in orders] == [("no", "no")] * 2
+    conclusion = numbers(kl=lambda labels, item: opposite.get(labels["band"], 1.0))
+    orders = [order(conclusion, noise=noise, **by_kl) for noise in MADE_UP.noises]
+    assert [(ranked["last"], ranked["buffer"]) for ranked in orders] == [("no", "no")] * 2
 
 
 def test_accuracy_ranks_bands_by_what_they_lose():
-    found = numbers(right=lambda labels, item: float(labels["band"] != "quarter 4" or item < 2))
+    conclusion = numbers(right=lambda labels, item: float(labels["band"] != "quarter 4" or item < 2))
     place = {"noise": "layer", "parts": "v", "rate": 1.0}
-    ranked = order(found, cut="quarters", measure="lost", **place)
+    ranked = order(conclusion, cut="quarters", measure="lost", **place)
     assert (ranked["bands"][0], ranked["last"], ranked["buffer"]) == ("quarter 4", "yes", "open")
-    assert at(found, "lost", band="quarter 4", **place).mean == pytest.approx(14 / 16)
-    assert order(found, cut="halves", measure="lost", **place)["apart"] == [False]
+    assert at(conclusion, "lost", band="quarter 4", **place).mean == pytest.approx(14 / 16)
+    assert order(conclusion, cut="halves", measure="lost", **place)["apart"] == [False]
 
 
 def test_intervals_of_pairs_hold_together_over_a_cut_all_noises_and_tasks():
     config = replace(MADE_UP, tasks=("retrieve", "recite"))
     second = made_up(config, task="recite").assign(sample=lambda rows: rows["sample"] + config.samples)
-    found = conclude(pd.concat([made_up(config), second]), config, any_model()).findings
+    findings = conclude(pd.concat([made_up(config), second]), config, any_model()).findings
     for name in ("pair_kl", "pair_kl_at", "pair_lost", "pair_lost_at"):
-        counts = {finding.keys["cut"]: finding.comparisons for finding in found.where(name)}
+        counts = {finding.keys["cut"]: finding.comparisons for finding in findings.where(name)}
         assert counts == {"quarters": 6 * 2 * 2, "halves": 1 * 2 * 2}
     for name, places in {"keys_kl": 7, "layer_keys_kl": LAYERS}.items():
-        assert {finding.comparisons for finding in found.where(name)} == {places * 2 * 2}
+        assert {finding.comparisons for finding in findings.where(name)} == {places * 2 * 2}
 
 
 def test_a_band_is_the_extreme_one_only_if_significantly_beyond_all_others():
@@ -252,13 +251,13 @@ def test_a_band_is_the_extreme_one_only_if_significantly_beyond_all_others():
 
 
 def test_the_last_quarters_lead_is_a_ratio_and_another_scale_changes_it():
-    found = numbers(kl=lambda labels, item: (1 + item) * louder(labels))
+    conclusion = numbers(kl=lambda labels, item: (1 + item) * louder(labels))
     layer, channel = ({"noise": noise, "parts": "k"} for noise in MADE_UP.noises)
-    assert at(found, "lead", **layer).ends == pytest.approx([3 / (2.5 / 3)] * 2)
-    assert found.findings.get("change", task="retrieve", **layer) is None
-    assert at(found, "lead", **channel).ends == pytest.approx([1.0] * 2)
-    assert at(found, "change", **channel).ends == pytest.approx([(2.5 / 3) / 3] * 2)
-    assert STUDY.claim(found.findings, "change", task="retrieve", **channel) == "smaller"
+    assert at(conclusion, "lead", **layer).ends == pytest.approx([3 / (2.5 / 3)] * 2)
+    assert conclusion.findings.get("change", task="retrieve", **layer) is None
+    assert at(conclusion, "lead", **channel).ends == pytest.approx([1.0] * 2)
+    assert at(conclusion, "change", **channel).ends == pytest.approx([(2.5 / 3) / 3] * 2)
+    assert STUDY.claim(conclusion.findings, "change", task="retrieve", **channel) == "smaller"
     even = numbers(kl=lambda labels, item: 1.0 + item).findings
     assert STUDY.claim(even, "change", task="retrieve", **channel) == "not detected"
 
@@ -268,73 +267,77 @@ def test_single_layers_ranked_alike_correlate_fully_and_the_other_way_round_nega
         turned = labels["parts"] == "v" and labels["noise"] == "channel"
         return 1.0 + item + (-labels["first"] if turned else labels["first"] ** 2) / 100
 
-    found = numbers(kl=kl)
+    conclusion = numbers(kl=kl)
     between = {"noise": "layer", "other": "channel"}
     for parts, rho in {"kv": 1.0, "k": 1.0, "v": -1.0}.items():
-        assert at(found, "agreement", parts=parts, **between).mean == pytest.approx(rho)
-    assert at(found, "self_agreement", noise="channel", parts="v").mean == pytest.approx(1.0)
+        assert at(conclusion, "agreement", parts=parts, **between).mean == pytest.approx(rho)
+    assert at(conclusion, "self_agreement", noise="channel", parts="v").mean == pytest.approx(1.0)
     rng = np.random.default_rng(5)
     by_luck = numbers(kl=lambda labels, item: float(rng.random()))
     assert abs(at(by_luck, "self_agreement", noise="layer", parts="kv").mean) < 0.6
-    assert all(each.value.high - each.value.low > 0.5 for each in by_luck.findings.where("agreement"))
+    assert all(finding.value.high - finding.value.low > 0.5 for finding in by_luck.findings.where("agreement"))
 
 
 def test_what_noise_in_k_costs_more_than_in_v_is_paired():
     cost = {"kv": 9.0, "k": 5.0, "v": 2.0}
-    found = numbers(
+    conclusion = numbers(
         kl=lambda labels, item: 50 * item + cost[labels["parts"]],
         right=lambda labels, item: float(labels["parts"] == "v"),
     )
     for name, place in {"keys_": {"band": "half 1"}, "layer_keys_": {"layer": 3}}.items():
-        assert at(found, f"{name}kl", noise="channel", **place).ends == pytest.approx((3.0, 3.0))
-        assert at(found, f"{name}lost", noise="channel", **place).mean == 1
-        assert STUDY.claim(found.findings, f"{name}lost", task="retrieve", noise="channel", **place) == "K costs more"
-    assert at(found, "keys_kl_at", noise="layer", band="all", rate=2.0).ends == pytest.approx((3.0, 3.0))
+        assert at(conclusion, f"{name}kl", noise="channel", **place).ends == pytest.approx((3.0, 3.0))
+        assert at(conclusion, f"{name}lost", noise="channel", **place).mean == 1
+        assert (
+            STUDY.claim(conclusion.findings, f"{name}lost", task="retrieve", noise="channel", **place) == "K costs more"
+        )
+    assert at(conclusion, "keys_kl_at", noise="layer", band="all", rate=2.0).ends == pytest.approx((3.0, 3.0))
 
 
 def test_bands_are_not_ranked_by_accuracy_on_a_task_that_the_model_cannot_do(tmp_path: Path):
-    found = numbers(right=lambda labels, item: float(item < 2), clean=lambda item: float(item < 3))
-    assert {each["measure"] for each in found.facts["orders"]} == {"kl"}
-    assert not {"keys_lost", "layer_keys_lost", "pair_lost"} & set(found.findings.names)
-    assert at(found, "accuracy", band="all", noise="layer", parts="k", rate=1.0).mean == 2 / 16
-    assert "Faults are not ranked on retrieve" in found.warnings[0]
-    assert page_of(STUDY, MADE_UP, found, tmp_path, drawn=True).read("report.html").count("data:image/png") == 2
+    conclusion = numbers(right=lambda labels, item: float(item < 2), clean=lambda item: float(item < 3))
+    assert {ranked["measure"] for ranked in conclusion.facts["orders"]} == {"kl"}
+    assert not {"keys_lost", "layer_keys_lost", "pair_lost"} & set(conclusion.findings.names)
+    assert at(conclusion, "accuracy", band="all", noise="layer", parts="k", rate=1.0).mean == 2 / 16
+    assert "Faults are not ranked on retrieve" in conclusion.warnings[0]
+    assert page_of(STUDY, MADE_UP, conclusion, tmp_path, drawn=True).read("report.html").count("data:image/png") == 2
 
 
 def test_broken_rows_count_as_wrong_are_left_out_of_kl_at_all_rates_and_are_named():
     table = made_up()
     mine = (table["band"] == "quarter 4") & (table["noise"] == "layer") & (table["parts"] == "k") & (table["rate"] == 2)
     table.loc[mine & (table["sample"] < 3), ["broken", "kl"]] = "K of layer 6, KV head 0, slot 11", 1e9
-    found, cell = (
+    conclusion, cell = (
         conclude(table, MADE_UP, any_model()),
         {"band": "quarter 4", "noise": "layer", "parts": "k", "rate": 2.0},
     )
-    assert at(found, "broken", **cell).mean == 3
-    assert at(found, "accuracy", **cell).ends == pytest.approx(wilson(13, 16).ends)
-    assert at(found, "kl", **cell).mean == pytest.approx(3.0)
-    assert at(found, "kl", **{**cell, "rate": 1.0}).clusters == 16
-    assert at(found, "kl_all", band="quarter 4", noise="layer", parts="k").clusters == 13
-    (warning,) = found.warnings
-    assert re.search(rf"3 of {len(table)} rows .* in the first of them K of layer 6, KV head 0, slot 11", warning)
+    assert at(conclusion, "broken", **cell).mean == 3
+    assert at(conclusion, "accuracy", **cell).ends == pytest.approx(wilson(13, 16).ends)
+    assert at(conclusion, "kl", **cell).mean == pytest.approx(3.0)
+    assert at(conclusion, "kl", **{**cell, "rate": 1.0}).clusters == 16
+    assert at(conclusion, "kl_all", band="quarter 4", noise="layer", parts="k").clusters == 13
+    (warning,) = conclusion.warnings
+    assert re.search(rf"3 of {len(table)} rows .* The first: K of layer 6, KV head 0, slot 11", warning)
 
 
 def test_kl_of_a_case_that_broke_in_most_items_is_not_reported():
     table = made_up()
     broken = (table["band"] == "quarter 1") & (table["rate"] == 2) & (table["sample"] < 9)
     table.loc[broken, "broken"] = "V of layer 7, KV head 1, slot 2"
-    found, place = conclude(table, MADE_UP, any_model()), {"task": "retrieve", "noise": "layer", "parts": "k"}
-    assert found.findings.get("kl", band="quarter 1", rate=2.0, **place) is None
-    measured = {(each["rate"], each["measure"]) for each in found.facts["orders"] if each["cut"] == "quarters"}
+    conclusion, place = conclude(table, MADE_UP, any_model()), {"task": "retrieve", "noise": "layer", "parts": "k"}
+    assert conclusion.findings.get("kl", band="quarter 1", rate=2.0, **place) is None
+    measured = {
+        (ranked["rate"], ranked["measure"]) for ranked in conclusion.facts["orders"] if ranked["cut"] == "quarters"
+    }
     assert measured == {(1.0, "kl"), (1.0, "lost"), (2.0, "lost"), (None, "lost")}
-    assert "lead" not in found.findings
+    assert "lead" not in conclusion.findings
 
 
 def test_a_control_that_does_not_hold_and_few_items_are_warned_of():
     few = replace(MADE_UP, samples=4)
     table = made_up(few)
-    found = conclude(table, few, any_model())
-    assert [control.holds for control in found.controls] == [True]
-    assert ["4 items of each task are too few" in warning for warning in found.warnings] == [True]
+    conclusion = conclude(table, few, any_model())
+    assert [control.holds for control in conclusion.controls] == [True]
+    assert ["4 items of each task are too few" in warning for warning in conclusion.warnings] == [True]
     row = table.index[(table["group"] == CONTROL) & (table["sample"] == 2)]
     for column, value in {"same": False, "kl": 1e-3, "struck": 1}.items():
         altered = table.copy()
@@ -352,19 +355,19 @@ def test_without_kl_bands_are_compared_by_accuracy(tmp_path: Path):
 def test_the_articles_table_stands_beside_the_cells_that_were_measured(tmp_path: Path):
     task = f"gsm8k:{gsm8k_questions(tmp_path, 1)}"
     config = replace(MADE_UP, tasks=(task,), reported="canarypwn-bands-7b", bands=("quarters",))
-    found = numbers(config, right=lambda labels, item: float(item < 8), task=task)
+    conclusion = numbers(config, right=lambda labels, item: float(item < 8), task=task)
     cell = {"task": task, "band": "quarter 4", "rate": 2.0, "noise": "layer", "parts": "kv"}
-    assert found.findings.at("published", **cell).ends == pytest.approx(wilson(12, 100).ends)
-    difference = found.findings.at("less_published", **cell)
+    assert conclusion.findings.at("published", **cell).ends == pytest.approx(wilson(12, 100).ends)
+    difference = conclusion.findings.at("less_published", **cell)
     assert 0 < difference.low < difference.mean == pytest.approx(0.5 - 0.12)
-    run = page_of(STUDY, config, found, tmp_path, drawn=True)
+    run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     shown = {(row[0], row[1]): row[2:] for row in rows if len(row) == 6}
     assert shown["clean", "0 %"][0] == "87.0 % (79.0 to 92.2)"
     assert shown["half 1", "1 %"][1:] == ["–"] * 3
     assert [cell[:6] for cell in shown["quarter 4", "2 %"]] == ["12.0 %", "+38.0 ", "50.0 %", "50.0 %"]
     assert ", published" in run.read("figures/accuracy_by_band.svg")
-    assert "table is of Qwen2.5-7B-Instruct" in found.warnings[0]
+    assert "table is of Qwen2.5-7B-Instruct" in conclusion.warnings[0]
 
 
 def test_every_cut_and_noise_has_a_name_in_reports():

@@ -34,8 +34,7 @@ SHAPE = any_model(6).geometry
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(tiny_llama: Model, root: Path) -> Run:
     return in_steps(lambda: bitflips.run(SMALL, root, model=tiny_llama))
 
 
@@ -50,7 +49,7 @@ def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype(tiny
     assert {(case.labels["dtype"], case.labels["bit"], case.trial.repeat) for case in single} == {
         (name, bit, flip) for name, layout in LAYOUTS.items() for bit in range(layout.bits) for flip in (0, 1)
     }
-    found: dict[int, set[tuple[Any, ...]]] = {0: set(), 1: set()}
+    struck_places: dict[int, set[tuple[Any, ...]]] = {0: set(), 1: set()}
     for case in single:
         draws = [Draws(0, sample.number, case.trial.repeat)]
         struck, damage = corrupt(cache, case.trial.fault, [FaultContext(cache)], draws)
@@ -62,9 +61,9 @@ def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype(tiny
         ]
         assert damage.count.tolist() == [1]
         assert (*place[:2], place[3]) == tuple(case.labels[name] for name in ("part", "layer", "head"))
-        found[case.trial.repeat].add(place)
-    assert [len(places_of_flip) for places_of_flip in found.values()] == [1, 1]
-    assert found[0] != found[1]
+        struck_places[case.trial.repeat].add(place)
+    assert [len(places_of_flip) for places_of_flip in struck_places.values()] == [1, 1]
+    assert struck_places[0] != struck_places[1]
 
 
 def test_places_depend_on_seed_and_sample_and_more_flips_begin_with_fewer():
@@ -72,24 +71,24 @@ def test_places_depend_on_seed_and_sample_and_more_flips_begin_with_fewer():
     assert many[:3] == few
     assert places(Config(flips=40, seed=1), 5, SHAPE) != many
     assert places(Config(flips=40), 6, SHAPE) != many
-    assert {each.layer for each in many} == set(range(6))
-    assert {(each.head, each.part) for each in many} == {(0, "k"), (0, "v"), (1, "k"), (1, "v")}
+    assert {place.layer for place in many} == set(range(6))
+    assert {(place.head, place.part) for place in many} == {(0, "k"), (0, "v"), (1, "k"), (1, "v")}
 
 
 def test_a_run_holds_every_flip_its_numbers_and_its_figures(finished: Run, tiny_llama: Model):
-    table, found = finished.df(), Conclusion.of(finished.metrics)
+    table, conclusion = finished.df(), Conclusion.of(finished.metrics)
     assert len(table) == SMALL.samples * (1 + 16 + 16 + len(FIELDS) * 2 + 2)
-    assert len(found.findings.where("accuracy")) == len(FIELDS) * 2
+    assert len(conclusion.findings.where("accuracy")) == len(FIELDS) * 2
     assert set(table.query("group == 'rate'")["dtype"]) == {"bf16"}
-    assert [control.holds for control in found.controls] == [True, True]
-    high, low = (at(found, "struck", field="mantissa", rate=rate).mean for rate in (0.1, 0.001))
+    assert [control.holds for control in conclusion.controls] == [True, True]
+    high, low = (at(conclusion, "struck", field="mantissa", rate=rate).mean for rate in (0.1, 0.001))
     assert high > low
     prompts = [prompt(item, tiny_llama.tokenizer) for item in find_task("retrieve").items(SMALL.samples, 0)]
     numbers = np.mean([len(tokens) - 1 for tokens in prompts]) * 3 * 2 * 2 * 8
-    assert at(found, "numbers").mean == pytest.approx(numbers)
-    assert at(found, "expected", rate=0.1).mean == pytest.approx(0.1 * numbers)
+    assert at(conclusion, "numbers").mean == pytest.approx(numbers)
+    assert at(conclusion, "expected", rate=0.1).mean == pytest.approx(0.1 * numbers)
     for dtype in SMALL.dtypes:
-        top, lowest = (at(found, "bit_kl", dtype=dtype, bit=bit).mean for bit in (14, 0))
+        top, lowest = (at(conclusion, "bit_kl", dtype=dtype, bit=bit).mean for bit in (14, 0))
         assert top > 100 * lowest
     assert_figures(finished, "shares_by_bit", "kl_by_bit", "damage_by_rate", "changed_by_rate")
 
@@ -109,22 +108,22 @@ def rows_of(became: Became, config: Config, right: Right = lambda _: True) -> pd
     known = {"task": "retrieve", "slots": 101, "answer": "531"}
     rows = []
     for number in range(config.samples):
-        own = known | {"sample": number, "item": f"item-{number}"} | harmless | {"right": right(number)}
-        rows.append(own | {"case": -1, "struck": 0})
-        for case, each in enumerate(cases(config, a_sample(number), SHAPE)):
-            labels = dict(each.labels)
+        row = known | {"sample": number, "item": f"item-{number}"} | harmless | {"right": right(number)}
+        rows.append(row | {"case": -1, "struck": 0})
+        for index, case in enumerate(cases(config, a_sample(number), SHAPE)):
+            labels = dict(case.labels)
             outcome = {"struck": 0} if labels["group"] == "control" else became(labels, number)
-            rows.append(own | {"case": case} | labels | outcome)
+            rows.append(row | {"case": index} | labels | outcome)
     return pd.DataFrame(rows)
 
 
-def at(found: Conclusion, name: str, **keys: Any) -> Estimate:
-    return found.findings.at(name, **{"task": "retrieve", **keys})
+def at(conclusion: Conclusion, name: str, **keys: Any) -> Estimate:
+    return conclusion.findings.at(name, **{"task": "retrieve", **keys})
 
 
-def page(found: Conclusion, config: Config, folder: Path) -> tuple[str, str]:
+def page(conclusion: Conclusion, config: Config, folder: Path) -> tuple[str, str]:
     """The answer of a page, and all of it."""
-    run = page_of(STUDY, config, found, folder)
+    run = page_of(STUDY, config, conclusion, folder)
     return " ".join(answer(STUDY, run).split()), run.read("report.html")
 
 
@@ -165,8 +164,8 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right(tmp_path: 
         broke = BROKEN if is_bit(labels, 14, 1) else WRONG if is_bit(labels, 14, 3) else {}
         return broke or (REWORDED if is_bit(labels, 13, 2) and sample >= 10 else {})
 
-    found = made_up(became, MADE_UP, right=lambda sample: sample >= 8)
-    assert at(found, "sound") == wilson(12, 20)
+    conclusion = made_up(became, MADE_UP, right=lambda sample: sample >= 8)
+    assert at(conclusion, "sound") == wilson(12, 20)
     shares = {
         14: {"nothing": (3, 12), "words": (0, 12), "breaks": (9, 12), "loud": (3, 12)}
         | {"same": (5, 20), "different": (10, 20), "nonfinite": (5, 20), "changed": (15, 20)},
@@ -175,17 +174,17 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right(tmp_path: 
     }
     for bit, expected in shares.items():
         for became_so, share in expected.items():
-            assert at(found, "bit_share", dtype="bf16", bit=bit, became=became_so) == wilson(*share)
-    assert at(found, "bit_kl", dtype="bf16", bit=14).mean == pytest.approx(2 * 2 / 3), "what broke has no KL"
-    assert at(found, "bit_kl", dtype="bf16", bit=13).mean == pytest.approx(0.5 / 4)
-    assert [at(found, f"bit_{name}", dtype="bf16", bit=14).mean for name in ("flips", "nonfinite")] == [80, 20]
-    breaks = at(found, "field_share", dtype="bf16", field="exponent", became="breaks")
+            assert at(conclusion, "bit_share", dtype="bf16", bit=bit, became=became_so) == wilson(*share)
+    assert at(conclusion, "bit_kl", dtype="bf16", bit=14).mean == pytest.approx(2 * 2 / 3), "what broke has no KL"
+    assert at(conclusion, "bit_kl", dtype="bf16", bit=13).mean == pytest.approx(0.5 / 4)
+    assert [at(conclusion, f"bit_{name}", dtype="bf16", bit=14).mean for name in ("flips", "nonfinite")] == [80, 20]
+    breaks = at(conclusion, "field_share", dtype="bf16", field="exponent", became="breaks")
     assert breaks.ends == pytest.approx(wilson(12 * 0.75 / 8, 12).ends)
-    fact = found.facts["tasks"]["retrieve"]
+    fact = conclusion.facts["tasks"]["retrieve"]
     assert fact["broken"]["single"]["broken"] == 20
     assert fact["broken"]["single"]["first"]["broken"] == "K of layer 2, KV head 1, slot 7"
-    assert [(each["bit"], each["right"], each["item"]) for each in fact["examples"]] == [(14, False, "item-8")]
-    said, whole = page(found, MADE_UP, tmp_path)
+    assert [(flip["bit"], flip["right"], flip["item"]) for flip in fact["examples"]] == [(14, False, "item-8")]
+    said, whole = page(conclusion, MADE_UP, tmp_path)
     assert "Most answers broke after flips of bit 14: 75.0 % (46.8 to 91.1)." in said
     assert "<td>bf16</td><td>16</td><td>2</td><td>14</td>" in whole
 
@@ -208,12 +207,12 @@ def test_fields_parts_layers_and_the_top_are_compared(
         compared = labels["group"] == "single" and (label == "field" or labels["field"] == "exponent")
         return WRONG if compared and labels[label] in harmful else {}
 
-    found, keys = made_up(became, MADE_UP), {"dtype": "bf16", "first": pair[0], "second": pair[1]}
-    breaks, changed, kl = (at(found, f"contrast_{name}", **keys) for name in ("breaks", "changed", "kl"))
+    conclusion, keys = made_up(became, MADE_UP), {"dtype": "bf16", "first": pair[0], "second": pair[1]}
+    breaks, changed, kl = (at(conclusion, f"contrast_{name}", **keys) for name in ("breaks", "changed", "kl"))
     assert breaks == changed
     assert (breaks.mean, breaks.differs(), kl.mean) == (gap, gap != 0, 2 * gap)
     claimed = {1: "more often than", -1: "less often than", 0: "not detectably more often"}[gap]
-    assert label != "field" or f"exponent bits break answers {claimed}" in page(found, MADE_UP, tmp_path)[0]
+    assert label != "field" or f"exponent bits break answers {claimed}" in page(conclusion, MADE_UP, tmp_path)[0]
 
 
 def test_the_highest_tolerated_rate_is_below_the_first_that_costs_significantly(tmp_path: Path):
@@ -223,35 +222,37 @@ def test_the_highest_tolerated_rate_is_below_the_first_that_costs_significantly(
         lost = {1e-5: 1, 1e-4: 15, 1e-3: 20}[labels["rate"]]
         return (BROKEN if labels["rate"] == 1e-3 else WRONG) if sample < lost else {}
 
-    found = made_up(became, MADE_UP)
+    conclusion = made_up(became, MADE_UP)
     rates = [{"field": "any", "rate": rate} for rate in MADE_UP.error_rates]
-    assert [at(found, "accuracy", **keys) for keys in rates] == [wilson(right, 20) for right in (19, 5, 0)]
-    assert not at(found, "from_clean", **rates[0]).below()
-    assert at(found, "nonfinite_rows", **rates[2]).mean == 20
-    assert found.findings.get("kl", task="retrieve", **rates[2]) is None
-    assert [at(found, "expected", rate=rate).mean for rate in MADE_UP.error_rates] == pytest.approx([0.192, 1.92, 19.2])
-    assert [at(found, "tolerated", field=field).mean for field in ("any", "mantissa")] == [1e-5, 1e-3]
-    assert "not detected up to a rate of 1e-5 (about 0.19 flips)." in page(found, MADE_UP, tmp_path)[0]
+    assert [at(conclusion, "accuracy", **keys) for keys in rates] == [wilson(right, 20) for right in (19, 5, 0)]
+    assert not at(conclusion, "from_clean", **rates[0]).below()
+    assert at(conclusion, "nonfinite_rows", **rates[2]).mean == 20
+    assert conclusion.findings.get("kl", task="retrieve", **rates[2]) is None
+    assert [at(conclusion, "expected", rate=rate).mean for rate in MADE_UP.error_rates] == pytest.approx(
+        [0.192, 1.92, 19.2]
+    )
+    assert [at(conclusion, "tolerated", field=field).mean for field in ("any", "mantissa")] == [1e-5, 1e-3]
+    assert "not detected up to a rate of 1e-5 (about 0.19 flips)." in page(conclusion, MADE_UP, tmp_path)[0]
 
 
 def test_a_rate_that_costs_at_once_and_one_that_never_does_are_reported(tmp_path: Path):
     for group, said in {"rate": "already at the lowest rate measured, 1e-5", "": "highest rate measured 1e-3"}.items():
-        found = made_up(lambda labels, _, group=group: WRONG if labels["group"] == group else {}, MADE_UP)
-        assert at(found, "tolerated", field="any").unknown == bool(group)
-        assert said in page(found, MADE_UP, tmp_path / group)[0]
+        conclusion = made_up(lambda labels, _, group=group: WRONG if labels["group"] == group else {}, MADE_UP)
+        assert at(conclusion, "tolerated", field="any").unknown == bool(group)
+        assert said in page(conclusion, MADE_UP, tmp_path / group)[0]
 
 
 def test_on_a_task_that_is_too_hard_only_the_same_and_the_finite_are_reported(tmp_path: Path):
     def became(labels: Labels, sample: int) -> dict[str, Any]:
         return BROKEN if is_bit(labels, 14, 2) else WRONG if is_bit(labels, 13) else {}
 
-    found = made_up(became, MADE_UP, right=lambda sample: sample < 2)
-    assert not found.findings.where("bit_share", became="breaks")
-    assert not found.findings.where("contrast_breaks")
-    assert "tolerated" not in found.findings
-    assert at(found, "bit_share", dtype="bf16", bit=14, became="nonfinite") == wilson(10, 20)
-    assert any("Faults are not ranked on retrieve" in warning for warning in found.warnings)
-    said, whole = page(found, MADE_UP, tmp_path)
+    conclusion = made_up(became, MADE_UP, right=lambda sample: sample < 2)
+    assert not conclusion.findings.where("bit_share", became="breaks")
+    assert not conclusion.findings.where("contrast_breaks")
+    assert "tolerated" not in conclusion.findings
+    assert at(conclusion, "bit_share", dtype="bf16", bit=14, became="nonfinite") == wilson(10, 20)
+    assert any("Faults are not ranked on retrieve" in warning for warning in conclusion.warnings)
+    said, whole = page(conclusion, MADE_UP, tmp_path)
     assert "flips of exponent bits change answers" in said
     assert "break" not in said
     assert "another answer" in whole
@@ -260,9 +261,9 @@ def test_on_a_task_that_is_too_hard_only_the_same_and_the_finite_are_reported(tm
 
 def test_without_following_there_is_no_kl_and_no_figure_of_it(tmp_path: Path):
     config = replace(MADE_UP, follow=False)
-    found = made_up(lambda *_: {"kl": np.nan}, config)
-    assert "bit_kl" not in found.findings
-    whole = page(found, config, tmp_path)[1]
+    conclusion = made_up(lambda *_: {"kl": np.nan}, config)
+    assert "bit_kl" not in conclusion.findings
+    whole = page(conclusion, config, tmp_path)[1]
     assert not list(tmp_path.rglob("kl_by_bit.png"))
     assert "it was not measured here" in whole
     assert "KL was not measured in this run" in whole

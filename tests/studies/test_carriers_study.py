@@ -41,12 +41,11 @@ FOLLOWING = tuple(
 
 
 @pytest.fixture(scope="module")
-def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(roomy: Model, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "contexts", lambda: CONTEXTS)
         patch.setattr(collecting, "compactions", lambda: FOLLOWING)
         patch.setattr(collecting, "draw_codes", lambda count, *_: (list(PAIR) * count)[:count])
-        root = tmp_path_factory.mktemp("runs")
         return in_steps(lambda: carriers.run(SMALL, root, model=roomy))
 
 
@@ -77,13 +76,13 @@ def reply(model: Model, cache: KVCache, asked: Asked) -> tuple[torch.Tensor, flo
 
 def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_before_it(roomy: Model):
     cache, _ = caches(roomy)
-    found = groups(cache.ledger)
-    kinds = [slot for kind in KINDS for slot in found[kind]]
+    slots_of = groups(cache.ledger)
+    kinds = [slot for kind in KINDS for slot in slots_of[kind]]
     assert len(set(kinds)) == len(kinds)
-    assert tuple(sorted(kinds)) == found["all after"]
-    assert found[BEFORE] + found["all after"] == tuple(range(cache.slots))
-    assert all(found.values())
-    texts = {kind: roomy.tokenizer.decode(cache.ledger.tokens[0, list(found[kind])]) for kind in KINDS}
+    assert tuple(sorted(kinds)) == slots_of["all after"]
+    assert slots_of[BEFORE] + slots_of["all after"] == tuple(range(cache.slots))
+    assert all(slots_of.values())
+    texts = {kind: roomy.tokenizer.decode(cache.ledger.tokens[0, list(slots_of[kind])]) for kind in KINDS}
     assert texts["summary request"].strip() == CONTEXTS[0].ask_summary_2
     assert texts["summary text"].strip() == CONTEXTS[0].summary_2
     assert "<|im_end|>" in texts["summary delimiters"]
@@ -131,12 +130,12 @@ def test_the_example_swaps_every_slot_after_the_turn_once(roomy: Model, read: pd
 
 
 def test_a_run_holds_every_number_and_figure(finished: Run):
-    found = Conclusion.of(finished.metrics)
-    assert len(found.findings.where("share")) == 3 * len(DIRECTIONS) * 2 * len(GROUPS) * len(PARTS)
-    assert len(found.findings.where("band_share")) == SMALL.bands * len(DIRECTIONS) * (len(PARTS) + len(KINDS))
-    assert [control.holds for control in found.controls] == [True] * 3
-    assert found.findings.at("distance", question=BOTH).mean > 0.01
-    assert len(found.facts["tokens"]) == len(found.findings.where("token_share")) > 0
+    conclusion = Conclusion.of(finished.metrics)
+    assert len(conclusion.findings.where("share")) == 3 * len(DIRECTIONS) * 2 * len(GROUPS) * len(PARTS)
+    assert len(conclusion.findings.where("band_share")) == SMALL.bands * len(DIRECTIONS) * (len(PARTS) + len(KINDS))
+    assert [control.holds for control in conclusion.controls] == [True] * 3
+    assert conclusion.findings.at("distance", question=BOTH).mean > 0.01
+    assert len(conclusion.facts["tokens"]) == len(conclusion.findings.where("token_share")) > 0
     assert_figures(finished, "shares", "layers", "kinds")
 
 
@@ -169,18 +168,18 @@ def made_up(
             place = {"question": question, "direction": direction}
             tokens = swapped.token_cells((20, 21), LAYERS) if context == 0 and place == FIRST else []
             for metric, way in (("kl", -kl(context)), ("logprob", 3.0)):
-                own = known | place | {"metric": metric, "full": 1.0, "full_other": np.nan, "way": way}
-                rows += [row(own, cell, share) for cell in [*swapped.cells(SLOTS, LAYERS), *tokens]]
-        own = known | {"question": CODES, "direction": CODES, "metric": "logit_diff", "way": -code(context)}
-        own |= {"full": known_code if context < config.contexts - 1 else -1.0, "full_other": -5.0}
-        rows += [row(own, cell, planted) for cell in swapped.code_cells(SLOTS, LAYERS)]
+                common = known | place | {"metric": metric, "full": 1.0, "full_other": np.nan, "way": way}
+                rows += [row(common, cell, share) for cell in [*swapped.cells(SLOTS, LAYERS), *tokens]]
+        common = known | {"question": CODES, "direction": CODES, "metric": "logit_diff", "way": -code(context)}
+        common |= {"full": known_code if context < config.contexts - 1 else -1.0, "full_other": -5.0}
+        rows += [row(common, cell, planted) for cell in swapped.code_cells(SLOTS, LAYERS)]
     return pd.DataFrame(rows)
 
 
-def row(own: Labels, cell: Cell, share: Callable[[Labels], float]) -> Labels:
-    labels = {**own, **cell.labels, "part": cell.part, "slots": len(cell.slots)}
-    effect = own["way"] * share(labels)
-    return labels | {"base": -own["way"], "donor": 0.0, "effect": effect, "value": effect - own["way"]}
+def row(common: Labels, cell: Cell, share: Callable[[Labels], float]) -> Labels:
+    labels = {**common, **cell.labels, "part": cell.part, "slots": len(cell.slots)}
+    effect = common["way"] * share(labels)
+    return labels | {"base": -common["way"], "donor": 0.0, "effect": effect, "value": effect - common["way"]}
 
 
 def example() -> tuple[Config, Conclusion]:
@@ -196,18 +195,22 @@ def noise(rng: np.random.Generator) -> Conclusion:
 
 
 def test_planted_shares_sizes_bands_parts_and_codes_are_found():
-    found = example()[1].findings
+    findings = example()[1].findings
     for group, share in PLANTED.items():
-        shares = [each.value.mean for each in found.where("share", group=group, part="KV")]
+        shares = [finding.value.mean for finding in findings.where("share", group=group, part="KV")]
         assert shares == pytest.approx([share] * 12)
-    assert found.at("share", **FIRST, metric="kl", group="all after", part="K").mean == pytest.approx(0.25)
-    assert found.at("effect", **FIRST, metric="kl", group="summary", part="KV").mean == pytest.approx(-0.8 * 1.45)
-    assert found.at("band_share", direction="removing", group="summary text", part="KV", band="2–3").mean == 0.7 * 0.9
-    assert found.at("size", group="later turns").mean == len(SLOTS["later turns"])
-    assert found.at("distance", question=BOTH).mean == pytest.approx(1.45)
-    assert found.at("heaviest", question="hidden").mean == pytest.approx(1.9 / 14.5)
-    assert found.at("foretold", question="summary") == wilson(9, 10)
-    gaps = {(each.keys["first"], round(each.value.mean, 9), each.comparisons) for each in found.where("gap")}
+    assert findings.at("share", **FIRST, metric="kl", group="all after", part="K").mean == pytest.approx(0.25)
+    assert findings.at("effect", **FIRST, metric="kl", group="summary", part="KV").mean == pytest.approx(-0.8 * 1.45)
+    assert (
+        findings.at("band_share", direction="removing", group="summary text", part="KV", band="2–3").mean == 0.7 * 0.9
+    )
+    assert findings.at("size", group="later turns").mean == len(SLOTS["later turns"])
+    assert findings.at("distance", question=BOTH).mean == pytest.approx(1.45)
+    assert findings.at("heaviest", question="hidden").mean == pytest.approx(1.9 / 14.5)
+    assert findings.at("foretold", question="summary") == wilson(9, 10)
+    gaps = {
+        (finding.keys["first"], round(finding.value.mean, 9), finding.comparisons) for finding in findings.where("gap")
+    }
     assert gaps == {
         ("summary", 0.6, 5),
         ("summary", 0.6, 4),
@@ -215,27 +218,28 @@ def test_planted_shares_sizes_bands_parts_and_codes_are_found():
         ("V", 0.5, 5),
         ("V", 0.5, 2),
     }
-    assert [found.at(name).mean for name in ("able", "code_in_view", "code_masked")] == pytest.approx([9, 10, 2])
-    assert found.at("code_effect", group="summary", part="KV", direction=CODES).mean == pytest.approx(1.6)
-    assert found.at("code_share", group="summary").mean == pytest.approx(0.16)
+    assert [findings.at(name).mean for name in ("able", "code_in_view", "code_masked")] == pytest.approx([9, 10, 2])
+    assert findings.at("code_effect", group="summary", part="KV", direction=CODES).mean == pytest.approx(1.6)
+    assert findings.at("code_share", group="summary").mean == pytest.approx(0.16)
 
 
 def test_a_band_leads_only_if_it_is_significantly_ahead_of_every_other():
     uneven = made_up(lambda row: planted(row) + (row["band"] == "0–1") * 2 * (-1) ** row["context"])
     for table, nearest, leads in ((made_up(), "4", True), (uneven, "0–1", False)):
-        found = conclude(table, MADE_UP, any_model()).findings
-        assert [(each.keys["other"], each.value.above()) for each in found.where("lead")] == [(nearest, leads)] * 2
-        assert found.at("ahead", direction="removing", band="2–3", other="4").ends == pytest.approx((0.7, 0.7))
+        findings = conclude(table, MADE_UP, any_model()).findings
+        ahead = [(finding.keys["other"], finding.value.above()) for finding in findings.where("lead")]
+        assert ahead == [(nearest, leads)] * 2
+        assert findings.at("ahead", direction="removing", band="2–3", other="4").ends == pytest.approx((0.7, 0.7))
 
 
-@pytest.mark.parametrize(("group", "control"), [(BEFORE, 0), (SELF, 1), ("all after", 2)])
-def test_a_swap_that_does_what_it_must_not_fails_its_control(group: str, control: int):
+@pytest.mark.parametrize(("group", "failing"), [(BEFORE, 0), (SELF, 1), ("all after", 2)])
+def test_a_swap_that_does_what_it_must_not_fails_its_control(group: str, failing: int):
     table = made_up()
     table.loc[(table["group"] == group) & (table["context"] == 1), ["effect", "value"]] += 0.1
-    held = [each.holds for each in conclude(table, MADE_UP, any_model()).controls]
-    assert held == [place != control for place in range(3)]
+    held = [control.holds for control in conclude(table, MADE_UP, any_model()).controls]
+    assert held == [place != failing for place in range(3)]
     apart = conclude(made_up().assign(apart=1e-3), MADE_UP, any_model()).controls
-    assert [each.holds for each in apart] == [False, True, True]
+    assert [control.holds for control in apart] == [False, True, True]
 
 
 def times(weights: Labels, key: str, **where: str) -> Any:
@@ -268,6 +272,11 @@ def test_the_answer_follows_the_intervals(table: Any, expected: str, tmp_path: P
 
 def test_few_conversations_are_warned_of_and_nothing_is_claimed():
     few = replace(MADE_UP, contexts=6)
-    found = conclude(made_up(config=few), few, any_model())
-    assert "6 conversations are too few" in found.warnings[0]
-    assert not [each for claim in STUDY.claims for each in found.findings.where(claim.finding) if each.value.differs()]
+    conclusion = conclude(made_up(config=few), few, any_model())
+    assert "6 conversations are too few" in conclusion.warnings[0]
+    assert not [
+        finding
+        for claim in STUDY.claims
+        for finding in conclusion.findings.where(claim.finding)
+        if finding.value.differs()
+    ]

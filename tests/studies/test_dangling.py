@@ -38,8 +38,7 @@ def four_facts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, four_facts: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(deep: Model, four_facts: None, root: Path) -> Run:
     return in_steps(lambda: dangling.run(SMALL, root, model=deep))
 
 
@@ -131,22 +130,22 @@ def tables(top: float, random: float, *, full: float = 4.0, crossed: tuple[float
     known = [{"prompt": f"p{number}", "half": number % 2} for number in range(FEWEST)]
     places = [dict(zip(("layer", "head"), place, strict=True)) for place in np.ndindex(2, 2)]
     heads = [
-        {"grid": "heads", "arm": arm, **each, **place, "dangling": 0.2, **dict(zip(PLACES, gained, strict=True))}
+        {"grid": "heads", "arm": arm, **prompt, **place, "dangling": 0.2, **dict(zip(PLACES, gained, strict=True))}
         for arm, gained in GAINED.items()
-        for each in known
+        for prompt in known
         for place in places
     ]
     arms = [
-        {"grid": "arms", "arm": arm, **each, "margin": margin, "kl": kl, "kl_masked": 0.1}
-        for each in known
+        {"grid": "arms", "arm": arm, **prompt, "margin": margin, "kl": kl, "kl_masked": 0.1}
+        for prompt in known
         for arm, margin, kl in ((FULL, full, 0.0), (MASKED, 0.0, 1.0), (CLOSED, -0.1, 1.0))
     ]
     rescues = [
-        {"sort": sort, "size": size, **each, "margin": 2 * (share + off) * size, "kl": 1 - share * size / 2}
-        for each in known
+        {"sort": sort, "size": size, **prompt, "margin": 2 * (share + off) * size, "kl": 1 - share * size / 2}
+        for prompt in known
         for size in MADE_UP.rescued
         for sort, share in ((TOP, top), (RANDOM, random))
-        for off in ([0.0] if sort == TOP else [0.05 * (-1) ** each["half"]] * 3)
+        for off in ([0.0] if sort == TOP else [0.05 * (-1) ** prompt["half"]] * 3)
     ]
     memos = [
         {"memo": memo, "reference": name, "arm": arm, "payload": saw, "pointer": not saw or arm != "crossed"}
@@ -155,15 +154,15 @@ def tables(top: float, random: float, *, full: float = 4.0, crossed: tuple[float
         for memo in range(40)
         for saw in [arm != "crossed" or memo < 40 * share]
     ]
-    each = {"samples": [*heads, *arms], "rescues": rescues, "memos": memos}
-    return {name: pd.DataFrame(rows) for name, rows in each.items()}
+    records = {"samples": [*heads, *arms], "rescues": rescues, "memos": memos}
+    return {name: pd.DataFrame(rows) for name, rows in records.items()}
 
 
 def numbers(made_up: Any) -> Conclusion:
     fact, weights = facts()[0], torch.full((1, 2, 1, 3), 1 / 3)
     views = [heads_view(weights, ["a", "<b>", "c"], "made up", index=np.array([[0.1, 0.2]]), index_name="mass")]
     chat = passages_of(conversation(fact, fact.values[0]), masked=(HIDDEN,))
-    shown = {"chat": [vars(each) for each in chat], "layers": 2, "views": [vars(each) for each in views]}
+    shown = {"chat": [vars(passage) for passage in chat], "layers": 2, "views": [vars(view) for view in views]}
     return concluded(findings_of(made_up), shown)
 
 

@@ -3,6 +3,8 @@
 import html
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +22,7 @@ from kvprobe.experiments.settings import Settings, from_mapping
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
 from kvprobe.presets import presets
-from kvprobe.studies import STUDIES, Entry, find
+from kvprobe.studies import STUDIES, find
 from tests.frozen import MODULES
 from tests.refusals import refused
 from tests.studies.outcomes import FORGED, OUTCOMES, with_failed_controls, with_forged_texts, with_outcome
@@ -29,33 +31,15 @@ from tests.studies.runs import give, page_of
 FAMILY = "expected false, or a fault and a percentage above 0, up to 100"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "leakage": [
-        ({"contexts": 0}, "'contexts' is 0; expected 1 to 48"),
-        ({"contexts": 49}, "'contexts' is 49; expected 1 to 48"),
         ({"contexts": 4}, "'contexts' is 4; expected 1, or at least as many as folds (5)"),
-        ({"folds": 2}, "'folds' is 2; expected 3 to 20"),
         ({"samples": 10}, "'samples' is 10; expected 96 to 40000"),
         ({"samples": 769}, "not a multiple of the 48 contexts; expected 768 or 816"),
-        ({"batch": 0}, "'batch' is 0; expected at least 1"),
     ],
     "compaction": [
         ({"contexts": 4}, "'contexts' is 4; expected 5 to 48"),
         ({"samples": 100}, "not a multiple of the 48 contexts; expected 96 or 144"),
-        ({"continuation": 0}, "'continuation' is 0; expected 1 to 512"),
-        ({"answer": 0}, "'answer' is 0; expected 1 to 256"),
     ],
-    "policies": [
-        ({"budgets": (0, 20)}, "'budgets' is 0; expected 1 to 100"),
-        ({"budgets": (20, 101)}, "'budgets' is 101; expected 1 to 100"),
-        ({"budgets": (1, 20)}, "expected at least 8 slots, 2 percent"),
-        ({"length": 100}, "160 to 2000"),
-        ({"samples": 1}, "2 to 10000"),
-    ],
-    "idle_rebuild": [
-        ({"sessions": 1}, "'sessions' is 1; expected 2 to 16"),
-        ({"sessions": 17}, "'sessions' is 17; expected 2 to 16"),
-        ({"continuation": 0}, "'continuation' is 0; expected 1 to 512"),
-        ({"seed": -1}, "'seed' is -1; expected at least 0"),
-    ],
+    "policies": [({"budgets": (1, 20)}, "expected at least 8 slots, 2 percent")],
     "robustness": [
         ({"faults": ("gaussian", "zero")}, "did you mean 'zeros'"),
         ({"tasks": ("resite",)}, "did you mean 'recite'"),
@@ -63,53 +47,21 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reported": "canarypwn-7b"}, "which is about gsm8k"),
         ({"rates": (0.0, 10.0)}, "'rates' has 0; expected percents above 0, up to 100"),
         ({"rates": (10.0, 101.0)}, "'rates' has 101"),
-        ({"samples": 1}, "2 to 100000"),
-        ({"repeats": 0}, "1 to 1000"),
-        ({"procedure": 101.0}, "0 to 100"),
     ],
     "bands": [
         ({"rates": (0.0, 5.0)}, "'rates' has 0; expected percents"),
-        ({"rates": (101.0,)}, "'rates' has 101; expected percents"),
-        ({"single": -1.0}, "'single' is -1.0; expected 0 to 100"),
-        ({"single": 101.0}, "expected 0 to 100"),
-        ({"samples": 1}, "expected 2 to"),
         ({"reported": "canarypwn"}, "'canarypwn-7b'"),
         ({"reported": "canarypwn-bands-7b"}, "expected a table of bands on one of this run's tasks"),
         ({"reported": "canarypwn-7b", "tasks": ("gsm8k",)}, "a table of gaussian, zeros, distractor"),
     ],
     "bitflips": [
-        ({"flips": 0}, "'flips' is 0; expected 1 to 1000"),
-        ({"samples": 1}, "'samples' is 1"),
         ({"error_rates": (0.0,)}, "'error_rates' has 0; expected shares"),
         ({"error_rates": (2.0,)}, "'error_rates' has 2; expected shares"),
         ({"tasks": ("retreive",)}, "did you mean 'retrieve'"),
     ],
-    "patching": [
-        ({"facts": 13}, "'facts' is 13; expected 1 to 12"),
-        ({"ways": 3}, "'ways' is 3; expected 1 to 2"),
-        ({"step": -1}, "'step' is -1; expected at least 0"),
-        ({"check": 0}, "'check' is 0; expected at least 8"),
-    ],
-    "carriers": [
-        ({"contexts": 1}, "'contexts' is 1; expected 2 to 48"),
-        ({"bands": 0}, "'bands' is 0; expected 1 to 64"),
-    ],
-    "dangling": [
-        ({"rescued": (0,)}, "'rescued' is 0; expected at least 1"),
-        ({"prompts": 13}, "'prompts' is 13; expected 1 to 12"),
-        ({"random": 1}, "'random' is 1; expected at least 2"),
-        ({"memos": -1}, "'memos' is -1; expected at least 0"),
-    ],
     "memory": [
-        ({"contexts": (64, 3)}, "'contexts' is 3; expected 4 to 131072"),
         ({"timed": (64, 128)}, "'timed' is 64, 128; expected at least 3"),
         ({"memory": "24G"}, "24GiB"),
-        ({"repeats": 1}, "'repeats' is 1; expected 2 to 1000"),
-        ({"new": 1}, "'new' is 1; expected 2 to 4096"),
-    ],
-    "use": [
-        ({"contexts": 5}, "'contexts' is 5; expected 6 to 48"),
-        ({"codes": 3}, "'codes' is 3; expected 12 to 10000"),
     ],
     "filter_poison": [
         ({"families": ("zeros:30",)}, "'families' is 'zeros:30'; expected two or more"),
@@ -117,35 +69,15 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"families": ("zeros", "false")}, f"'families' has 'zeros'; {FAMILY}"),
         ({"families": ("false:3", "zeros:30")}, f"'families' has 'false:3'; {FAMILY}"),
         ({"families": ("zeros:30", "zeros:50")}, "which names a fault twice"),
-        ({"prompts": 13}, "'prompts' is 13; expected 1 to 12"),
-        ({"suffix": 0}, "'suffix' is 0; expected 1 to 16"),
-        ({"random": 1}, "'random' is 1; expected at least 2"),
-        ({"top": 0}, "'top' is 0; expected at least 1"),
     ],
     "multihop": [
         ({"sessions": 31}, "'sessions' is 31; expected 5 to 30"),
-        ({"sessions": 4}, "'sessions' is 4; expected 5 to 30"),
         ({"samples": 361}, "not a multiple of the 30 sessions; expected 360 or 390"),
         ({"families": ("resid_post",)}, "expected k_pre, k or v as well"),
     ],
-    "features": [
-        ({"contexts": 5}, "'contexts' is 5; expected 6 to 48"),
-        ({"active": 2000}, "'active' is 2000; expected 1 to 1024"),
-        ({"codes": 1}, "'codes' is 1; expected 2 to 1000"),
-    ],
-    "routing": [
-        ({"problems": 1}, "'problems' is 1; expected 2 to 10000"),
-        ({"start": 1}, "'start' is 1; expected 2 to 512"),
-    ],
-    "poisoning": [
-        ({"problems": 1}, "'problems' is 1; expected 2 to 10000"),
-        ({"new": 7}, "'new' is 7; expected 8 to 2048"),
-    ],
-    "reliance": [
-        ({"contexts": 1}, "'contexts' is 1; expected 2 to 48"),
-        ({"contexts": 49}, "'contexts' is 49; expected 2 to 48"),
-    ],
+    "features": [({"active": 2000}, "'active' is 2000; expected 1 to 1024")],
 }
+"""What a study refuses beside numbers that are out of the range of their setting."""
 DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
     name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning", "reliance")
 }
@@ -156,13 +88,21 @@ SHORTER_AND_LARGER = [
 ]
 
 
-def test_every_study_has_settings_that_it_refuses():
-    assert set(REFUSED) == set(STUDIES)
+def out_of_range() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """For each study and setting with a range, the number below it and, if it ends, the one above it."""
+    for name, study in STUDIES.items():
+        for setting in (setting for setting in fields(study.config) if "range" in setting.metadata):
+            low, high = setting.metadata["range"]
+            expected = f"expected at least {low}" if high is None else f"expected {low} to {high}"
+            several = isinstance(setting.default, tuple)
+            kind = type(setting.default[0] if several else setting.default)
+            for number in map(kind, (low - 1,) if high is None else (low - 1, high + 1)):
+                yield name, {setting.name: (number,) if several else number}, f"is {number}; {expected}"
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
-    [(name, settings, words) for name, rows in REFUSED.items() for settings, words in rows],
+    [*((name, *row) for name, rows in REFUSED.items() for row in rows), *out_of_range()],
     ids=str,
 )
 def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
@@ -191,7 +131,6 @@ def test_a_finished_run_is_found_again_and_not_run(
     give(monkeypatch, tiny_llama)
     study = find(name)
     monkeypatch.setattr(running, "write_page", lambda *_: None)
-    monkeypatch.setattr(Entry, "write_report", lambda *_: None)
 
     begin = running.begin
 
@@ -282,6 +221,6 @@ def test_an_altered_run_is_refused_in_a_sentence(name: str, tmp_path: Path):
     (shown.path / "metrics.json").write_text(json.dumps(metrics))
     environment = json.loads(shown.read("env.json"))
     (shown.path / "env.json").write_text(
-        json.dumps({key: each for key, each in environment.items() if key != "machine"})
+        json.dumps({key: value for key, value in environment.items() if key != "machine"})
     )
     refused(lambda: write_page(study, Run.load(shown.path)), "were altered")

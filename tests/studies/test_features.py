@@ -48,26 +48,25 @@ def few_texts() -> Any:
 
 
 @pytest.fixture(scope="module")
-def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(wordy: Model, root: Path) -> Run:
     return in_steps(lambda: run(SMALL, root, model=wordy))
 
 
 def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finished: Run, wordy: Model):
-    found = Conclusion.of(finished.metrics)
+    conclusion = Conclusion.of(finished.metrics)
     means, samples, exchanges = (pd.DataFrame(finished.df(name)) for name in ("means", "samples", "exchanges"))
     columns = len(RESTARTED) * (16 + 2 * SMALL.width) + 16  # the last where nothing may differ
     assert len(means) == SMALL.contexts * columns
     curves: Any = samples.groupby(["arm", "split", "reader", "k"])["sample"].nunique()
     assert curves.eq(SMALL.contexts * SMALL.codes).all()
     assert len(curves) == len(ARMS) * len(SPLITS) * (2 * len(READERS) + len(PARTS))
-    assert set(found.findings.values("accuracy", "k")) == {1, SMALL.width, 16}
+    assert set(conclusion.findings.values("accuracy", "k")) == {1, SMALL.width, 16}
     assert set(exchanges.groupby(["place", "set"])["context"].nunique()) == {SMALL.contexts}
     assert_figures(finished, "differences", "densities", "exchange", *(f"curves_{split}" for split in SPLITS))
     assert not (finished.path / "parts").exists()
     kept = Dictionary.load(finished.path / "dictionaries" / "v.1", wordy)
     assert (kept.width, str(kept.place)) == (SMALL.width, "v.1")
-    assert found.findings.at("round_off", place="v.1").mean < 1e-4
+    assert conclusion.findings.at("round_off", place="v.1").mean < 1e-4
     assert (finished.path / "report.html").read_text().count('data-component="ColoredTokensMulti"') > 2
 
 
@@ -76,7 +75,7 @@ def test_dictionaries_are_trained_once_and_can_be_studied_again_but_only_one_of_
 ):
     monkeypatch.setattr(preparing, "train", None)
     again = Run(copytree(finished.path, tmp_path / "again"))
-    assert [str(each.place) for each in preparing.prepare(wordy, SMALL, again)[0]] == ["v.1"]
+    assert [str(dictionary.place) for dictionary in preparing.prepare(wordy, SMALL, again)[0]] == ["v.1"]
     folder = finished.path / "dictionaries" / "v.1"
     config = dataclasses.replace(SMALL, dictionaries=(str(folder),))
     (loaded,), shards = preparing.prepare(wordy, config, Run(tmp_path))
@@ -88,7 +87,7 @@ def test_dictionaries_are_trained_once_and_can_be_studied_again_but_only_one_of_
 def test_each_arm_is_what_reading_the_conversation_by_itself_gives(wordy: Model):
     model, context = wordy, contexts()[0]
     features = Dictionary(identity(32), preparing.Place("resid_post", 1))
-    found = read_context(model, context, CODES, {"resid_post.1": (features, features.rotated(0))})
+    means = read_context(model, context, CODES, {"resid_post.1": (features, features.rotated(0))})
     tokens = conversation(context, CODES[1]).tokens(model.tokenizer)
     third, answer = tokens.span("T3").start, tokens.part("answer").start
     first = model.capture(tokens[:third], ["resid_post"], layers=[1], keep_cache=True)
@@ -105,10 +104,10 @@ def test_each_arm_is_what_reading_the_conversation_by_itself_gives(wordy: Model)
         "restart summary2": restart[alone.span("summary2")],
     }
     for arm, slots in expected.items():
-        row = 1 if len(found[f"resid_post.1.{arm}.raw"]) > 1 else 0
-        torch.testing.assert_close(found[f"resid_post.1.{arm}.raw"][row], slots.mean(0), rtol=1e-4, atol=1e-5)
+        row = 1 if len(means[f"resid_post.1.{arm}.raw"]) > 1 else 0
+        torch.testing.assert_close(means[f"resid_post.1.{arm}.raw"][row], slots.mean(0), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
-            found[f"resid_post.1.{arm}.latents"][row], features.encode(slots).mean(0), rtol=1e-4, atol=1e-5
+            means[f"resid_post.1.{arm}.latents"][row], features.encode(slots).mean(0), rtol=1e-4, atol=1e-5
         )
 
 
@@ -116,17 +115,17 @@ def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_a
     # Below layer 2 the values of T3 cannot have seen the hidden turns, and there is nothing to exchange.
     features = Dictionary(identity(16), preparing.Place("v", 2))
     sets = {"v.2": {"all": range(32), "none": []}}
-    found: Any = exchange(wordy, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
-    assert found["all"] == pytest.approx(found["whole"], rel=1e-3)
-    assert found["none"] == pytest.approx(found["retained"], rel=1e-6)
-    assert abs(found["whole"] - found["retained"]) > 1e-4
+    kl: Any = exchange(wordy, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
+    assert kl["all"] == pytest.approx(kl["whole"], rel=1e-3)
+    assert kl["none"] == pytest.approx(kl["retained"], rel=1e-6)
+    assert abs(kl["whole"] - kl["retained"]) > 1e-4
 
 
 def test_after_the_last_layer_the_whole_exchange_is_the_restart_itself(wordy: Model):
     features = Dictionary(identity(32), preparing.Place("resid_post", 2))
-    found: Any = exchange(wordy, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
-    assert found["retained"] > 1e-3
-    assert found["whole"] < 1e-5
+    kl: Any = exchange(wordy, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
+    assert kl["retained"] > 1e-3
+    assert kl["whole"] < 1e-5
 
 
 def test_the_fewest_that_hold_half():
@@ -189,15 +188,15 @@ def noise(rng: np.random.Generator) -> Conclusion:
 
 
 def test_findings_are_what_was_put_in():
-    found, t3 = example()[1].findings, {"place": "v.7", "segment": "T3"}
+    findings, t3 = example()[1].findings, {"place": "v.7", "segment": "T3"}
     for name in ("single", "seen"):
-        assert found.at(name, place="v.7").mean == pytest.approx(0.4, abs=0.1)
-    assert [found.at("count", **t3, reader="latents", of=of).mean for of in ("claimed", "half")] == [1, 1]
-    assert found.at("difference", **t3, latent=0).mean == pytest.approx(0.5, abs=0.1)
-    differing, random = (found.at("carried", **t3, set=name).mean for name in ("differing", "random"))
-    assert found.at("beyond", place="v.7").mean == pytest.approx(differing - random)
+        assert findings.at(name, place="v.7").mean == pytest.approx(0.4, abs=0.1)
+    assert [findings.at("count", **t3, reader="latents", of=of).mean for of in ("claimed", "half")] == [1, 1]
+    assert findings.at("difference", **t3, latent=0).mean == pytest.approx(0.5, abs=0.1)
+    differing, random = (findings.at("carried", **t3, set=name).mean for name in ("differing", "random"))
+    assert findings.at("beyond", place="v.7").mean == pytest.approx(differing - random)
     # Three claims, and two counts.
-    assert [found.finding(name, place="v.7").comparisons for name in ("single", "seen", "beyond")] == [5] * 3
+    assert [findings.finding(name, place="v.7").comparisons for name in ("single", "seen", "beyond")] == [5] * 3
 
 
 @pytest.mark.parametrize(("sign", "phrase"), [(1, "above"), (-1, "below"), (0, "unclear")])
@@ -215,5 +214,5 @@ def test_the_answer_follows_the_intervals(sign: int, phrase: str, tmp_path: Path
 def test_a_difference_where_there_can_be_none_and_a_turned_dictionary_as_good_fail_controls(
     wrong: dict[str, Any], holds: list[bool]
 ):
-    found = made_up(TWO, {}, **wrong)
-    assert [control.holds for control in found.controls] == holds * 2
+    conclusion = made_up(TWO, {}, **wrong)
+    assert [control.holds for control in conclusion.controls] == holds * 2

@@ -43,8 +43,7 @@ def four_facts(deep: Model) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(root: Path) -> Run:
     return in_steps(lambda: filter_poison.run(SMALL, root))
 
 
@@ -133,9 +132,9 @@ def put_in() -> Conclusion:
 
 def example() -> tuple[Config, Conclusion]:
     """For the tests of all declared studies."""
-    found = put_in()
+    conclusion = put_in()
     view = heads_view(torch.full((1, 3, 1, 2), 0.5), ["one ", " two"], "A view.", damaged=[1])
-    return TWO, replace(found, facts={**found.facts, "views": [asdict(view)]})
+    return TWO, replace(conclusion, facts={**conclusion.facts, "views": [asdict(view)]})
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
@@ -146,17 +145,17 @@ def noise(rng: np.random.Generator) -> Conclusion:
 
 
 def test_verdicts_and_shares_are_those_that_were_put_in():
-    found = put_in().findings
-    assert found.find("called", kind="head", layer=0, head=0, verdict=POISON)
-    assert found.find("called", kind="head", layer=1, head=0, verdict=FILTER)
+    findings = put_in().findings
+    assert findings.find("called", kind="head", layer=0, head=0, verdict=POISON)
+    assert findings.find("called", kind="head", layer=1, head=0, verdict=FILTER)
     for family in ("zeros", FALSE):
-        assert found.at("pi", kind="head", layer=0, head=0, family=family).mean == pytest.approx(0.4, abs=0.05)
-    assert found.at("damage", family=FALSE).mean == found.at("median_damage", family=FALSE).mean == 20
-    assert found.at("noised", band="0–1", family="zeros").mean == pytest.approx(0.9)
-    assert found.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(0.5, abs=0.05)
-    assert found.at("beyond", sort=FILTER).mean == pytest.approx(-0.4, abs=0.05)
-    assert [found.at("overlap", sort=sort).mean for sort in FOUND] == [1, 1]
-    assert found.at("as_far", family="all", sort=FILTER).mean == 0
+        assert findings.at("pi", kind="head", layer=0, head=0, family=family).mean == pytest.approx(0.4, abs=0.05)
+    assert findings.at("damage", family=FALSE).mean == findings.at("median_damage", family=FALSE).mean == 20
+    assert findings.at("noised", band="0–1", family="zeros").mean == pytest.approx(0.9)
+    assert findings.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(0.5, abs=0.05)
+    assert findings.at("beyond", sort=FILTER).mean == pytest.approx(-0.4, abs=0.05)
+    assert [findings.at("overlap", sort=sort).mean for sort in FOUND] == [1, 1]
+    assert findings.at("as_far", family="all", sort=FILTER).mean == 0
 
 
 def test_every_kind_of_damage_counts_alike_among_all():
@@ -164,9 +163,9 @@ def test_every_kind_of_damage_counts_alike_among_all():
     tables = made_up()
     heads = tables["heads"]
     heads.loc[heads["family"] == FALSE, "restored"] = heads["damage"]
-    found = concluded(tables, TWO).findings
-    alone = found.at("removed", family="zeros", sort=POISON, heads="chosen").mean
-    assert found.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(alone / 2)
+    findings = concluded(tables, TWO).findings
+    alone = findings.at("removed", family="zeros", sort=POISON, heads="chosen").mean
+    assert findings.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(alone / 2)
 
 
 def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
@@ -187,19 +186,19 @@ def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
     ],
 )
 def test_the_answer_says_whether_the_prediction_held(chosen: dict[str, float], said: list[str], tmp_path: Path):
-    found = concluded(made_up(dict.fromkeys(PI, 0.0), chosen), TWO)
-    verdicts, *sentences = answer_of(STUDY, TWO, found, tmp_path).split("Restoring together")
+    conclusion = concluded(made_up(dict.fromkeys(PI, 0.0), chosen), TWO)
+    verdicts, *sentences = answer_of(STUDY, TWO, conclusion, tmp_path).split("Restoring together")
     assert verdicts.count("no more have a verdict than chance gives") == 3
     for pattern, sentence in zip(said, sentences, strict=True):
         assert re.search(pattern, sentence)
 
 
 def test_looks_that_order_heads_as_their_index_does_correlate_with_it():
-    found = put_in().findings
+    findings = put_in().findings
     for name in ("look", "look_within"):
-        assert found.at(name, family="zeros", look="mass").mean > 0.7
-    assert found.at("look", family=FALSE, look="lift").mean > 0.7  # most conversations have none
-    assert found.get("look_within", family="zeros", look="contribution") is None  # the same for all heads of a layer
+        assert findings.at(name, family="zeros", look="mass").mean > 0.7
+    assert findings.at("look", family=FALSE, look="lift").mean > 0.7  # most conversations have none
+    assert findings.get("look_within", family="zeros", look="contribution") is None  # the same for all heads of a layer
 
 
 # ---- what is refused, and warned of

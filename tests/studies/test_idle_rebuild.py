@@ -80,11 +80,10 @@ def values(rows: Rows, column: str, **where: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, read: Rows, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(deep: Model, read: Rows, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[read["sample"] == session.id])
-        root = tmp_path_factory.mktemp("runs")
         return in_steps(lambda: idle_rebuild.run(SMALL, root, model=deep))
 
 
@@ -111,8 +110,8 @@ def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor,
     for place in range(reply.start - 1, reply.stop - 1):
         cache, logits = model.extend(cache, tokens[place : place + 1].shifted(int(cache.ledger.following)))
         met.append(logits[0, -1])
-    found = torch.stack(met)
-    return found, -found.log_softmax(-1)[range(len(met)), list(tokens.ids[reply])]
+    reply_logits = torch.stack(met)
+    return reply_logits, -reply_logits.log_softmax(-1)[range(len(met)), list(tokens.ids[reply])]
 
 
 @pytest.mark.parametrize("turn", [4, 7])
@@ -126,13 +125,13 @@ def test_a_rebuild_is_a_prefill_of_the_conversation_without_the_hidden_turns(
     kept = deep.prefill(tokens[: tokens.span(f"T{turn}").start])
     # Whether the cache to be dropped was compacted does not matter: only its text is read.
     for start in (kept, deep.apply(MaskSpans(SUMMARISED), kept)):
-        found = deep.apply(policy(SUMMARISED), start)
-        assert torch.equal(found.ledger.positions, expected.ledger.positions)
-        assert torch.equal(found.ledger.tokens, expected.ledger.tokens)
-        for one, other in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+        restarted = deep.apply(policy(SUMMARISED), start)
+        assert torch.equal(restarted.ledger.positions, expected.ledger.positions)
+        assert torch.equal(restarted.ledger.tokens, expected.ledger.tokens)
+        for one, other in zip(restarted.keys + restarted.values, expected.keys + expected.values, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=ROUND_OFF * float(other.abs().max()))
     if policy is RestartRebuilt:
-        torch.testing.assert_close(rebuilt(deep, tokens, kept, turn).keys[-1], found.keys[-1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(rebuilt(deep, tokens, kept, turn).keys[-1], restarted.keys[-1], rtol=0, atol=1e-4)
 
 
 READ_AT_ONCE: list[tuple[tuple[str, ...], PositionMode]] = [
@@ -178,25 +177,25 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
             asked = type(last).of(ids[-1:], "own", int(cache.ledger.following))
         said.append(ids)
     same = [*(one == other for one, other in zip(*said, strict=True)), False]
-    own = chosen(tables_of(read)["samples"], {"sample": SHORT[0].id, "reply": "own"})
-    found = chosen(own, {"turn": turn, "reference": "compacted", "arm": "rebuilt"})
-    assert found["alike"].tolist() == [same.index(False)]
-    assert set(own.loc[own["arm"] == own["reference"], "agrees"]) == {1.0}
+    own_replies = chosen(tables_of(read)["samples"], {"sample": SHORT[0].id, "reply": "own"})
+    compared = chosen(own_replies, {"turn": turn, "reference": "compacted", "arm": "rebuilt"})
+    assert compared["alike"].tolist() == [same.index(False)]
+    assert set(own_replies.loc[own_replies["arm"] == own_replies["reference"], "agrees"]) == {1.0}
 
 
 def test_a_run_holds_every_table_and_figure_and_its_controls_hold(finished: Run):
-    samples, found = finished.df(), Conclusion.of(finished.metrics)
+    samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
     counts: Any = samples.groupby("reply").size() / SMALL.sessions
     assert counts["own"] == len(SPEAKERS) * len(LISTENERS) * len(AFTER)
     assert counts["early"] == 2 * len(AFTER) * (len(AFTER) + 1) // 2
     assert set(finished.df("tokens")["arm"]) == {*ARMS, "rebuilt"}
     assert len(finished.df("layers")) == SMALL.sessions * 2 * 4 * len(SHARED)
-    assert [control.holds for control in found.controls] == [True] * 3
-    findings = found.findings
+    assert [control.holds for control in conclusion.controls] == [True] * 3
+    findings = conclusion.findings
     assert findings.at("kl", turns="all", reference="compacted", run="rebuilt").smallest > 100 * ROUND_OFF
     assert findings.at("kl", turns="all", reference="compacted", run="compacted").largest < ROUND_OFF
     assert len(findings.where("matrix")) == len(MEASURED) * (len(MEASURED) + 1) // 2
-    assert "2 sessions are too few for an interval" in found.warnings[0]
+    assert "2 sessions are too few for an interval" in conclusion.warnings[0]
     assert_figures(finished, "drift_by_turn", "rebuild_matrix", "drift_by_distance", "drift_by_layer", "drift_in_reply")
 
 

@@ -16,7 +16,6 @@ from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import use_measurements
 from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
 from kvprobe.report.findings import Findings
@@ -30,7 +29,7 @@ from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.models import any_model
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, in_steps, page_of
+from tests.studies.runs import assert_figures, close, in_steps, page_of
 
 SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
 CODES = ("48213", "90577", "13662")
@@ -45,18 +44,13 @@ def without_residual() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def finished(smol: Model, without_residual: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(smol: Model, without_residual: None, root: Path) -> Run:
     return in_steps(lambda: leakage.run(SMALL, root, model=smol))
 
 
 @pytest.fixture(scope="module")
 def read(smol: Model) -> dict[str, torch.Tensor]:
     return read_context(smol, contexts()[0], CODES, batch=2)
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("row", range(len(CODES)))
@@ -86,8 +80,8 @@ def test_the_log_probability_of_the_code_is_that_of_reading_it_token_by_token(
     cache, logits = smol.extend(cache, tokens[start : answer.start])
     for index, place in enumerate(range(answer.start, answer.stop)):
         expected = logits[0, -1].log_softmax(-1)[tokens.ids[place]]
-        found = read["logprob"][1, USE_ARMS.index(arm), index]
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        logprob = read["logprob"][1, USE_ARMS.index(arm), index]
+        torch.testing.assert_close(logprob, expected, rtol=1e-3, atol=1e-3)
         cache, logits = smol.extend(cache, tokens[place : place + 1])
 
 
@@ -103,21 +97,6 @@ def test_each_floor_is_the_same_tokens_computed_without_the_hidden_turns(smol: M
         stop = tokens.part("answer").start if segment == "T3" else span.stop
         fresh = smol.capture(tokens[:stop], ["v"], segments=[segment])
         close(read[f"{arm}.v"], read_outs(fresh.stack("v")))
-
-
-def test_a_preference_for_some_digits_is_no_knowledge_of_the_code():
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 10, (40, 5), generator=generator)
-    blind, liking = torch.zeros(40, 5, 50), torch.zeros(40, 5, 50)
-    liking[:, :, :10] = 3.0 + torch.randn(10, generator=generator)
-    telling = liking.clone()
-    telling.scatter_add_(2, codes[:, :, None], torch.full((40, 5, 1), 2.0))
-    found = use_measurements([telling, liking, blind], codes, range(40))
-    logprob, margin = found["logprob"].sum(2).mean(0), found["margin"].sum(2).mean(0)
-    assert logprob[1] > logprob[2] + 1
-    assert margin[0] > 7
-    assert margin[1].abs() < 1e-4
-    assert margin[2].abs() < 1e-4
 
 
 def test_codes_that_shift_the_tokens_around_them_are_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
@@ -149,9 +128,9 @@ def test_numbers_are_those_of_the_probings(finished: Run):
         assert finding.value.mean == pytest.approx(lead.mean)
         assert finding.value.low < lead.low
         assert finding.value.high > lead.high
-    own = readings[(readings["arm"] == "direct") & (readings["split"] == "random")].set_index("reading")["accuracy"]
+    direct = readings[(readings["arm"] == "direct") & (readings["split"] == "random")].set_index("reading")["accuracy"]
     lead = findings.at("lead", arm="direct", split="random", reading="restart").mean
-    assert lead == pytest.approx(own["retained"] - own["restart"])
+    assert lead == pytest.approx(direct["retained"] - direct["restart"])
     assert findings.at("accuracy", arm="hidden", split="random", reading="retained").low > 0.1
     for floor in ("restart", "before"):
         assert findings.at("accuracy", arm="masked", split="random", reading=floor).mean < 0.2
@@ -226,22 +205,22 @@ def tables(
     per_context = 40 // count
     known = [{"sample": n, "context": n // per_context, "secret": "4-8"} for n in range(count * per_context)]
 
-    def off(each: dict[str, Any]) -> float:
-        return float(noise.normal()) if noise else 0.01 * (-1) ** (each["sample" if count == 1 else "context"])
+    def off(sample: dict[str, Any]) -> float:
+        return float(noise.normal()) if noise else 0.01 * (-1) ** (sample["sample" if count == 1 else "context"])
 
     samples = [
-        {**each, "measure": "use", "condition": condition, "logprob": margin - 9, "margin": margin + off(each)}
+        {**sample, "measure": "use", "condition": condition, "logprob": margin - 9, "margin": margin + off(sample)}
         | {"kl_from_full": 0.5, "token_accuracy": 0.5}
-        for each in known
+        for sample in known
         for condition, margin in (("full", 5.0), ("retained", use))
     ]
     at_restart = {"logprob": -9.0, "margin": 0.0, "kl_from_full": 0.6, "token_accuracy": 0.1}
-    samples += [{**each, "measure": "use", "condition": "restart", **at_restart} for each in known]
+    samples += [{**sample, "measure": "use", "condition": "restart", **at_restart} for sample in known]
     sites = [(arm, split) for arm in (*PROBED, "before", "restart") for split in splits]
     samples += [
-        {**each, "measure": "probe", "condition": arm, "split": split, "place": place, "floor": 0.1}
-        | {"right": 0.1 + leads.get((arm, split), 0.0) + (0.1 if noise else 1) * off(each)}
-        for each in known
+        {**sample, "measure": "probe", "condition": arm, "split": split, "place": place, "floor": 0.1}
+        | {"right": 0.1 + leads.get((arm, split), 0.0) + (0.1 if noise else 1) * off(sample)}
+        for sample in known
         for arm, split in sites
         for place in ("1", "2")
     ]
@@ -255,22 +234,22 @@ def tables(
     ]
     at = [{"arm": arm, "split": split} for arm in PROBED for split in splits]
     ends = {f"{name}_{end}": value for name in ("accuracy", "bits", "lead") for end, value in WIDE.items()}
-    each = {
+    records = {
         "samples": samples,
         "probes": probes,
         "readings": [
-            {**own, "reading": name, "accuracy": 0.3, "bits": 0.3, "lead": nan if name == "retained" else 0.3, **ends}
-            for own in at
+            {**keys, "reading": name, "accuracy": 0.3, "bits": 0.3, "lead": nan if name == "retained" else 0.3, **ends}
+            for keys in at
             for name in READINGS
         ],
-        "codelength": [{**own, "bits": 3.0, "context_bits": 3.3, "uniform_bits": 3.4} for own in at],
+        "codelength": [{**keys, "bits": 3.0, "context_bits": 3.3, "uniform_bits": 3.4} for keys in at],
         "sparse": [
-            {**own, "k": k, "accuracy": 0.3, "low": 0.2, "high": 0.4, "random": 0.1} for own in at for k in (1, 8)
+            {**keys, "k": k, "accuracy": 0.3, "low": 0.2, "high": 0.4, "random": 0.1} for keys in at for k in (1, 8)
         ],
-        "picks": [{**own, "fold": fold, "family": "v", "layer": 1, "read": "mean"} for own in at for fold in (0, 1)],
+        "picks": [{**keys, "fold": fold, "family": "v", "layer": 1, "read": "mean"} for keys in at for fold in (0, 1)],
         "reach": [{"family": "k", "layer": layer, "varies": 0.1 * (layer > 1)} for layer in (0, 1, 2)],
     }
-    return {name: pd.DataFrame(rows) for name, rows in each.items()}
+    return {name: pd.DataFrame(rows) for name, rows in records.items()}
 
 
 def numbers(made_up: Any) -> tuple[Config, Conclusion]:
@@ -291,8 +270,8 @@ def noise(rng: np.random.Generator) -> Conclusion:
 def test_claims_hold_together_and_numbers_are_those_that_were_put_in():
     findings: Findings = example()[1].findings
     expected = {("masked", "leave-context-out"), (CHANGED["masked"], "leave-context-out"), ("masked", "paired")}
-    assert {(each.keys["arm"], each.keys["split"]) for each in findings.where("leak")} == expected
-    for claimed, mean in ((findings.finding("use"), 0.5), *((each, 0.2) for each in findings.where("leak"))):
+    assert {(finding.keys["arm"], finding.keys["split"]) for finding in findings.where("leak")} == expected
+    for claimed, mean in ((findings.finding("use"), 0.5), *((finding, 0.2) for finding in findings.where("leak"))):
         assert claimed.comparisons == 4
         assert claimed.value.mean == pytest.approx(mean)
     assert findings.at("by_place", place="2").mean == pytest.approx(0.3)

@@ -26,8 +26,7 @@ PARTS = ("weights", "cache", "reading", "generating", "peak")
 
 
 @pytest.fixture(scope="module")
-def finished(smol: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(smol: Model, root: Path) -> Run:
     return in_steps(lambda: study.run(SMALL, root, model=smol))
 
 
@@ -67,14 +66,14 @@ def said(conclusion: Conclusion, folder: Path) -> str:
 
 
 def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(finished: Run):
-    found = Conclusion.of(finished.metrics)
-    assert found.findings.at("equal_looks").mean == found.findings.at("looks").mean == SMALL.new + 1
-    worst = {what: found.findings.at("worst", what=what).mean for what in PARTS}
+    conclusion = Conclusion.of(finished.metrics)
+    assert conclusion.findings.at("equal_looks").mean == conclusion.findings.at("looks").mean == SMALL.new + 1
+    worst = {what: conclusion.findings.at("worst", what=what).mean for what in PARTS}
     assert worst["cache"] == worst["weights"] == 0
     assert all(abs(error) < 0.02 for error in worst.values())
-    assert found.controls[0].holds
-    assert all("Other processes" in warning for warning in found.warnings)
-    assert found.findings.values("faster", "length") == [8, 32, 96]
+    assert conclusion.controls[0].holds
+    assert all("Other processes" in warning for warning in conclusion.warnings)
+    assert conclusion.findings.values("faster", "length") == [8, 32, 96]
 
 
 def test_the_figures_are_drawn_and_the_tables_kept(finished: Run):
@@ -84,13 +83,13 @@ def test_the_figures_are_drawn_and_the_tables_kept(finished: Run):
 
 
 def test_the_slope_is_the_power_of_the_length_over_its_longer_half():
-    found = slopes(times(lambda _: 1.0, lambda length: 1e-3 * max(length, 256) ** 2)).groupby("way")["slope"].mean()
-    assert found["anew"] == pytest.approx(2.0)
-    assert found["cached"] == pytest.approx(0.0, abs=1e-9)
+    slope = slopes(times(lambda _: 1.0, lambda length: 1e-3 * max(length, 256) ** 2)).groupby("way")["slope"].mean()
+    assert slope["anew"] == pytest.approx(2.0)
+    assert slope["cached"] == pytest.approx(0.0, abs=1e-9)
     rng = np.random.default_rng(0)
     drawn = times(lambda _: float(rng.lognormal()), float)
-    own = slopes(drawn).query("way == 'cached'")["slope"].to_numpy()
-    assert made_up(times=drawn).findings.at("slope", way="cached") == estimate(own, comparisons=2)
+    cached = slopes(drawn).query("way == 'cached'")["slope"].to_numpy()
+    assert made_up(times=drawn).findings.at("slope", way="cached") == estimate(cached, comparisons=2)
 
 
 def test_the_answer_is_decided_by_the_numbers(tmp_path: Path):

@@ -42,7 +42,7 @@ from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.text.tokens import Tokens
 from tests.models import any_model, llama, tiny_tokenizer
-from tests.studies.runs import answer_of, assert_figures, in_steps
+from tests.studies.runs import answer_of, assert_figures, close, every, in_steps
 
 SMALL = Config(sessions=8, samples=32, folds=3, families=("v",))
 MADE_UP = Config(sessions=12, samples=36, folds=3)
@@ -71,7 +71,7 @@ def read(deep: Model) -> dict[str, torch.Tensor]:
 
 def plainly(model: Model, tokens: Tokens, arm: Arm) -> tuple[list[dict[str, torch.Tensor]], KVCache]:
     """Each summary's features, and the last cache, by masking what the arm hides and nothing else."""
-    found, cache = [], None
+    features, cache = [], None
     for turn in range(1, TURNS + 2):
         seen = {"system", *(summaries_seen(arm, turn) if turn > 1 else ())}
         if cache is not None and (hidden := [name for name in cache.ledger.names if name not in seen]):
@@ -83,10 +83,10 @@ def plainly(model: Model, tokens: Tokens, arm: Arm) -> tuple[list[dict[str, torc
         captured = model.capture(
             tokens[start:stop], ("k", "v"), segments=SUMMARY_NAMES[turn - 1 : turn], past=cache, keep_cache=True
         )
-        found.append({family: read_outs(captured.stack(family))[0] for family in ("k", "v")})
+        features.append({family: read_outs(captured.stack(family))[0] for family in ("k", "v")})
         cache = captured.cache
     assert cache is not None
-    return found, cache
+    return features, cache
 
 
 def logprob(model: Model, cache: KVCache, tokens: Tokens) -> torch.Tensor:
@@ -94,10 +94,6 @@ def logprob(model: Model, cache: KVCache, tokens: Tokens) -> torch.Tensor:
     question, code = tokens.span("Q"), tokens.part("answer")
     _, logits = model.extend(cache, tokens[question.start : code.stop - 1], logits=5)
     return logits[0].log_softmax(-1).gather(1, torch.tensor(tokens.ids[code])[:, None])[:, 0]
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
 
 
 @each_arm
@@ -143,20 +139,20 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
     rng = np.random.default_rng(5)
     codes = rng.integers(0, 10, (config.sessions, config.samples // config.sessions, 5))
     frames = rng.normal(size=(2, 5, 10, 64))
-    for number, own in enumerate(codes):
-        tensors: dict[str, torch.Tensor] = {"digits": torch.from_numpy(own)}
+    for number, digits in enumerate(codes):
+        tensors: dict[str, torch.Tensor] = {"digits": torch.from_numpy(digits)}
         for at in PLACES:
             offset = rng.normal(size=(1, 2, 2, 64)) * 3
-            held = frames[min(at[1], 1)][np.arange(5), own].sum(1)[:, None, None] * (
+            held = frames[min(at[1], 1)][np.arange(5), digits].sum(1)[:, None, None] * (
                 at[0] != "hop-forced" or at[1] <= 2
             )
             held = held * np.array([0, 1])[:, None, None]  # layer 0 holds nothing
-            noise = rng.normal(size=(len(own), 2, 2, 64)) * 0.3
+            noise = rng.normal(size=(len(digits), 2, 2, 64)) * 0.3
             tensors[name_of("retained", at, "v")] = torch.from_numpy((offset + held + noise).astype(np.float32))
             tensors[name_of("restart", at, "v")] = torch.from_numpy(offset.astype(np.float32))
         for name in ("logprob", "margin", "correct"):
-            tensors[name] = torch.from_numpy(rng.integers(-64, 64, (len(own), len(USE_ARMS), 5)) / 64)
-        tensors["kl"] = torch.from_numpy(rng.random((len(own), len(USE_ARMS))))
+            tensors[name] = torch.from_numpy(rng.integers(-64, 64, (len(digits), len(USE_ARMS), 5)) / 64)
+        tensors["kl"] = torch.from_numpy(rng.random((len(digits), len(USE_ARMS))))
         save_file(tensors, folder / str(number))
         yield folder / str(number)
 
@@ -164,31 +160,31 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
 def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(tmp_path: Path):
     config = Config(sessions=12, samples=120, folds=3, families=("v",))
     tables = collecting.tables(list(planted(config, tmp_path)), config)
-    found = conclude(tables, config, any_model()).findings
+    findings = conclude(tables, config, any_model()).findings
 
     def means(name: str, **keys: str) -> np.ndarray:
-        return np.array([each.value.mean for each in found.where(name, **keys)])
+        return np.array([finding.value.mean for finding in findings.where(name, **keys)])
 
     retained, restart = ({"condition": condition} for condition in CONDITIONS)
     for arm in ("open", "skip"):
         assert means("read", split="paired", arm=arm, **retained).min() > 0.9
         assert means("read", split="leave-context-out", arm=arm, **retained).min() > 0.3
-    assert all(found.at("leak", split="paired", arm=arm, distance=distance).above() for arm, distance in PLACES[:8])
+    assert all(findings.at("leak", split="paired", arm=arm, distance=distance).above() for arm, distance in PLACES[:8])
     hops = means("read", split="paired", arm="hop-forced", **retained)
     assert hops[:3].min() > 0.9 > 0.2 > hops[3:].max()
     assert max(means("read", **restart).max(), means("floor").max()) < 0.2
     assert means("bits", split="paired", arm="open", **retained).min() > 2
     assert np.abs(means("bits", split="paired", arm="open", **restart)).max() < 0.2
-    direct = found.where("direct", split="paired", arm="skip")
-    assert [each.value.above(0.5) for each in direct] == [False] + [True] * 5
-    assert found.at("beyond", split="paired", arm="open").mean > 0.8
+    direct = findings.where("direct", split="paired", arm="skip")
+    assert [finding.value.above(0.5) for finding in direct] == [False] + [True] * 5
+    assert findings.at("beyond", split="paired", arm="open").mean > 0.8
     table, forced = (means("transfer", split="paired", arm=arm).reshape(8, 8) for arm in ("open", "hop-forced"))
     assert min(table[1:, 1:].min(), table[0, 0]) > 0.9
     assert max(table[0, 1:].max(), table[1:, 0].max()) < 0.4
     assert forced[1, 3:].max() < 0.25
-    elsewhere = found.at("transfer_mean", split="paired", arm="open", tested_at="another").mean
+    elsewhere = findings.at("transfer_mean", split="paired", arm="open", tested_at="another").mean
     assert elsewhere == pytest.approx(table[~np.eye(8, dtype=bool)].mean())
-    assert found.values("transfer_picked", "layer", split="paired", arm="open") == [1]
+    assert findings.values("transfer_picked", "layer", split="paired", arm="open") == [1]
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +193,10 @@ def shallow() -> Model:
 
 
 @pytest.fixture(scope="module")
-def finished(shallow: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(shallow: Model, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for module in (collecting, concluding):
             patch.setattr(module, "sessions", lambda: tuple(session_of(number) for number in range(30)))
-        root = tmp_path_factory.mktemp("runs")
         return in_steps(lambda: multihop.run(SMALL, root, model=shallow))
 
 
@@ -213,31 +208,32 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert len(samples) == 32 * len(USE_ARMS)
     assert samples.groupby("session")["sample"].nunique().tolist() == [4] * 8
     assert len(read) == 32 * len(PLACES) * 2 * len(SPLITS)
-    found = Conclusion.of(finished.metrics)
-    assert [control.holds for control in found.controls] == [True]
-    assert found.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
+    conclusion = Conclusion.of(finished.metrics)
+    assert [control.holds for control in conclusion.controls] == [True]
+    assert conclusion.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
     gain = samples.groupby("condition")["margin"].mean()
-    assert found.findings.at("gain", arm="skip").mean == pytest.approx(gain["skip"] - gain["restart, skip"], abs=1e-9)
+    assert conclusion.findings.at("gain", arm="skip").mean == pytest.approx(
+        gain["skip"] - gain["restart, skip"], abs=1e-9
+    )
     assert_figures(finished, "by_distance", "by_layer_v", "transfer", "transfer_leave-context-out", "use", "said")
 
 
 def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
     """The conclusion where this is read, by row, and cached; K and V vary so much below the light cone too."""
 
-    def crossed(**columns: Any) -> pd.DataFrame:
-        made = pd.MultiIndex.from_product(list(columns.values()), names=list(columns)).to_frame(index=False)
-        return made.assign(session=made["sample"] // 3) if "sample" in made else made
+    def sessions(made: pd.DataFrame) -> Any:
+        return made["sample"] // 3
 
     cases, places = range(MADE_UP.samples), pd.DataFrame(PLACES, columns=["arm", "distance"])
-    layers = places.merge(crossed(family=["v"], layer=range(N_LAYERS)), how="cross")
-    asked = crossed(sample=cases, condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
-    picks = places.merge(crossed(split=SPLITS, picks=("read", "transfer")), "cross")
-    read = places.merge(crossed(split=SPLITS, condition=CONDITIONS, sample=cases), "cross")
-    transfer = crossed(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases)
+    layers = places.merge(every(family=["v"], layer=range(N_LAYERS)), how="cross")
+    asked = every(sample=cases, condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
+    picks = places.merge(every(split=SPLITS, picks=("read", "transfer")), "cross")
+    read = places.merge(every(split=SPLITS, condition=CONDITIONS, sample=cases), "cross")
+    transfer = every(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases)
     tables = {
-        "samples": asked.assign(margin=margin),
-        "read": read.assign(accuracy=accuracy, bits=0.5),
-        "transfer": transfer.assign(accuracy=0.2),
+        "samples": asked.assign(session=sessions, margin=margin),
+        "read": read.assign(session=sessions, accuracy=accuracy, bits=0.5),
+        "transfer": transfer.assign(session=sessions, accuracy=0.2),
         "picks": picks.assign(family="v", layer=1, read="mean"),
         "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
         "variation": layers.assign(variation=varies),
@@ -291,9 +287,9 @@ def test_the_answer_follows_the_intervals(
 
 
 def test_the_intervals_of_the_answer_hold_together():
-    found = example()[1].findings
-    assert {each.comparisons for each in found.where("leak", split="paired")} == {3 + len(PLACES) + 6 + 3}
-    assert {each.comparisons for each in found.where("direct", split="random")} == {12}
+    findings = example()[1].findings
+    assert {finding.comparisons for finding in findings.where("leak", split="paired")} == {3 + len(PLACES) + 6 + 3}
+    assert {finding.comparisons for finding in findings.where("direct", split="random")} == {12}
 
 
 def test_a_code_that_varies_below_the_light_cone_fails_the_control():

@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "studies.md"
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory, deep: Model) -> tuple[Path, Run]:
+def hidden_thirds(tmp_path_factory: pytest.TempPathFactory, deep: Model) -> tuple[Path, Run]:
     """The study's file, and a run of it."""
     folder = tmp_path_factory.mktemp("own")
     file = write_skeleton("hidden_thirds", folder)
@@ -37,15 +37,15 @@ def test_the_file_is_the_one_that_the_page_shows_and_is_short(tmp_path: Path):
     assert len(text.splitlines()) < 60
 
 
-def test_it_runs_and_its_page_shows_every_finding(own: tuple[Path, Run]):
-    file, run = own
-    study, found = read_study(file), Conclusion.of(run.metrics).findings
-    assert found.values("kl", "third") == ["first", "second", "last"]
-    assert found.at("more").mean == pytest.approx(
-        found.at("kl", third="last").mean - found.at("kl", third="first").mean
+def test_it_runs_and_its_page_shows_every_finding(hidden_thirds: tuple[Path, Run]):
+    file, run = hidden_thirds
+    study, findings = read_study(file), Conclusion.of(run.metrics).findings
+    assert findings.values("kl", "third") == ["first", "second", "last"]
+    assert findings.at("more").mean == pytest.approx(
+        findings.at("kl", third="last").mean - findings.at("kl", third="first").mean
     )
     page = (run.path / "report.html").read_text()
-    for finding in found:
+    for finding in findings:
         assert study.write(finding) in page
     assert any(phrase in answer(study, run) for phrase in ("matters more", "is open"))
     assert "kvprobe run hidden_thirds.py --prompts 8" not in page  # the default
@@ -55,8 +55,8 @@ def test_it_runs_and_its_page_shows_every_finding(own: tuple[Path, Run]):
     refused(lambda: write_views(study, run), "has no views")
 
 
-def test_a_model_in_hand_is_recorded_and_the_run_is_found_again(own: tuple[Path, Run], deep: Model):
-    file, run = own
+def test_a_model_in_hand_is_recorded_and_the_run_is_found_again(hidden_thirds: tuple[Path, Run], deep: Model):
+    file, run = hidden_thirds
     assert run.config["settings"]["model"] == deep.name
     study = read_study(file)
     assert run_study(study, study.config(prompts=8), run.path.parent, model=deep).path == run.path
@@ -102,8 +102,8 @@ def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path
     assert set(given[1]) == {"samples", "others"}
 
 
-def test_what_a_page_defines_before_its_blocks_is_in_its_answer(own: tuple[Path, Run], tmp_path: Path):
-    file, run = own
+def test_what_a_page_defines_before_its_blocks_is_in_its_answer(hidden_thirds: tuple[Path, Run], tmp_path: Path):
+    file, run = hidden_thirds
     (tmp_path / "page.html.j2").write_text(
         '{% extends "study.html.j2" %}{% macro said() %}said so{% endmacro %}'
         "{% block answer %}{{ said() }}{% endblock %}"
@@ -111,8 +111,8 @@ def test_what_a_page_defines_before_its_blocks_is_in_its_answer(own: tuple[Path,
     assert answer(replace(read_study(file), folder=tmp_path), run) == "said so"
 
 
-def test_what_may_not_be_claimed_is_refused(own: tuple[Path, Run]):
-    file, run = own
+def test_what_may_not_be_claimed_is_refused(hidden_thirds: tuple[Path, Run]):
+    file, run = hidden_thirds
     study, findings = read_study(file), Conclusion.of(run.metrics).findings
     refused(lambda: study.claim(findings, "kl", third="first"), "Nothing may be claimed of 'kl'")
     refused(lambda: study.claim(findings, "less"), "no finding called 'less'")

@@ -31,9 +31,9 @@ def by_margin(model: Model, kind: str) -> list[tuple[str, str]]:
     """Pairs of values, from those that the model says most clearly, each in its own run, to those that it confuses."""
     letters, said, id_of = "bcdefghijkmnopqrsu", {}, {}
     for letter in letters:
-        own = pair(made_up_fact(0, kind, (letter, "v")), model.tokenizer)
-        said[letter] = model.extend(model.prefill(own.prompts[0]), [own.suffix])[1][0, -1]
-        id_of[letter] = own.answers[0]
+        letter_pair = pair(made_up_fact(0, kind, (letter, "v")), model.tokenizer)
+        said[letter] = model.extend(model.prefill(letter_pair.prompts[0]), [letter_pair.suffix])[1][0, -1]
+        id_of[letter] = letter_pair.answers[0]
 
     def margin(values: tuple[str, str]) -> float:
         return min(float(said[one][id_of[one]] - said[one][id_of[other]]) for one, other in (values, values[::-1]))
@@ -60,19 +60,19 @@ def run_tiny(model: Model, chosen: tuple[Fact, ...], root: Path, config: Config 
 
 
 @pytest.fixture(scope="module")
-def finished(deep: Model, tiny_facts: tuple[Fact, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(deep: Model, tiny_facts: tuple[Fact, ...], root: Path) -> Run:
     return in_steps(lambda: run_tiny(deep, tiny_facts, root))
 
 
 def test_a_run_leaves_what_the_model_cannot_do_out_of_the_maps_and_shows_all_others(finished: Run):
     table, conclusion = finished.df(), Conclusion.of(finished.metrics)
-    found = conclusion.findings
-    assert (found.at("facts").mean, found.at("able_facts").mean, found.at("able", kind="name").mean) == (6, 5, 2)
+    findings = conclusion.findings
+    counts = (findings.at("facts").mean, findings.at("able_facts").mean, findings.at("able", kind="name").mean)
+    assert counts == (6, 5, 2)
     always = {Grid.WHOLE, Grid.EVERYTHING, Grid.SAME}
     assert set(table.loc[~table["able"], "grid"]) == always
     assert set(table.loc[table["able"], "grid"]) >= always | {Grid.LAYERS, Grid.HEADS, Grid.RESIDUAL}
-    assert {finding.value.clusters for finding in found.where("segment")} == {5}
+    assert {finding.value.clusters for finding in findings.where("segment")} == {5}
     assert [control.holds for control in conclusion.controls] == [True] * 3
     page = (finished.path / "report.html").read_text()
     assert [page.count(f'data-component="{view}"') for view in ("HeatMap", "ColoredTokensMulti")] == [3 + 2 + 2, 1]
@@ -133,15 +133,15 @@ def table_with(
     for number in range(facts):
         way = -5.0 + rng.normal(0, 0.5)
         known = {"pair": number, "cluster": f"f{number}", "kind": "code", "half": number % 2, "able": True, "way": way}
-        own = {part: share + rng.normal(0, noise) for part, share in shares.items()}
-        own["KV"] = sum(own.values()) + rng.normal(0, noise) if added else 1.0
+        fact_shares = {part: share + rng.normal(0, noise) for part, share in shares.items()}
+        fact_shares["KV"] = sum(fact_shares.values()) + rng.normal(0, noise) if added else 1.0
 
         def cell(share: float, grid: Grid, part: str, known: dict[str, Any] = known, **labels: Any) -> None:
             effect = share * known["way"]
             ends = {"value": 2.5 + effect, "donor": 2.5 + known["way"], "effect": effect}
             rows.append({**known, **ends, "grid": grid.value, "part": part, **labels})
 
-        for part, share in own.items():
+        for part, share in fact_shares.items():
             cell(share, Grid.EVERYTHING, part)
             for segment in ("system", VALUE, "T2"):
                 cell(share * (segment == VALUE), Grid.WHOLE, part, segment=segment)
@@ -180,7 +180,7 @@ def noise(rng: np.random.Generator) -> Conclusion:
 
 
 def test_known_shares_layers_and_bands_come_back():
-    found = example()[1].findings
+    findings = example()[1].findings
     for name, keys, value in (
         ("everything", {"part": "V"}, 0.8),
         ("difference", {}, 0.7),
@@ -195,8 +195,8 @@ def test_known_shares_layers_and_bands_come_back():
         ("slot", {"layer": 3, "token": "7 ↵", "part": "K"}, 0),
         ("token", {"seen": "total: KV", "token": "8 $b <i>"}, 1),
     ):
-        assert found.at(name, **keys).mean == pytest.approx(value, abs=0.03), name
-    assert {finding.value.mean for finding in found.where("band_layer", part="V")} == {2}
+        assert findings.at(name, **keys).mean == pytest.approx(value, abs=0.03), name
+    assert {finding.value.mean for finding in findings.where("band_layer", part="V")} == {2}
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_the_answer_follows_the_intervals(shares: dict[str, float], words: tuple
 
 def test_what_both_need_and_what_both_do_are_distinguished():
     for share, said in ((0.3, "part takes both"), (0.5, "not detected"), (0.9, "part is in either")):
-        found = numbers(table_with(dict.fromkeys("KV", share))).findings
-        assert STUDY.claim(found, "interaction") == said
+        findings = numbers(table_with(dict.fromkeys("KV", share))).findings
+        assert STUDY.claim(findings, "interaction") == said
 
 
 def test_few_facts_and_a_broken_control_are_warned_of():

@@ -22,9 +22,8 @@ from kvprobe.studies.policies import collect as collecting
 from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, WINDOW, Condition
 from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets, least_memory
 from kvprobe.studies.policies.study import STUDY
-from kvprobe.tasks.instructions import DEPTHS, VALUES, instructions, needles
+from kvprobe.tasks.instructions import VALUES
 from kvprobe.text.tokens import Tokens
-from tests.refusals import refused
 from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
@@ -62,8 +61,7 @@ def run_few(model: Model, root: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def finished(wordy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
+def finished(wordy: Model, root: Path) -> Run:
     return in_steps(lambda: run_few(wordy, root))
 
 
@@ -72,33 +70,6 @@ def prepared(wordy: Model) -> Prepared:
     given, chat = collecting.sample_conversation(wordy, SMALL, 0)
     scene = replace(wordy.watch(chat, queries=WINDOW), samples=(0,))
     return Prepared(scene, collecting.write_script(wordy, scene.cache, given, chat))
-
-
-def test_a_conversation_holds_what_was_drawn_where_it_was_wanted(wordy: Model):
-    config = replace(SMALL, length=512)
-    for sample in range(3):
-        given, chat = collecting.sample_conversation(wordy, config, sample)
-        tokens = chat.tokens(wordy.tokenizer)
-        assert abs(len(tokens) - config.length) < 40
-        code = tokens.part("code")
-        assert wordy.tokenizer.decode(tokens.ids[code]) == given.code
-        assert set(tokens.segments[code]) == {"needle"}
-        assert abs(code.start / len(tokens) - given.depth) < 0.08
-        assert DEPTHS[0] <= given.depth <= DEPTHS[1]
-        for place, (instruction, value) in enumerate(given.instructions, start=1):
-            text = wordy.tokenizer.decode(tokens.ids[tokens.part(f"instruction{place}")])
-            assert text.strip() == instruction.text.replace("{value}", value)
-            assert set(tokens.segments[tokens.part(f"instruction{place}")]) == {"system"}
-
-
-def test_a_conversation_longer_than_its_small_talk_is_refused(wordy: Model):
-    given, _ = collecting.sample_conversation(wordy, SMALL, 0)
-    refused(lambda: collecting.conversation(given, 50_000, wordy.tokenizer), "small talk")
-
-
-def test_every_instruction_and_needle_has_its_place_to_fill():
-    assert all(each.text.count("{value}") == 1 and len(set(each.values)) == VALUES for each in instructions())
-    assert all(each.text.count("{code}") == 1 and "{" not in each.question + each.lead for each in needles())
 
 
 def test_a_policy_that_may_keep_everything_changes_nothing(wordy: Model, prepared: Prepared):
@@ -151,31 +122,31 @@ def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_ha
 
     def next_tokens(start: KVCache, tokens: Tokens, wanted: int) -> torch.Tensor:
         """Log-probabilities after each of the last tokens, which are read one at a time at consecutive positions."""
-        found, position, before = [], start.slots, tokens.ids[:-wanted]
+        logprobs, position, before = [], start.slots, tokens.ids[:-wanted]
         start, _ = wordy.extend(start, [Tokens.of(before, "by hand", position)])
         for place, token in enumerate(tokens.ids[-wanted:], start=position + len(before)):
             start, logits = wordy.extend(start, [Tokens.of([token], "by hand", place)])
-            found.append(logits[0, -1].log_softmax(-1))
-        return torch.stack(found)
+            logprobs.append(logits[0, -1].log_softmax(-1))
+        return torch.stack(logprobs)
 
     full = collecting.say(wordy, cache, script)
-    found = collecting.outcomes_of(script, collecting.say(wordy, prepared.act(wordy, "sinks", 50), script), full)
+    outcomes = collecting.outcomes_of(script, collecting.say(wordy, prepared.act(wordy, "sinks", 50), script), full)
 
     said = next_tokens(by_hand, script.continuation, script.continued)
     reference = next_tokens(cache, script.continuation, script.continued)
     kl = (reference.exp() * (reference - said)).sum(1).mean()
-    assert found["kl"] == pytest.approx(float(kl), rel=1e-3)
-    assert found["agreement"] == float((reference.argmax(1) == said.argmax(1)).double().mean())
+    assert outcomes["kl"] == pytest.approx(float(kl), rel=1e-3)
+    assert outcomes["agreement"] == float((reference.argmax(1) == said.argmax(1)).double().mean())
 
     code = script.codes[0]
     digits = next_tokens(by_hand, script.questions[0], len(code))
     others = torch.stack([digits[place, script.codes[1:, place]].mean() for place in range(len(code))])
     margin = (digits.gather(1, code[:, None])[:, 0] - others).sum()
-    assert found["code_margin"] == pytest.approx(float(margin), abs=1e-2)
-    assert found["code"] == float((digits.argmax(1) == code).double().mean())
+    assert outcomes["code_margin"] == pytest.approx(float(margin), abs=1e-2)
+    assert outcomes["code"] == float((digits.argmax(1) == code).double().mean())
 
     last = next_tokens(by_hand, script.questions[2], 1)[0][script.values[1]] - script.prior[1]
-    assert found["instruction2"] == float(int(last.argmax()) == script.chosen[1])
+    assert outcomes["instruction2"] == float(int(last.argmax()) == script.chosen[1])
 
 
 def test_the_codes_hold_every_digit_at_every_place_and_the_values_differ(wordy: Model, prepared: Prepared):
@@ -196,9 +167,9 @@ def test_a_run_holds_every_condition_and_its_control(finished: Run):
     count = 3 * len(SMALL.budgets) + 1 + 1
     assert samples.groupby("condition").size().tolist() == [SMALL.samples] * count
     assert bool((samples["bytes"] <= samples.query("kind == @FULL")["bytes"].max()).all())
-    found = Conclusion.of(finished.metrics)
-    assert [control.holds for control in found.controls] == [True]
-    assert len(found.findings.where("quality", measure="code")) == count
+    conclusion = Conclusion.of(finished.metrics)
+    assert [control.holds for control in conclusion.controls] == [True]
+    assert len(conclusion.findings.where("quality", measure="code")) == count
     assert_figures(finished, "quality_by_memory", "instructions_by_place")
 
 
@@ -237,14 +208,16 @@ def made_up(values: Values, full: float = 0.9, config: Config = MADE_UP) -> Conc
     known = {"slots": 500, "reach": 560, "depth": 0.5, "continued": 32, "code_tokens": 5, "bytes_held": 1, "bytes": 1}
     rows = []
     for sample in range(config.samples):
-        for each in [Condition(FULL, 100), *collecting.conditions(config)]:
-            whole = each.kind == FULL
-            memory = 1.0 if whole else each.level / (16 if KINDS[each.kind].bits else 100)
+        for condition in [Condition(FULL, 100), *collecting.conditions(config)]:
+            whole = condition.kind == FULL
+            memory = 1.0 if whole else condition.level / (16 if KINDS[condition.kind].bits else 100)
             measures = (*MEASURES, *MARGINS, *BY_PLACE)
-            row = {name: full if whole else values(name, each.kind, each.level, sample) for name in measures}
+            row = {name: full if whole else values(name, condition.kind, condition.level, sample) for name in measures}
             if whole:
                 row |= {"kl": 0.0, "agreement": 1.0}
-            rows.append({"sample": sample, "kind": each.kind, "level": each.level, "memory": memory, **known, **row})
+            rows.append(
+                {"sample": sample, "kind": condition.kind, "level": condition.level, "memory": memory, **known, **row}
+            )
     return concluded(pd.DataFrame(rows), config, FACTS)
 
 
@@ -288,24 +261,27 @@ def test_the_answer_says_who_beats_random_eviction_who_does_worse_and_how_little
 
 
 def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memory_or_more():
-    found = made_up(lambda measure, kind, level, _: 0.5 + level / 1000 + 0.1 * (kind == "tova")).findings
+    findings = made_up(lambda measure, kind, level, _: 0.5 + level / 1000 + 0.1 * (kind == "tova")).findings
     for measure, gain in {"kl": -0.1, "agreement": 0.1}.items():
         keys = {"measure": measure, "kind": "tova", "level": 50, "against": 50, "baseline": RANDOM_SINKS}
-        assert found.at("gain", **keys).mean == pytest.approx(gain)
-    against = {each.keys["level"]: each.keys["against"] for each in found.where("gain_quantised", baseline=RANDOM)}
+        assert findings.at("gain", **keys).mean == pytest.approx(gain)
+    against = {
+        finding.keys["level"]: finding.keys["against"] for finding in findings.where("gain_quantised", baseline=RANDOM)
+    }
     assert against == {8: 50, 4: 50, 3: 20, 2: 20}
-    (quantised,) = found.where("gain_quantised", measure="code", level=8, baseline=RANDOM)
+    (quantised,) = findings.where("gain_quantised", measure="code", level=8, baseline=RANDOM)
     assert quantised.value.mean == pytest.approx(-0.042)
-    assert found.at("from_full", measure="code", kind="tova", level=50).mean == pytest.approx(0.65 - 0.9)
-    assert set(found.values("gain", "level")) == {20, 50}
-    assert {each.comparisons for each in found.where("gain")} == {len(found.where("gain", baseline=RANDOM))} == {72}
+    assert findings.at("from_full", measure="code", kind="tova", level=50).mean == pytest.approx(0.65 - 0.9)
+    assert set(findings.values("gain", "level")) == {20, 50}
+    comparisons = {finding.comparisons for finding in findings.where("gain")}
+    assert comparisons == {len(findings.where("gain", baseline=RANDOM))} == {72}
 
 
 def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):
-    found = made_up(lambda *_: 0.15, full=0.15)
-    assert found.facts["judged"] == {"kl": True, "agreement": True, "code": False, "instructions": False}
-    assert sum("cannot be judged" in warning for warning in found.warnings) == 2
-    page = page_of(STUDY, MADE_UP, found, tmp_path).read("report.html")
+    conclusion = made_up(lambda *_: 0.15, full=0.15)
+    assert conclusion.facts["judged"] == {"kl": True, "agreement": True, "code": False, "instructions": False}
+    assert sum("cannot be judged" in warning for warning in conclusion.warnings) == 2
+    page = page_of(STUDY, MADE_UP, conclusion, tmp_path).read("report.html")
     assert page.count("<td>cannot be judged</td>") == 2 * len(KINDS) + 2 * 9 * 2
     assert "less that of the full cache" in page
     assert "Recall of the hidden code, less" not in page
@@ -323,8 +299,8 @@ def test_some_instructions_forgotten_and_some_kept_differs_from_all_forgotten():
     def values(measure: str, kind: str, level: int, _: int) -> float:
         return float(kind not in ("tova", "snapkv") or (kind == "snapkv" and measure != "instruction1"))
 
-    found = made_up(values, full=1.0).findings
-    forgotten = {each.keys["kind"]: each.value.mean for each in found.where("quality", measure="forgotten")}
+    findings = made_up(values, full=1.0).findings
+    forgotten = {finding.keys["kind"]: finding.value.mean for finding in findings.where("quality", measure="forgotten")}
     assert (forgotten["h2o"], forgotten["tova"], forgotten["snapkv"], forgotten[FULL]) == (0, 0, 1, 0)
 
 

@@ -30,9 +30,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_shows_everything(finished: Run):
-    found = Conclusion.of(finished.metrics).findings
-    assert {claim.finding for claim in STUDY.claims} <= set(found.names)
-    assert len(found.where("logprob")) == 3 * 3 * 2
+    findings = Conclusion.of(finished.metrics).findings
+    assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
+    assert len(findings.where("logprob")) == 3 * 3 * 2
     assert_figures(finished, "answers_by_source")
     assert finished.metrics["controls"][0]["holds"]
 

@@ -9,18 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.experiments.study import Conclusion
-from kvprobe.faults import Draws
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
-from kvprobe.faults.strike import corrupt
-from kvprobe.inference import trials
 from kvprobe.inference.model import Model
-from kvprobe.inference.sweep import prepare
 from kvprobe.models.geometry import Geometry
 from kvprobe.presets import presets
 from kvprobe.report.findings import Findings
@@ -31,7 +26,6 @@ from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROC
 from kvprobe.studies.robustness.conclude import conclude, ranking
 from kvprobe.studies.robustness.study import STUDY, STYLES
 from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import prompt
 from tests.models import N_LAYERS, any_model
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_of
@@ -40,8 +34,8 @@ SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(1
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return robustness.run(SMALL, tmp_path_factory.mktemp("runs"), model=tiny_llama)
+def finished(tiny_llama: Model, root: Path) -> Run:
+    return robustness.run(SMALL, root, model=tiny_llama)
 
 
 def test_there_is_a_case_for_each_fault_rate_and_repeat_and_for_each_control():
@@ -82,30 +76,12 @@ def test_every_named_fault_has_a_line_style_of_its_own():
     assert len(set(STYLES.values())) == len(STYLES)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
-    task = find_task("recite")
-    item = task.items(1, 0)[0]
-    sample = trials.Sample(task, item, 0, prompt(item, tiny_llama.tokenizer))
-    cache = tiny_llama.prefill(sample.tokens)
-    case = next(case for case in cases(replace(SMALL, timing="once")) if case.labels["fault"] == name)
-    struck = replace(case.trial.fault, scope=replace(case.trial.fault.scope, rate=0.5))
-    context = prepare(tiny_llama.lanes, cache, [struck], trials.donors(tiny_llama, sample, {struck.lender}))
-    damaged, _ = corrupt(cache, struck, [context], [Draws()])
-    changed = {
-        "k": any(not torch.equal(a, b) for a, b in zip(cache.keys, damaged.keys, strict=True)),
-        "v": any(not torch.equal(a, b) for a, b in zip(cache.values, damaged.values, strict=True)),
-    }
-    only = {"zero-values": "v", "permuted-keys": "k", "shifted": "k", "overlapping": "k"}.get(name)
-    assert changed == {"k": only in (None, "k"), "v": only in (None, "v")}
-
-
 def test_a_run_holds_every_condition_number_and_figure(finished: Run):
-    samples, found = finished.df(), finished.findings
+    samples, findings = finished.df(), finished.findings
     assert len(samples) == SMALL.samples * (len(cases(SMALL)) + 1)
     for name in ("accuracy", "lost", "same", "kl"):
-        assert len(found[found["name"] == name]) == len(CATALOGUE) * 2
-    assert len(found[found["name"] == "reading"]) == 27
+        assert len(findings[findings["name"] == name]) == len(CATALOGUE) * 2
+    assert len(findings[findings["name"] == "reading"]) == 27
     assert_figures(finished, "accuracy_by_rate", "kl_by_rate")
     page = write_page(STUDY, finished).read_text()
     assert all(kind.label.replace("&", "&amp;") in page for kind in CATALOGUE.values())
@@ -130,12 +106,12 @@ def test_damage_grows_with_the_rate_and_noise_moves_more_than_rounding(finished:
 
 
 def test_a_random_model_is_listed_with_its_baseline_and_faults_are_not_ranked(finished: Run):
-    found = findings_of(finished)
-    assert found.at("sound", task="retrieve").mean == 0
-    assert not found.where("harm")
-    assert not found.where("cliff")
+    findings = findings_of(finished)
+    assert findings.at("sound", task="retrieve").mean == 0
+    assert not findings.where("harm")
+    assert not findings.where("cliff")
     assert "Faults are not ranked on retrieve" in answer(STUDY, finished)
-    assert set(found.values("harm_kl", "fault")) == {name for name in CATALOGUE if not CATALOGUE[name].control}
+    assert set(findings.values("harm_kl", "fault")) == {name for name in CATALOGUE if not CATALOGUE[name].control}
 
 
 def test_the_nan_is_named_and_not_counted_among_rows_that_broke(finished: Run):
@@ -255,15 +231,15 @@ def graded(fault: str, rate: float, item: int) -> bool:
 
 
 def test_accuracies_and_losses_are_those_of_the_table():
-    found = numbers(made_up(graded, MADE_UP, clean=lambda item: item != 19))
+    conclusion = numbers(made_up(graded, MADE_UP, clean=lambda item: item != 19))
     zeros = {"fault": "zeros", "rate": 10.0}
-    assert at(found, "accuracy", **zeros).ends == pytest.approx(wilson(12, 20).ends, rel=1e-12)
-    assert at(found, "lost", **zeros).mean == pytest.approx(0.95 - 0.6)
-    assert at(found, "sound").mean == 0.95
-    assert at(found, "kl", **zeros).mean == pytest.approx(0.1)
+    assert at(conclusion, "accuracy", **zeros).ends == pytest.approx(wilson(12, 20).ends, rel=1e-12)
+    assert at(conclusion, "lost", **zeros).mean == pytest.approx(0.95 - 0.6)
+    assert at(conclusion, "sound").mean == 0.95
+    assert at(conclusion, "kl", **zeros).mean == pytest.approx(0.1)
     for quartile in ("low", "median", "high"):
-        assert at(found, "diverged", **zeros, quartile=quartile).mean == 3
-        assert at(found, "diverged", fault="permuted", rate=50.0, quartile=quartile).unknown
+        assert at(conclusion, "diverged", **zeros, quartile=quartile).mean == 3
+        assert at(conclusion, "diverged", fault="permuted", rate=50.0, quartile=quartile).unknown
 
 
 def test_repeats_of_an_item_do_not_narrow_its_interval():
@@ -279,17 +255,17 @@ def test_repeats_of_an_item_do_not_narrow_its_interval():
 
 
 def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: Path):
-    found = numbers(made_up(graded, MADE_UP))
-    order = ranking(found.findings, "harm", "recite")
+    conclusion = numbers(made_up(graded, MADE_UP))
+    order = ranking(conclusion.findings, "harm", "recite")
     assert [finding.keys["fault"] for finding in order] == ["gaussian", "zeros", "distractor"]
     assert [finding.value.mean for finding in order] == pytest.approx([1.0, 0.5, 0.15])
     assert {finding.comparisons for finding in order} == {3}
-    assert at(found, "harm_over_next", fault="gaussian").above()
-    assert at(found, "harm_over_next", fault="zeros").above()
-    assert found.findings.get("harm_over_next", task="recite", fault="distractor") is None
-    assert at(found, "cliff", fault="gaussian").mean == 10
-    assert all(at(found, "cliff", fault=name).unknown for name in ("zeros", "distractor", "permuted"))
-    page = page_of(STUDY, MADE_UP, found, tmp_path)
+    assert at(conclusion, "harm_over_next", fault="gaussian").above()
+    assert at(conclusion, "harm_over_next", fault="zeros").above()
+    assert conclusion.findings.get("harm_over_next", task="recite", fault="distractor") is None
+    assert at(conclusion, "cliff", fault="gaussian").mean == 10
+    assert all(at(conclusion, "cliff", fault=name).unknown for name in ("zeros", "distractor", "permuted"))
+    page = page_of(STUDY, MADE_UP, conclusion, tmp_path)
     assert answer(STUDY, page) == (
         "On recite (100.0 % (83.9 to 100.0) right with a sound cache) the worst fault is Gaussian (layer), which costs "
         "100.0 points (74.4 to 100.0); the mildest is distractor, for which a loss was not detected (15.0 points (-4.3 "
@@ -301,8 +277,8 @@ def verdicts(conclusion: Conclusion) -> dict[tuple[Any, Any], str]:
     """What is claimed of each contrast in accuracy."""
     findings = conclusion.findings
     return {
-        (each.keys["first"], each.keys["second"]): STUDY.claim(findings, "contrast", **each.keys)
-        for each in findings.where("contrast")
+        (finding.keys["first"], finding.keys["second"]): STUDY.claim(findings, "contrast", **finding.keys)
+        for finding in findings.where("contrast")
     }
 
 
@@ -311,26 +287,26 @@ def test_the_order_of_the_article_the_opposite_and_none_are_said_in_words():
         return item < {"gaussian": 18, "zeros": 12, "distractor": 0}.get(fault, 20)
 
     pairs = [("gaussian", "zeros"), ("zeros", "distractor")]
-    found = verdicts(numbers(made_up(graded, MADE_UP)))
-    assert [found[pair] for pair in pairs] == ["Gaussian (layer) costs more", "zeros costs more"]
-    found = verdicts(numbers(made_up(reversed_order, MADE_UP)))
-    assert [found[pair] for pair in pairs] == ["zeros costs more", "distractor costs more"]
-    found = verdicts(numbers(made_up(lambda fault, rate, item: item % 2 == 0, MADE_UP)))
-    assert [found[pair] for pair in pairs] == ["not detected"] * 2
+    claims = verdicts(numbers(made_up(graded, MADE_UP)))
+    assert [claims[pair] for pair in pairs] == ["Gaussian (layer) costs more", "zeros costs more"]
+    claims = verdicts(numbers(made_up(reversed_order, MADE_UP)))
+    assert [claims[pair] for pair in pairs] == ["zeros costs more", "distractor costs more"]
+    claims = verdicts(numbers(made_up(lambda fault, rate, item: item % 2 == 0, MADE_UP)))
+    assert [claims[pair] for pair in pairs] == ["not detected"] * 2
 
 
 def test_a_cliff_needs_more_than_a_point_below_half():
     """9 of 20 is below half, but not significantly; 3 of 20 is."""
-    found = numbers(made_up(lambda fault, rate, item: item < (9 if rate == 10 else 3), MADE_UP))
-    assert at(found, "cliff", fault="zeros").mean == 50.0
+    conclusion = numbers(made_up(lambda fault, rate, item: item < (9 if rate == 10 else 3), MADE_UP))
+    assert at(conclusion, "cliff", fault="zeros").mean == 50.0
 
 
 def test_faults_are_not_ranked_where_the_sound_cache_fails(tmp_path: Path):
-    found = numbers(made_up(lambda *_: False, MADE_UP, clean=lambda item: item < 3))
-    assert not found.findings.where("harm")
-    assert not found.findings.where("cliff")
-    assert found.findings.where("harm_kl")
-    run = page_of(STUDY, MADE_UP, found, tmp_path)
+    conclusion = numbers(made_up(lambda *_: False, MADE_UP, clean=lambda item: item < 3))
+    assert not conclusion.findings.where("harm")
+    assert not conclusion.findings.where("cliff")
+    assert conclusion.findings.where("harm_kl")
+    run = page_of(STUDY, MADE_UP, conclusion, tmp_path)
     assert "the model is right in 15% of its items" in answer(STUDY, run)
     assert "costs" not in answer(STUDY, run)
     # No map of losses either.
@@ -338,34 +314,34 @@ def test_faults_are_not_ranked_where_the_sound_cache_fails(tmp_path: Path):
 
 
 def test_the_map_of_losses_stands_under_accuracy_for_tasks_that_the_model_can_do(tmp_path: Path):
-    found = numbers(made_up(graded, MADE_UP))
-    assert "right answers lost, as a share of all" in page_of(STUDY, MADE_UP, found, tmp_path).read("report.html")
+    conclusion = numbers(made_up(graded, MADE_UP))
+    assert "right answers lost, as a share of all" in page_of(STUDY, MADE_UP, conclusion, tmp_path).read("report.html")
     for fault, losses in {
         "gaussian": (1, 1),
         "zeros": (0.4, 0.6),
         "distractor": (0.1, 0.2),
         "permuted": (0, 0),
     }.items():
-        lost = [at(found, "lost", fault=fault, rate=rate).mean for rate in MADE_UP.rates]
+        lost = [at(conclusion, "lost", fault=fault, rate=rate).mean for rate in MADE_UP.rates]
         assert lost == pytest.approx(losses)
 
 
 def test_broken_rows_are_wrong_have_no_kl_and_are_reported():
     table = made_up(lambda *_: True, MADE_UP, broken=lambda fault, rate, item: fault == "zeros" and item < 5)
-    found, zeros = numbers(table), {"fault": "zeros", "rate": 10.0}
-    assert at(found, "accuracy", **zeros).mean == pytest.approx(15 / 20)
-    assert (at(found, "broken_rows", **zeros).mean, at(found, "rows", **zeros).mean) == (5, 20)
-    assert at(found, "kl", **zeros).mean == pytest.approx(0.1)
-    assert found.facts["tasks"]["recite"]["unranked_kl"] == ["zeros"]
-    (warning,) = found.warnings
+    conclusion, zeros = numbers(table), {"fault": "zeros", "rate": 10.0}
+    assert at(conclusion, "accuracy", **zeros).mean == pytest.approx(15 / 20)
+    assert (at(conclusion, "broken_rows", **zeros).mean, at(conclusion, "rows", **zeros).mean) == (5, 20)
+    assert at(conclusion, "kl", **zeros).mean == pytest.approx(0.1)
+    assert conclusion.facts["tasks"]["recite"]["unranked_kl"] == ["zeros"]
+    (warning,) = conclusion.warnings
     assert "10 of 200 rows" in warning
     assert "V of layer 1, KV head 0, slot 7" in warning
 
 
 def test_a_fault_that_always_breaks_has_no_kl_at_all():
-    found = numbers(made_up(graded, MADE_UP, broken=lambda fault, rate, item: fault == "zeros"))
-    assert found.findings.get("kl", task="recite", fault="zeros", rate=50.0) is None
-    assert at(found, "accuracy", fault="zeros", rate=50.0).mean == 0
+    conclusion = numbers(made_up(graded, MADE_UP, broken=lambda fault, rate, item: fault == "zeros"))
+    assert conclusion.findings.get("kl", task="recite", fault="zeros", rate=50.0) is None
+    assert at(conclusion, "accuracy", fault="zeros", rate=50.0).mean == 0
 
 
 @pytest.mark.parametrize(
@@ -397,9 +373,9 @@ def test_readings_of_the_seeds_procedure_are_held_against_fresh_damage_by_slot()
     config = replace(MADE_UP, procedure=10.0)
     table = made_up(graded, config)
     table.loc[(table["group"] == PROCEDURE) & (table["unit"] == "number"), "score_exact"] = False
-    found = numbers(table, config)
+    conclusion = numbers(table, config)
     for (timing, drawn), lost in {("once", "number"): 0.6, ("piling", "layer"): 0, ("fresh", "slot"): 0}.items():
-        reading = at(found, "reading_lost", fault="zeros", timing=timing, drawn=drawn)
+        reading = at(conclusion, "reading_lost", fault="zeros", timing=timing, drawn=drawn)
         assert reading.mean == pytest.approx(lost)
 
 
@@ -416,15 +392,17 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     task = find_task(config.tasks[0])
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
     table["score_strict"], table["score_flexible"] = table["score_exact"], True
-    found = numbers(table, config)
-    run = page_of(STUDY, config, found, tmp_path, drawn=True)
+    conclusion = numbers(table, config)
+    run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}
     assert beside["zeros", "10 %"] == ["62.0 % (52.2 to 70.9)", "60.0 % (38.7 to 78.1)", "overlap"]
     assert beside["Gaussian (layer)", "50 %"][2] == "apart"
     assert ("zeros", "60 %") not in beside
     assert "(flexible)" in run.read("report.html")
-    assert found.findings.at("accuracy_also", task=task.name, fault="zeros", rate=10.0, scorer="flexible").mean == 1
+    assert (
+        conclusion.findings.at("accuracy_also", task=task.name, fault="zeros", rate=10.0, scorer="flexible").mean == 1
+    )
     assert "table 1" in run.read("report.html")
     assert "published" in run.read("figures/accuracy_by_rate.svg")
 
@@ -456,9 +434,9 @@ def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tiny_qwen2: Path
     settings = dict(presets()["gsm8k-qwen2.5-1.5b"].settings)
     settings |= {"model": str(tiny_qwen2), "tasks": [f"gsm8k:{gsm8k_questions(tmp_path, 10)}"], "samples": 10}
     run = robustness.run(from_mapping(Config, settings), tmp_path / "runs")
-    found = findings_of(run)
-    (task,) = found.values("sound", "task")
-    assert found.at("sound", task=task).mean == 0
+    findings = findings_of(run)
+    (task,) = findings.values("sound", "task")
+    assert findings.at("sound", task=task).mean == 0
     assert "Faults are not ranked on gsm8k" in answer(STUDY, run)
     page = (run.path / "report.html").read_text()
     assert page.count("<td>overlap</td>") + page.count("<td>apart</td>") == 1 + 3 * 10

@@ -14,10 +14,11 @@ from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import read
 from kvprobe.studies import routing
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, PAIRS, after_a_slip, cold_and_warm, slips, wording_of
+from kvprobe.studies.routing.collect import ALL, PAIRS, after_a_slip, cold_and_warm, slips
 from kvprobe.studies.routing.conclude import conclude
 from kvprobe.studies.routing.study import STUDY
 from kvprobe.tasks.steps import SLIPPED, draw_slip
+from kvprobe.tasks.worded_steps import Wording
 from kvprobe.training.steps import Steps
 from tests import models
 from tests.refusals import refused
@@ -40,14 +41,14 @@ def finished(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_shows_everything(finished: Run):
-    found = Conclusion.of(finished.metrics).findings
-    assert {"alike", "undone", "cold"} <= set(found.names)
-    assert found.at("chance").mean == pytest.approx(7 / 18)  # two of four experts
-    assert len(found.where("load")) == 3 * 4
+    findings = Conclusion.of(finished.metrics).findings
+    assert {"alike", "undone", "cold"} <= set(findings.names)
+    assert findings.at("chance").mean == pytest.approx(7 / 18)  # two of four experts
+    assert len(findings.where("load")) == 3 * 4
     assert_figures(finished, *(figure.file for figure in STUDY.figures))
     assert finished.metrics["controls"][0]["holds"]
-    assert set(found.values("start_all", "pair")) == {"cold", "warm", "nothing"}
-    assert found.values("token", "place")[:2] == ["0 register", "1 before"]
+    assert set(findings.values("start_all", "pair")) == {"cold", "warm", "nothing"}
+    assert findings.values("token", "place")[:2] == ["0 register", "1 before"]
 
 
 def test_the_same_settings_give_the_same_rows(finished: Run, tiny: Model):
@@ -84,7 +85,7 @@ def test_a_slip_and_the_harmless_change_state_the_same_value_and_are_followed_by
 
 def test_the_shipped_mixture_solves_sums_and_goes_by_what_was_stated():
     model = load("steps-moe-corrected-0")
-    wording = wording_of(model)
+    wording = Wording.of(model)
     for slip in slips(model, Config(problems=3)):
         problem, _ = slip.drafts["sound"]
         said = model.generate([{"role": "user", "content": wording.question(problem)}], max_new_tokens=50).text
@@ -99,7 +100,7 @@ def test_the_shipped_mixture_solves_sums_and_goes_by_what_was_stated():
 
 def test_sums_in_english_have_a_token_for_each_digit():
     model = load("smollm2-135m")
-    wording = wording_of(model)
+    wording = Wording.of(model)
     assert not wording.words
     for slip in slips(model, Config(problems=20)):
         drafts = wording.drafts(slip)
@@ -116,7 +117,7 @@ def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question
     """What is compared with it is the same text; and without a conversation before, nothing differs."""
     model = load("steps-moe-corrected-0")
     (slip,) = slips(model, Config(problems=2))[:1]
-    chat = [{"role": "user", "content": wording_of(model).question(slip.problem)}]
+    chat = [{"role": "user", "content": Wording.of(model).question(slip.problem)}]
     (tokens,) = model.tokens(chat)
     cold = read(model, tokens[1:9].shifted(101), model.prefill(tokens[:1].shifted(100))).routing
     table = cold_and_warm(model, 0, slip, Config(problems=2, start=8))
@@ -227,5 +228,5 @@ def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: s
 
 def test_controls_fail_where_they_should():
     tables = made_up(), made_up(off=1e-3), made_up(as_stated=0.4)
-    holds = [[control.holds for control in concluded(own).controls] for own in tables]
+    holds = [[control.holds for control in concluded(altered).controls] for altered in tables]
     assert holds == [[True, True], [False, True], [True, False]]

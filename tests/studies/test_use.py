@@ -40,17 +40,16 @@ from kvprobe.studies.use.read import PARTS, PLACES, Case, Layout, read_turn
 from kvprobe.studies.use.study import STUDY
 from tests.models import any_model
 from tests.refusals import refused
-from tests.studies.runs import answer_of, assert_figures, in_steps, short_contexts
+from tests.studies.runs import answer_of, assert_figures, every, in_steps, short_contexts
 
 SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
 CONTEXTS = short_contexts(8, longer="so ")
 
 
 @pytest.fixture(scope="module")
-def finished(roomy: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(roomy: Model, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "contexts", lambda: CONTEXTS)
-        root = tmp_path_factory.mktemp("runs")
         return in_steps(lambda: use.run(SMALL, root, model=roomy))
 
 
@@ -83,9 +82,9 @@ def test_what_is_read_is_what_each_code_leaves_less_their_average(
     average = values.mean(0)
     torch.testing.assert_close(read["average.V"][2], average[layout.start : layout.stop], atol=1e-5, rtol=1e-4)
     slots = list(layout.places["summary"])
-    own = (values - average)[:, slots]
-    torch.testing.assert_close(read["summary.V"][2], own.mean(1), atol=1e-5, rtol=1e-3)
-    gram = sum(each.T @ each for each in own.transpose(0, 1)) / len(slots)
+    centred = (values - average)[:, slots]
+    torch.testing.assert_close(read["summary.V"][2], centred.mean(1), atol=1e-5, rtol=1e-3)
+    gram = sum(slot_values.T @ slot_values for slot_values in centred.transpose(0, 1)) / len(slots)
     torch.testing.assert_close(read["summary.gram.V"][2], gram, atol=1e-4, rtol=1e-3)
     digit = layout.places["code"][3]
     torch.testing.assert_close(read["code.V"][2, :, 3], (values - average)[:, digit], atol=1e-5, rtol=1e-3)
@@ -98,10 +97,10 @@ def test_an_eraser_fitted_on_slots_guards_their_mean(reads: list[dict[str, torch
     half = reads[0::2]
     answers = one_hot_answers(labels(half, None), DIGITS, torch.float64)
     for part in PARTS:
-        own = features(half, "after", None, part)
-        left = own - first["after", None, part, LEACE].inside(own)
+        intact = features(half, "after", None, part)
+        left = intact - first["after", None, part, LEACE].inside(intact)
         # Above the first layer, whose K and V of a slot know nothing of another's token.
-        before, after = (each[1:].double().mT @ (answers - answers.mean(0)) for each in (own, left))
+        before, after = (values[1:].double().mT @ (answers - answers.mean(0)) for values in (intact, left))
         assert after.abs().max() < 1e-3 * before.abs().max()
 
 
@@ -158,11 +157,6 @@ def test_a_probe_of_intact_features_reads_and_that_of_erased_ones_does_not(finis
         assert means[probe, LEACE] < 0.3
 
 
-def every(**levels: Any) -> pd.DataFrame:
-    """A row for each combination."""
-    return pd.MultiIndex.from_product(levels.values(), names=levels).to_frame(index=False)
-
-
 def test_the_place_of_a_half_is_chosen_on_the_other():
     table = every(half=(0, 1), band=("0–1", "2–3"), name=(LEACE, RANDOM_0))
     most = (table["name"] == LEACE) & ((table["half"] == 0) == (table["band"] == "0–1"))
@@ -179,15 +173,15 @@ NAMES = (LEACE, RANDOM_0, "random 1", FULL)
 def edits(table: pd.DataFrame, lost: Lost, rng: np.random.Generator, way: float) -> pd.DataFrame:
     """Each conversation's margin is about 20 nats; two codes are so many logits apart with everything in view."""
     view, place = zip(*table["at"], strict=True)
-    own = rng.normal([20.0, way], [1.0, 0.3], (table["context"].max() + 1, 2))[table["context"]]
-    distance = np.where(np.array(view) == IN_VIEW, own[:, 1], 0.01 * own[:, 0] * (-1) ** table["context"])
+    drawn = rng.normal([20.0, way], [1.0, 0.3], (table["context"].max() + 1, 2))[table["context"]]
+    distance = np.where(np.array(view) == IN_VIEW, drawn[:, 1], 0.01 * drawn[:, 0] * (-1) ** table["context"])
     strength = table.get("strength", pd.Series(1.0, table.index))
     edit = zip(table["at"].map(SITES), table["name"].str.split().str[0], strength, strict=True)
-    taken = np.array([lost(*each) for each in edit]) + rng.normal(0, 0.05, len(table))
+    taken = np.array([lost(*arguments) for arguments in edit]) + rng.normal(0, 0.05, len(table))
     turned = table["name"].map({ITSELF: 0.0, DONOR: 1.0, LEACE: 0.9}).fillna(0.1)
     return table.drop(columns="at").assign(
         **{"view": view, "place": place, "half": table["context"] % 2, "kl": taken**2, "said": taken < 10},
-        **{"margin": own[:, 0] - taken, "intact_margin": own[:, 0], "intact_said": True},
+        **{"margin": drawn[:, 0] - taken, "intact_margin": drawn[:, 0], "intact_said": True},
         **{"difference": distance * (0.5 - turned), "intact_difference": distance / 2},
         donor_difference=-distance / 2,
     )
@@ -246,28 +240,28 @@ def test_the_answer_says_where_the_code_is_used_what_an_exchange_turns_and_what_
 
 
 def test_random_subspaces_that_take_more_and_codes_that_do_not_differ_are_said_to(tmp_path: Path):
-    found = made_up(lambda _, edit, __: 3.0 * (edit == "random"), np.random.default_rng(1), way=0.0)
-    words = answer_of(STUDY, Config(), found, tmp_path)
+    conclusion = made_up(lambda _, edit, __: 3.0 * (edit == "random"), np.random.default_rng(1), way=0.0)
+    words = answer_of(STUDY, Config(), conclusion, tmp_path)
     assert words.startswith("Erasing what the probe reads takes less than erasing at random in the code's own slots")
     assert "no way for an exchange to go" in words
-    assert not found.findings.where("turned")
-    assert {finding.value.clusters for finding in found.findings.where("moved")} == {16}
+    assert not conclusion.findings.where("turned")
+    assert {finding.value.clusters for finding in conclusion.findings.where("moved")} == {16}
 
 
 def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
-    found = made_up(dosed, np.random.default_rng(2), contexts=6)
-    assert answer_of(STUDY, Config(), found, tmp_path).startswith(
+    conclusion = made_up(dosed, np.random.default_rng(2), contexts=6)
+    assert answer_of(STUDY, Config(), conclusion, tmp_path).startswith(
         "Conversations are too few to say whether the model uses"
     )
-    assert "too few for an interval" in found.warnings[0]
+    assert "too few for an interval" in conclusion.warnings[0]
 
 
 def test_a_step_is_claimed_where_more_erasure_takes_more_and_random_draws_count_once():
-    found = example()[1].findings
-    claims = {step.keys["strength"]: STUDY.claim(found, "step", **step.keys) for step in found.where("step")}
+    findings = example()[1].findings
+    claims = {step.keys["strength"]: STUDY.claim(findings, "step", **step.keys) for step in findings.where("step")}
     assert claims == dict.fromkeys(STRENGTHS[1:5], "takes more") | dict.fromkeys(STRENGTHS[5:], "not detected")
-    assert found.finding("used", site="code").comparisons == len(SITES)
-    (drawn,) = found.where("lost", site="code", edit="random", band=EVERY_LAYER, part=BOTH)
+    assert findings.finding("used", site="code").comparisons == len(SITES)
+    (drawn,) = findings.where("lost", site="code", edit="random", band=EVERY_LAYER, part=BOTH)
     assert drawn.value.clusters == 16
 
 

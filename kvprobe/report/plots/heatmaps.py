@@ -30,7 +30,7 @@ class Heatmaps:
         where: the other keys; one of several values, where a tuple is given.
         drawn: which values of `panel` are drawn.
         stacked: whether panels stand one below the other.
-        middle: the number at the middle of the scale.
+        middle: the number at the middle of the scale, or the name of the finding that is it.
         within: the share of numbers that the scale spans; those beyond have the colour of its ends.
         written: the format of the number in each cell; none by default.
         marked: which findings have a dot, by their keys.
@@ -47,7 +47,7 @@ class Heatmaps:
     where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     drawn: Callable[[Key], bool] = lambda _: True
     stacked: bool = False
-    middle: float = 0.0
+    middle: float | str = 0.0
     within: float = 1.0
     written: str = ""
     marked: Callable[[Mapping[str, Key]], bool] = lambda _: False
@@ -65,18 +65,21 @@ class Heatmaps:
         if not known:
             return None
         panels, down, across = (list(dict.fromkeys(values)) for values in zip(*known, strict=True))
-        means = {place: finding.value.mean for place, finding in known.items()}
-        limit = max(1e-6, float(np.quantile([abs(mean - self.middle) for mean in means.values()], self.within)))
+        middle = findings.at(self.middle).mean if isinstance(self.middle, str) else self.middle
+        offsets = {place: finding.value.mean - middle for place, finding in known.items()}
+        limit = max(1e-6, float(np.quantile(np.abs(list(offsets.values())), self.within)))
         count, long = len(panels), len(across) > 12
         size = (max(7.0, 1.5 + 0.16 * len(across)), 3.8 * count) if self.stacked else (2.6 * count + 0.8, 4.6)
         shape = (count, 1) if self.stacked else (1, count)
         named = [labels(self.columns, column).replace("$", r"\$") for column in across]
+        anchored = {"ha": "right", "rotation_mode": "anchor"}
+        turned: dict[str, Any] = {"rotation": 90, "size": 6} if long else {"rotation": 35, "size": 8, **anchored}
         upward = is_upward(self.rows)
         with styled():
             figure, grid = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True, sharey=True)
             figure.set_layout_engine("constrained")
             for axis, panel in zip(grid.flat, panels, strict=True):
-                numbers = [[means.get((panel, row, column), nan) - self.middle for column in across] for row in down]
+                numbers = [[offsets.get((panel, row, column), nan) for column in across] for row in down]
                 heat(
                     axis,
                     pd.DataFrame(numbers, [labels(self.rows, row) for row in down], named),
@@ -86,29 +89,28 @@ class Heatmaps:
                 )
                 for (of_panel, row, column), finding in known.items():
                     if of_panel == panel:
-                        self._mark(axis, finding, across.index(column) + 0.5, down.index(row) + 0.5, 0.6 * limit)
+                        dark = abs(finding.value.mean - middle) > 0.6 * limit
+                        self._mark(axis, finding, across.index(column) + 0.5, down.index(row) + 0.5, dark)
                 if self.edge:
                     below = [self.edge(panel, column) for column in across]
                     axis.stairs(below, range(len(across) + 1), color="#009e73", lw=1.5, baseline=None)
                 axis.set(title=labels(self.panel, panel) if self.panel else "", xlabel="", ylabel=self.rows)
-                axis.set_xticks([place + 0.5 for place in range(len(across))], named)
-                axis.tick_params(axis="x", rotation=90 if long else 35, labelsize=6 if long else 8)
+                axis.set_xticks([place + 0.5 for place in range(len(across))], named, **turned)
                 axis.tick_params(axis="y", rotation=0)
                 axis.label_outer()
             grid[-1, 0].set_xlabel(self.columns)
             bar = figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
-            bar.ax.yaxis.set_major_formatter(lambda offset, _: f"{self.middle + offset:g}")
-            offsets = [mean - self.middle for mean in means.values()]
-            if min(offsets) >= 0 or max(offsets) <= 0:  # half of the scale means nothing
-                bar.ax.set_ylim(-limit * (min(offsets) < 0), limit * (max(offsets) > 0))
+            bar.ax.yaxis.set_major_formatter(lambda offset, _: f"{middle + offset:.4g}")
+            lowest, highest = min(offsets.values()), max(offsets.values())
+            if lowest >= 0 or highest <= 0:  # half of the scale means nothing
+                bar.ax.set_ylim(-limit * (lowest < 0), limit * (highest > 0))
             figure.suptitle(title, fontsize=10)
         return figure
 
-    def _mark(self, axis: "Axes", finding: Finding, across: float, up: float, dark: float) -> None:
+    def _mark(self, axis: "Axes", finding: Finding, across: float, up: float, dark: bool) -> None:
         """The number or the dot of a cell; white where the cell is dark."""
-        mean = finding.value.mean
         if self.written:
-            colour = "white" if abs(mean - self.middle) > dark else "black"
-            axis.text(across, up, format(mean, self.written), ha="center", va="center", fontsize=6, color=colour)
+            number, colour = format(finding.value.mean, self.written), "white" if dark else "black"
+            axis.text(across, up, number, ha="center", va="center", fontsize=6, color=colour)
         if self.marked(finding.keys):
             axis.plot(across, up, ".", color="black", ms=4)

@@ -7,7 +7,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.settings import ranged
 from kvprobe.report.reported import reported
 from kvprobe.studies import STUDIES
-from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
+from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_rates
 
 Cut = Literal["all", "halves", "quarters"]
 Noise = Literal["layer", "head", "channel", "effect"]
@@ -46,7 +46,7 @@ class Config(AnswerSettings):
     reported: str = ""
 
     def validate(self) -> None:
-        require_percents("rates", self.rates)
+        require_rates("rates", self.rates)
         if self.reported:
             self._require_comparable()
 

@@ -269,15 +269,8 @@ def verdict(bands: Sequence[str], band: str, beyond: Callable[[str, str], bool])
 
 def warnings_of(table: Rows, config: Config, facts: Mapping[str, Any]) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    yield from answers.few_or_too_hard(config, facts["tasks"])
-    broken = table[table["broken"] != ""]
-    if len(broken):
-        yield (
-            f"In {len(broken)} of {len(table)} rows a number was no longer finite, in the first of them "
-            f"{broken['broken'].iloc[0]} (task {broken['task'].iloc[0]}). They count as wrong and are left out of KL."
-        )
+    yield from answers.warnings_of(config, facts["tasks"])
+    yield from answers.broken_rows(table, "band", "noise", "rate")
     published = facts["published"]
     if published and published["model"].lower() not in config.model.lower():
         yield f"The reported table is of {published['model']}; this run is of {config.model}."
-    if not config.follow:
-        yield "KL was not measured (follow is off), so bands are compared by accuracy alone, and single layers not."

@@ -6,14 +6,12 @@ from typing import Any
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.stats import Estimate
-from kvprobe.studies.answers import inputs
+from kvprobe.studies.answers import LABELS, WRITTEN, inputs
 from kvprobe.studies.bands import Config
 from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
-from kvprobe.studies.settings import TIMINGS
 from kvprobe.tasks.task import shown_task
-from kvprobe.wording import percent, plain, points, span
+from kvprobe.wording import count, formatted, points
 
 NOISE_LABELS = {
     "layer": "the layer's scale",
@@ -64,15 +62,6 @@ def by_noise(file: str, finding: str, caption: str, **more: Any) -> Lines:
     """A panel for each noise, a row of panels for each task and part."""
     known: dict[str, Any] = {"panel": "noise", "row": struck, "size": (2.1, 2.4)}
     return Lines(file=file, finding=finding, caption=caption, **known, **more)
-
-
-def shown_kl(value: Estimate) -> str:
-    return plain(value, 4)
-
-
-def more_kl(value: Estimate) -> str:
-    """A difference, which may be far smaller than others of its table."""
-    return f"{value.mean:+.2g} ({span(value, lambda nats: f'{nats:+.2g}')})"
 
 
 def by_measure(of_kl: Any, of_lost: Any, *names: str) -> dict[str, Any]:
@@ -145,23 +134,22 @@ STUDY = Study(
         Claim("change", above="larger", below="smaller", unclear="not detected", against=1.0),
     ),
     labels={
-        "task": shown_task,
+        **LABELS,
         "noise": NOISE_LABELS,
         "other": NOISE_LABELS,
         "parts": PART_LABELS,
         "meaning": MEANINGS,
-        "timing": TIMINGS,
         "unit": UNITS,
-        "rate": "{:g} %".format,
         "measure": {"kl": "KL", "lost": "accuracy lost"},
+        "key": {"parts": "in", "noise": "noise matched to", "rate": "struck"},
     },
     written={
-        **dict.fromkeys(("sound", "accuracy", "same", "published", "published_sound"), percent),
+        **WRITTEN,
         **dict.fromkeys(("less_published", "less_published_sound"), points),
-        **by_measure(shown_kl, points, "{}", "{}_all", "layer_{}"),
-        **by_measure(more_kl, points, "pair_{}", "keys_{}", "pair_{}_at", "keys_{}_at", "layer_keys_{}"),
-        "chance": lambda chance: f"{100 * chance.mean:.3g} %",
-        "broken": lambda count: f"{count.mean:.0f}",
+        **by_measure(formatted(".4f"), points, "{}", "{}_all", "layer_{}"),
+        # Differences of KL may be far smaller than others of their table.
+        **by_measure(formatted("+.2g"), points, "pair_{}", "keys_{}", "pair_{}_at", "keys_{}_at", "layer_keys_{}"),
+        "broken": count,
         "self_agreement": lambda rho: f"{rho.mean:.2f}",
     },
 )

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvprobe.errors import UserError
 from kvprobe.experiments.settings import ranged
 from kvprobe.studies import STUDIES
-from kvprobe.studies.settings import AnswerSettings
+from kvprobe.studies.settings import AnswerSettings, require_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +24,7 @@ class Config(AnswerSettings):
     error_rates: tuple[float, ...] = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
     def validate(self) -> None:
-        for share in self.error_rates:
-            if not 0 < share <= 1:
-                raise UserError(f"Setting 'error_rates' has {share:g}; expected shares above 0, up to 1.")
+        require_rates("error_rates", self.error_rates, 1, "shares")
 
 
 run = STUDIES["bitflips"].run

@@ -202,7 +202,7 @@ def controls_of(rows: Rows, task: str) -> Iterator[Control]:
 
 def warnings_of(config: Config, findings: Findings, facts: Mapping[str, Any]) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    yield from answers.few_or_too_hard(config, facts["tasks"])
+    yield from answers.warnings_of(config, facts["tasks"])
     for task, fact in facts["tasks"].items():
         right = int(findings.at("right_items", task=task).mean)
         if fact["too_hard"]:
@@ -214,5 +214,3 @@ def warnings_of(config: Config, findings: Findings, facts: Mapping[str, Any]) ->
             f"The model runs in {facts['dtype']}, in which K and V are held: bits of a finer dtype that it cannot hold "
             "are rounded away again after the flip."
         )
-    if not config.follow:
-        yield "KL was not measured in this run (follow is off), so what changes no answer was not seen."

@@ -6,12 +6,11 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
-from kvprobe.studies.answers import inputs
+from kvprobe.studies.answers import LABELS, WRITTEN, inputs
 from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.by_bit import ByBit
 from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
-from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, two_digits
 
 STYLES = {
@@ -105,7 +104,7 @@ STUDY = Study(
         Claim("from_clean", above="above clean", below="below clean"),
     ),
     labels={
-        "task": shown_task,
+        **LABELS,
         "rate": shown_rate,
         "field": FIELDS,
         **dict.fromkeys(("first", "second"), COMPARED),
@@ -113,11 +112,11 @@ STUDY = Study(
         "group": {"single": "single flips", "rate": "flips at a rate"},
     },
     written={
-        **dict.fromkeys(("sound", "bit_share", "field_share", "accuracy", "changed", "nonfinite"), percent),
+        **WRITTEN,
+        **dict.fromkeys(("bit_share", "field_share", "changed", "nonfinite"), percent),
         **dict.fromkeys((*GAPS, "from_clean"), points),
         **dict.fromkeys(("bit_kl", "field_kl", "kl", "contrast_kl"), two_digits),
         **dict.fromkeys(("expected", "slots", "numbers", "right_items"), shown_count),
         "struck": lambda vectors: f"{vectors.mean:,.1f}",
-        "chance": lambda chance: f"{100 * chance.mean:.3g} %",
     },
 )

@@ -9,7 +9,7 @@ from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.collect import CODES, collect
 from kvprobe.studies.carriers.conclude import BOTH, conclude
 from kvprobe.studies.carriers.groups import KINDS
-from kvprobe.wording import percent, plain, points, signed, span
+from kvprobe.wording import formatted, percent, points, signed, span
 
 STYLES = {"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("#000000", "D")}
 
@@ -105,6 +105,6 @@ STUDY = Study(
         **dict.fromkeys(("gap", "ahead", "lead"), points),
         **dict.fromkeys(("effect", "code_masked", "code_effect"), signed),
         "code_share": fine,
-        "distance": lambda kl: plain(kl, 4),
+        "distance": formatted(".4f"),
     },
 )

@@ -48,8 +48,7 @@ HIDDEN = "hidden turns"
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    findings = measure(prepared(tables), estimands())
-    findings.extend(measure(attended(tables["attention"]), ATTENTION))
+    findings = measure(prepared(tables), estimands(), (attended(tables["attention"]), ATTENTION))
     conversations, variation = tables["conversations"], tables["variation"]
     findings.number("chance", TARGET.chance)
     findings.number("reply_tokens", conversations["tokens"][conversations["condition"] == "full"].mean(), "tokens")

@@ -12,7 +12,7 @@ from kvprobe.studies.compaction.arms import ARMS, EFFECTS, MODES
 from kvprobe.studies.compaction.collect import collect
 from kvprobe.studies.compaction.conclude import OUTCOMES, conclude
 from kvprobe.studies.compaction.reading import CALIBRATION, LOOKED_AT
-from kvprobe.wording import percent, plain, points, signed
+from kvprobe.wording import formatted, percent, points, signed
 
 COLOURS = {"retained": ARM_COLOURS["masked"], "recomputed": ARM_COLOURS["restart"]}
 MARKERS = dict(zip(product(MODES, ("dropped", "kept")), "osD^", strict=True))
@@ -85,7 +85,7 @@ STUDY = Study(
     written={
         **dict.fromkeys(("spent", "moved"), percent),
         "went": points,
-        "between": lambda kl: plain(kl, 3),
+        "between": formatted(".3f"),
         "between_beyond": signed,
     },
 )

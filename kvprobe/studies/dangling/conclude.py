@@ -1,7 +1,7 @@
 """From patterns and outcomes to findings: where attention went, what heads brought back, and what memos follow."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -89,14 +89,9 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
     table = tables["samples"].rename(columns={"prompt": "sample"})
     arms, heads = (table[table["grid"] == grid] for grid in ("arms", "heads"))
     rescues = tables["rescues"].rename(columns={"prompt": "sample"})
-    findings = Findings(
-        chain(
-            measure(by_place(heads), OF_HEADS),
-            measure(by_arm(arms), OF_ARMS),
-            measure(by_measure(rescues, by_arm(arms)), OF_RESCUES),
-            measure(by_word(tables["memos"]), OF_MEMOS) if "memos" in tables else (),
-        )
-    )
+    arms = by_arm(arms)
+    memos = [(by_word(tables["memos"]), OF_MEMOS)] if "memos" in tables else []
+    findings = measure(by_place(heads), OF_HEADS, (arms, OF_ARMS), (by_measure(rescues, arms), OF_RESCUES), *memos)
     lost = chosen(heads, LOST)
     findings.number("balance", (lost[list(PLACES)].sum(axis=1) - lost["dangling"]).abs().max())
     return findings

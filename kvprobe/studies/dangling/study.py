@@ -6,7 +6,7 @@ from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, MASKED, RANDOM, SHARED, TOP, collect
 from kvprobe.studies.dangling.conclude import PLACES, conclude
 from kvprobe.tasks.ordinal import VERBS
-from kvprobe.wording import percent, plain, points, signed
+from kvprobe.wording import count, formatted, percent, points
 
 SAW, NOW = "what the summary saw", "what stands in the list now"
 PLACE_LABELS = {
@@ -85,12 +85,13 @@ STUDY = Study(
         "reference": {name: f"{verb} ({name})" for name, verb in VERBS.items()},
         "memo": {"seen": "as it was read", "masked": "list hidden", "crossed": "summary of the other list"},
         "follows": {"payload": SAW, "pointer": NOW},
+        "key": {"arm": "the turn is"},
     },
     written={
         **dict.fromkeys(("mass", "went", "moved", "rescued", "followed", "head_mass"), percent),
         **dict.fromkeys(("beyond", "lead", "gap", "leans"), points),
-        **dict.fromkeys(("margin", "way", "closing"), lambda value: signed(value, 2)),
-        **dict.fromkeys(("kl", "kl_masked"), lambda value: plain(value, 3)),
-        "able": lambda count: f"{count.mean:g}",
+        **dict.fromkeys(("margin", "way", "closing"), formatted("+.2f")),
+        **dict.fromkeys(("kl", "kl_masked"), formatted(".3f")),
+        "able": count,
     },
 )

@@ -65,9 +65,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     added = {f"added_{name}": texts[name] - texts["clean"] for name in SPLICES}
     texts = texts.assign(recovered=texts["kl_mean"] - texts["kl_spliced"], **added)
     exchanges = compared(exchanges)
-    findings = Findings()
-    for rows, estimands in ((texts, QUALITY), (samples, DECODING), (exchanges, EXCHANGE)):
-        findings.extend(measure(rows, estimands))
+    findings = measure(texts, QUALITY, (samples, DECODING), (exchanges, EXCHANGE))
     one = ahead(samples, {"arm": "hidden", "split": "paired", "k": 1}, {"reader": "raw"})
     new = {"every": True, "split": "leave-context-out", "reader": "latents"}
     floor = ahead(samples, new, {"arm": "restart T3"})

@@ -4,12 +4,11 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.report.plots.scatter import Scatter
-from kvprobe.stats import Estimate
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import PARTS, collect
 from kvprobe.studies.features.conclude import conclude
 from kvprobe.studies.features.prepare import inputs
-from kvprobe.wording import percent, plain, points, span
+from kvprobe.wording import count, formatted, percent, points
 
 SLOTS = {
     "hidden": "T2 itself, after the code",
@@ -37,11 +36,6 @@ CURVES = tuple(
     )
     for split, said in SPLITS.items()
 )
-
-
-def signed(value: Estimate) -> str:
-    """For activations, which are of any size."""
-    return f"{value.mean:+.3g} ({span(value, '{:+.3g}'.format)})"
 
 
 STUDY = Study(
@@ -133,12 +127,12 @@ STUDY = Study(
     written={
         **dict.fromkeys(("unexplained", "unexplained_turned", "recovered", "carried", "accuracy", "whole"), percent),
         **dict.fromkeys(("beyond", "single", "seen"), points),
-        **dict.fromkeys(("latents", "count"), lambda count: f"{count.mean:,.0f}"),
+        **dict.fromkeys(("latents", "count"), count),
         **dict.fromkeys(("recorded", "eta"), lambda share: f"{100 * share.mean:.2g} %"),
         **dict.fromkeys(("retained", "restart"), lambda value: f"{value.mean:.3g}"),
         "p": lambda p: f"{p.mean:.4f}",
-        "difference": signed,
+        "difference": formatted("+.3g"),
         "active": lambda count: f"{count.mean:.1f}",
-        "loss_added": lambda loss: plain(loss, 3),
+        "loss_added": formatted(".3f"),
     },
 )

@@ -4,19 +4,14 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.stats import Estimate
 from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import collect
 from kvprobe.studies.filter_poison.conclude import ALL, CHOSEN, KINDS, RANDOM, conclude
 from kvprobe.studies.filter_poison.halves import FILTER, POISON
-from kvprobe.wording import percent, plain, points, signed
+from kvprobe.wording import count, formatted, percent, points
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 STYLES = {family: Style(*look) for family, *look in zip(Config().rates, COLOURS, "os^DPx", strict=True)}
-
-
-def two_places(value: Estimate) -> str:
-    return signed(value, 2)
 
 
 STUDY = Study(
@@ -109,10 +104,10 @@ STUDY = Study(
     written={
         **dict.fromkeys(("pi", "noised", "removed"), percent),
         **dict.fromkeys(("beyond", "beyond_one"), points),
-        **dict.fromkeys(("look", "look_within"), two_places),
-        "damage": lambda nats: plain(nats, 3),
+        **dict.fromkeys(("look", "look_within"), formatted("+.2f")),
+        "damage": formatted(".3f"),
         "median_damage": lambda nats: f"{nats.mean:.3f}",
         "baseline": lambda rho: f"{rho.mean:+.2f}",
-        **dict.fromkeys(("count", "as_far", "sets", "overlap"), lambda count: f"{count.mean:.0f}"),
+        **dict.fromkeys(("count", "as_far", "sets", "overlap"), count),
     },
 )

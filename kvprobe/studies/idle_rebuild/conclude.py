@@ -1,7 +1,6 @@
 """From rows to findings: drift by turn, by cause and by distance, each with its interval over sessions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -129,17 +128,16 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
     rebuilds = scripted[scripted["arm"].str.startswith("rebuilt")]
     rebuilds = rebuilds.assign(before=rebuilds["arm"].str.removeprefix("rebuilt").astype(int))
     grouped = [shown[shown["turn"].isin(turns)].assign(turns=name) for name, turns in TURNS.items()]
-    findings = Findings(
-        chain(
-            # Questions that were asked early have no `turns`, and count in the slopes alone.
-            measure(pd.concat([*grouped, early], ignore_index=True), OF_TURNS),
-            measure(shown, OF_EACH_TURN),
-            measure(rebuilds, OF_REBUILDS),
-            measure(early, OF_EARLY),
-            measure(unscripted.assign(identical=unscripted["alike"] >= unscripted["tokens"]), OF_OWN),
-            measure(often(chosen(tokens, ALONG)), OF_TOKENS),
-            measure(tables["layers"], OF_LAYERS),
-        )
+    findings = measure(
+        # Questions that were asked early have no `turns`, and count in the slopes alone.
+        pd.concat([*grouped, early], ignore_index=True),
+        OF_TURNS,
+        (shown, OF_EACH_TURN),
+        (rebuilds, OF_REBUILDS),
+        (early, OF_EARLY),
+        (unscripted.assign(identical=unscripted["alike"] >= unscripted["tokens"]), OF_OWN),
+        (often(chosen(tokens, ALONG)), OF_TOKENS),
+        (tables["layers"], OF_LAYERS),
     )
     add_checks(findings, tokens, scripted, tables["layers"])
     count = samples["sample"].nunique()

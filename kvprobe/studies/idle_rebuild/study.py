@@ -7,7 +7,7 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import AFTER, SHARED, collect
 from kvprobe.studies.idle_rebuild.conclude import conclude
-from kvprobe.wording import percent, plain, signed
+from kvprobe.wording import formatted, percent, signed
 
 RUNS = {
     "kept": Style(ARM_COLOURS["direct"]),
@@ -124,10 +124,10 @@ STUDY = Study(
     },
     written={
         **dict.fromkeys(("drift", "cost", "cause", "surprise_over", "change"), signed),
-        **dict.fromkeys(("healing", "cost_healing"), lambda value: signed(value, 4)),
+        **dict.fromkeys(("healing", "cost_healing"), formatted("+.4f")),
         **dict.fromkeys(("agreement", "own_agreement", "own_identical"), percent),
-        "own_alike": lambda value: plain(value, 1),
+        "own_alike": formatted(".1f"),
         "said_again": lambda share: f"{100 * share.mean:.2f} %",
-        "nats": lambda value: plain(value, 3),
+        "nats": formatted(".3f"),
     },
 )

@@ -1,18 +1,18 @@
 """The leakage study: its declaration."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.report.findings import Findings, Key
-from kvprobe.report.plots import ARM_COLOURS, styled
+from kvprobe.report.findings import Key
+from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.dots import Dots, Panel
-from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.leakage import Config
+from kvprobe.studies.leakage.collect import ARMS as SEGMENTS
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.wording import percent, plain, points, signed
+from kvprobe.wording import count, percent, plain, points, share, signed
 
 FAMILIES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
 ARMS = {
@@ -35,14 +35,6 @@ READINGS = {
     "text": "no slots: the commonest label of this text",
     "majority": "no slots: the commonest label",
 }
-SEGMENTS = {
-    "before": "summary 1",
-    "hidden": "T2 after it",
-    "direct": "summary 2",
-    "masked": "T3 masked",
-    "restart": "T3 restart",
-}
-"""What each arm reads, in the order of the conversation."""
 USE = {
     "margin": "margin of the true secret over others (nats)",
     "token_accuracy": "share of its tokens that the model gets right",
@@ -52,38 +44,6 @@ CACHES = {
     cache: Style(ARM_COLOURS[arm])
     for cache, arm in {"full": "direct", "retained": "masked", "restart": "restart"}.items()
 }
-
-
-class LayerBySegment:
-    """Accuracy per label by layer and segment, a panel for each family."""
-
-    file = "layer_by_segment"
-    caption = "Where the secret can be read, in conversations that the probe never saw: accuracy by layer and segment."
-
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
-        import matplotlib.pyplot as plt
-        import seaborn as sns
-
-        chosen: Any = findings.frame("site") if "site" in findings else None
-        if chosen is None:
-            return None
-        split = "leave-context-out" if "leave-context-out" in set(chosen["split"]) else "random"
-        chosen = chosen[(chosen["split"] == split) & (chosen["read"] == "mean") & chosen["arm"].isin(list(SEGMENTS))]
-        families, chance = list(chosen["family"].unique()), findings.at("chance").mean
-        with styled():
-            figure, axes = plt.subplots(1, len(families), figsize=(10.5, 5.6), sharey=True, squeeze=False)
-            for axis, family in zip(axes[0], families, strict=True):
-                accuracy = chosen[chosen["family"] == family].pivot(index="layer", columns="arm", values="mean")
-                bar, top = family == families[-1], max(0.2, chosen["mean"].max())
-                look = {"cmap": "rocket_r", "cbar": bar, "cbar_kws": {"label": "accuracy per label (pale: chance)"}}
-                sns.heatmap(accuracy[list(SEGMENTS)].rename(columns=SEGMENTS), ax=axis, vmin=chance, vmax=top, **look)
-                axis.invert_yaxis()
-                axis.set(title=labels("family", family), xlabel="", ylabel="" if axis is not axes[0, 0] else "layer")
-                axis.tick_params(axis="y", rotation=0)
-                plt.setp(axis.get_xticklabels(), rotation=35, ha="right")
-            figure.suptitle(title, fontsize=10)
-            figure.tight_layout()
-        return figure
 
 
 def family(keys: Mapping[str, Key]) -> str:
@@ -124,7 +84,20 @@ STUDY = Study(
     figures=(
         by_layer("accuracy_by_layer_mean", "mean", "a segment's slots averaged"),
         by_layer("accuracy_by_layer_last", "last", "from a segment's last slot"),
-        LayerBySegment(),
+        *(
+            Heatmaps(
+                file="layer_by_segment" if split == "leave-context-out" else f"layer_by_segment_{split}",
+                finding="site",
+                caption=f"Where the secret can be read: accuracy by layer and segment, {split} split.",
+                rows="layer",
+                columns="arm",
+                panel="family",
+                label="accuracy per label (pale: chance)",
+                where={"split": split, "read": "mean", "arm": SEGMENTS},
+                middle="chance",
+            )
+            for split in ("leave-context-out", "random")
+        ),
         Dots(
             "use",
             "What the model makes of the secret with three caches; bars are 95 % intervals, often smaller than the "
@@ -174,7 +147,7 @@ STUDY = Study(
         "bits": plain,
         "codelength": lambda value: f"{value.mean:.2f}",
         "sparse_random": lambda value: f"{100 * value.mean:.0f} %",
-        **dict.fromkeys(("sites", "detected", "lowest_layer"), lambda value: f"{value.mean:g}"),
-        "chance": lambda value: f"{100 * value.mean:g} %",
+        **dict.fromkeys(("sites", "detected", "lowest_layer", "picked"), count),
+        "chance": share,
     },
 )

@@ -13,6 +13,7 @@ from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.collect import collect
 from kvprobe.studies.memory.conclude import conclude
+from kvprobe.wording import count
 
 WHAT = {
     "weights": "weights",
@@ -125,7 +126,6 @@ STUDY = Study(
         "worst": lambda value: f"{100 * abs(value.mean):.2f} %",
         "time": lambda value: f"{value.mean:.3g} ms ({value.smallest:.3g} to {value.largest:.3g})",
         "faster": lambda value: f"{value.mean:.1f}",
-        "looks": lambda value: f"{value.mean:.0f}",
-        "equal_looks": lambda value: f"{value.mean:.0f}",
+        **dict.fromkeys(("looks", "equal_looks"), count),
     },
 )

@@ -30,8 +30,8 @@ ALL = "all"
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    findings = measure(prepared(tables), estimands())
-    findings.extend(measure(tested(tables["transfer"]), TRANSFER, (tables["picks"].assign(folds=1), PICKS)))
+    others = (tested(tables["transfer"]), TRANSFER), (tables["picks"].assign(folds=1), PICKS)
+    findings = measure(prepared(tables), estimands(), *others)
     findings.number("chance", TARGET.chance)
     add_layers(findings, tables["probes"])
     control = light_cone(findings, tables["variation"], model.round_off)

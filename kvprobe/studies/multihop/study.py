@@ -8,7 +8,7 @@ from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.collect import TARGET, TRANSFERRED, collect
 from kvprobe.studies.multihop.conclude import ALL, conclude
 from kvprobe.studies.multihop.reading import USE_ARMS, lowest_layer
-from kvprobe.wording import percent, plain, points, signed
+from kvprobe.wording import formatted, percent, plain, points, signed
 
 FAMILIES = {
     "k_pre": "K before rotary embedding",
@@ -109,9 +109,8 @@ STUDY = Study(
         **dict.fromkeys(("read", "floor", "token_accuracy", "transfer", "transfer_mean"), percent),
         **dict.fromkeys(("leak", "beyond", "direct"), points),
         "logprob": plain,
-        "gain": signed,
-        "gain_logprob": signed,
-        "margin": lambda value: signed(value, 2),
-        "kl": lambda value: plain(value, 3),
+        **dict.fromkeys(("gain", "gain_logprob"), signed),
+        "margin": formatted("+.2f"),
+        "kl": formatted(".3f"),
     },
 )

@@ -6,7 +6,7 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.collect import VALUE, collect
 from kvprobe.studies.patching.conclude import conclude
-from kvprobe.wording import percent, points
+from kvprobe.wording import count, percent, points
 
 STYLES = {"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("black", "D"), "resid_pre": Style("#009e73")}
 SHARE = "share of the way to the donor"
@@ -92,8 +92,6 @@ STUDY = Study(
         **dict.fromkeys(("difference", "interaction"), points),
         "summed": lambda share: f"{100 * share.mean:.1f} %",
         "agreement": lambda rho: f"{rho.mean:.2f}",
-        **dict.fromkeys(
-            ("facts", "able_facts", "runs", "able", "checked", "band_layer"), lambda count: f"{count.mean:.0f}"
-        ),
+        **dict.fromkeys(("facts", "able_facts", "runs", "able", "checked", "band_layer"), count),
     },
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvprobe.experiments.settings import ranged
 from kvprobe.studies import STUDIES
-from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_percents
+from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Config(AnswerSettings):
     reported: str = ""
 
     def validate(self) -> None:
-        require_percents("rates", self.rates)
+        require_rates("rates", self.rates)
 
 
 run = STUDIES["robustness"].run

@@ -264,17 +264,7 @@ def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: 
 
 def warnings_of(table: Rows, config: Config, facts: dict[str, Any]) -> Iterator[str]:
     """What a reader must know before the numbers."""
-    yield from answers.few_or_too_hard(config, facts["tasks"])
+    yield from answers.warnings_of(config, facts["tasks"])
     if FEWEST <= config.samples < FEW:
         yield f"{config.samples} items of each task show only large differences. Run with more samples."
-    struck = table[table["fault"] != NOT_A_NUMBER]
-    broken = struck[struck["broken"] != ""]
-    if len(broken):
-        row = broken.iloc[0]
-        fault = "no fault" if row["case"] == -1 else f"{row['fault']} at {row['rate']:g} %"
-        yield (
-            f"In {len(broken)} of {len(struck)} rows K, V or the logits were not finite. They count as wrong and are "
-            f"left out of KL. The first: {row['broken']} (task {row['task']}, item {row['item']}, {fault})."
-        )
-    if not config.follow:
-        yield "KL was not measured in this run (follow is off), so what changes no answer was not seen."
+    yield from answers.broken_rows(table[table["fault"] != NOT_A_NUMBER], "fault", "rate")

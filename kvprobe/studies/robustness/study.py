@@ -6,11 +6,10 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
+from kvprobe.studies.answers import LABELS, WRITTEN
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
-from kvprobe.studies.settings import TIMINGS
-from kvprobe.tasks.task import shown_task
 from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}
@@ -120,18 +119,15 @@ STUDY = Study(
         Claim("reading_lost", above="loses more", below="loses less"),
     ),
     labels={
-        "task": shown_task,
-        "rate": "{:g} %".format,
+        **LABELS,
         **dict.fromkeys(("fault", "first", "second"), FAULTS),
         "drawn": UNITS,
-        "timing": TIMINGS,
     },
     written={
-        **dict.fromkeys(("sound", "sound_also", "accuracy", "accuracy_also", "same", "reading"), percent),
-        **dict.fromkeys(("published", "published_sound"), percent),
+        **WRITTEN,
+        **dict.fromkeys(("sound_also", "accuracy_also", "reading"), percent),
         **dict.fromkeys(("lost", "harm_over_next", "contrast", "reading_lost"), points),
         "harm": cost,
         **dict.fromkeys(("kl", "harm_kl", "harm_kl_over_next", "contrast_kl", "reading_kl"), two_digits),
-        "chance": lambda chance: f"{100 * chance.mean:.3g} %",
     },
 )

@@ -31,13 +31,9 @@ PAIRS: dict[str, tuple[Draft, Draft]] = {
 They differ in one token (the value), three (the amount twice, the value) and two (the amount twice)."""
 
 
-def wording_of(model: Model) -> Wording:
-    return Wording(model.tokenizer, model.name)
-
-
 def slips(model: Model, config: Config) -> list[Slip]:
     """The problems of a run: for a language model, sums that never pass 9 or 0."""
-    wraps = wording_of(model).words
+    wraps = Wording.of(model).words
     return [draw_slip(np.random.default_rng([config.seed, number]), wraps) for number in range(config.problems)]
 
 
@@ -61,7 +57,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 def after_a_slip(model: Model, number: int, slip: Slip) -> pd.DataFrame:
     """Rows of four kinds: `token` (of a layer, for a pair of drafts), `exchange` (the routing of layers), `load` (of an
     expert) and `own` (a read that follows its own routing)."""
-    wording = wording_of(model)
+    wording = Wording.of(model)
     before = wording.drafts(slip)
     caches = {name: model.prefill(tokens) for name, tokens in before.items()}
     suffix, right, wrong = wording.suffix(slip, before["sound"])
@@ -114,7 +110,7 @@ def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens, ma
 def cold_and_warm(model: Model, number: int, slip: Slip, config: Config) -> pd.DataFrame:
     """How alike the routing of a question's first tokens is at the beginning of a conversation and after another one,
     after nothing at all and after another one, and after two different conversations; at the same positions."""
-    wording = wording_of(model)
+    wording = Wording.of(model)
     rng = np.random.default_rng([config.seed, number, 1])
     asked = {"role": "user", "content": wording.question(slip.problem)}
     warm: list[tuple[Tokens, Tokens]] = []

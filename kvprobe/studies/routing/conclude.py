@@ -14,8 +14,9 @@ from kvprobe.report.findings import Findings
 from kvprobe.routing import chance_overlap
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, slips, wording_of
+from kvprobe.studies.routing.collect import ALL, slips
 from kvprobe.tasks.steps import SLIPPED
+from kvprobe.tasks.worded_steps import Wording
 from kvprobe.text.transcript import Transcript
 from kvprobe.wording import few_clusters
 
@@ -71,7 +72,7 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
     rows, starts = tables["samples"], tables["starts"]
     kinds = dict(iter(rows.groupby("kind")))
     tokens, loads, exchanged = kinds["token"], kinds["load"].astype({"expert": int}), kinds["exchange"]
-    wording = wording_of(model)
+    wording = Wording.of(model)
     lengths = tokens.groupby("case")["token"].transform("max")
     tokens = tokens.assign(
         place=[wording.place(int(number)) for number in tokens["token"]], last=tokens["token"] == lengths

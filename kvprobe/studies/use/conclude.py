@@ -5,7 +5,7 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
@@ -76,9 +76,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     """Findings, controls and facts of a run."""
     edits, probes = prepared(tables["samples"]), tables["probes"].rename(columns={"context": "sample"})
     probes = probes.assign(state=probes["state"].replace({RANDOM_0: RANDOM}))
-    findings = Findings(
-        chain(measure(edits, OF_EDITS), measure(prepared(tables["doses"]), OF_DOSES), measure(probes, OF_PROBES))
-    )
+    findings = measure(edits, OF_EDITS, (prepared(tables["doses"]), OF_DOSES), (probes, OF_PROBES))
     # Where two runs hardly differ, a share of their difference means nothing.
     ways = tuple(way.keys["view"] for way in findings.where("way") if way.value.above())
     turned = Ratio(name="turned", of="moved", over="way", by=EDIT, where={**SWAPPED, "view": ways})

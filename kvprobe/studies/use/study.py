@@ -4,14 +4,13 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.stats import Estimate
 from kvprobe.studies.use import Config
 from kvprobe.studies.use.check import INTACT, SAME
 from kvprobe.studies.use.collect import NOTHING, collect
 from kvprobe.studies.use.conclude import NEAR, conclude
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SITES, SWAP, TURN_MASKED
 from kvprobe.studies.use.fit import INLP, LEACE, RANDOM
-from kvprobe.wording import percent, plain, signed
+from kvprobe.wording import count, formatted, percent, plain, share, signed
 
 PLACES = {"code": "the code's own slots", "after": "its turn after it", "summary": "the summary"}
 EDITS = {LEACE: "LEACE, the probe's subspace", RANDOM: "random, same rank", INLP: "INLP", FULL: "whole vectors"}
@@ -23,10 +22,6 @@ STYLES = {
     FULL: Style("#7f7f7f", "D"),
     INLP: Style("#cc79a7", "v"),
 }
-
-
-def hundredths(value: Estimate) -> str:
-    return signed(value, 2)
 
 
 STUDY = Study(
@@ -126,19 +121,16 @@ STUDY = Study(
         "part": PARTS,
         "edit": EDITS | {NOTHING: "nothing"},
         "state": {INTACT: "intact"} | EDITS,
+        "key": {"view": "the question sees"},
         "kind": {ERASE: "erased: margin lost (nats)", SWAP: "exchanged: R, share of the way"},
     },
     written={
         "nats": plain,
         "logits": signed,
         "": percent,
-        "beyond": hundredths,
-        "used": hundredths,
-        "step": hundredths,
-        "kl": lambda nats: plain(nats, 3),
-        "chance": lambda chance: f"{chance.mean:.0%}",
-        "rank": lambda rank: f"{rank.mean:.0f}",
-        "width": lambda width: f"{width.mean:.0f}",
-        "share": lambda share: f"{share.mean:.0%}",
+        **dict.fromkeys(("beyond", "used", "step"), formatted("+.2f")),
+        "kl": formatted(".3f"),
+        **dict.fromkeys(("chance", "share"), share),
+        **dict.fromkeys(("rank", "width"), count),
     },
 )
