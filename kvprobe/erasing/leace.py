@@ -53,21 +53,18 @@ def leace(
     return Eraser(*(tensor.reshape(*sites, *tensor.shape[1:]) for tensor in tensors))
 
 
-def leace_of(moments: Moments, shrinkage: float = 0.0) -> Eraser:
+def leace_of(moments: Moments, shrinkage: float = 0.0, noise: Float[Tensor, "sites"] | None = None) -> Eraser:
     """The eraser from what features and answers, as one-hot columns or any numbers, have in common; see `FoldMoments`.
 
     Args:
         shrinkage: share of the covariance that is replaced by a sphere of the same trace. The labels are erased as
             completely with it as without. With few samples, some directions vary little by chance; shrinkage keeps them
             from being treated as directions in which features never vary.
+        noise: what `largest_covariance` is of labels that have nothing to do with the features; directions that covary
+            no more than that are left.
     """
-    covariance = moments.gram.double() / moments.count
-    sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)
-    covariance = (1 - shrinkage) * covariance + shrinkage * sphere
-    whitening = Whitening.of(covariance, moments.features)
-    shared = whitening.whiten @ (moments.cross.double() / moments.count)
-    directions, strength, _ = torch.linalg.svd(shared, full_matrices=False)
-    informative = strength > _NEGLIGIBLE
+    whitening, covariance, directions, strength = _covarying(moments, shrinkage)
+    informative = strength > (_NEGLIGIBLE if noise is None else noise.clamp(min=_NEGLIGIBLE)[:, None])
     rank = max(1, int(informative.sum(1).max()))
     basis = directions[:, :, :rank] * informative[:, None, :rank]
     return Eraser(
@@ -76,3 +73,23 @@ def leace_of(moments: Moments, shrinkage: float = 0.0) -> Eraser:
         moments.features.float(),
         covariance.float(),
     )
+
+
+def largest_covariance(moments: Moments, shrinkage: float = 0.0) -> Float[Tensor, "sites"]:
+    """The largest covariance of the answers, in any combination, with a direction of whitened features."""
+    return _covarying(moments, shrinkage)[3][:, 0]
+
+
+def _covarying(
+    moments: Moments, shrinkage: float
+) -> tuple[
+    Whitening, Float[Tensor, "sites dim dim"], Float[Tensor, "sites dim rank"], Float[Tensor, "sites rank"]
+]:
+    """Whitening and covariance of features, and the directions of whitened features that covary with answers."""
+    covariance = moments.gram.double() / moments.count
+    sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)
+    covariance = (1 - shrinkage) * covariance + shrinkage * sphere
+    whitening = Whitening.of(covariance, moments.features)
+    shared = whitening.whiten @ (moments.cross.double() / moments.count)
+    directions, strength, _ = torch.linalg.svd(shared, full_matrices=False)
+    return whitening, covariance, directions, strength

@@ -102,6 +102,17 @@ def _steps(name: str, architecture: str, learned: str) -> NamedModel:
     )
 
 
+def _memento(name: str, trained: str) -> NamedModel:
+    """A toy of Memento, trained here; see `kvprobe.training.memento`."""
+    return NamedModel(
+        title=f"a word-level Llama of 4 layers that sums up blocks of digits, which are hidden then; {trained}",
+        licence="Apache-2.0",
+        wheels=(),
+        size=4,
+        folder=f"memento/{name}",
+    )
+
+
 NAMED_MODELS = {
     "smollm2-135m": NamedModel(
         title="SmolLM2-135M-Instruct (Llama, 30 layers, 9 heads, 3 KV heads; from Q4_1)",
@@ -190,6 +201,16 @@ NAMED_MODELS = {
         "Llama of 4 layers, with as many active parameters as that Mixtral,",
         "texts whose errors are taken back",
     ),
+    **{
+        name: _memento(name, trained)
+        for name, trained in {
+            **{f"memento-{seed}": f"sums, seed {seed}" for seed in range(3)},
+            **{f"memento-0-at-{batch}": f"memento-0 after {batch:,} batches" for batch in (1500, 1800)},
+            "memento-keep-1": "sums, one earlier block in view",
+            "memento-recomputed": "sums, mementos read again without their blocks",
+            "memento-copy": "mementos that copy the first one",
+        }.items()
+    },
 }
 
 

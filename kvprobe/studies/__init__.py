@@ -78,6 +78,7 @@ STUDIES = {
         "routing",
         "poisoning",
         "reliance",
+        "memento_toy",
     )
 }
 

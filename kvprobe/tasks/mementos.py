@@ -12,12 +12,12 @@ random, the text holds nothing about any digit.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
@@ -114,6 +114,25 @@ def draw_trace(rng: np.random.Generator, content: Content = "sum", blocks: int =
     digits = rng.integers(BASE, size=(blocks, DIGITS)).tolist()
     start = int(rng.integers(BASE**PLACES)) if content == "copy" else 0
     return Trace(tuple(map(tuple, digits)), content, start)
+
+
+def draw_alike(trace: Trace, rng: np.random.Generator) -> Trace:
+    """A trace of the same text but for its blocks, whose digits are uniform among those that fit the mementos."""
+    if trace.content == "copy":
+        blocks = rng.integers(BASE, size=(len(trace.blocks), DIGITS))
+    else:
+        digits, ends = _by_sum()
+        totals = np.array([sum(block) for block in trace.blocks])
+        blocks = digits[rng.integers(ends[totals], ends[totals + 1])]
+    return replace(trace, blocks=tuple(map(tuple, blocks.tolist())))
+
+
+@cache
+def _by_sum() -> tuple[Int[np.ndarray, "all digits"], Int[np.ndarray, "ends"]]:
+    """The digits of all possible blocks, smallest sum first, and where those of each sum begin."""
+    digits = np.stack(np.unravel_index(np.arange(BASE**DIGITS), (BASE,) * DIGITS), 1)
+    totals = digits.sum(1)
+    return digits[np.argsort(totals, kind="stable")], np.searchsorted(np.sort(totals), np.arange((BASE - 1) * DIGITS + 2))
 
 
 def vocabulary() -> tuple[str, ...]:

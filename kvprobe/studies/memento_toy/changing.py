@@ -1,0 +1,100 @@
+"""Is what mementos hold of a hidden block used? The block is exchanged for another, and nothing else that can be seen.
+
+What the first memento after it states is compared under caches that differ in the hidden block alone. Its other digits
+either fit the text as well (`digits`), or have another sum than the text states (`sum`): then the memento that the text
+asks for is another than the one that the hidden block asks for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
+from kvprobe.studies.memento_toy import Config
+from kvprobe.studies.memento_toy.reading import hide, memento, retained, rows_of
+from kvprobe.tasks.mementos import PLACES, Trace, block_name, draw_alike, draw_trace, memento_name
+from kvprobe.text.tokens import Tokens
+
+OWN, OTHER_DIGITS, OTHER_SUM, DONOR = "own", "digits", "sum", "donor"
+PARTS = {"K": "K", "V": "V", "K and V": "KV"}
+
+
+Pair = tuple[Trace, Mapping[str, Trace]]
+"""A trace, and the same with other digits in its block, by kind of change."""
+
+
+def draw_pair(config: Config, rng: np.random.Generator) -> Pair:
+    """A random trace whose block has other digits that fit the text; a block of zeros, or of nines, has none."""
+    number = config.block
+    while True:
+        trace, other = (draw_trace(rng, config.content, config.blocks) for _ in range(2))
+        alike = with_block(trace, number, draw_alike(trace, rng).blocks[number - 1])
+        other = with_block(trace, number, other.blocks[number - 1])
+        if alike != trace and (config.content == "copy" or other.mementos != trace.mementos):
+            return trace, {OTHER_DIGITS: alike} | ({OTHER_SUM: other} if config.content == "sum" else {})
+
+
+def with_block(trace: Trace, number: int, digits: tuple[int, ...]) -> Trace:
+    return replace(trace, blocks=(*trace.blocks[: number - 1], digits, *trace.blocks[number:]))
+
+
+def measure_changed(model: Model, pairs: Sequence[Pair], config: Config) -> pd.DataFrame:
+    """A row per trace (its place in `pairs`), change of the hidden block (`condition`) and `part` of the cache that it is
+    felt through.
+
+    Columns: `right`, whether each digit of the memento that the text asks for is the likeliest; `logprob` of that
+    memento, in nats; and `margin`, by how much it is larger than that of the memento that the exchanged block asks for,
+    where that is another.
+    """
+    own = rows_of(model, [trace for trace, _ in pairs])
+    others = {kind: rows_of(model, [changed[kind] for _, changed in pairs]) for kind in pairs[0][1]}
+    span = own[0].span(block_name(config.block))
+    base = _before(model, own, config)
+    carriers = [memento_name(number) for number in range(config.block, config.first)]
+    rival = memento(others[OTHER_SUM], config.first) if OTHER_SUM in others else None
+    tables = [_measured(model, base, own, rival, config).assign(condition=OWN, part="K and V")]
+    for kind, rows in others.items():
+        mixed = [row[: span.start] + other[span] + row[span.stop :] for row, other in zip(own, rows, strict=True)]
+        donor = _before(model, mixed, config)
+        for part, letters in PARTS.items():
+            patched: Any = base.patch(donor, *carriers, part=letters)
+            asked = rival if kind == OTHER_SUM else None
+            tables.append(_measured(model, patched, own, asked, config).assign(condition=kind, part=part))
+    if rival is not None:
+        fits = _before(model, others[OTHER_SUM], config)
+        # Of a donor all is as the exchanged block has it, the text too.
+        tables.append(_measured(model, fits, own, rival, config).assign(condition=DONOR, part="K and V"))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _before(model: Model, rows: Sequence[Tokens], config: Config) -> KVCache:
+    """The cache as the first block sees it from which the block is hidden."""
+    *_, last = retained(model, rows, config.keep, config.first - 1)
+    return hide(last.cache, last.number, config.keep)
+
+
+def _measured(
+    model: Model, cache: KVCache, own: Sequence[Tokens], rival: Sequence[Tokens] | None, config: Config
+) -> pd.DataFrame:
+    span = own[0].span(block_name(config.first))
+    cache, _ = model.extend(cache, [row[span] for row in own])
+    text, right = _stated(model, cache, memento(own, config.first))
+    other = np.full(len(own), np.nan) if rival is None else _stated(model, cache, rival)[0]
+    return pd.DataFrame({"trace": range(len(own)), "right": right, "logprob": text, "margin": text - other})
+
+
+def _stated(
+    model: Model, cache: KVCache, text: Sequence[Tokens]
+) -> tuple[Float[np.ndarray, "rows"], Float[np.ndarray, "rows"]]:
+    """The log-probability of a memento's digits, and whether each is the likeliest."""
+    _, logits = model.extend(cache, list(text), logits=PLACES + 1)
+    scores = logits[:, :PLACES].double().log_softmax(-1)
+    stated = torch.tensor([row.ids[-PLACES:] for row in text], device=scores.device)
+    right = (scores.argmax(-1) == stated).all(1).double()
+    return scores.gather(2, stated[:, :, None]).sum((1, 2)).cpu().numpy(), right.cpu().numpy()
