@@ -49,6 +49,7 @@ MODULES = {
     "routing": "test_routing_study",
     "poisoning": "test_poisoning_study",
     "reliance": "test_reliance_study",
+    "memento_toy": "test_memento_toy",
 }
 """Where each study's tiny run is."""
 AROUND = {"features": ("few_texts",), "policies": ("short",)}

@@ -82,9 +82,7 @@ def largest_covariance(moments: Moments, shrinkage: float = 0.0) -> Float[Tensor
 
 def _covarying(
     moments: Moments, shrinkage: float
-) -> tuple[
-    Whitening, Float[Tensor, "sites dim dim"], Float[Tensor, "sites dim rank"], Float[Tensor, "sites rank"]
-]:
+) -> tuple[Whitening, Float[Tensor, "sites dim dim"], Float[Tensor, "sites dim rank"], Float[Tensor, "sites rank"]]:
     """Whitening and covariance of features, and the directions of whitened features that covary with answers."""
     covariance = moments.gram.double() / moments.count
     sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)

@@ -132,7 +132,8 @@ def _by_sum() -> tuple[Int[np.ndarray, "all digits"], Int[np.ndarray, "ends"]]:
     """The digits of all possible blocks, smallest sum first, and where those of each sum begin."""
     digits = np.stack(np.unravel_index(np.arange(BASE**DIGITS), (BASE,) * DIGITS), 1)
     totals = digits.sum(1)
-    return digits[np.argsort(totals, kind="stable")], np.searchsorted(np.sort(totals), np.arange((BASE - 1) * DIGITS + 2))
+    ends = np.searchsorted(np.sort(totals), np.arange((BASE - 1) * DIGITS + 2))
+    return digits[np.argsort(totals, kind="stable")], ends
 
 
 def vocabulary() -> tuple[str, ...]:

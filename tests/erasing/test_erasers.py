@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvprobe.erasing import Eraser, inlp, leace, leace_of, random_eraser
+from kvprobe.erasing.leace import largest_covariance
 from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import planted
@@ -119,6 +120,21 @@ def test_a_site_without_information_on_the_labels_is_unchanged():
     eraser = leace(features, labels, CLASSES)
     assert eraser.rank.tolist() == [CLASSES - 1, 0]
     torch.testing.assert_close(eraser.erased(features)[1], features[1])
+
+
+def test_directions_that_covary_no_more_than_noise_are_left():
+    features, labels, _ = data(targets=1)
+    shuffled = labels[:, torch.randperm(labels.shape[1], generator=torch.Generator().manual_seed(0))]
+    noise = largest_covariance(moments(features, shuffled))
+    assert leace_of(moments(features, shuffled), noise=noise).rank.tolist() == [0]
+    kept, all_of_them = leace_of(moments(features, labels), noise=noise), leace_of(moments(features, labels))
+    assert 0 < int(kept.rank[0]) <= int(all_of_them.rank[0])
+    before, after, whole = (
+        covariance_with_labels(some[0], labels).norm()
+        for some in (features, kept.erased(features), all_of_them.erased(features))
+    )
+    assert whole < 1e-5 * before
+    assert after < 0.3 * before
 
 
 def test_a_random_eraser_has_the_rank_and_whitened_variance_of_its_model_and_leaves_the_concept():

@@ -1,9 +1,12 @@
 """Mementos: what a trace states where, and what its text says of a hidden digit."""
 
+from collections import Counter
 from itertools import product
+from typing import get_args
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 
 from kvprobe.tasks.mementos import (
     BASE,
@@ -15,6 +18,7 @@ from kvprobe.tasks.mementos import (
     accuracy_given_sum,
     bayes_accuracy,
     block_name,
+    draw_alike,
     draw_trace,
     hidden_blocks,
     memento_name,
@@ -137,3 +141,30 @@ def test_what_does_not_exist_says_nothing():
     refused(lambda: bayes_accuracy(1, [1], [0]), "no block 0")
     refused(lambda: posterior(46, 5), "46", "0 to 45")
     refused(lambda: posterior(0, 0), "0 digits")
+
+
+# Other digits of the same text
+
+
+def test_other_digits_fit_the_text():
+    rng = np.random.default_rng(0)
+    for content in get_args(Content):
+        for _ in range(20):
+            trace = draw_trace(rng, content)
+            alike = draw_alike(trace, rng)
+            assert alike.mementos == trace.mementos
+            assert alike.blocks != trace.blocks
+
+
+def test_other_digits_are_uniform_among_those_that_fit():
+    rng = np.random.default_rng(0)
+    trace = Trace(((0, 0, 0, 1, 1), (9, 9, 9, 9, 9)))
+    drawn = [draw_alike(trace, rng).blocks for _ in range(3000)]
+    counts = Counter(block for block, _ in drawn)
+    assert len(counts) == len(ways_of(2)) == 15
+    assert chisquare([*counts.values()]).pvalue > 1e-3
+    assert {last for _, last in drawn} == {(9, 9, 9, 9, 9)}
+
+
+def ways_of(total: int) -> list[tuple[int, ...]]:
+    return [block for block in product(range(total + 1), repeat=5) if sum(block) == total]

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.cache.cache import KVCache
 from kvprobe.cli.training import train_app
-from kvprobe.inference.model import Model, load
+from kvprobe.inference.model import Model
 from kvprobe.models.unproved import Lane
-from kvprobe.policies import RestartInPlace, policy
+from kvprobe.policies import policy
 from kvprobe.tasks import mementos
-from kvprobe.tasks.mementos import PLACES, Trace, block_name, hidden_blocks, memento_name
+from kvprobe.tasks.mementos import PLACES, Trace, block_name, memento_name
 from kvprobe.training import schedule
 from kvprobe.training.memento import MEMENTOS, TRACES, Memento
 from tests.refusals import refused
+from tests.toy import TINY, follow, toy
 
-TINY = Memento(blocks=4, layers=3, width=16, heads=2, inner=24, tested=4)
 VIEWS = [
     TINY,
     replace(TINY, keep=1),
@@ -31,45 +30,11 @@ VIEWS = [
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """Random weights, which are large so that whatever is seen is felt."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        plain = TINY.model()
-    for parameter in plain.parameters():
-        if parameter.ndim == 2:
-            parameter.data *= 2
-    return load(plain, tokenizer=TINY.tokenizer())
+    return toy()
 
 
 def traces_of(recipe: Memento, count: int = 3) -> list[Trace]:
     return recipe.draw(count, np.random.default_rng(5))
-
-
-def follow(
-    recipe: Memento, model: Model, traces: Sequence[Trace], lane: Lane = "plain", at_once: int = 1
-) -> tuple[KVCache, torch.Tensor]:
-    """Blocks are read, summed up and hidden by the library's own cache, so many tokens at once.
-
-    Returns the last cache, and the logits of each memento digit.
-    """
-    rows = model.tokens([trace.conversation() for trace in traces])
-    cache = model.prefill([row[: row.span(memento_name(0)).stop] for row in rows], lane=lane)
-    scores = []
-    for number in range(1, recipe.blocks + 1):
-        start, end = rows[0].span(block_name(number)).start, rows[0].span(memento_name(number)).stop
-        read = []
-        for first in range(start, end, at_once):
-            piece = slice(first, min(first + at_once, end))
-            cache, logits = model.extend(cache, [row[piece] for row in rows], lane=lane, logits=piece.stop - first)
-            read.append(logits)
-        scores.append(torch.cat(read, 1)[:, -PLACES - 1 : -1])  # after the last digit comes the next block
-        if number == recipe.blocks:
-            break
-        if recipe.provenance == "recomputed":
-            cache = model.apply(RestartInPlace(block_name(number)), cache)
-        elif hidden := hidden_blocks(number + 1, recipe.keep):
-            cache = cache.mask(*map(block_name, hidden))
-    return cache, torch.cat(scores, 1)
 
 
 def in_one_pass(recipe: Memento, model: Model, traces: Sequence[Trace]) -> torch.Tensor:

@@ -7,7 +7,7 @@ asks for is another than the one that the hidden block asks for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -17,12 +17,13 @@ from jaxtyping import Float
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.studies.memento_toy import Config
+from kvprobe.studies.memento_toy.probes import BOTH
 from kvprobe.studies.memento_toy.reading import hide, memento, retained, rows_of
 from kvprobe.tasks.mementos import PLACES, Trace, block_name, draw_alike, draw_trace, memento_name
 from kvprobe.text.tokens import Tokens
 
 OWN, OTHER_DIGITS, OTHER_SUM, DONOR = "own", "digits", "sum", "donor"
-PARTS = {"K": "K", "V": "V", "K and V": "KV"}
+PARTS: Mapping[str, Literal["K", "V", "KV"]] = {"K": "K", "V": "V", BOTH: "KV"}
 
 
 Pair = tuple[Trace, Mapping[str, Trace]]
@@ -45,8 +46,8 @@ def with_block(trace: Trace, number: int, digits: tuple[int, ...]) -> Trace:
 
 
 def measure_changed(model: Model, pairs: Sequence[Pair], config: Config) -> pd.DataFrame:
-    """A row per trace (its place in `pairs`), change of the hidden block (`condition`) and `part` of the cache that it is
-    felt through.
+    """A row per trace (its place in `pairs`), change of the hidden block (`condition`) and `part` of the cache that it
+    is felt through.
 
     Columns: `right`, whether each digit of the memento that the text asks for is the likeliest; `logprob` of that
     memento, in nats; and `margin`, by how much it is larger than that of the memento that the exchanged block asks for,
@@ -56,20 +57,24 @@ def measure_changed(model: Model, pairs: Sequence[Pair], config: Config) -> pd.D
     others = {kind: rows_of(model, [changed[kind] for _, changed in pairs]) for kind in pairs[0][1]}
     span = own[0].span(block_name(config.block))
     base = _before(model, own, config)
-    carriers = [memento_name(number) for number in range(config.block, config.first)]
+    # What was read in view of the block and is still in view: its memento, and later blocks that are kept, with theirs.
+    carriers = [memento_name(config.block)]
+    carriers += [
+        name(number) for number in range(config.block + 1, config.first) for name in (block_name, memento_name)
+    ]
     rival = memento(others[OTHER_SUM], config.first) if OTHER_SUM in others else None
-    tables = [_measured(model, base, own, rival, config).assign(condition=OWN, part="K and V")]
+    tables = [_measured(model, base, own, rival, config).assign(condition=OWN, part=BOTH)]
     for kind, rows in others.items():
         mixed = [row[: span.start] + other[span] + row[span.stop :] for row, other in zip(own, rows, strict=True)]
         donor = _before(model, mixed, config)
         for part, letters in PARTS.items():
-            patched: Any = base.patch(donor, *carriers, part=letters)
+            patched = base.patch(donor, *carriers, part=letters)
             asked = rival if kind == OTHER_SUM else None
             tables.append(_measured(model, patched, own, asked, config).assign(condition=kind, part=part))
     if rival is not None:
         fits = _before(model, others[OTHER_SUM], config)
         # Of a donor all is as the exchanged block has it, the text too.
-        tables.append(_measured(model, fits, own, rival, config).assign(condition=DONOR, part="K and V"))
+        tables.append(_measured(model, fits, own, rival, config).assign(condition=DONOR, part=BOTH))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -48,9 +48,9 @@ Erasers = Mapping[int, list[dict[tuple[int, str], Eraser]]]
 def measure_closing(
     model: Model, traces: Sequence[Trace], config: Config, rng: np.random.Generator
 ) -> dict[str, pd.DataFrame]:
-    """Of traces on which no eraser was fitted: `closed`, whether each memento is right, by `state`; `left`, the share of
-    the block's digits that a linear probe reads in the last layer of the first memento that is written while the block
-    is hidden; and `ranks`, of how many dimensions a slot loses how many, by `kind` and layer."""
+    """Of traces on which no eraser was fitted: `closed`, whether each memento is right, by `state`; `left`, the share
+    of the block's digits that a linear probe reads in the last layer of the first memento that is written while the
+    block is hidden; and `ranks`, of how many dimensions a slot loses how many, by `kind` and layer."""
     fitted_on = len(traces) // 3
     erasers = {kind: fit_erasers(model, traces[:fitted_on], config, kind, rng) for kind in ERASED}
     tested = traces[fitted_on:]
@@ -88,9 +88,7 @@ def measure_closing(
     }
 
 
-def fit_erasers(
-    model: Model, traces: Sequence[Trace], config: Config, kind: str, rng: np.random.Generator
-) -> Erasers:
+def fit_erasers(model: Model, traces: Sequence[Trace], config: Config, kind: str, rng: np.random.Generator) -> Erasers:
     """The erasers of all mementos but the last; random ones have the rank of those of what goes beyond the sum."""
     erasers: dict[int, list[dict[tuple[int, str], Eraser]]] = {}
 

@@ -1,7 +1,8 @@
-"""A model of the toy is read, its hidden block exchanged, and its hidden channel closed; so are those of other seeds and
-earlier weights, as far as they are compared."""
+"""A model of the toy is read, its hidden block exchanged, and its hidden channel closed; other seeds and earlier
+weights are read beside it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvprobe.probing.controls import random_model
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.changing import draw_pair, measure_changed
 from kvprobe.studies.memento_toy.closing import measure_closing
-from kvprobe.studies.memento_toy.probes import probe
+from kvprobe.studies.memento_toy.probes import TRACES, probe
 from kvprobe.tasks.mementos import draw_trace
 
 MAIN, UNTRAINED = "model", "untrained"
@@ -51,33 +52,30 @@ def models_of(model: Model, config: Config) -> list[Read]:
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """Tables with columns `model` and `role`: `samples`, what probes read of each tested trace; `answers`, which of its
-    mementos are right; `reach`, how far K and V can know what is hidden; and `changed`, what follows a hidden block that
-    was exchanged. Of the main model alone: `closed`, which mementos are right with the channel closed; `left`, what
-    probes read then; and `ranks`, those of erasers.
+    mementos are right; `reach`, how far K and V can know what is hidden; and `changed`, what follows a hidden block
+    that was exchanged. Of the main model alone: `closed`, which mementos are right with the channel closed; `left`,
+    what probes read then; and `ranks`, those of erasers.
     """
     rng = np.random.default_rng([config.seed, 1])
     traces = [draw_trace(rng, config.content, config.blocks) for _ in range(config.traces)]
     rng = np.random.default_rng([config.seed, 2])
     pairs = [draw_pair(config, rng) for _ in range(config.changed)]
+    starts = range(0, len(pairs), config.batch)
     tables: dict[str, list[pd.DataFrame]] = {"samples": [], "answers": [], "reach": [], "changed": []}
     for number, read in enumerate(models_of(model, config)):
         one, name = read.model(), f"{number:02d}"
-
-        def probed(name: str = name, one: Model = one, whole: bool = read.whole) -> Mapping[str, pd.DataFrame]:
-            return probe(one, traces, config, run, name, whole=whole)
-
+        probed = partial(probe, one, traces, config, run, name, whole=read.whole)
         measured = kept(run, name, ("samples", "answers", "reach"), probed)
+        for path in run.part("").glob(f"*-{name}-{TRACES}.safetensors"):
+            path.unlink()  # they are large, and other models follow
         if read.whole:
-            batches = [range(start, min(start + config.batch, len(pairs))) for start in range(0, len(pairs), config.batch)]
+
+            def changed(start: int, one: Model = one) -> pd.DataFrame:
+                rows = measure_changed(one, pairs[start : start + config.batch], config)
+                return rows.assign(trace=rows["trace"] + start)
+
             measured["changed"] = table_of_parts(
-                run,
-                batches,
-                f"{name}-changed",
-                lambda rows, one=one: measure_changed(one, [pairs[row] for row in rows], config).assign(
-                    trace=lambda table, rows=rows: table["trace"] + rows.start
-                ),
-                doing="Exchanging the hidden block",
-                unit="batch",
+                run, starts, f"{name}-changed", changed, doing="Exchanging the hidden block", unit="batch"
             )
         for table, rows in measured.items():
             tables[table].append(rows.assign(model=read.name, role=read.role))
@@ -91,9 +89,8 @@ def kept(
     run: Run, name: str, tables: tuple[str, ...], measure: Callable[[], Mapping[str, pd.DataFrame]]
 ) -> dict[str, pd.DataFrame]:
     """Tables that an earlier attempt wrote, or that are measured now, all at once."""
-    measured: Mapping[str, pd.DataFrame] = {}
-    for table in tables:
-        if not measured and not run.part(f"{name}-{table}.parquet").is_file():
-            measured = measure()
-        run.write_part(f"{name}-{table}.parquet", lambda path, table=table: measured[table].to_parquet(path))
-    return {table: read_table(run.part(f"{name}-{table}.parquet")) for table in tables}
+    files = {table: f"{name}-{table}.parquet" for table in tables}
+    if not all(run.part(file).is_file() for file in files.values()):
+        for table, rows in measure().items():
+            run.write_part(files[table], rows.to_parquet)
+    return {table: read_table(run.part(file)) for table, file in files.items()}

@@ -50,7 +50,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     return Conclusion(findings, [light_cone(tables["reach"], model)], facts)
 
 
-def published(config: Config, layers: int) -> list[dict[str, float]]:
+def published(config: Config, layers: int) -> list[dict[str, int | float]]:
     """The cells of the paper, where the run is of its design."""
     design = (config.content, config.keep, config.blocks, config.block, layers)
     return list(PUBLISHED) if design == ("sum", 0, 10, 2, 4) else []
@@ -78,11 +78,13 @@ def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Find
         samples,
         of_samples(config, layers),
         (later, OF_ANSWERS),
-        (answers, (Mean(name="by_memento", of="right", by=("model", "arm", "memento"), cluster="trace", within=SHARE),)),
+        (answers, (BY_MEMENTO,)),
         (ways(tables["changed"]), OF_CHANGED),
         (tables["left"], OF_LEFT),
         (tables["closed"][tables["closed"]["memento"] > 1], OF_CLOSED),
     )
+    for (kind, layer), rows in tables["ranks"].groupby(["kind", "layer"], sort=False):
+        findings.number("rank", rows["rank"].mean(), state=kind, layer=layer)
     for distance, bound in bounds.items():
         findings.number("text", bound, distance=distance)
     findings.number("own_text", own_text(config))
@@ -98,24 +100,27 @@ def own_text(config: Config) -> float:
 def of_samples(config: Config, layers: int) -> Iterator[Estimand]:
     """Of what probes read."""
     right: dict[str, Any] = {"of": "right", "cluster": "trace", "within": SHARE}
-    first, last = {"distance": config.first - config.block}, {"layer": layers - 1}
-    both, linear = {"part": BOTH}, {"probe": LINEAR}
-    headline: dict[str, Any] = {**first, **last, **both, **linear, "role": ROLES}
-    yield Mean(name="by_layer", by=("model", "probe", "arm", "layer"), where={**first, **both}, **right)
-    yield Mean(name="by_distance", by=("model", "probe", "arm", "distance"), where={**last, **both}, **right)
-    yield Mean(name="by_part", by=("model", "part", "arm", "layer"), where={**first, **linear}, **right)
-    yield Mean(name="by_training", by=("accuracy", "probe", "arm"), where={**first, **last, **both, "role": (MAIN, CHECKPOINT)}, **right)
-    retained, restart = {**headline, "arm": RETAINED}, {**headline, "arm": RESTART}
-    within: dict[str, Any] = {"within": DIFFERENCE}
-    yield Difference(name="leak", of="right", by=("model",), where=retained, less=restart, **within, **ANSWER)
-    yield Mean(name="beyond_text", of="over", by=("model",), where=retained, **within, **ANSWER)
+    last = {"layer": layers - 1, "part": BOTH}
+    first = {"distance": config.first - config.block}
+    here = {**first, **last}
+    training = {**here, "role": (MAIN, CHECKPOINT)}
+    yield Mean(name="by_layer", by=("model", "probe", "arm", "layer"), where={**first, "part": BOTH}, **right)
+    yield Mean(name="by_distance", by=("model", "probe", "arm", "distance"), where=last, **right)
+    yield Mean(name="by_part", by=("model", "part", "arm", "layer"), where={**first, "probe": LINEAR}, **right)
+    yield Mean(name="by_training", by=("accuracy", "probe", "arm"), where=training, **right)
+    retained, restart = ({**here, "arm": arm, "role": ROLES} for arm in (RETAINED, RESTART))
+    linear: dict[str, Any] = {"by": ("model",), "within": DIFFERENCE, **ANSWER}
+    retained_linear, restart_linear = ({**where, "probe": LINEAR} for where in (retained, restart))
+    yield Difference(name="leak", of="right", where=retained_linear, less=restart_linear, **linear)
+    yield Mean(name="beyond_text", of="over", where=retained_linear, **linear)
     if config.seeds:
-        over: dict[str, Any] = {"cluster": "model", "of": "right"}
-        seeds: dict[str, Any] = {**both, "role": ROLES}
-        yield Mean(name="seeds", by=("probe", "arm", "distance"), where={**seeds, **last}, within=SHARE, **over)
-        yield Difference(name="seeds_leak", by=("probe",), where={**seeds, **first, **last, "arm": RETAINED}, less={**seeds, **first, **last, "arm": RESTART}, **within, **over)
+        over: dict[str, Any] = {"of": "right", "cluster": "model"}
+        keys = ("probe", "arm", "distance")
+        yield Mean(name="seeds", by=keys, where={**last, "role": ROLES}, within=SHARE, **over)
+        yield Difference(name="seeds_leak", by=("probe",), where=retained, less=restart, within=DIFFERENCE, **over)
 
 
+BY_MEMENTO = Mean(name="by_memento", of="right", by=("model", "arm", "memento"), cluster="trace", within=SHARE)
 OF_ANSWERS: tuple[Estimand, ...] = (
     Mean(name="right", of="right", by=("model", "arm"), cluster="trace", within=SHARE),
     Difference(
@@ -131,7 +136,14 @@ OF_ANSWERS: tuple[Estimand, ...] = (
 OF_CHANGED: tuple[Estimand, ...] = (
     Mean(name="after", of="right", by=("model", "condition", "part"), cluster="trace", within=SHARE),
     Mean(name="margin", of="margin", by=("model", "condition", "part"), cluster="trace", unit="nats"),
-    Mean(name="lost", of="lost", by=("model", "condition", "part"), where={"condition": (OTHER_DIGITS, OTHER_SUM)}, cluster="trace", unit="nats"),
+    Mean(
+        name="lost",
+        of="lost",
+        by=("model", "condition", "part"),
+        where={"condition": (OTHER_DIGITS, OTHER_SUM)},
+        cluster="trace",
+        unit="nats",
+    ),
     Difference(
         name="used",
         of="right",

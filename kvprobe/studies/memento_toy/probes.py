@@ -29,6 +29,8 @@ from kvprobe.tidy import crossed
 RETAINED, RESTART = "retained", "restart"
 BOTH, PARTS = "K and V", ("K", "V")
 LINEAR, MLP = "linear", "with a hidden layer"
+TRACES = "traces"
+"""Of the files of what probes need."""
 FOLDS = 4
 """Fold 0 is tested, fold 1 chooses penalties and epochs."""
 
@@ -61,8 +63,9 @@ def sites_of(config: Config, layers: int, *, whole: bool) -> list[Site]:
         return every
     seen = [Site(RETAINED, distance, layer) for distance, layer in product(range(first), range(layers))]
     later = range(first + 1, config.blocks - config.block + 1)
+    before = [Site(RETAINED, -1, last)] if config.block > 1 else []
     return [
-        Site(RETAINED, -1, last),
+        *before,
         *seen,
         *every,
         *(Site(arm, distance, last) for arm, distance in product((RETAINED, RESTART), later)),
@@ -71,13 +74,13 @@ def sites_of(config: Config, layers: int, *, whole: bool) -> list[Site]:
 
 def read_traces(model: Model, traces: Sequence[Trace], config: Config, sites: Sequence[Site]) -> dict[str, Tensor]:
     """Of each trace, `digits` `[rows, digits]`; by site, K and V `[rows, 2, slots × width]`; and `right.ARM`
-    `[rows, mementos]`, whether each memento is right that was written on the way. Of all, `reach` `[1, layers]`: how far
-    K and V of the first hidden memento differ between the arms, relative to their size."""
+    `[rows, mementos]`, whether each memento is right that was written on the way. Of all, `reach` `[1, layers]`: how
+    far K and V of the first memento after the block was hidden differ between the arms, relative to their size."""
     rows, tensors = rows_of(model, traces), {"digits": digits_of(traces, config.block).T.contiguous()}
-    mementos = {arm: sorted({config.block + site.distance for site in sites if site.arm == arm}) for arm in (RETAINED, RESTART)}
+    last = config.block + max(site.distance for site in sites)
     runs = {
-        RETAINED: retained(model, rows, config.keep, mementos[RETAINED][-1]),
-        RESTART: restarted(model, rows, config.keep, mementos[RESTART]),
+        RETAINED: retained(model, rows, config.keep, last),
+        RESTART: restarted(model, rows, config.keep, range(config.first, last + 1)),
     }
     for arm, run in runs.items():
         right = []
@@ -109,7 +112,7 @@ def probe(
     paths = tensor_parts(
         run,
         [traces[start : start + config.batch] for start in range(0, len(traces), config.batch)],
-        f"{name}-traces",
+        f"{name}-{TRACES}",
         lambda some: read_traces(model, some, config, sites),
         doing=f"Reading traces, {name}",
         unit="batch",
@@ -125,12 +128,8 @@ def probe(
             pd.DataFrame({"trace": tested, **site._asdict(), "part": part, "probe": kind, "right": right})
             for (part, kind), right in hits.items()
         ]
-    answers = [
-        answers_of(paths, arm, tested, 1 if arm == RETAINED else config.first) for arm in (RETAINED, RESTART)
-    ]
+    answers = [answers_of(paths, arm, tested, 1 if arm == RETAINED else config.first) for arm in (RETAINED, RESTART)]
     reach = tensor_of_parts(paths, "reach").max(0).values
-    for path in paths:
-        path.unlink()  # they are large, and other models follow
     layers = range(len(reach))
     return {
         "samples": pd.concat(tables, ignore_index=True),

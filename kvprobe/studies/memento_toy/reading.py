@@ -83,9 +83,7 @@ def memento(rows: Sequence[Tokens], number: int) -> list[Tokens]:
     return [row[span] for row in rows]
 
 
-def retained(
-    model: Model, rows: Sequence[Tokens], keep: int, last: int, edit: Edit = unchanged
-) -> Iterator[Written]:
+def retained(model: Model, rows: Sequence[Tokens], keep: int, last: int, edit: Edit = unchanged) -> Iterator[Written]:
     """Mementos 1 to `last`; each block is hidden as soon as it has a memento and `keep` later blocks have one, too."""
     cache = model.prefill(piece(rows, 0, 0))
     for number in range(1, last + 1):

@@ -1,7 +1,6 @@
 """The memento_toy study: its declaration."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
@@ -16,15 +15,25 @@ from kvprobe.studies.memento_toy.probes import LINEAR, MLP, RESTART, RETAINED
 from kvprobe.wording import percent, plain, points, share, signed
 
 ARMS = {RETAINED: Style(ARM_COLOURS["masked"]), RESTART: Style(ARM_COLOURS["restart"], "s")}
-READ: dict[str, Any] = {
-    "line": "arm",
-    "panel": "probe",
-    "where": {"model": MAIN},
-    "styles": ARMS,
-    "y_label": "digits read (share)",
-    "curves": True,
-    "size": (3.2, 3.0),
-}
+
+
+def lines(finding: str, x: str, x_label: str, caption: str, *, of_all: bool = False) -> Lines:
+    """Digits read, by arm and probe, of the main model or of all."""
+    return Lines(
+        file=finding,
+        finding=finding,
+        x=x,
+        x_label=x_label,
+        caption=caption,
+        line="arm",
+        panel="probe",
+        where={} if of_all else {"model": MAIN},
+        styles=ARMS,
+        y_label="digits read (share)",
+        level=("visible_text", "all text in view"),
+        curves=True,
+        size=(3.2, 3.0),
+    )
 
 
 def inputs(config: Config) -> Mapping[str, str]:
@@ -46,36 +55,29 @@ STUDY = Study(
     conclude=conclude,
     inputs=inputs,
     figures=(
-        Lines(
-            file="by_distance",
-            finding="by_distance",
-            x="distance",
-            x_label="blocks after the digits' own",
-            caption="Digits read in K and V of the last layer of later mementos, retained and computed again without "
-            "the hidden blocks. Dotted: the best that can be done from all text in view of the first memento after. "
-            "Before 0, the digits have not been read; at 0, they are in view. Shaded: 95 % intervals over traces.",
-            level=("visible_text", "all text in view"),
-            limits=(0.0, 1.0),
-            **READ,
+        lines(
+            "by_distance",
+            "distance",
+            "blocks after the digits' own",
+            "Digits read in K and V of the last layer of later mementos, retained and computed again without hidden "
+            "blocks. Dotted: the best that can be done from all text in view. Before 0, the digits have not been "
+            "read; at 0, they are in view. Shaded: 95 % intervals over traces.",
         ),
-        Lines(
-            file="by_layer",
-            finding="by_layer",
-            x="layer",
-            caption="Digits read in the first memento that is written while they are hidden, by layer. Dotted: the "
-            "best that can be done from all text in view. Shaded: 95 % intervals over traces.",
-            level=("visible_text", "all text in view"),
-            **READ,
+        lines(
+            "by_layer",
+            "layer",
+            "layer",
+            "Digits read in the first memento that is written while they are hidden, by layer. Dotted: the best that "
+            "can be done from all text in view. Shaded: 95 % intervals over traces.",
         ),
-        Lines(
-            file="by_training",
-            finding="by_training",
-            x="accuracy",
-            x_label="mementos that are right (share)",
-            caption="The same in the last layer, over the training: as more mementos become right. Shaded: 95 % "
-            "intervals over traces.",
-            level=("visible_text", "all text in view"),
-            **READ | {"where": {}},
+        lines(
+            "by_training",
+            "accuracy",
+            "mementos that are right (share)",
+            "Digits read in the last layer of the first memento that is written while they are hidden, over the "
+            "training, as more mementos become right. Dotted: the best that can be done from all text in view. Shaded: "
+            "95 % intervals over traces.",
+            of_all=True,
         ),
     ),
     claims=(
@@ -116,7 +118,12 @@ STUDY = Study(
             below="probes read less than after a restart",
             unclear="probes read nothing more than after a restart that was detected",
         ),
-        Claim("harm", above="more mementos are right", below="fewer mementos are right", unclear="no harm was detected"),
+        Claim(
+            "harm",
+            above="more mementos are right",
+            below="fewer mementos are right",
+            unclear="no harm was detected",
+        ),
     ),
     labels={
         "arm": {RETAINED: "retained", RESTART: "computed again (floor)"},
@@ -140,7 +147,8 @@ STUDY = Study(
     },
     written={
         **dict.fromkeys(
-            ("by_layer", "by_distance", "by_part", "by_training", "right", "by_memento", "after", "left", "still"), percent
+            ("by_layer", "by_distance", "by_part", "by_training", "right", "by_memento", "after", "left", "still"),
+            percent,
         ),
         **dict.fromkeys(("leak", "beyond_text", "kept", "used", "left_over", "harm", "seeds_leak"), points),
         **dict.fromkeys(("way", "follows", "seeds"), percent),
