@@ -49,6 +49,9 @@ FIGURES = {
     "poisoning": ("poisoning", "right_by_arm"),
     "poisoning_layers": ("poisoning", "undone_by_layer"),
     "reliance": ("reliance", "answers_by_source"),
+    "memento": ("memento_toy-seeds", "by_distance"),
+    "memento_layers": ("memento_toy-seeds", "by_layer"),
+    "memento_training": ("memento_toy-seeds", "by_training"),
 }
 """By file: the preset, and the figure of its run."""
 FAMILIES = {"leakage": ("leakage", "v"), "leakage_topic": ("leakage-topic", "resid_post")}

@@ -63,7 +63,9 @@ def leace_of(moments: Moments, shrinkage: float = 0.0, noise: Float[Tensor, "sit
         noise: what `largest_covariance` is of labels that have nothing to do with the features; directions that covary
             no more than that are left.
     """
-    whitening, covariance, directions, strength = _covarying(moments, shrinkage)
+    whitening, covariance = _whitened(moments, shrinkage)
+    shared = whitening.whiten @ (moments.cross.double() / moments.count)
+    directions, strength, _ = torch.linalg.svd(shared, full_matrices=False)
     informative = strength > (_NEGLIGIBLE if noise is None else noise.clamp(min=_NEGLIGIBLE)[:, None])
     rank = max(1, int(informative.sum(1).max()))
     basis = directions[:, :, :rank] * informative[:, None, :rank]
@@ -75,19 +77,21 @@ def leace_of(moments: Moments, shrinkage: float = 0.0, noise: Float[Tensor, "sit
     )
 
 
-def largest_covariance(moments: Moments, shrinkage: float = 0.0) -> Float[Tensor, "sites"]:
-    """The largest covariance of the answers, in any combination, with a direction of whitened features."""
-    return _covarying(moments, shrinkage)[3][:, 0]
+def largest_covariance(
+    moments: Moments, crosses: Float[Tensor, "draws sites dim outputs"], shrinkage: float = 0.0
+) -> Float[Tensor, "sites"]:
+    """The largest covariance of any combination of answers with a direction of whitened features, over all draws.
+
+    Args:
+        crosses: what `Moments.cross` is of each draw of answers.
+    """
+    whitening, _ = _whitened(moments, shrinkage)
+    return torch.linalg.svdvals(whitening.whiten @ (crosses.double() / moments.count))[:, :, 0].amax(0)
 
 
-def _covarying(
-    moments: Moments, shrinkage: float
-) -> tuple[Whitening, Float[Tensor, "sites dim dim"], Float[Tensor, "sites dim rank"], Float[Tensor, "sites rank"]]:
-    """Whitening and covariance of features, and the directions of whitened features that covary with answers."""
+def _whitened(moments: Moments, shrinkage: float) -> tuple[Whitening, Float[Tensor, "sites dim dim"]]:
+    """Whitening of features, and their covariance."""
     covariance = moments.gram.double() / moments.count
     sphere = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(covariance.shape[1]).to(covariance)
     covariance = (1 - shrinkage) * covariance + shrinkage * sphere
-    whitening = Whitening.of(covariance, moments.features)
-    shared = whitening.whiten @ (moments.cross.double() / moments.count)
-    directions, strength, _ = torch.linalg.svd(shared, full_matrices=False)
-    return whitening, covariance, directions, strength
+    return Whitening.of(covariance, moments.features), covariance

@@ -41,7 +41,7 @@ def mlp_predictions(
         layers = nn.Linear(features.shape[1], HIDDEN), nn.GELU(), nn.Linear(HIDDEN, len(labels) * classes)
         network = nn.Sequential(*layers, nn.Unflatten(1, (len(labels), classes))).to(features.device)
         optimiser = torch.optim.AdamW(network.parameters(), _RATE, weight_decay=_DECAY)
-        best, since, predicted = -1.0, 0, labels[:, test]
+        best, since, predicted = -1.0, 0, torch.zeros_like(labels[:, test])
         for _ in range(EPOCHS):
             order = torch.from_numpy(rng.permutation(len(trained))).to(trained.device)
             for some in trained[order].split(BATCH):
@@ -61,7 +61,7 @@ def mlp_predictions(
 def _whitened(features: Float[Tensor, "samples dim"], trained: Tensor) -> Float[Tensor, "samples dim"]:
     """The features in coordinates in which those of the training samples have about unit variance."""
     mean, deviation = features[trained].mean(0), features[trained].std(0)
-    floor = VARIANCE_FLOOR * features.square().mean().sqrt()
+    floor = VARIANCE_FLOOR * features[trained].square().mean().sqrt()
     scaled = (features - mean) * torch.where(deviation > floor, 1 / deviation, 0.0)
     seen = scaled[trained].double()
     variance, axes = torch.linalg.eigh(seen.mT @ seen / len(seen))

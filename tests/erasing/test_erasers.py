@@ -125,7 +125,7 @@ def test_a_site_without_information_on_the_labels_is_unchanged():
 def test_directions_that_covary_no_more_than_noise_are_left():
     features, labels, _ = data(targets=1)
     shuffled = labels[:, torch.randperm(labels.shape[1], generator=torch.Generator().manual_seed(0))]
-    noise = largest_covariance(moments(features, shuffled))
+    noise = largest_covariance(moments(features, labels), moments(features, shuffled).cross[None])
     assert leace_of(moments(features, shuffled), noise=noise).rank.tolist() == [0]
     kept, all_of_them = leace_of(moments(features, labels), noise=noise), leace_of(moments(features, labels))
     assert 0 < int(kept.rank[0]) <= int(all_of_them.rank[0])

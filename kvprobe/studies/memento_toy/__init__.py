@@ -22,8 +22,8 @@ class Config(Settings):
         block: the one whose digits are read.
         traces: that probes are trained and tested on; a quarter is tested.
         changed: traces whose hidden block is exchanged for another.
-        closed: traces in which the channel is closed; erasers are fitted on half of them.
-        mlp: whether probes with a hidden layer are trained, too (twice the time).
+        closed: traces in which the channel is closed; erasers are fitted on a third of them.
+        mlp: whether probes with a hidden layer are trained, too, on the model and its other seeds.
         untrained: whether a model of random weights is read, too.
         batch: traces that are read side by side.
         seed: of traces, probes and random subspaces.
@@ -44,14 +44,14 @@ class Config(Settings):
     batch: int = ranged(500, 1)
 
     def validate(self) -> None:
-        if self.first > self.blocks:
+        if self.hidden_from > self.blocks:
             raise UserError(
-                f"Block {self.block} is hidden from block {self.first} on where {self.keep} stay in view, but a trace "
-                f"has {self.blocks}; give more blocks, or an earlier block."
+                f"Block {self.block} is hidden from block {self.hidden_from} on where {self.keep} stay in view, but a "
+                f"trace has {self.blocks}; give more blocks, or an earlier block."
             )
 
     @property
-    def first(self) -> int:
+    def hidden_from(self) -> int:
         """The first memento that is written while the block is hidden."""
         return self.block + self.keep + 1
 

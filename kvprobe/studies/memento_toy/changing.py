@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
@@ -49,9 +50,10 @@ def measure_changed(model: Model, pairs: Sequence[Pair], config: Config) -> pd.D
     """A row per trace (its place in `pairs`), change of the hidden block (`condition`) and `part` of the cache that it
     is felt through.
 
-    Columns: `right`, whether each digit of the memento that the text asks for is the likeliest; `logprob` of that
-    memento, in nats; and `margin`, by how much it is larger than that of the memento that the exchanged block asks for,
-    where that is another.
+    Columns: `right`, whether each digit of the memento that the text asks for is the likeliest; `turned`, whether any
+    of its likeliest digits is another than with the hidden block as it was; `kl`, the divergence of what is predicted
+    from what is predicted then, in nats over the three digits; and `margin`, by how many nats that memento is likelier
+    than the one that the exchanged block asks for, where that is another.
     """
     own = rows_of(model, [trace for trace, _ in pairs])
     others = {kind: rows_of(model, [changed[kind] for _, changed in pairs]) for kind in pairs[0][1]}
@@ -60,46 +62,69 @@ def measure_changed(model: Model, pairs: Sequence[Pair], config: Config) -> pd.D
     # What was read in view of the block and is still in view: its memento, and later blocks that are kept, with theirs.
     carriers = [memento_name(config.block)]
     carriers += [
-        name(number) for number in range(config.block + 1, config.first) for name in (block_name, memento_name)
+        name(number) for number in range(config.block + 1, config.hidden_from) for name in (block_name, memento_name)
     ]
-    rival = memento(others[OTHER_SUM], config.first) if OTHER_SUM in others else None
-    tables = [_measured(model, base, own, rival, config).assign(condition=OWN, part=BOTH)]
+    rival = memento(others[OTHER_SUM], config.hidden_from) if OTHER_SUM in others else None
+    first = _read(model, base, own, config)
+    tables = [_row(model, first, first, own, rival, config).assign(condition=OWN, part=BOTH)]
     for kind, rows in others.items():
         mixed = [row[: span.start] + other[span] + row[span.stop :] for row, other in zip(own, rows, strict=True)]
         donor = _before(model, mixed, config)
         for part, letters in PARTS.items():
-            patched = base.patch(donor, *carriers, part=letters)
+            patched = _read(model, base.patch(donor, *carriers, part=letters), own, config)
             asked = rival if kind == OTHER_SUM else None
-            tables.append(_measured(model, patched, own, asked, config).assign(condition=kind, part=part))
+            tables.append(_row(model, patched, first, own, asked, config).assign(condition=kind, part=part))
     if rival is not None:
-        fits = _before(model, others[OTHER_SUM], config)
         # Of a donor all is as the exchanged block has it, the text too.
-        tables.append(_measured(model, fits, own, rival, config).assign(condition=DONOR, part=BOTH))
+        fits = _read(model, _before(model, others[OTHER_SUM], config), own, config)
+        tables.append(_row(model, fits, first, own, rival, config).assign(condition=DONOR, part=BOTH))
     return pd.concat(tables, ignore_index=True)
 
 
 def _before(model: Model, rows: Sequence[Tokens], config: Config) -> KVCache:
     """The cache as the first block sees it from which the block is hidden."""
-    *_, last = retained(model, rows, config.keep, config.first - 1)
+    *_, last = retained(model, rows, config.keep, config.hidden_from - 1)
     return hide(last.cache, last.number, config.keep)
 
 
-def _measured(
-    model: Model, cache: KVCache, own: Sequence[Tokens], rival: Sequence[Tokens] | None, config: Config
+def _read(model: Model, cache: KVCache, own: Sequence[Tokens], config: Config) -> KVCache:
+    """The cache once that block has been read."""
+    span = own[0].span(block_name(config.hidden_from))
+    return model.extend(cache, [row[span] for row in own])[0]
+
+
+def _row(
+    model: Model,
+    cache: KVCache,
+    first: KVCache,
+    own: Sequence[Tokens],
+    rival: Sequence[Tokens] | None,
+    config: Config,
 ) -> pd.DataFrame:
-    span = own[0].span(block_name(config.first))
-    cache, _ = model.extend(cache, [row[span] for row in own])
-    text, right = _stated(model, cache, memento(own, config.first))
-    other = np.full(len(own), np.nan) if rival is None else _stated(model, cache, rival)[0]
-    return pd.DataFrame({"trace": range(len(own)), "right": right, "logprob": text, "margin": text - other})
+    text = memento(own, config.hidden_from)
+    scores, before = (_scores(model, some, text) for some in (cache, first))
+    likeliest = scores.argmax(-1)
+    numbers = {
+        "right": (likeliest == _stated(text)).all(1),
+        "turned": (likeliest != before.argmax(-1)).any(1),
+        "kl": (before.exp() * (before - scores)).sum((1, 2)),
+        "margin": torch.full((len(own),), torch.nan),
+    }
+    if rival is not None:
+        numbers["margin"] = _likelihood(scores, text) - _likelihood(_scores(model, cache, rival), rival)
+    table = {name: tensor.double().cpu().numpy() for name, tensor in numbers.items()}
+    return pd.DataFrame({"trace": range(len(own)), **table})
 
 
-def _stated(
-    model: Model, cache: KVCache, text: Sequence[Tokens]
-) -> tuple[Float[np.ndarray, "rows"], Float[np.ndarray, "rows"]]:
-    """The log-probability of a memento's digits, and whether each is the likeliest."""
+def _scores(model: Model, cache: KVCache, text: Sequence[Tokens]) -> Float[Tensor, "rows places words"]:
+    """The log-probabilities of the digits of a memento, each after the true ones before it."""
     _, logits = model.extend(cache, list(text), logits=PLACES + 1)
-    scores = logits[:, :PLACES].double().log_softmax(-1)
-    stated = torch.tensor([row.ids[-PLACES:] for row in text], device=scores.device)
-    right = (scores.argmax(-1) == stated).all(1).double()
-    return scores.gather(2, stated[:, :, None]).sum((1, 2)).cpu().numpy(), right.cpu().numpy()
+    return logits[:, :PLACES].double().log_softmax(-1).cpu()
+
+
+def _stated(text: Sequence[Tokens]) -> Int[Tensor, "rows places"]:
+    return torch.tensor([row.ids[-PLACES:] for row in text])
+
+
+def _likelihood(scores: Float[Tensor, "rows places words"], text: Sequence[Tokens]) -> Float[Tensor, "rows"]:
+    return scores.gather(2, _stated(text)[:, :, None]).sum((1, 2))

@@ -11,10 +11,10 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.changing import DONOR, OTHER_DIGITS, OTHER_SUM, OWN
-from kvprobe.studies.memento_toy.closing import BEYOND, ERASED, EVERYTHING, OPEN, STAND_IN
+from kvprobe.studies.memento_toy.closing import ERASED, OPEN, STAND_IN
 from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED
 from kvprobe.studies.memento_toy.probes import BOTH, LINEAR, RESTART, RETAINED
 from kvprobe.tasks.mementos import BASE, bayes_accuracy, block_name, draw_trace, hidden_blocks
@@ -37,12 +37,12 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     findings = findings_of(tables, config, layers)
     rng = np.random.default_rng([config.seed, 1])
     trace = draw_trace(rng, config.content, config.blocks)
-    shown = replace(trace, blocks=trace.blocks[: config.first]).conversation()
-    masked = tuple(map(block_name, hidden_blocks(config.first, config.keep)))
+    shown = replace(trace, blocks=trace.blocks[: config.hidden_from]).conversation()
+    masked = tuple(map(block_name, hidden_blocks(config.hidden_from, config.keep)))
     facts = {
         "chat": chat_record(shown, masked=masked),
         "layers": layers,
-        "first": config.first,
+        "first": config.hidden_from,
         "last": config.blocks,
         "parameters": sum(parameter.numel() for parameter in model.lanes.plain.parameters()),
         "published": published(config, layers),
@@ -67,57 +67,71 @@ def text_of(config: Config, distance: int) -> float:
 
 def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Findings:
     """All numbers of a run."""
-    samples, answers = tables["samples"], tables["answers"]
+    samples, answers, closing = tables["samples"], tables["answers"], tables["closing"]
     by_model = answers[answers["arm"] == RETAINED].groupby("model")["right"].mean().round(4)
     bounds = {distance: text_of(config, distance) for distance in samples["distance"].unique().tolist()}
+    bound = samples["distance"].map(bounds)
     samples = samples.assign(
-        over=samples["right"] - samples["distance"].map(bounds), accuracy=samples["model"].map(by_model)
+        hidden=samples["right"] - samples["alike"],
+        over=samples["right"] - bound,
+        accuracy=samples["model"].map(by_model),
     )
-    later = answers[answers["memento"] >= config.first]
+    probed = closing[closing["measure"] == "probe"]
     findings = measure(
         samples,
         of_samples(config, layers),
-        (later, OF_ANSWERS),
+        (answers[answers["memento"] >= config.hidden_from], OF_ANSWERS),
         (answers, (BY_MEMENTO,)),
         (ways(tables["changed"]), OF_CHANGED),
-        (tables["left"], OF_LEFT),
-        (tables["closed"][tables["closed"]["memento"] > 1], OF_CLOSED),
+        (probed.assign(hidden=probed["right"] - probed["alike"]), OF_PROBED),
+        (closing[(closing["measure"] == "answer") & (closing["memento"] >= config.hidden_from)], OF_CLOSED),
     )
-    for (kind, layer), rows in tables["ranks"].groupby(["kind", "layer"], sort=False):
-        findings.number("rank", rows["rank"].mean(), state=kind, layer=layer)
-    for distance, bound in bounds.items():
-        findings.number("text", bound, distance=distance)
+    for state, layer, rank in closing[closing["measure"] == "rank"][["state", "layer", "rank"]].itertuples(index=False):
+        findings.number("rank", rank, state=state, layer=int(layer))
+    for distance, share in bounds.items():
+        findings.number("text", share, distance=distance)
     findings.number("own_text", own_text(config))
-    findings.number("visible_text", text_of(config, config.first - config.block))
+    findings.number("visible_text", text_of(config, config.hidden_from - config.block))
     return findings
 
 
 def own_text(config: Config) -> float:
     """The same from the first memento that is written while the block is hidden, by itself."""
-    return 1 / BASE if config.content == "copy" else bayes_accuracy(config.block, [config.first])
+    return 1 / BASE if config.content == "copy" else bayes_accuracy(config.block, [config.hidden_from])
 
 
 def of_samples(config: Config, layers: int) -> Iterator[Estimand]:
     """Of what probes read."""
     right: dict[str, Any] = {"of": "right", "cluster": "trace", "within": SHARE}
     last = {"layer": layers - 1, "part": BOTH}
-    first = {"distance": config.first - config.block}
-    here = {**first, **last}
-    training = {**here, "role": (MAIN, CHECKPOINT)}
-    yield Mean(name="by_layer", by=("model", "probe", "arm", "layer"), where={**first, "part": BOTH}, **right)
-    yield Mean(name="by_distance", by=("model", "probe", "arm", "distance"), where=last, **right)
-    yield Mean(name="by_part", by=("model", "part", "arm", "layer"), where={**first, "probe": LINEAR}, **right)
-    yield Mean(name="by_training", by=("accuracy", "probe", "arm"), where=training, **right)
-    retained, restart = ({**here, "arm": arm, "role": ROLES} for arm in (RETAINED, RESTART))
-    linear: dict[str, Any] = {"by": ("model",), "within": DIFFERENCE, **ANSWER}
-    retained_linear, restart_linear = ({**where, "probe": LINEAR} for where in (retained, restart))
-    yield Difference(name="leak", of="right", where=retained_linear, less=restart_linear, **linear)
-    yield Mean(name="beyond_text", of="over", where=retained_linear, **linear)
+    hidden = config.hidden_from - config.block
+    here = {"distance": hidden, **last}
+    shown, later = tuple(range(-1, hidden)), tuple(range(hidden, config.blocks))
+    keys = ("model", "probe", "arm")
+    yield Mean(name="by_layer", by=(*keys, "layer"), where={"distance": hidden, "part": BOTH}, **right)
+    yield Mean(name="by_distance", by=(*keys, "distance"), where={**last, "distance": later}, **right)
+    yield Mean(name="shown", by=("model", "probe", "distance"), where={**last, "distance": shown}, **right)
+    yield Mean(name="direct", by=("model", "probe", "layer"), where={"distance": 0, "part": BOTH}, **right)
+    yield Mean(
+        name="by_part", by=("model", "part", "arm", "layer"), where={"distance": hidden, "probe": LINEAR}, **right
+    )
+    training = {**here, "role": (MAIN, CHECKPOINT), "probe": LINEAR}
+    yield Mean(name="by_training", by=("model", "accuracy", "arm"), where=training, **right)
+    beyond: dict[str, Any] = {"of": "hidden", "cluster": "trace", "within": DIFFERENCE}
+    linear = {"part": BOTH, "probe": LINEAR, "arm": RETAINED}
+    yield Mean(name="hidden_by_layer", by=("model", "layer"), where={**linear, "distance": hidden}, **beyond)
+    far = {**linear, "layer": layers - 1, "distance": later}
+    yield Mean(name="hidden_by_distance", by=("model", "distance"), where=far, **beyond)
+    retained: dict[str, Any] = {"where": {**here, "arm": RETAINED, "probe": LINEAR, "role": ROLES}, "by": ("model",)}
+    yield Mean(name="leak", of="hidden", within=DIFFERENCE, **retained, **ANSWER)
+    yield Mean(name="beyond_text", of="over", within=DIFFERENCE, **retained, **ANSWER)
     if config.seeds:
-        over: dict[str, Any] = {"of": "right", "cluster": "model"}
-        keys = ("probe", "arm", "distance")
-        yield Mean(name="seeds", by=keys, where={**last, "role": ROLES}, within=SHARE, **over)
-        yield Difference(name="seeds_leak", by=("probe",), where=retained, less=restart, within=DIFFERENCE, **over)
+        over: dict[str, Any] = {"cluster": "model", "within": SHARE, "of": "right"}
+        where = {**last, "distance": later, "role": ROLES}
+        yield Mean(name="seeds", by=("probe", "arm", "distance"), where=where, **over)
+        yield Mean(
+            name="seeds_hidden", by=("distance",), where={**far, "role": ROLES}, **{**beyond, "cluster": "model"}
+        )
 
 
 BY_MEMENTO = Mean(name="by_memento", of="right", by=("model", "arm", "memento"), cluster="trace", within=SHARE)
@@ -133,25 +147,27 @@ OF_ANSWERS: tuple[Estimand, ...] = (
         **ANSWER,
     ),
 )
+EXCHANGED = (OTHER_DIGITS, OTHER_SUM)
 OF_CHANGED: tuple[Estimand, ...] = (
-    Mean(name="after", of="right", by=("model", "condition", "part"), cluster="trace", within=SHARE),
-    Mean(name="margin", of="margin", by=("model", "condition", "part"), cluster="trace", unit="nats"),
-    Mean(
-        name="lost",
-        of="lost",
-        by=("model", "condition", "part"),
-        where={"condition": (OTHER_DIGITS, OTHER_SUM)},
-        cluster="trace",
-        unit="nats",
+    *(
+        Mean(
+            name=name,
+            of=of,
+            by=("model", "condition", "part"),
+            where={"condition": conditions},
+            cluster="trace",
+            within=within,
+            unit=unit,
+        )
+        for name, of, conditions, within, unit in (
+            ("after", "right", (OWN, *EXCHANGED), SHARE, ""),
+            ("turned", "turned", EXCHANGED, SHARE, ""),
+            ("kl", "kl", EXCHANGED, UNBOUNDED, "nats"),
+            ("margin", "margin", (OWN, OTHER_SUM, DONOR), UNBOUNDED, "nats"),
+        )
     ),
-    Difference(
-        name="used",
-        of="right",
-        by=("model",),
-        where={"condition": OTHER_DIGITS, "part": BOTH},
-        less={"condition": OWN},
-        within=DIFFERENCE,
-        **ANSWER,
+    Mean(
+        name="used", of="turned", by=("model",), where={"condition": OTHER_DIGITS, "part": BOTH}, within=SHARE, **ANSWER
     ),
     Ratio(name="way", of="moved", over="whole", by=("model", "part"), where={"condition": OTHER_SUM}, cluster="trace"),
     Ratio(
@@ -163,20 +179,9 @@ OF_CHANGED: tuple[Estimand, ...] = (
         **ANSWER,
     ),
 )
-OF_LEFT: tuple[Estimand, ...] = (
+OF_PROBED: tuple[Estimand, ...] = (
     Mean(name="left", of="right", by=("state",), cluster="trace", within=SHARE),
-    *(
-        Difference(
-            name="left_over",
-            of="right",
-            keys={"state": state},
-            where={"state": state},
-            less={"state": RESTART},
-            within=DIFFERENCE,
-            **ANSWER,
-        )
-        for state in (STAND_IN, BEYOND, EVERYTHING)
-    ),
+    Mean(name="left_hidden", of="hidden", by=("state",), within=DIFFERENCE, **ANSWER),
 )
 OF_CLOSED: tuple[Estimand, ...] = (
     Mean(name="still", of="right", by=("state",), cluster="trace", within=SHARE),
@@ -197,11 +202,10 @@ OF_CLOSED: tuple[Estimand, ...] = (
 
 def ways(changed: Rows) -> Rows:
     """How far the margin between the two mementos moved (`moved`), of the way to where text and hidden block agree on
-    the other one (`whole`); and how much log-probability the memento of the text `lost`."""
+    the other one (`whole`)."""
     keys = ("model", "trace")
     own, donor = (beside(changed, "margin", {"condition": condition}, keys) for condition in (OWN, DONOR))
-    lost = beside(changed, "logprob", {"condition": OWN}, keys) - changed["logprob"]
-    return changed.assign(moved=own - changed["margin"], whole=own - donor, lost=lost)
+    return changed.assign(moved=own - changed["margin"], whole=own - donor)
 
 
 def light_cone(reach: Rows, model: Model) -> Control:

@@ -110,18 +110,21 @@ def restarted(model: Model, rows: Sequence[Tokens], keep: int, numbers: Sequence
 
 
 def stood_in(model: Model, rows: Sequence[Tokens], others: Sequence[Tokens], keep: int, last: int) -> Iterator[Written]:
-    """Mementos 1 to `last`; those before each that are in view without their blocks were written after other blocks.
+    """Mementos 1 to `last` as `retained` gives them of the traces whose hidden blocks are those of other traces.
 
     Args:
         others: the same traces with other digits that fit the mementos.
     """
-    cache, done = model.prefill(piece(rows, 0, 0)), 0
-    run = retained(model, others, 0, last)
+    base, run = model.prefill(piece(rows, 0, 0)), retained(model, others, keep, last)
     for number in range(1, last + 1):
-        while done < number - 1 - keep:
+        own = range(max(1, number - keep), number + 1)
+        if own[0] > 1:
             written = next(run)
-            cache, done = hide(written.cache, written.number, 0), written.number
-        yield Written(number, *_read(model, cache, piece(rows, done + 1, number)))
+            base = hide(written.cache, written.number, keep)
+        cache, likeliest = _read(model, base, piece(rows, own[0], own[0]))
+        for block in own[1:]:
+            cache, likeliest = _read(model, hide(cache, block - 1, keep), piece(rows, block, block))
+        yield Written(number, cache, likeliest)
 
 
 def _read(model: Model, cache: KVCache, text: list[Tokens]) -> tuple[KVCache, Bool[Tensor, "rows places"]]:

@@ -1,6 +1,7 @@
 """The memento_toy study: its declaration."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
@@ -12,28 +13,19 @@ from kvprobe.studies.memento_toy.closing import BEYOND, EVERYTHING, OPEN, RANDOM
 from kvprobe.studies.memento_toy.collect import MAIN, UNTRAINED, collect
 from kvprobe.studies.memento_toy.conclude import conclude
 from kvprobe.studies.memento_toy.probes import LINEAR, MLP, RESTART, RETAINED
-from kvprobe.wording import percent, plain, points, share, signed
+from kvprobe.wording import formatted, percent, plain, points, share, signed
 
 ARMS = {RETAINED: Style(ARM_COLOURS["masked"]), RESTART: Style(ARM_COLOURS["restart"], "s")}
 
 
-def lines(finding: str, x: str, x_label: str, caption: str, *, of_all: bool = False) -> Lines:
-    """Digits read, by arm and probe, of the main model or of all."""
-    return Lines(
-        file=finding,
-        finding=finding,
-        x=x,
-        x_label=x_label,
-        caption=caption,
-        line="arm",
-        panel="probe",
-        where={} if of_all else {"model": MAIN},
-        styles=ARMS,
-        y_label="digits read (share)",
-        level=("visible_text", "all text in view"),
-        curves=True,
-        size=(3.2, 3.0),
-    )
+LOOK: dict[str, Any] = {
+    "line": "arm",
+    "styles": ARMS,
+    "y_label": "digits read (share)",
+    "level": ("visible_text", "all text in view"),
+    "curves": True,
+    "size": (3.2, 3.0),
+}
 
 
 def inputs(config: Config) -> Mapping[str, str]:
@@ -55,37 +47,45 @@ STUDY = Study(
     conclude=conclude,
     inputs=inputs,
     figures=(
-        lines(
-            "by_distance",
-            "distance",
-            "blocks after the digits' own",
-            "Digits read in K and V of the last layer of later mementos, retained and computed again without hidden "
-            "blocks. Dotted: the best that can be done from all text in view. Before 0, the digits have not been "
-            "read; at 0, they are in view. Shaded: 95 % intervals over traces.",
+        Lines(
+            file="by_distance",
+            finding="by_distance",
+            x="distance",
+            x_label="blocks after the digits' own",
+            panel="probe",
+            caption="Hidden digits read in K and V of the last layer of later mementos, retained and computed again "
+            "without hidden blocks. Dotted: the best that can be done from all text in view. Shaded: 95 % intervals "
+            "over traces.",
+            where={"model": MAIN},
+            **LOOK,
         ),
-        lines(
-            "by_layer",
-            "layer",
-            "layer",
-            "Digits read in the first memento that is written while they are hidden, by layer. Dotted: the best that "
-            "can be done from all text in view. Shaded: 95 % intervals over traces.",
+        Lines(
+            file="by_layer",
+            finding="by_layer",
+            x="layer",
+            panel="probe",
+            caption="Hidden digits read in the first memento that is written while they are hidden, by layer. Dotted: "
+            "the best that can be done from all text in view. Shaded: 95 % intervals over traces.",
+            where={"model": MAIN},
+            **LOOK,
         ),
-        lines(
-            "by_training",
-            "accuracy",
-            "mementos that are right (share)",
-            "Digits read in the last layer of the first memento that is written while they are hidden, over the "
-            "training, as more mementos become right. Dotted: the best that can be done from all text in view. Shaded: "
-            "95 % intervals over traces.",
-            of_all=True,
+        Lines(
+            file="by_training",
+            finding="by_training",
+            x="accuracy",
+            x_label="mementos that are right (share)",
+            caption="Hidden digits read by a linear probe in the last layer of the first memento that is written while "
+            "they are hidden, over the training, as more mementos become right. Dotted: the best that can be done from "
+            "all text in view. Shaded: 95 % intervals over traces.",
+            **LOOK,
         ),
     ),
     claims=(
         Claim(
             "leak",
-            above="hold digits that the text does not",
-            below="hold less than recomputed ones, which cannot be: doubt the run",
-            unclear="hold nothing of the hidden digits that was detected",
+            above="hold hidden digits beyond what the text says of them",
+            below="hold less of hidden digits than the text says, which cannot be: doubt the run",
+            unclear="hold nothing of hidden digits that was detected, beyond what the text says of them",
         ),
         Claim(
             "beyond_text",
@@ -101,9 +101,10 @@ STUDY = Study(
         ),
         Claim(
             "used",
-            above="makes more mementos right, which cannot be: doubt the run",
-            below="makes fewer mementos right, so the digits themselves are used",
-            unclear="changes the share of right mementos by nothing that was detected",
+            above="changes more than one memento in a hundred",
+            below="changes less than one memento in a hundred",
+            unclear="changes about one memento in a hundred",
+            against=0.01,
         ),
         Claim(
             "follows",
@@ -113,16 +114,16 @@ STUDY = Study(
             against=0.5,
         ),
         Claim(
-            "left_over",
-            above="probes still read some of it",
-            below="probes read less than after a restart",
-            unclear="probes read nothing more than after a restart that was detected",
+            "left_hidden",
+            above="some of it can be read",
+            below="less can be read than the text says, which cannot be: doubt the run",
+            unclear="nothing that was detected can be read",
         ),
         Claim(
             "harm",
             above="more mementos are right",
             below="fewer mementos are right",
-            unclear="no harm was detected",
+            unclear="no change in right mementos was detected",
         ),
     ),
     labels={
@@ -141,19 +142,20 @@ STUDY = Study(
             STAND_IN: "all, by a stand-in of the same text",
             BEYOND: "linearly, what the digits say beyond their sum",
             EVERYTHING: "linearly, all that the digits say",
-            RANDOM: "random subspaces of the same ranks",
+            RANDOM: "linearly, as many random directions as beyond their sum",
             RESTART: "nothing; mementos computed again",
         },
     },
     written={
         **dict.fromkeys(
-            ("by_layer", "by_distance", "by_part", "by_training", "right", "by_memento", "after", "left", "still"),
-            percent,
+            ("by_layer", "by_distance", "shown", "direct", "by_part", "by_training", "by_memento"), percent
         ),
-        **dict.fromkeys(("leak", "beyond_text", "kept", "used", "left_over", "harm", "seeds_leak"), points),
-        **dict.fromkeys(("way", "follows", "seeds"), percent),
-        **dict.fromkeys(("margin", "lost"), signed),
+        **dict.fromkeys(("right", "after", "turned", "used", "left", "still", "way", "follows", "seeds"), percent),
+        **dict.fromkeys(("leak", "beyond_text", "kept", "left_hidden", "harm"), points),
+        **dict.fromkeys(("hidden_by_layer", "hidden_by_distance", "seeds_hidden"), points),
         **dict.fromkeys(("text", "own_text", "visible_text"), share),
-        "nats": plain,
+        "margin": signed,
+        "kl": formatted(".4f"),
+        "rank": plain,
     },
 )
