@@ -378,7 +378,7 @@ def test_planted_numbers_are_found():
     assert findings.at("follows", model=MAIN).mean == pytest.approx(0.01)
     assert findings.at("way", model=MAIN, part="K").mean == pytest.approx(0.01)
     assert findings.at("by_layer", model=MAIN, probe=LINEAR, arm=RETAINED, layer=0).mean == pytest.approx(0.14)
-    assert findings.values("by_training", "accuracy") == [0.9, 0.8]
+    assert findings.values("by_training", "accuracy") == [0.8, 0.9]
     assert findings.at("rank", state=BEYOND, layer=3).mean == 3
     assert {findings.where(claim.finding)[0].comparisons for claim in STUDY.claims} == {20}
 
@@ -386,7 +386,7 @@ def test_planted_numbers_are_found():
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        ({}, "Retained mementos hold hidden digits beyond what the text says of them"),
+        ({}, "Retained mementos hold hidden digits beyond what is in the text"),
         ({"leak": flat(0.0)}, "hold nothing of hidden digits that was detected"),
         ({"leak": flat(-0.1)}, "which cannot be: doubt the run"),
         ({}, "it is more than any reader of the text in view could know (16 %)"),

@@ -80,6 +80,7 @@ def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Find
     findings = measure(
         samples,
         of_samples(config, layers),
+        (samples.sort_values("accuracy", kind="stable"), (over_training(config, layers),)),
         (answers[answers["memento"] >= config.hidden_from], OF_ANSWERS),
         (answers, (BY_MEMENTO,)),
         (ways(tables["changed"]), OF_CHANGED),
@@ -115,8 +116,6 @@ def of_samples(config: Config, layers: int) -> Iterator[Estimand]:
     yield Mean(
         name="by_part", by=("model", "part", "arm", "layer"), where={"distance": hidden, "probe": LINEAR}, **right
     )
-    training = {**here, "role": (MAIN, CHECKPOINT), "probe": LINEAR}
-    yield Mean(name="by_training", by=("model", "accuracy", "arm"), where=training, **right)
     beyond: dict[str, Any] = {"of": "hidden", "cluster": "trace", "within": DIFFERENCE}
     linear = {"part": BOTH, "probe": LINEAR, "arm": RETAINED}
     yield Mean(name="hidden_by_layer", by=("model", "layer"), where={**linear, "distance": hidden}, **beyond)
@@ -132,6 +131,14 @@ def of_samples(config: Config, layers: int) -> Iterator[Estimand]:
         yield Mean(
             name="seeds_hidden", by=("distance",), where={**far, "role": ROLES}, **{**beyond, "cluster": "model"}
         )
+
+
+def over_training(config: Config, layers: int) -> Estimand:
+    """What a linear probe reads in the model and in its earlier weights."""
+    site = {"distance": config.hidden_from - config.block, "layer": layers - 1, "part": BOTH, "probe": LINEAR}
+    by = ("model", "accuracy", "arm")
+    where = {**site, "role": (MAIN, CHECKPOINT)}
+    return Mean(name="by_training", of="right", by=by, where=where, cluster="trace", within=SHARE)
 
 
 BY_MEMENTO = Mean(name="by_memento", of="right", by=("model", "arm", "memento"), cluster="trace", within=SHARE)

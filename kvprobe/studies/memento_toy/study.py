@@ -83,9 +83,9 @@ STUDY = Study(
     claims=(
         Claim(
             "leak",
-            above="hold hidden digits beyond what the text says of them",
-            below="hold less of hidden digits than the text says, which cannot be: doubt the run",
-            unclear="hold nothing of hidden digits that was detected, beyond what the text says of them",
+            above="hold hidden digits beyond what is in the text",
+            below="hold less of hidden digits than the text does, which cannot be: doubt the run",
+            unclear="hold nothing of hidden digits that was detected, beyond what is in the text",
         ),
         Claim(
             "beyond_text",
@@ -116,7 +116,7 @@ STUDY = Study(
         Claim(
             "left_hidden",
             above="some of it can be read",
-            below="less can be read than the text says, which cannot be: doubt the run",
+            below="less can be read than is in the text, which cannot be: doubt the run",
             unclear="nothing that was detected can be read",
         ),
         Claim(
