@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvprobe.cli.training import train_app
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.models.unproved import Lane
 from kvprobe.policies import policy
 from kvprobe.tasks import mementos
@@ -244,3 +244,26 @@ def test_the_command_trains_what_its_flags_say(
 def test_words_of_the_command_line_are_those_of_the_library():
     assert get_args(schedule.Content) == get_args(mementos.Content)
     assert get_args(schedule.Provenance) == get_args(policy.Provenance)
+
+
+# Models that ship
+
+SHIPPED = {
+    **{f"memento-{seed}": (Memento(), 0.97 if seed != 1 else 0.95) for seed in range(3)},
+    "memento-0-at-1500": (Memento(), 0.71),
+    "memento-0-at-1800": (Memento(), 0.84),
+    "memento-keep-1": (Memento(keep=1), 0.96),
+    "memento-recomputed": (Memento(provenance="recomputed"), 0.96),
+    "memento-copy": (Memento(content="copy"), 0.98),
+}
+"""The share of mementos that the card of each reports."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_models_that_ship_are_as_right_as_their_card_says_on_both_lanes(name: str):
+    recipe, share = SHIPPED[name]
+    model, traces = load(name), recipe.draw(100, np.random.default_rng(1))
+    assert recipe.right(model.lanes.plain, traces).double().mean().item() == pytest.approx(share, abs=0.04)
+    rows = model.tokens([trace.conversation() for trace in traces[:2]])
+    (_, plain), (_, hooked) = (model.extend(None, rows, lane=lane, logits=10) for lane in get_args(Lane))
+    torch.testing.assert_close(plain, hooked, atol=1e-4, rtol=1e-4)
