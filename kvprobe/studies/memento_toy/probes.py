@@ -71,9 +71,9 @@ def sites_of(config: Config, layers: int, *, everywhere: bool) -> list[Site]:
 
 
 def read_traces(model: Model, traces: Sequence[Trace], config: Config, sites: Sequence[Site]) -> dict[str, Tensor]:
-    """Of each trace, by site, K and V `[rows, 2, slots × width]`; and `right.ARM`
-    `[rows, mementos]`, whether each memento is right. Of all, `reach` `[1, layers]`: how
-    far K and V of the first memento after the block was hidden differ between the arms, relative to their size."""
+    """Of each trace, by site, K and V `[rows, 2, slots × width]`; and `right.ARM` `[rows, mementos]`, whether each
+    memento is right. Of all, `reach` `[1, layers]`: how far K and V of the first memento that is written while the
+    block is hidden differ between the arms, relative to their size."""
     rows, tensors = rows_of(model, traces), dict[str, Tensor]()
     runs = {
         RETAINED: retained(model, rows, config.keep, config.blocks),
