@@ -96,7 +96,7 @@ def differs(recipe: Memento, model: Model) -> dict[int, tuple[bool, ...]]:
     """By memento, whether its K and V differ between the two traces, by layer. Each is read alone: rows of one batch
     round otherwise."""
     (one, _), (other, _) = (follow(recipe, model, [trace], at_once=9) for trace in (ONE, OTHER))
-    found = {}
+    by_memento = {}
     for number in range(1, 1 + recipe.blocks):
         where = one.ledger.in_segments([memento_name(number)])[0]
         parts = [(one.keys, other.keys), (one.values, other.values)]
@@ -104,8 +104,8 @@ def differs(recipe: Memento, model: Model) -> dict[int, tuple[bool, ...]]:
             tuple(not torch.equal(a[:, :, where], b[:, :, where]) for a, b in zip(*pair, strict=True)) for pair in parts
         ]
         assert by_part[0] == by_part[1]
-        found[number] = by_part[0]
-    return found
+        by_memento[number] = by_part[0]
+    return by_memento
 
 
 def test_a_hidden_digit_reaches_later_mementos_in_the_third_layer_first(model: Model):
