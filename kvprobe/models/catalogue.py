@@ -91,26 +91,21 @@ def _qwen(
 MIXTURE = "Mixtral of 4 layers with 8 experts"
 
 
+def _trained(title: str, folder: str, size: int = 1) -> NamedModel:
+    """A model that was trained here and ships."""
+    return NamedModel(title, "Apache-2.0", (), size, folder=folder)
+
+
 def _steps(name: str, architecture: str, learned: str) -> NamedModel:
-    """A model that works sums step by step, trained here; see `kvprobe.training.steps`."""
-    return NamedModel(
-        title=f"a word-level {architecture} that works sums step by step, trained on {learned}",
-        licence="Apache-2.0",
-        wheels=(),
-        size=1,
-        folder=f"steps/{name}",
-    )
+    """A model that works sums step by step; see `kvprobe.training.steps`."""
+    title = f"a word-level {architecture} that works sums step by step, trained on {learned}"
+    return _trained(title, f"steps/{name}")
 
 
 def _memento(name: str, trained: str) -> NamedModel:
-    """A toy of Memento, trained here; see `kvprobe.training.memento`."""
-    return NamedModel(
-        title=f"a word-level Llama of 4 layers that sums up blocks of digits, which are hidden then; {trained}",
-        licence="Apache-2.0",
-        wheels=(),
-        size=4,
-        folder=f"memento/{name}",
-    )
+    """A toy of Memento; see `kvprobe.training.memento`."""
+    title = f"a word-level Llama of 4 layers that sums up blocks of digits, which are hidden then; {trained}"
+    return _trained(title, f"memento/{name}", size=4)
 
 
 NAMED_MODELS = {
@@ -186,13 +181,9 @@ NAMED_MODELS = {
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         6180,
     ),
-    "ordinal": NamedModel(
-        title="a word-level Llama of 3 layers trained on memos, whose summaries hold a payload or a pointer by "
-        "construction",
-        licence="Apache-2.0",
-        wheels=(),
-        size=1,
-        folder="ordinal",
+    "ordinal": _trained(
+        "a word-level Llama of 3 layers trained on memos, whose summaries hold a payload or a pointer by construction",
+        "ordinal",
     ),
     "steps-moe-plain-0": _steps("steps-moe-plain-0", MIXTURE, "texts without errors"),
     "steps-moe-corrected-0": _steps("steps-moe-corrected-0", MIXTURE, "texts whose errors are taken back"),

@@ -66,18 +66,19 @@ def measure_changed(model: Model, pairs: Sequence[Pair], config: Config) -> pd.D
     ]
     rival = memento(others[OTHER_SUM], config.hidden_from) if OTHER_SUM in others else None
     first = _read(model, base, own, config)
-    tables = [_row(model, first, first, own, rival, config).assign(condition=OWN, part=BOTH)]
+    before = _scores(model, first, memento(own, config.hidden_from))
+    tables = [_row(model, first, before, own, rival, config).assign(condition=OWN, part=BOTH)]
     for kind, rows in others.items():
         mixed = [row[: span.start] + other[span] + row[span.stop :] for row, other in zip(own, rows, strict=True)]
         donor = _before(model, mixed, config)
         for part, letters in PARTS.items():
             patched = _read(model, base.patch(donor, *carriers, part=letters), own, config)
             asked = rival if kind == OTHER_SUM else None
-            tables.append(_row(model, patched, first, own, asked, config).assign(condition=kind, part=part))
+            tables.append(_row(model, patched, before, own, asked, config).assign(condition=kind, part=part))
     if rival is not None:
         # Of a donor all is as the exchanged block has it, the text too.
         fits = _read(model, _before(model, others[OTHER_SUM], config), own, config)
-        tables.append(_row(model, fits, first, own, rival, config).assign(condition=DONOR, part=BOTH))
+        tables.append(_row(model, fits, before, own, rival, config).assign(condition=DONOR, part=BOTH))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -96,13 +97,13 @@ def _read(model: Model, cache: KVCache, own: Sequence[Tokens], config: Config) -
 def _row(
     model: Model,
     cache: KVCache,
-    first: KVCache,
+    before: Float[Tensor, "rows places words"],
     own: Sequence[Tokens],
     rival: Sequence[Tokens] | None,
     config: Config,
 ) -> pd.DataFrame:
     text = memento(own, config.hidden_from)
-    scores, before = (_scores(model, some, text) for some in (cache, first))
+    scores = _scores(model, cache, text)
     likeliest = scores.argmax(-1)
     numbers = {
         "right": (likeliest == _stated(text)).all(1),
