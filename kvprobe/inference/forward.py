@@ -208,6 +208,18 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
     )
 
 
+def onwards(past: KVCache, tokens: Sequence[Tokens]) -> list[Tokens]:
+    """These runs of tokens, one a row, moved to the positions where the rows of a cache go on.
+
+    A single run is read by every row, and a cache of one row is shared by all runs.
+    """
+    following: list[int] = past.ledger.following.tolist()
+    rows = max(len(following), len(tokens))
+    starts = following * rows if len(following) == 1 else following
+    runs = list(tokens) * rows if len(tokens) == 1 else tokens
+    return [run.shifted(start) for run, start in zip(runs, starts, strict=True)]
+
+
 def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | None:
     """`past` with one row for each of `rows`; a cache that this model cannot read is refused."""
     if past is None:

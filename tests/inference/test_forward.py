@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
-from kvprobe.inference.forward import extend, new_slots, prefill
+from kvprobe.inference.forward import extend, new_slots, onwards, prefill
 from kvprobe.inference.model import Model
 from kvprobe.models.unproved import Lane
 from kvprobe.text.tokens import Tokens
@@ -110,6 +110,16 @@ def test_reading_after_a_masked_cache_equals_one_pass_under_a_mask_made_by_hand(
     expected = oracle(tiny, before + question, "T1", len(before))[:, -new:]
     logits = logits_after(tiny, prefill(tiny.lanes, [before], lane).mask("T1"), question, lane)
     assert_close(logits, expected)
+
+
+def test_tokens_go_on_where_each_row_ends():
+    long, short, more = (random_tokens(length, {"T1": length}) for length in (5, 3, 2))
+    cache = prefill(llama().lanes, [long, short])
+    assert [run.positions for run in onwards(cache, [more])] == [(5, 6), (3, 4)]
+    assert [run.positions for run in onwards(cache, [more, long])] == [(5, 6), (3, 4, 5, 6, 7)]
+    assert [run.positions for run in onwards(cache.rows([1]), [more, short])] == [(3, 4), (3, 4, 5)]
+    with pytest.raises(ValueError, match="zip"):
+        onwards(cache, [more, more, more])
 
 
 @pytest.mark.parametrize("lane", LANES)

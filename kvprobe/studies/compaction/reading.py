@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forced import forced_logits
+from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
@@ -82,7 +83,7 @@ def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int)
     for arm in RECOMPUTED:
         cache = model.apply(arm.policy, first)
         read = model.capture(
-            _onwards(cache, [whole[0][third : answer.start]]),
+            onwards(cache, [whole[0][third : answer.start]]),
             FAMILIES,
             slots=range(ask - third),
             past=cache,
@@ -105,11 +106,11 @@ def _leak_and_use(model: Model, whole: Sequence[Tokens], third: int, batch: int)
         for arm in ARMS:
             if arm in restarted:
                 shared, logits = restarted[arm][0].fork(len(rows)), restarted[arm][1]
-                said.append(forced_logits(model, shared, logits, _onwards(shared, [row[answer] for row in rows])))
+                said.append(forced_logits(model, shared, logits, onwards(shared, [row[answer] for row in rows])))
                 continue
             acted = model.apply(arm.policy, cache)
             read = model.capture(
-                _onwards(acted, asking), FAMILIES, slots=range(ask - third), past=acted, logits=code_tokens
+                onwards(acted, asking), FAMILIES, slots=range(ask - third), past=acted, logits=code_tokens
             )
             said.append(read.logits)
             piece |= {f"{arm.name}.{family}": read_outs(read.stack(family)) for family in FAMILIES}
@@ -154,9 +155,9 @@ def _continuation(model: Model, rows: KVCache, turn: Tokens, length: int) -> dic
     for group, (masked, restarted) in zip((range(split), range(split, len(CONDITIONS))), PAIRS, strict=True):
         caches = rows.rows(list(group))
         reference = caches.rows([0])
-        reply = generate(model.lanes, _onwards(reference, [turn]), reference, max_new_tokens=length).tokens[0]
+        reply = generate(model.lanes, onwards(reference, [turn]), reference, max_new_tokens=length).tokens[0]
         forced = turn + Tokens.of(reply[:-1], "reply", turn.following)
-        _, logits = model.extend(caches, _onwards(caches, [forced] * len(group)), logits=len(reply))
+        _, logits = model.extend(caches, onwards(caches, [forced]), logits=len(reply))
         distance, same = divergence(logits[:1].expand_as(logits), logits)
         kl[group.start : group.stop, : len(reply)] = distance.cpu()
         agree[group.start : group.stop, : len(reply)] = same.float().cpu()
@@ -180,7 +181,7 @@ def _attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows
         shares[layer] = torch.cat([shared, itself[..., None].float()], -1)
 
     with model.lanes.hooked.observing_patterns(observe):
-        model.extend(rows, _onwards(rows, [turn] * rows.batch), lane="hooked")
+        model.extend(rows, onwards(rows, [turn]), lane="hooked")
     return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)
 
 
@@ -190,9 +191,9 @@ def _answers(
     """Greedy answers to the three questions, asked after T3, under every condition."""
     asking = [asked(chat, compaction.question(kind)).tokens(model.tokenizer, generation_prompt=True) for kind in KINDS]
     third, ask = asking[0].span("T3").start, asking[0].span("ask").start
-    after, _ = model.extend(rows, _onwards(rows, [asking[0][third:ask]] * rows.batch))
+    after, _ = model.extend(rows, onwards(rows, [asking[0][third:ask]]))
     forked = after.fork(len(KINDS))
-    prompts = _onwards(forked, [question[ask:] for _ in CONDITIONS for question in asking])
+    prompts = onwards(forked, [question[ask:] for _ in CONDITIONS for question in asking])
     done = generate(model.lanes, prompts, forked, max_new_tokens=length)
     same, prefix, right = (torch.full((len(CONDITIONS), len(KINDS)), torch.nan) for _ in range(3))
     texts: dict[str, list[str]] = {}
@@ -216,9 +217,3 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two answers share from the start."""
     equal = [a == b for a, b in zip(one, other, strict=False)]
     return equal.index(False) if False in equal else len(equal)
-
-
-def _onwards(cache: KVCache, tokens: Sequence[Tokens]) -> list[Tokens]:
-    """These tokens where each row of the cache goes on."""
-    rows = cache.ledger.following.tolist()
-    return [row.shifted(position) for row, position in zip(tokens, rows * (len(tokens) // len(rows)), strict=True)]

@@ -19,6 +19,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff
 from kvprobe.studies.dangling import Config
@@ -132,7 +133,7 @@ def arms_of(model: Model, clean: KVCache) -> dict[str, KVCache]:
 
 def read(model: Model, cache: KVCache, case: Case) -> Patterns:
     """The suffix read where the cache ends, and what all its tokens attend to."""
-    suffix = case.suffix.shifted(int(cache.ledger.following[0]))
+    suffix = onwards(cache, [case.suffix])[0]
     return attend(model, suffix, cache, queries=range(len(suffix)))
 
 

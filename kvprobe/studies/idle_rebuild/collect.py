@@ -18,6 +18,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
@@ -160,8 +161,7 @@ def read_on(
     """Let every run read these tokens where its own cache ends; the logits after the last `logits` of them, by run."""
     grown, scores = [], {}
     for rows in runs:
-        placed = [tokens.shifted(position) for position in rows.cache.ledger.following.tolist()]
-        cache, by_row = model.extend(rows.cache, placed, logits=logits)
+        cache, by_row = model.extend(rows.cache, onwards(rows.cache, [tokens]), logits=logits)
         grown.append(replace(rows, cache=cache))
         scores |= dict(zip(rows.names, by_row, strict=True))
     return grown, scores
@@ -218,8 +218,7 @@ def _own_replies(
         [rows.only(speaker).cache for group in waiting.values() for rows in group if speaker in rows.names]
     )
     headers = [_said(tokens, turn, ()) for turn in waiting]
-    prompts = [row.shifted(start) for row, start in zip(headers, past.ledger.following.tolist(), strict=True)]
-    said = generate(model.lanes, prompts, past, max_new_tokens=continuation).tokens
+    said = generate(model.lanes, onwards(past, headers), past, max_new_tokens=continuation).tokens
     return dict(zip(waiting, said, strict=True))
 
 

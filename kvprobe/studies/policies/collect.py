@@ -21,6 +21,7 @@ from kvprobe.cache.footprint import footprint
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, use_measurements
@@ -250,11 +251,9 @@ def sample_conversation(model: Model, config: Config, sample: int) -> tuple[Give
 
 def say(model: Model, cache: KVCache, script: Script) -> Said:
     """The script read on after a cache, from where its positions end."""
-    start = int(cache.ledger.following[0])
     # Apart, because each row of a pass is charged for the longest.
-    _, continuation = model.extend(cache, script.continuation.shifted(start), logits=script.continued)
-    questions = [question.shifted(start) for question in script.questions]
-    _, answers = model.extend(cache, questions, logits=script.codes.shape[1])
+    _, continuation = model.extend(cache, onwards(cache, [script.continuation]), logits=script.continued)
+    _, answers = model.extend(cache, onwards(cache, script.questions), logits=script.codes.shape[1])
     return Said(continuation[0], answers)
 
 
@@ -287,8 +286,7 @@ def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -
     last = replace(chat, messages=(*chat.messages[-2:], Message("user", (Part(LAST_TURN),), "question")))
     turn = last.tokens(model.tokenizer, generation_prompt=True)
     turn = turn[turn.span("question").start :].shifted(0)
-    start = int(cache.ledger.following[0])
-    continued = generate(model.lanes, [turn.shifted(start)], cache, max_new_tokens=CONTINUED).tokens[0]
+    continued = generate(model.lanes, onwards(cache, [turn]), cache, max_new_tokens=CONTINUED).tokens[0]
     said = Tokens.of(continued[:-1], GENERATED, turn.following)
 
     def ask(question: str, lead: str, answers: list[str]) -> tuple[Tokens, list[tuple[int, ...]]]:
