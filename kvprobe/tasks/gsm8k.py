@@ -1,7 +1,7 @@
 r"""GSM8K: grade-school word problems (arXiv 2110.14168), scored as lm-evaluation-harness scores its task `gsm8k`.
 
-`strict` takes the first number after `#### `, `flexible` the last piece of the text that looks like a number. Both are
-compared as strings, after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were
+`flexible` takes the last piece of the text that looks like a number, `strict` the first number after `#### `; the first
+is what results are about, since many models end in `\boxed{72}` whatever they were asked for. Both are compared as strings, after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were
 removed. The harness's quirks are reproduced: `3.00` is not `3`.
 """
 
@@ -46,7 +46,7 @@ class GSM8K:
     chance = 0.0
     max_new_tokens = 512
     one_line = False
-    scorers = ("strict", "flexible")
+    scorers = ("flexible", "strict")
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -70,9 +70,9 @@ class GSM8K:
         return first_items(self._items, count, self.name)
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
-        """`strict` and `flexible`, see above."""
+        """`flexible` and `strict`, see above."""
         reference = _normalised(item.answer)
-        numbers = {"strict": _strict(text), "flexible": _flexible(text)}
+        numbers = {"flexible": _flexible(text), "strict": _strict(text)}
         return {name: _normalised(number) == reference for name, number in numbers.items()}
 
     @cached_property
