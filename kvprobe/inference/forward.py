@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING, Ledger
 from kvprobe.cache.rotary import Rotation
 from kvprobe.checks import is_whole
@@ -213,7 +214,7 @@ def onwards(past: KVCache, tokens: Sequence[Tokens]) -> list[Tokens]:
 
     A single run is read by every row, and a cache of one row is shared by all runs.
     """
-    following: list[int] = past.ledger.following.tolist()
+    following = entries(past.ledger.following, int)
     rows = max(len(following), len(tokens))
     starts = following * rows if len(following) == 1 else following
     runs = list(tokens) * rows if len(tokens) == 1 else tokens
