@@ -5,7 +5,7 @@ itself (then its tensors begin with an axis of KV heads). Keys are taken as they
 too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -82,6 +82,32 @@ def interchange(
         return vectors + strength * _of_slots(change, subspace, subspace.inside)
 
     return _rewritten(base, subspaces, base.chosen(segments, slots), exchanged)
+
+
+def mix(
+    base: KVCache,
+    donor: KVCache,
+    *segments: str,
+    slots: Slots | None = None,
+    layers: Sequence[int] | None = None,
+    strength: float = 1.0,
+) -> KVCache:
+    """The base with whole vectors moved towards the donor's, beside which an interchange inside a subspace is judged.
+
+    Args:
+        donor: of the same slots.
+        segments, slots, strength: see `interchange`.
+        layers: all by default.
+
+    Raises:
+        UserError: as `KVCache.patch`.
+    """
+    moved = base.patch(donor, *segments, slots=slots, layers=layers)
+    keys, values = (
+        tuple(torch.lerp(held, other, strength) for held, other in zip(own, patched, strict=True))
+        for own, patched in ((base.keys, moved.keys), (base.values, moved.values))
+    )
+    return replace(base, keys=keys, values=values)
 
 
 def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> None:

@@ -5,6 +5,8 @@ features and labels covary are projected away. What is left has no covariance wi
 under any convex loss is the constant one; and the mean squared change is the smallest that achieves this.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,8 +62,7 @@ def leace_of(moments: Moments, shrinkage: float = 0.0, noise: Float[Tensor, "sit
         shrinkage: share of the covariance that is replaced by a sphere of the same trace. The labels are erased as
             completely with it as without. With few samples, some directions vary little by chance; shrinkage keeps them
             from being treated as directions in which features never vary.
-        noise: what `largest_covariance` is of labels that have nothing to do with the features; directions that covary
-            no more than that are left.
+        noise: covariance of answers with whitened features at each site; directions that covary no more are left.
     """
     whitening, covariance = _whitened(moments, shrinkage)
     shared = whitening.whiten @ (moments.cross.double() / moments.count)
@@ -77,16 +78,24 @@ def leace_of(moments: Moments, shrinkage: float = 0.0, noise: Float[Tensor, "sit
     )
 
 
-def largest_covariance(
-    moments: Moments, crosses: Float[Tensor, "draws sites dim outputs"], shrinkage: float = 0.0
-) -> Float[Tensor, "sites"]:
-    """The largest covariance of any combination of answers with a direction of whitened features, over all draws.
+def leace_beyond_chance(
+    features: Float[Tensor, "sites samples dim"],
+    answers: Float[Tensor, "samples outputs"],
+    orders: Sequence[Int[Tensor, "samples"]],
+) -> Eraser:
+    """The eraser of the directions that covary more with the answers than any direction does with shuffled ones.
 
     Args:
-        crosses: what `Moments.cross` is of each draw of answers.
+        answers: one-hot columns or any numbers.
+        orders: permutations of the samples, by which answers are shuffled.
     """
-    whitening, _ = _whitened(moments, shrinkage)
-    return torch.linalg.svdvals(whitening.whiten @ (crosses.double() / moments.count))[:, :, 0].amax(0)
+    features = features.double()
+    moments = Moments.of(features, answers)
+    centred = (features - features.mean(1, keepdim=True)).mT
+    shuffled = torch.stack([centred @ answers[order] for order in orders])
+    whitening, _ = _whitened(moments, 0.0)
+    noise = torch.linalg.svdvals(whitening.whiten @ (shuffled / moments.count))[:, :, 0].amax(0)
+    return leace_of(moments, noise=noise)
 
 
 def _whitened(moments: Moments, shrinkage: float) -> tuple[Whitening, Float[Tensor, "sites dim dim"]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
-from kvprobe.probing.ridge import VARIANCE_FLOOR, fitted_by_fold
-from kvprobe.probing.splits import centred_within
+from kvprobe.probing.ridge import VARIANCE_FLOOR, fitted_by_fold, ridge_probes
+from kvprobe.probing.splits import Split, centred_within, paired_features
 from kvprobe.stats import SHARE
 from kvprobe.threads import one_thread
 
@@ -100,6 +100,40 @@ def sparse_curves(
         tables.append(pd.DataFrame({"probe": np.arange(len(best)), "k": np.full(len(best), k)} | columns))
     table = pd.concat(tables).sort_values(["probe", "k"], ignore_index=True)
     return SparseCurves(table, chosen, hits, 1 / classes)
+
+
+def hits_by_count(
+    features: Float[Tensor, "samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    contexts: Int[np.ndarray, "samples"],
+    folds: Int[np.ndarray, "samples"],
+    classes: int,
+    *,
+    split: Split,
+    ks: Sequence[int],
+    seed: int,
+) -> pd.DataFrame:
+    """The share of each sample's targets that one probe gets right: a row per sample and k.
+
+    Columns: `sample`, `context`, `k`, `right` on the best k dimensions, and `random` on k random ones. The last rows,
+    of which `every` is true, are of all dimensions.
+
+    Args:
+        split: how features are centred; see `kvprobe.probing.splits`.
+        seed: of the random dimensions.
+    """
+    read = paired_features(features[None], contexts) if split == "paired" else features[None]
+    size = features.square().mean().sqrt()[None]
+    whole = ridge_probes(read, labels, torch.from_numpy(folds), classes, size=size).predicted[0]
+    hits = sparse_hits(read, labels, folds, classes, ks=ks, rng=np.random.default_rng([seed, 6]))[1] if ks else {}
+    tables = [
+        pd.DataFrame({"k": k, "every": False, "right": best[0], "random": random[0]})
+        for k, (best, random) in hits.items()
+    ]
+    every = whole.eq(labels).double().mean(0).numpy()
+    tables.append(pd.DataFrame({"k": features.shape[1], "every": True, "right": every, "random": np.nan}))
+    known = {"sample": range(len(contexts)), "context": contexts}
+    return pd.concat([table.assign(**known) for table in tables], ignore_index=True)
 
 
 @one_thread()

@@ -1,11 +1,11 @@
-"""Text to train on where there is no corpus: what an instruct model writes after the header of a user's message
-(Magpie, Xu et al. 2024, arXiv 2406.08464). It has the model's own distribution, and is no more varied than that."""
+"""Text to train on where there is no corpus: conversations of kvprobe's tasks, and what a model writes by itself."""
 
 from collections.abc import Sequence
 
 from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate, row_generators
 from kvprobe.inference.model import Model
+from kvprobe.tasks import facts, sessions
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
@@ -13,8 +13,18 @@ TEMPERATURE = 0.8
 """At 1 a small model soon stops writing sentences."""
 
 
+def hand_written(model: Model) -> list[Tokens]:
+    """The conversations of `kvprobe.tasks.facts` and `sessions`."""
+    chats = [facts.conversation(fact, value) for fact in facts.facts() for value in fact.values]
+    chats += [sessions.conversation(session) for session in sessions.sessions()]
+    return [chat.tokens(model.tokenizer) for chat in chats]
+
+
 def self_written(model: Model, rows: Sequence[int], length: int, seed: int) -> list[Tokens]:
     """Texts that the model writes: a user's message, the answer to it, and so on, cut off after `length` tokens.
+
+    An instruct model begins after the header of a user's message (Magpie, Xu et al. 2024, arXiv 2406.08464). What it
+    writes has its own distribution, and is no more varied than that.
 
     Args:
         rows: numbers of the texts; text 3 of a seed is the same whichever others are asked for.

@@ -1,7 +1,7 @@
 """A dictionary: a sparse autoencoder of sae-lens at a place of a model, which writes activations as sums of latents."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing, digest
+from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.models.files import refuse_not_finite
 from kvprobe.names import one_line, unknown
-from kvprobe.saes.places import Place
+from kvprobe.saes.places import Place, joined
 from kvprobe.saes.shards import FIRST
 from kvprobe.shipped import shipped
 
@@ -143,6 +144,20 @@ class Dictionary:
             )
         return dictionary
 
+    @classmethod
+    def load_all(cls, sources: "Sequence[str | Path | SAE[Any]]", model: Model) -> "list[Dictionary]":
+        """Several dictionaries for a model, no two of one place.
+
+        Raises:
+            UserError: as `load`, or two of them read the same place.
+        """
+        loaded = [cls.load(source, model) for source in sources]
+        places = [dictionary.place for dictionary in loaded]
+        for number, place in enumerate(places):
+            if place in places[:number]:
+                raise UserError(f"Two dictionaries read {place}; give one for each place.")
+        return loaded
+
     def _refuse_misplaced(self, model: Model) -> None:
         """Refuse a dictionary whose place the model does not have, or has in another width."""
         shape = model.geometry
@@ -177,6 +192,21 @@ def _refuse_unsupported(config: "SAEConfig") -> None:
             "The SAE expects activations scaled by a factor that its files do not hold; fold it into the weights first "
             "(fold_activation_norm_scaling_factor)."
         )
+
+
+def slot_means(
+    captured: Captured, slots: slice, **readers: Dictionary
+) -> dict[str, Float[Tensor, "rows dim_or_width"]]:
+    """Means over slots, in fp32: of the activations at a place (`raw`), and of the latents of some dictionaries.
+
+    Args:
+        captured: see `kvprobe.saes.places.asked_at`.
+        readers: dictionaries of one place, such as one and what `Dictionary.rotated` makes of it.
+    """
+    place = next(iter(readers.values())).place
+    activations = joined(captured[place.family, place.layer])[:, slots].float()
+    latents = {name: dictionary.encode(activations).float().mean(1) for name, dictionary in readers.items()}
+    return {"raw": activations.mean(1), **latents}
 
 
 def shipped_dictionaries() -> dict[str, Path]:

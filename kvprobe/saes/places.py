@@ -1,7 +1,8 @@
 """Places: where a dictionary reads, as a family at a layer with KV heads side by side, and its name in sae-lens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -72,6 +73,11 @@ class Place:
 def joined(captured: Tensor) -> Float[Tensor, "rows slots dim"]:
     """What `kvprobe.inference.capture` returns for a place, with KV heads side by side."""
     return captured.transpose(1, 2).flatten(2) if captured.dim() == 4 else captured
+
+
+def asked_at(places: Sequence[Place]) -> dict[str, Any]:
+    """What `kvprobe.inference.capture` is to be asked for, so that these places are among what it captures."""
+    return {"families": sorted({place.family for place in places}), "layers": [place.layer for place in places]}
 
 
 def port_of(lanes: Lanes, place: Place) -> Port:

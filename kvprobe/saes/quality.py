@@ -7,7 +7,7 @@ KL that the mean activation causes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -101,6 +101,26 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
             row[f"kl_{name}"] = float(relative_entropy(clean, edited).sum())
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def judge(model: Model, dictionary: Dictionary, texts: Sequence[Tokens], seed: int, spliced: int) -> Reconstruction:
+    """What `reconstruction` gives, with more columns in its table of texts: `turned`, the error of the dictionary
+    rotated at random, and, for so many of the first texts, what `splice` gives.
+
+    Args:
+        seed: of the rotation.
+    """
+    quality, turned = (reconstruction(model, judged, texts) for judged in (dictionary, dictionary.rotated(seed)))
+    rows = quality.texts.assign(turned=turned.texts["error"])
+    return replace(quality, texts=rows.join(splice(model, dictionary, texts[:spliced])))
+
+
+def by_density(density: Float[np.ndarray, "width"], step: float) -> dict[float, int]:
+    """How many latents are active in which share of tokens, by the logarithm of the share: the lower ends of steps of
+    this width, in powers of ten. Latents that are never active are left out."""
+    steps = np.floor(np.log10(density[density > 0]) / step).astype(int)
+    first = int(steps.min(initial=0))
+    return {(first + number) * step: int(count) for number, count in enumerate(np.bincount(steps - first))}
 
 
 def recovered(spliced: pd.DataFrame) -> float:

@@ -5,13 +5,16 @@ size. At the end both are folded into the weights, so that a saved dictionary re
 them.
 """
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 
 from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
 from kvprobe.names import unknown
 from kvprobe.progress import Bar
 from kvprobe.saes.dictionary import FINGERPRINT, Dictionary
@@ -95,6 +98,16 @@ def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dict
     sae.fold_activation_norm_scaling_factor(1 / spread)
     sae.b_dec.data += mean
     return Dictionary(sae.eval(), place)
+
+
+def trained_in(folder: Path, shards: Shards, place: Place, recipe: Recipe, model: Model) -> Dictionary:
+    """The dictionary in a folder, trained and saved there first where there is none; see `train`."""
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        train(shards, place, recipe, model.name).save(partial).replace(folder)
+    # As it was saved, so that it is the same at any time: saving rounds TopK dictionaries in the last digit.
+    return Dictionary.load(folder, model)
 
 
 def _config(recipe: Recipe, steps: int) -> "SAETrainerConfig":

@@ -11,7 +11,7 @@ hidden digit is in the text: with two neighbouring sums in view, the five digits
 random, the text holds nothing about any digit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, get_args
@@ -25,6 +25,9 @@ from kvprobe.text.transcript import Transcript
 
 Content = Literal["sum", "copy"]
 """What a memento states: the sum of all digits up to there, or memento 0 again."""
+
+Change = Literal["digits", "sum"]
+"""What is changed of a block: its digits, to others that the text fits as well, or their sum, which the text denies."""
 
 BASE = 10
 DIGITS = 5
@@ -127,6 +130,27 @@ def draw_alike(trace: Trace, rng: np.random.Generator) -> Trace:
     return replace(trace, blocks=tuple(map(tuple, blocks.tolist())))
 
 
+def draw_changed(
+    rng: np.random.Generator, block: int, content: Content = "sum", blocks: int = BLOCKS
+) -> tuple[Trace, Mapping[Change, Trace]]:
+    """A random trace, and the same with other digits in one block, by kind of change."""
+    while True:
+        trace, other = (draw_trace(rng, content, blocks) for _ in range(2))
+        alike = with_block(trace, block, draw_alike(trace, rng).blocks[block - 1])
+        other = with_block(trace, block, other.blocks[block - 1])
+        # A block of zeros, or of nines, has no others that fit the text.
+        if alike != trace and (content == "copy" or other.mementos != trace.mementos):
+            changed: dict[Change, Trace] = {"digits": alike}
+            if content == "sum":
+                changed["sum"] = other
+            return trace, changed
+
+
+def with_block(trace: Trace, number: int, digits: tuple[int, ...]) -> Trace:
+    """The trace with other digits in one block; sums are those of the new digits."""
+    return replace(trace, blocks=(*trace.blocks[: number - 1], digits, *trace.blocks[number:]))
+
+
 @cache
 def _by_sum() -> tuple[Int[np.ndarray, "all digits"], Int[np.ndarray, "ends"]]:
     """The digits of all possible blocks, smallest sum first, and where those of each sum begin."""
@@ -171,6 +195,15 @@ def bayes_accuracy(block: int, mementos: Collection[int], blocks: Collection[int
     return accuracy_given_sum(DIGITS * sum(number not in blocks for number in range(before + 1, after + 1)))
 
 
+def visible_accuracy(content: Content, block: int, number: int, keep: int = 0) -> float:
+    """How often the best guess of a digit of a block is right, from all that is in view of memento `number`: the
+    mementos up to it, its own block, and so many blocks (`keep`) before that."""
+    seen = range(max(1, number - keep), number + 1)
+    if content == "copy":
+        return 1.0 if block in seen else 1 / BASE
+    return bayes_accuracy(block, range(number + 1), seen)
+
+
 def accuracy_given_sum(count: int) -> float:
     """How often the best guess of one of so many uniform digits is right, given their sum."""
     others, span = ways(count - 1), (BASE - 1) * count + 1
@@ -188,6 +221,14 @@ def posterior(total: int, count: int) -> Float[np.ndarray, "digits"]:
     if not any(left):
         raise UserError(f"{count} digits cannot have the sum {total}; give 0 to {(BASE - 1) * max(0, count)}.")
     return np.array([number / sum(left) for number in left])
+
+
+def expected_digits(traces: Sequence[Trace], block: int) -> Float[np.ndarray, "traces places_and_values"]:
+    """The probability of each value of each digit of a block, given what the text states: the sum of its digits, or
+    nothing in a trace of copies."""
+    if traces[0].content == "copy":
+        return np.full((len(traces), DIGITS * BASE), 1 / BASE)
+    return np.tile([posterior(sum(trace.blocks[block - 1]), DIGITS) for trace in traces], DIGITS)
 
 
 @cache

@@ -19,6 +19,8 @@ from kvprobe.errors import UserError
 from kvprobe.text.transcript import Transcript
 
 CODE_LENGTH = 5
+SPARE = 64
+"""Codes that are there to be exchanged for others; among so many, some begin with another digit."""
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,35 @@ def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[st
         if len(codes) == count:
             return codes
     raise UserError(f"Only {len(codes)} of {count} codes take {common} tokens with this tokenizer; ask for fewer.")
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A context with codes of its own.
+
+    Attributes:
+        number: from 0 on.
+        codes: with which it is read.
+        pair: two more, of which one is exchanged for the other; one token distinguishes them, as their first digits
+            differ. The second may be that of other contexts, too.
+    """
+
+    number: int
+    context: Context
+    codes: tuple[str, ...]
+    pair: tuple[str, str]
+
+
+def coded_contexts(count: int, codes: int, rng: np.random.Generator, encode: Encoder) -> list[Coded]:
+    """The first contexts, each with so many random codes and a pair.
+
+    Raises:
+        UserError: as `draw_codes`.
+    """
+    drawn = draw_codes(count * (codes + 1) + SPARE, rng, encode)
+    owns, spare = drawn[count * codes : -SPARE], drawn[-SPARE:]
+    coded = []
+    for number, (context, own) in enumerate(zip(contexts()[:count], owns, strict=True)):
+        other = next(code for code in spare if code[0] != own[0])
+        coded.append(Coded(number, context, tuple(drawn[number * codes : (number + 1) * codes]), (own, other)))
+    return coded

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace
+from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace, mix
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, patch_sweep
 from kvprobe.text.tokens import Tokens
@@ -67,8 +67,13 @@ def test_interchange_of_all_directions_is_a_patch_and_of_strength_zero_the_base(
     patched = base.patch(donor, slots=slots, layers=[2], part="K")
     torch.testing.assert_close(exchanged.keys[2], patched.keys[2])
     assert torch.equal(interchange(base, donor, whole, slots=slots, strength=0.0).keys[2], base.keys[2])
-    half = interchange(base, donor, whole, slots=slots, strength=0.5).keys[2]
-    torch.testing.assert_close(half, (base.keys[2] + patched.keys[2]) / 2)
+    for cache in (
+        interchange(base, donor, whole, slots=slots, strength=0.5),
+        mix(base, donor, slots=slots, layers=[2], strength=0.5),
+    ):
+        torch.testing.assert_close(cache.keys[2], (base.keys[2] + patched.keys[2]) / 2)
+        assert torch.equal(cache.keys[1], base.keys[1])
+    assert torch.equal(mix(base, donor, slots=slots, layers=[2]).keys[2], patched.keys[2])
 
 
 def test_interchange_with_the_average_is_an_erasure(tiny_llama: Model):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvprobe.erasing import Eraser, inlp, leace, leace_of, random_eraser
-from kvprobe.erasing.leace import largest_covariance
+from kvprobe.erasing.leace import leace_beyond_chance
 from kvprobe.probing.gram import Moments, one_hot_answers
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import planted
@@ -122,12 +122,14 @@ def test_a_site_without_information_on_the_labels_is_unchanged():
     torch.testing.assert_close(eraser.erased(features)[1], features[1])
 
 
-def test_directions_that_covary_no_more_than_noise_are_left():
+def test_directions_that_covary_no_more_than_with_shuffled_answers_are_left():
     features, labels, _ = data(targets=1)
-    shuffled = labels[:, torch.randperm(labels.shape[1], generator=torch.Generator().manual_seed(0))]
-    noise = largest_covariance(moments(features, labels), moments(features, shuffled).cross[None])
-    assert leace_of(moments(features, shuffled), noise=noise).rank.tolist() == [0]
-    kept, all_of_them = leace_of(moments(features, labels), noise=noise), leace_of(moments(features, labels))
+    generator = torch.Generator().manual_seed(0)
+    samples = labels.shape[1]
+    orders = [torch.randperm(samples, generator=generator) for _ in range(20)]
+    answers = one_hot_answers(labels, CLASSES, torch.float64)
+    assert leace_beyond_chance(features, answers[orders[0]], orders[1:]).rank.tolist() == [0]
+    kept, all_of_them = leace_beyond_chance(features, answers, orders), leace_of(moments(features, labels))
     assert 0 < int(kept.rank[0]) <= int(all_of_them.rank[0])
     before, after, whole = (
         covariance_with_labels(some[0], labels).norm()

@@ -6,7 +6,7 @@ import torch
 from sklearn.feature_selection import f_classif
 
 from kvprobe.probing.ridge import ridge_probes
-from kvprobe.probing.sparse import eta_squared, sparse_curves, sparse_hits
+from kvprobe.probing.sparse import eta_squared, hits_by_count, sparse_curves, sparse_hits
 from kvprobe.probing.splits import fold_numbers
 from tests.refusals import refused
 
@@ -137,3 +137,16 @@ def test_a_k_beyond_the_dimensions_is_refused():
     features, labels, homes, folds = planted(1.0)
     for ks in ([0, 1], [33], []):
         refused(lambda ks=ks: sparse_curves(features, labels, homes, folds, CLASSES, ks=ks), "k must lie in 1 to 32")
+
+
+def test_hits_by_count_are_those_of_the_curves_and_of_a_ridge_probe_on_all():
+    features, labels, contexts, folds = planted(2.0)
+    rows = hits_by_count(features[0], labels, contexts, folds, CLASSES, split="random", ks=[1, 4], seed=5)
+    curves = sparse_hits(features, labels, folds, CLASSES, ks=[1, 4], rng=np.random.default_rng([5, 6]))[1]
+    for k, (best, random) in curves.items():
+        chosen = rows[(rows["k"] == k) & ~rows["every"]]
+        np.testing.assert_array_equal(chosen["right"], best[0])
+        np.testing.assert_array_equal(chosen["random"], random[0])
+        assert chosen["context"].tolist() == contexts.tolist()
+    whole = ridge_probes(features, labels, torch.from_numpy(folds), CLASSES).predicted[0].eq(labels).double().mean(0)
+    np.testing.assert_array_equal(rows[rows["every"]]["right"], whole)

@@ -132,6 +132,12 @@ def test_a_dictionary_that_belongs_elsewhere_is_refused(
     refused(lambda: Dictionary.load(saved_as(trained["topk"], tmp_path / "saved", **changes), fitting), said)
 
 
+def test_two_dictionaries_of_a_place_are_refused(trained: dict[str, Dictionary], fitting: Model, tmp_path: Path):
+    folders = [str(trained[kind].save(tmp_path / kind)) for kind in KINDS]
+    with pytest.warns(UserWarning, match="trained on another model"):
+        refused(lambda: Dictionary.load_all(folders, fitting), f"Two dictionaries read {PLACE}")
+
+
 def test_a_dictionary_of_the_wrong_width_is_refused_in_one_sentence(
     trained: dict[str, Dictionary], tiny_llama: Model, tmp_path: Path
 ):

@@ -4,12 +4,14 @@ active in."""
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvprobe.inference.model import Model
-from kvprobe.report.views.latents import latent_page, latent_view, peak_words
-from kvprobe.saes import Dictionary, Place, Shards, activating, reconstruction, record, recovered, splice
+from kvprobe.report.views.latents import latent_page, latent_view, latents_table, peak_words
+from kvprobe.saes import Dictionary, Place, Shards, activating, judge, reconstruction, record, recovered, splice
+from kvprobe.saes.quality import by_density
 from kvprobe.text.tokens import Tokens
 from tests.refusals import refused
 from tests.saes.planted import PLACE, TEXT, planted
@@ -44,6 +46,19 @@ def test_a_perfect_dictionary_leaves_the_loss_unchanged_and_the_mean_does_not(ti
     made = reconstruction(tiny_llama, dictionary, TEXTS)
     assert made.unexplained < 1e-6
     assert made.active == pytest.approx(dictionary.dim)
+
+
+def test_latents_are_counted_by_the_logarithm_of_their_density():
+    assert by_density(np.array([0.0, 0.0011, 0.0012, 0.2, 0.99]), 1.0) == {-3.0: 2, -2.0: 0, -1.0: 2}
+
+
+def test_a_judgement_holds_the_rotated_control_and_splices_the_first_texts(tiny_llama: Model):
+    dictionary = Dictionary(identity(32), PLACES[0])
+    texts = judge(tiny_llama, dictionary, TEXTS, 0, 2).texts
+    # Rotated, signed directions still are a perfect dictionary: the table is that of `reconstruction`.
+    assert texts["turned"].max() < 1e-3 * texts["variance"].min()
+    assert texts["spliced"].notna().tolist() == [True, True, False]
+    assert texts["clean"][0] == splice(tiny_llama, dictionary, TEXTS[:2])["clean"][0]
 
 
 def test_the_clean_loss_is_that_of_the_model(tiny_llama: Model):
@@ -98,6 +113,7 @@ def test_a_latent_that_is_never_active_has_no_examples_and_no_view(tmp_path: Pat
     (activity,) = activating(dictionary, shards, [16 + 5])
     assert (activity.density, activity.examples) == (0.0, ())
     assert peak_words(activity, tiny_llama.tokenizer) == "none"
+    assert latents_table([activity], tiny_llama.tokenizer)[["words", "view"]].values.tolist() == [["none", "null"]]
     refused(lambda: latent_view(activity, tiny_llama.tokenizer), "active nowhere")
     refused(lambda: activating(dictionary, shards, [32]), "no latent 32")
 

@@ -16,21 +16,18 @@ import torch
 
 import kvprobe.studies.features.collect as collecting
 import kvprobe.studies.features.prepare as preparing
-import kvprobe.studies.features.reading as reading
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
-from kvprobe.saes import Dictionary
+from kvprobe.saes import Dictionary, Place, hand_written, training
 from kvprobe.studies.features import Config, run
 from kvprobe.studies.features.collect import ARMS, PARTS
-from kvprobe.studies.features.conclude import conclude, fewest
-from kvprobe.studies.features.prepare import hand_written
-from kvprobe.studies.features.reading import READERS, RESTARTED, exchange, read_context, restarted
+from kvprobe.studies.features.conclude import conclude
+from kvprobe.studies.features.reading import READERS, RESTARTED, UNTOUCHED, read_context, restarted
 from kvprobe.studies.features.study import STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.models import any_model
-from tests.refusals import refused
 from tests.saes.test_quality import identity
 from tests.studies.runs import answer_of, assert_figures, in_steps
 
@@ -42,7 +39,7 @@ CODES = ("48213", "90577", "13662")
 def few_texts() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "hand_written", lambda model: hand_written(model)[:4])
-        patch.setattr(reading, "SPLICED", 2)
+        patch.setattr(collecting, "SPLICED", 2)
         patch.setattr(collecting, "KS", (1,))
         yield
 
@@ -70,23 +67,20 @@ def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finish
     assert (finished.path / "report.html").read_text().count('data-component="ColoredTokensMulti"') > 2
 
 
-def test_dictionaries_are_trained_once_and_can_be_studied_again_but_only_one_of_a_place(
+def test_dictionaries_are_trained_once_and_can_be_studied_again(
     finished: Run, wordy: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(preparing, "train", None)
+    monkeypatch.setattr(training, "train", None)
     again = Run(copytree(finished.path, tmp_path / "again"))
     assert [str(dictionary.place) for dictionary in preparing.prepare(wordy, SMALL, again)[0]] == ["v.1"]
-    folder = finished.path / "dictionaries" / "v.1"
-    config = dataclasses.replace(SMALL, dictionaries=(str(folder),))
+    config = dataclasses.replace(SMALL, dictionaries=(str(finished.path / "dictionaries" / "v.1"),))
     (loaded,), shards = preparing.prepare(wordy, config, Run(tmp_path))
     assert loaded.place in shards.places
-    twice = dataclasses.replace(config, dictionaries=(str(folder), f"{folder}/"))
-    refused(lambda: preparing.prepare(wordy, twice, Run(tmp_path)), "Two dictionaries read v.1")
 
 
 def test_each_arm_is_what_reading_the_conversation_by_itself_gives(wordy: Model):
     model, context = wordy, contexts()[0]
-    features = Dictionary(identity(32), preparing.Place("resid_post", 1))
+    features = Dictionary(identity(32), Place("resid_post", 1))
     means = read_context(model, context, CODES, {"resid_post.1": (features, features.rotated(0))})
     tokens = conversation(context, CODES[1]).tokens(model.tokenizer)
     third, answer = tokens.span("T3").start, tokens.part("answer").start
@@ -111,27 +105,6 @@ def test_each_arm_is_what_reading_the_conversation_by_itself_gives(wordy: Model)
         )
 
 
-def test_all_latents_of_a_perfect_dictionary_are_the_whole_activation_and_none_are_nothing(wordy: Model):
-    # Below layer 2 the values of T3 cannot have seen the hidden turns, and there is nothing to exchange.
-    features = Dictionary(identity(16), preparing.Place("v", 2))
-    sets = {"v.2": {"all": range(32), "none": []}}
-    kl: Any = exchange(wordy, [features], contexts()[3], CODES[0], sets).set_index("set")["kl"]
-    assert kl["all"] == pytest.approx(kl["whole"], rel=1e-3)
-    assert kl["none"] == pytest.approx(kl["retained"], rel=1e-6)
-    assert abs(kl["whole"] - kl["retained"]) > 1e-4
-
-
-def test_after_the_last_layer_the_whole_exchange_is_the_restart_itself(wordy: Model):
-    features = Dictionary(identity(32), preparing.Place("resid_post", 2))
-    kl: Any = exchange(wordy, [features], contexts()[3], CODES[0], {"resid_post.2": {}}).set_index("set")["kl"]
-    assert kl["retained"] > 1e-3
-    assert kl["whole"] < 1e-5
-
-
-def test_the_fewest_that_hold_half():
-    assert [fewest(np.array(values)) for values in ([1.0, 5, 2, 1], [1.0] * 10, [3.0, 3, 1])] == [1, 5, 2]
-
-
 TWO = Config(contexts=16, codes=4, places=("resid_post.7", "v.7"))
 ONE = dataclasses.replace(TWO, places=("v.7",))
 VIEW = {"caption": "Latent 0.", "tokens": ["the ", "code"], "labels": ["activation"], "values": [[0.0, 1.0]]}
@@ -153,10 +126,10 @@ def made_up(
     texts = texts.assign(
         mean=2, kl_mean=20, variance=9, turned=turned * texts["error"], active=64, tokens=9, predicted=9
     )
-    means = table("restart", segment=(*RESTARTED, reading.UNTOUCHED), reader=READERS, context=cases, latent=range(4))
-    means = means[(means["segment"] != reading.UNTOUCHED) | (means["reader"] == "raw")]
+    means = table("restart", segment=(*RESTARTED, UNTOUCHED), reader=READERS, context=cases, latent=range(4))
+    means = means[(means["segment"] != UNTOUCHED) | (means["reader"] == "raw")]
     planted = effect["differ"] * ((means["segment"] == "T3") & (means["latent"] == 0)) + rng.normal(0, 0.1, len(means))
-    means["retained"] = means["restart"] + planted.where(means["segment"] != reading.UNTOUCHED, off)
+    means["retained"] = means["restart"] + planted.where(means["segment"] != UNTOUCHED, off)
     samples = table(arm=ARMS, split=SPLITS, reader=(*READERS, *PARTS), k=(1, 4), sample=range(16 * config.codes))
     samples = samples.assign(context=samples["sample"] // config.codes, every=samples["k"] == 4)
     ahead = effect["single"] * ((samples["arm"] == "hidden") & (samples["reader"] == "latents") & (samples["k"] == 1))

@@ -1,6 +1,5 @@
 """The use study on a tiny model: what is edited is what its name says; and what made-up effects decide."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,16 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.erasing.checks import ANEW, INTACT, SAME
+from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM_0
+from kvprobe.erasing.variants import PARTS
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
-from kvprobe.probing.gram import one_hot_answers
 from kvprobe.studies import use
 from kvprobe.studies.use import Config
-from kvprobe.studies.use import collect as collecting
-from kvprobe.studies.use.check import ANEW, INTACT, SAME
-from kvprobe.studies.use.collect import cases_of, chosen_places, fit_halves
+from kvprobe.studies.use.collect import chosen_places
 from kvprobe.studies.use.conclude import NEAR, SITES, conclude
 from kvprobe.studies.use.effects import (
     BOTH,
@@ -32,12 +31,12 @@ from kvprobe.studies.use.effects import (
     STRENGTHS,
     SWAP,
     VIEWS,
-    edited,
-    stage,
+    Scene,
 )
-from kvprobe.studies.use.fit import DIGITS, INLP, LEACE, RANDOM_0, features, labels
-from kvprobe.studies.use.read import PARTS, PLACES, Case, Layout, read_turn
+from kvprobe.studies.use.places import PLACES, cases_of, places_of, read_case
 from kvprobe.studies.use.study import STUDY
+from kvprobe.tasks import passcode
+from kvprobe.tasks.passcode import Coded, conversation
 from tests.models import any_model
 from tests.refusals import refused
 from tests.studies.runs import answer_of, assert_figures, every, in_steps, short_contexts
@@ -49,78 +48,38 @@ CONTEXTS = short_contexts(8, longer="so ")
 @pytest.fixture(scope="module")
 def finished(roomy: Model, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "contexts", lambda: CONTEXTS)
+        patch.setattr(passcode, "contexts", lambda: CONTEXTS)
         return in_steps(lambda: use.run(SMALL, root, model=roomy))
 
 
 @pytest.fixture(scope="module")
-def cases(roomy: Model) -> list[Case]:
+def cases(roomy: Model) -> list[Coded]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "contexts", lambda: CONTEXTS)
+        patch.setattr(passcode, "contexts", lambda: CONTEXTS)
         return cases_of(SMALL, roomy.tokenizer)
 
 
 @pytest.fixture(scope="module")
-def reads(roomy: Model, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
-    return [read_turn(roomy, case, SMALL.batch) for case in cases]
+def reads(roomy: Model, cases: list[Coded]) -> list[dict[str, torch.Tensor]]:
+    return [read_case(roomy, case, SMALL.batch) for case in cases]
 
 
-def test_no_code_serves_twice_and_a_pair_differs_in_its_first_digit(cases: list[Case]):
-    fitted = [code for case in cases for code in case.codes]
-    owns = [case.pair[0] for case in cases]
-    assert len(set(fitted + owns)) == len(fitted) + len(owns)
-    assert all(case.pair[0][0] != case.pair[1][0] and case.pair[1] not in fitted for case in cases)
-
-
-def test_what_is_read_is_what_each_code_leaves_less_their_average(
-    roomy: Model, cases: list[Case], reads: list[dict[str, torch.Tensor]]
-):
+def test_a_digit_is_read_in_its_slot(roomy: Model, cases: list[Coded], reads: list[dict[str, torch.Tensor]]):
     case, read = cases[1], reads[1]
-    rows = [case.tokens(code, roomy.tokenizer) for code in case.codes]
-    layout = Layout.of(rows[0])
-    values = torch.stack([roomy.prefill(row[: layout.stop]).values[2][0].transpose(0, 1).flatten(1) for row in rows])
-    average = values.mean(0)
-    torch.testing.assert_close(read["average.V"][2], average[layout.start : layout.stop], atol=1e-5, rtol=1e-4)
-    slots = list(layout.places["summary"])
-    centred = (values - average)[:, slots]
-    torch.testing.assert_close(read["summary.V"][2], centred.mean(1), atol=1e-5, rtol=1e-3)
-    gram = sum(slot_values.T @ slot_values for slot_values in centred.transpose(0, 1)) / len(slots)
-    torch.testing.assert_close(read["summary.gram.V"][2], gram, atol=1e-4, rtol=1e-3)
-    digit = layout.places["code"][3]
-    torch.testing.assert_close(read["code.V"][2, :, 3], (values - average)[:, digit], atol=1e-5, rtol=1e-3)
-    text = roomy.tokenizer.decode([rows[4].ids[slot] for slot in layout.places["code"]])
-    assert text == case.codes[4] == "".join(map(str, read["digits"][:, 4].tolist()))
+    tokens = conversation(case.context, case.codes[4]).tokens(roomy.tokenizer)
+    text = roomy.tokenizer.decode([tokens.ids[slot] for slot in places_of(tokens)["code"]])
+    assert text == case.codes[4] == "".join(map(str, read["labels"][:, 4].tolist()))
 
 
-def test_an_eraser_fitted_on_slots_guards_their_mean(reads: list[dict[str, torch.Tensor]]):
-    first, _ = fit_halves(reads, SMALL)
-    half = reads[0::2]
-    answers = one_hot_answers(labels(half, None), DIGITS, torch.float64)
-    for part in PARTS:
-        intact = features(half, "after", None, part)
-        left = intact - first["after", None, part, LEACE].inside(intact)
-        # Above the first layer, whose K and V of a slot know nothing of another's token.
-        before, after = (values[1:].double().mT @ (answers - answers.mean(0)) for values in (intact, left))
-        assert after.abs().max() < 1e-3 * before.abs().max()
-
-
-def test_an_edit_in_full_holds_the_source_in_its_place_and_nothing_of_it_elsewhere(
-    roomy: Model, cases: list[Case], reads: list[dict[str, torch.Tensor]]
+def test_a_whole_exchange_holds_the_source_in_its_place_alone(
+    roomy: Model, cases: list[Coded], reads: list[dict[str, torch.Tensor]]
 ):
-    erasers, case = fit_halves(reads, SMALL)[1], cases[0]
-    scene = stage(roomy, case, reads[0], erasers)
-    layers = range(roomy.geometry.n_layers)
-    for place in PLACES:
-        slots = list(scene.layout.places[place])
+    scene = Scene.of(roomy, cases[0], reads[0], {})
+    for place, slots in scene.places.items():
+        full = scene.edited(scene.donor, place, FULL, range(roomy.geometry.n_layers))
         others = [slot for slot in range(scene.base.slots) if slot not in slots]
-        full, along = (edited(scene, scene.donor, place, name, layers) for name in (FULL, LEACE))
-        torch.testing.assert_close(full.values[2][:, :, slots], scene.donor.values[2][:, :, slots])
-        for cache in (full, along):
-            assert torch.equal(cache.keys[2][:, :, others], scene.base.keys[2][:, :, others])
-        assert not torch.equal(along.keys[2][:, :, slots], scene.base.keys[2][:, :, slots])
-    only = edited(scene, scene.donor, "code", LEACE, [1])
-    assert torch.equal(only.values[2], scene.base.values[2])
-    assert not torch.equal(only.values[1], scene.base.values[1])
+        torch.testing.assert_close(full.values[2][:, :, list(slots)], scene.donor.values[2][:, :, list(slots)])
+        assert torch.equal(full.keys[2][:, :, others], scene.base.keys[2][:, :, others])
 
 
 def test_a_run_holds_every_table_and_figure_and_its_controls(finished: Run):
@@ -145,16 +104,6 @@ def test_no_strength_is_no_edit_and_all_of_it_is_that_of_the_sweep(finished: Run
     both = doses[doses["strength"] == 1].merge(finished.df(), on=keys, suffixes=("", "_swept"))
     assert len(both)
     assert (both["margin"] - both["margin_swept"]).abs().max() < 1e-3
-
-
-def test_a_probe_of_intact_features_reads_and_that_of_erased_ones_does_not(finished: Run):
-    table = finished.df("probes")
-    # At the first layer V of a code slot is its digit, whatever the conversation.
-    first = table[(table["place"] == "code") & (table["part"] == "V") & (table["layer"] == 0)]
-    means = first.groupby(["probe", "state"])["accuracy"].mean()
-    for probe in (SAME, ANEW):
-        assert means[probe, INTACT] > 0.6
-        assert means[probe, LEACE] < 0.3
 
 
 def test_the_place_of_a_half_is_chosen_on_the_other():
@@ -199,7 +148,7 @@ def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float
         every(**case, **controls, band=[EVERY_LAYER], part=[BOTH]),
     ]
     chosen: Any = {**case, "at": [(IN_VIEW, "code")], "part": ["V"], "band": ["0–1"], "kind": [ERASE, SWAP]}
-    site: Any = {"place": PLACES, "part": PARTS}
+    site: Any = {"place": list(PLACES), "part": PARTS}
     probes = every(**site, layer=range(3), **case, state=(INTACT, LEACE, RANDOM_0, INLP), probe=(SAME, ANEW))
     reads = probes["probe"].map({SAME: left.get("same", 0.1), ANEW: left.get("anew", 0.4)})
     replies = every(context=[0], code=["48213"], place=["code"], name=[LEACE, RANDOM_0], reply=["It is the. Well"])
@@ -266,14 +215,5 @@ def test_a_step_is_claimed_where_more_erasure_takes_more_and_random_draws_count_
 
 
 def test_digits_that_share_a_token_are_refused(roomy: Model):
-    joined = Case(0, CONTEXTS[0], ("48213", "482135"), ("", ""))
-    refused(lambda: read_turn(roomy, joined, batch=2), "tokenises digits apart")
-
-
-def test_the_seed_decides_the_random_subspaces(reads: list[dict[str, torch.Tensor]]):
-    one, same, other = (
-        fit_halves(reads, dataclasses.replace(SMALL, seed=seed))[0]["after", None, "K", RANDOM_0].read
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(one, same)
-    assert not np.allclose(one, other)
+    joined = Coded(0, CONTEXTS[0], ("48213", "482135"), ("", ""))
+    refused(lambda: read_case(roomy, joined, batch=2), "tokenises digits apart")

@@ -19,10 +19,13 @@ from kvprobe.tasks.mementos import (
     bayes_accuracy,
     block_name,
     draw_alike,
+    draw_changed,
     draw_trace,
+    expected_digits,
     hidden_blocks,
     memento_name,
     posterior,
+    visible_accuracy,
     vocabulary,
 )
 from tests.refusals import refused
@@ -168,3 +171,39 @@ def test_other_digits_are_uniform_among_those_that_fit():
 
 def ways_of(total: int) -> list[tuple[int, ...]]:
     return [block for block in product(range(total + 1), repeat=5) if sum(block) == total]
+
+
+def test_a_changed_block_fits_the_text_or_does_not():
+    for trace, changed in (draw_changed(np.random.default_rng(seed), 2, "sum", 4) for seed in range(20)):
+        assert set(changed) == {"digits", "sum"}
+        assert changed["digits"].mementos == trace.mementos
+        assert changed["sum"].mementos != trace.mementos
+        for other in changed.values():
+            assert [one != two for one, two in zip(other.blocks, trace.blocks, strict=True)] == [0, 1, 0, 0]
+    assert set(draw_changed(np.random.default_rng(0), 2, "copy", 4)[1]) == {"digits"}
+
+
+@pytest.mark.parametrize("content", get_args(Content))
+def test_what_is_expected_of_digits_is_what_the_text_says(content: Content):
+    expected = expected_digits([draw_trace(np.random.default_rng(0), content), Trace(((9,) * 5,), content)], 1)
+    assert expected.shape == (2, DIGITS * BASE)
+    one = np.zeros(BASE) + 0.1 * (content == "copy")
+    one[9] = 1.0 if content == "sum" else 0.1
+    np.testing.assert_allclose(expected[1], np.tile(one, DIGITS))
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "keep", "share"),
+    [
+        ("sum", 3, 0, 0.1603),
+        ("sum", 9, 0, 0.1603),
+        ("sum", 2, 0, 1.0),
+        ("sum", 1, 0, 0.1),
+        ("sum", 3, 1, 1.0),
+        ("sum", 4, 1, 0.1603),
+        ("copy", 3, 0, 0.1),
+        ("copy", 2, 0, 1.0),
+    ],
+)
+def test_what_a_memento_sees_is_counted_as_in_view(content: Content, number: int, keep: int, share: float):
+    assert visible_accuracy(content, 2, number, keep) == pytest.approx(share, abs=1e-4)

@@ -1,6 +1,10 @@
 """Latents as token views: the texts in which each latent of a dictionary is most active, coloured by its activation."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+
+import pandas as pd
 
 from kvprobe.errors import UserError
 from kvprobe.report.document import TokenView
@@ -50,3 +54,14 @@ def peak_words(latent: Activating, tokenizer: Decoder, count: int = 5) -> str:
         return repr(tokenizer.decode([example.ids[example.peak]]))
 
     return ", ".join(dict.fromkeys(map(word, latent.examples[:count]))) or "none"
+
+
+def latents_table(latents: Sequence[Activating], tokenizer: Decoder) -> pd.DataFrame:
+    """A row for each latent: its `density`, the `words` at which it is most active, and its `view`, as JSON; `null` for
+    one that is active nowhere."""
+    rows = []
+    for latent in latents:
+        view = asdict(latent_view(latent, tokenizer)) if latent.examples else None
+        words = peak_words(latent, tokenizer)
+        rows.append({"latent": latent.latent, "density": latent.density, "words": words, "view": json.dumps(view)})
+    return pd.DataFrame(rows)

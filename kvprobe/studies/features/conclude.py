@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from kvprobe.experiments.estimands import Estimand, HeldOut, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
-from kvprobe.probing.permutation import sign_flipped
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
+from kvprobe.saes.differences import compare_latents, fewest
+from kvprobe.saes.quality import by_density
 from kvprobe.stats import DIFFERENCE, SHARE, estimate
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
@@ -115,13 +115,10 @@ def add_latents(findings: Findings, tables: Mapping[str, Rows]) -> None:
     share of their variance that lies between digits (`eta`)."""
     for place, latents in tables["latents"].groupby("place", sort=False):
         density = latents["density"].to_numpy(float)
-        counts = {"all": len(density), "silent": (density == 0).sum(), "dense": (density > 0.5).sum()}
-        for of, count in counts.items():
+        for of, count in (("all", density.size), ("silent", (density == 0).sum()), ("dense", (density > 0.5).sum())):
             findings.number("latents", count, place=place, of=of)
-        steps = np.floor(np.log10(density[density > 0]) / STEP).astype(int)
-        first = int(steps.min(initial=0))
-        for step, count in enumerate(np.bincount(steps - first)):
-            findings.number("densities", count, place=place, reader="latents", above=(first + step) * STEP)
+        for above, count in by_density(density, STEP).items():
+            findings.number("densities", count, place=place, reader="latents", above=above)
     for name, table, of in (("recorded", "activating", "density"), ("eta", "shown", "eta")):
         for row in tables[table].dropna(subset=of).to_dict("records"):
             findings.number(name, row[of], place=row["place"], latent=row["latent"])
@@ -141,29 +138,24 @@ def add_differences(findings: Findings, tables: Mapping[str, Rows], comparisons:
         if segment == UNTOUCHED:
             findings.number("round_off", np.abs(change).max() / np.abs(retained).max(), place=place)
             continue
-        p, mean = sign_flipped(change, FLIPS, np.random.default_rng([seed, 3])), change.mean(0)
-        alive = (retained.mean(0) != 0) | (restart.mean(0) != 0)
+        latents: Rows = compare_latents(retained, restart, FLIPS, np.random.default_rng([seed, 3]))
+        p, mean, alive = latents["p"], latents["difference"], latents["alive"]
         for of, count in {
             "differ": (p <= LEVEL).sum(),
             "claimed": (p <= LEVEL / comparisons).sum(),
             "up": ((p <= LEVEL) & (mean > 0)).sum(),
             "alive": alive.sum(),
-            "half": fewest(mean**2),
+            "half": fewest(mean.to_numpy() ** 2),
         }.items():
             findings.number("count", count, **keys, reader=reader, of=of)
-        for latent in np.flatnonzero(alive).tolist() if reader == "latents" else ():
-            findings.number("retained", retained[:, latent].mean(), **keys, latent=latent)
-            findings.number("restart", restart[:, latent].mean(), **keys, latent=latent)
+        for latent, row in latents[alive].iterrows() if reader == "latents" else ():
+            findings.number("retained", row["one"], **keys, latent=latent)
+            findings.number("restart", row["other"], **keys, latent=latent)
             stands_out = (place, segment, latent) in shown
-            if stands_out or p[latent] <= LEVEL:
-                findings.number("p", p[latent], **keys, latent=latent)
+            if stands_out or row["p"] <= LEVEL:
+                findings.number("p", row["p"], **keys, latent=latent)
             if stands_out:
                 findings.add(Finding("difference", {**keys, "latent": latent}, estimate(change[:, latent])))
-
-
-def fewest(values: Float[np.ndarray, "columns"]) -> int:
-    """How many of the largest hold half of the sum."""
-    return int(np.searchsorted(np.sort(values)[::-1].cumsum(), values.sum() / 2) + 1)
 
 
 def controls(findings: Findings, allowed: float) -> Iterator[Control]:

@@ -12,12 +12,12 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.files import read_table
 from kvprobe.inference.model import Model, load
+from kvprobe.patching.mementos import exchange_blocks
 from kvprobe.probing.controls import random_model
 from kvprobe.studies.memento_toy import Config
-from kvprobe.studies.memento_toy.changing import draw_pair, measure_changed
 from kvprobe.studies.memento_toy.closing import measure_closing, states_of
-from kvprobe.studies.memento_toy.probes import TRACES, probe
-from kvprobe.tasks.mementos import draw_trace
+from kvprobe.studies.memento_toy.probes import BOTH, TRACES, probe
+from kvprobe.tasks.mementos import draw_changed, draw_trace
 
 MAIN, UNTRAINED = "model", "untrained"
 SEED, CHECKPOINT = "seed", "checkpoint"
@@ -60,7 +60,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     rng = np.random.default_rng([config.seed, 1])
     traces = [draw_trace(rng, config.content, config.blocks) for _ in range(config.traces)]
     rng = np.random.default_rng([config.seed, 2])
-    pairs = [draw_pair(config, rng) for _ in range(config.changed)]
+    pairs = [draw_changed(rng, config.block, config.content, config.blocks) for _ in range(config.changed)]
     rng = np.random.default_rng([config.seed, 3])
     others = [draw_trace(rng, config.content, config.blocks) for _ in range(config.closed)]
     tables: dict[str, list[pd.DataFrame]] = {"samples": [], "answers": [], "reach": [], "changed": []}
@@ -71,8 +71,8 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             return probe(read.model, traces, config, run, name, everywhere=read.everywhere)
 
         def changed(start: int, read: Read = read) -> pd.DataFrame:
-            rows = measure_changed(read.model, pairs[start : start + config.batch], config)
-            return rows.assign(trace=rows["trace"] + start)
+            rows = exchange_blocks(read.model, pairs[start : start + config.batch], config.block, config.keep)
+            return rows.assign(trace=rows["trace"] + start, part=rows["part"].replace({"KV": BOTH}))
 
         measured = kept(run, name, ("samples", "answers", "reach"), probed)
         for path in run.part("").glob(f"*-{name}-{TRACES}.safetensors"):
@@ -83,15 +83,11 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             measured["changed"] = table_of_parts(run, starts, f"{name}-changed", changed, doing=doing, unit="batch")
         for table, rows in measured.items():
             tables[table].append(rows.assign(model=read.name, role=read.role))
-    states = states_of(config)
-    closing = table_of_parts(
-        run,
-        states,
-        "closing",
-        lambda state: measure_closing(model, others, config, state),
-        doing="Closing the channel",
-        unit="state",
-    )
+
+    def closed(state: str) -> pd.DataFrame:
+        return measure_closing(model, others, config, state)
+
+    closing = table_of_parts(run, states_of(config), "closing", closed, doing="Closing the channel", unit="state")
     return {name: pd.concat(rows, ignore_index=True) for name, rows in tables.items()} | {"closing": closing}
 
 

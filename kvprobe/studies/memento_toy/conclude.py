@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,16 @@ import numpy as np
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
+from kvprobe.patching.mementos import DONOR, OWN
+from kvprobe.probing.mementos import RESTART, RETAINED
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
+from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.memento_toy import Config
-from kvprobe.studies.memento_toy.changing import DONOR, OTHER_DIGITS, OTHER_SUM, OWN
 from kvprobe.studies.memento_toy.closing import ERASED, OPEN, STAND_IN
 from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED
-from kvprobe.studies.memento_toy.probes import BOTH, LINEAR, RESTART, RETAINED
-from kvprobe.tasks.mementos import BASE, bayes_accuracy, block_name, draw_trace, hidden_blocks
+from kvprobe.studies.memento_toy.probes import BOTH, LINEAR
+from kvprobe.tasks.mementos import BASE, bayes_accuracy, block_name, draw_trace, hidden_blocks, visible_accuracy
 from kvprobe.tidy import Rows, beside
 
 PUBLISHED = (
@@ -39,106 +41,80 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     trace = draw_trace(rng, config.content, config.blocks)
     shown = replace(trace, blocks=trace.blocks[: config.hidden_from]).conversation()
     masked = tuple(map(block_name, hidden_blocks(config.hidden_from, config.keep)))
+    design = (config.content, config.keep, config.blocks, config.block, layers)
     facts = {
         "chat": chat_record(shown, masked=masked),
         "layers": layers,
         "first": config.hidden_from,
         "last": config.blocks,
         "parameters": sum(parameter.numel() for parameter in model.lanes.plain.parameters()),
-        "published": published(config, layers),
+        "published": list(PUBLISHED) if design == ("sum", 0, 10, 2, 4) else [],
     }
     return Conclusion(findings, [light_cone(tables["reach"], model)], facts)
-
-
-def published(config: Config, layers: int) -> list[dict[str, int | float]]:
-    """The cells of the paper, where the run is of its design."""
-    design = (config.content, config.keep, config.blocks, config.block, layers)
-    return list(PUBLISHED) if design == ("sum", 0, 10, 2, 4) else []
-
-
-def text_of(config: Config, distance: int) -> float:
-    """How often a digit of the block can be guessed from all that is in view of a memento so many blocks later."""
-    number = config.block + distance
-    if config.content == "copy":
-        return 1.0 if 0 <= distance <= config.keep else 1 / BASE
-    seen = range(max(1, number - config.keep), number + 1)
-    return bayes_accuracy(config.block, range(number + 1), seen)
 
 
 def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Findings:
     """All numbers of a run."""
     samples, answers, closing = tables["samples"], tables["answers"], tables["closing"]
     by_model = answers[answers["arm"] == RETAINED].groupby("model")["right"].mean().round(4)
-    bounds = {distance: text_of(config, distance) for distance in samples["distance"].unique().tolist()}
-    bound = samples["distance"].map(bounds)
+    bounds = {
+        distance: visible_accuracy(config.content, config.block, config.block + distance, config.keep)
+        for distance in samples["distance"].unique().tolist()
+    }
     samples = samples.assign(
         hidden=samples["right"] - samples["alike"],
-        over=samples["right"] - bound,
+        over=samples["right"] - samples["distance"].map(bounds),
         accuracy=samples["model"].map(by_model),
     )
-    probed = closing[closing["measure"] == "probe"]
+    probed, written, ranks = (closing[closing["measure"] == name] for name in ("probe", "answer", "rank"))
+    harm = written["right"] - beside(written, "right", {"state": OPEN}, ("trace", "memento"))
+    site = {"distance": config.hidden_from - config.block, "layer": layers - 1, "part": BOTH, "probe": LINEAR}
+    keys, where = ("model", "accuracy", "arm"), {**site, "role": (MAIN, CHECKPOINT)}
+    over_training = Mean(name="by_training", of="right", by=keys, where=where, cluster="trace", within=SHARE)
     findings = measure(
         samples,
         of_samples(config, layers),
-        (samples.sort_values("accuracy", kind="stable"), (over_training(config, layers),)),
+        (samples.sort_values("accuracy", kind="stable"), [over_training]),
         (answers[answers["memento"] >= config.hidden_from], OF_ANSWERS),
         (answers, (BY_MEMENTO,)),
         (ways(tables["changed"]), OF_CHANGED),
         (probed.assign(hidden=probed["right"] - probed["alike"]), OF_PROBED),
-        (closing[(closing["measure"] == "answer") & (closing["memento"] >= config.hidden_from)], OF_CLOSED),
+        (written.assign(harm=harm)[written["memento"] >= config.hidden_from], OF_CLOSED),
     )
-    for state, layer, rank in closing[closing["measure"] == "rank"][["state", "layer", "rank"]].itertuples(index=False):
+    for state, layer, rank in ranks[["state", "layer", "rank"]].itertuples(index=False):
         findings.number("rank", rank, state=state, layer=int(layer))
     for distance, share in bounds.items():
         findings.number("text", share, distance=distance)
-    findings.number("own_text", own_text(config))
-    findings.number("visible_text", text_of(config, config.hidden_from - config.block))
+    alone = bayes_accuracy(config.block, [config.hidden_from]) if config.content == "sum" else 1 / BASE
+    findings.number("own_text", alone)
+    findings.number("visible_text", bounds[config.hidden_from - config.block])
     return findings
-
-
-def own_text(config: Config) -> float:
-    """The same from the first memento that is written while the block is hidden, by itself."""
-    return 1 / BASE if config.content == "copy" else bayes_accuracy(config.block, [config.hidden_from])
 
 
 def of_samples(config: Config, layers: int) -> Iterator[Estimand]:
     """Of what probes read."""
-    right: dict[str, Any] = {"of": "right", "cluster": "trace", "within": SHARE}
-    last = {"layer": layers - 1, "part": BOTH}
+    right = partial(Mean, of="right", cluster="trace", within=SHARE)
+    beyond = partial(Mean, of="hidden", cluster="trace", within=DIFFERENCE)
     hidden = config.hidden_from - config.block
-    here = {"distance": hidden, **last}
     shown, later = tuple(range(-1, hidden)), tuple(range(hidden, config.blocks))
-    keys = ("model", "probe", "arm")
-    yield Mean(name="by_layer", by=(*keys, "layer"), where={"distance": hidden, "part": BOTH}, **right)
-    yield Mean(name="by_distance", by=(*keys, "distance"), where={**last, "distance": later}, **right)
-    yield Mean(name="shown", by=("model", "probe", "distance"), where={**last, "distance": shown}, **right)
-    yield Mean(name="direct", by=("model", "probe", "layer"), where={"distance": 0, "part": BOTH}, **right)
-    yield Mean(
-        name="by_part", by=("model", "part", "arm", "layer"), where={"distance": hidden, "probe": LINEAR}, **right
-    )
-    beyond: dict[str, Any] = {"of": "hidden", "cluster": "trace", "within": DIFFERENCE}
-    linear = {"part": BOTH, "probe": LINEAR, "arm": RETAINED}
-    yield Mean(name="hidden_by_layer", by=("model", "layer"), where={**linear, "distance": hidden}, **beyond)
-    far = {**linear, "layer": layers - 1, "distance": later}
-    yield Mean(name="hidden_by_distance", by=("model", "distance"), where=far, **beyond)
-    retained: dict[str, Any] = {"where": {**here, "arm": RETAINED, "probe": LINEAR, "role": ROLES}, "by": ("model",)}
-    yield Mean(name="leak", of="hidden", within=DIFFERENCE, **retained, **ANSWER)
-    yield Mean(name="beyond_text", of="over", within=DIFFERENCE, **retained, **ANSWER)
+    keys, last = ("model", "probe", "arm"), {"layer": layers - 1, "part": BOTH}
+    here = {"distance": hidden, "part": BOTH}
+    yield right(name="by_layer", by=(*keys, "layer"), where=here)
+    yield right(name="by_distance", by=(*keys, "distance"), where={**last, "distance": later})
+    yield right(name="shown", by=("model", "probe", "distance"), where={**last, "distance": shown})
+    yield right(name="direct", by=("model", "probe", "layer"), where={"distance": 0, "part": BOTH})
+    yield right(name="by_part", by=("model", "part", "arm", "layer"), where={"distance": hidden, "probe": LINEAR})
+    linear = {"probe": LINEAR, "arm": RETAINED}
+    far = {**linear, **last, "distance": later}
+    yield beyond(name="hidden_by_layer", by=("model", "layer"), where={**linear, **here})
+    yield beyond(name="hidden_by_distance", by=("model", "distance"), where=far)
+    claimed = partial(Mean, by=("model",), where={**linear, **last, **here, "role": ROLES}, within=DIFFERENCE, **ANSWER)
+    yield claimed(name="leak", of="hidden")
+    yield claimed(name="beyond_text", of="over")
     if config.seeds:
-        over: dict[str, Any] = {"cluster": "model", "within": SHARE, "of": "right"}
         where = {**last, "distance": later, "role": ROLES}
-        yield Mean(name="seeds", by=("probe", "arm", "distance"), where=where, **over)
-        yield Mean(
-            name="seeds_hidden", by=("distance",), where={**far, "role": ROLES}, **{**beyond, "cluster": "model"}
-        )
-
-
-def over_training(config: Config, layers: int) -> Estimand:
-    """What a linear probe reads in the model and in its earlier weights."""
-    site = {"distance": config.hidden_from - config.block, "layer": layers - 1, "part": BOTH, "probe": LINEAR}
-    by = ("model", "accuracy", "arm")
-    where = {**site, "role": (MAIN, CHECKPOINT)}
-    return Mean(name="by_training", of="right", by=by, where=where, cluster="trace", within=SHARE)
+        yield right(name="seeds", by=("probe", "arm", "distance"), where=where, cluster="model")
+        yield beyond(name="seeds_hidden", by=("distance",), where={**far, "role": ROLES}, cluster="model")
 
 
 BY_MEMENTO = Mean(name="by_memento", of="right", by=("model", "arm", "memento"), cluster="trace", within=SHARE)
@@ -154,35 +130,21 @@ OF_ANSWERS: tuple[Estimand, ...] = (
         **ANSWER,
     ),
 )
-EXCHANGED = (OTHER_DIGITS, OTHER_SUM)
+EXCHANGED = ("digits", "sum")
+CHANGED = partial(Mean, by=("model", "condition", "part"), cluster="trace")
 OF_CHANGED: tuple[Estimand, ...] = (
-    *(
-        Mean(
-            name=name,
-            of=of,
-            by=("model", "condition", "part"),
-            where={"condition": conditions},
-            cluster="trace",
-            within=within,
-            unit=unit,
-        )
-        for name, of, conditions, within, unit in (
-            ("after", "right", (OWN, *EXCHANGED), SHARE, ""),
-            ("turned", "turned", EXCHANGED, SHARE, ""),
-            ("kl", "kl", EXCHANGED, UNBOUNDED, "nats"),
-            ("margin", "margin", (OWN, OTHER_SUM, DONOR), UNBOUNDED, "nats"),
-        )
-    ),
-    Mean(
-        name="used", of="turned", by=("model",), where={"condition": OTHER_DIGITS, "part": BOTH}, within=SHARE, **ANSWER
-    ),
-    Ratio(name="way", of="moved", over="whole", by=("model", "part"), where={"condition": OTHER_SUM}, cluster="trace"),
+    CHANGED(name="after", of="right", where={"condition": (OWN, *EXCHANGED)}, within=SHARE),
+    CHANGED(name="turned", of="turned", where={"condition": EXCHANGED}, within=SHARE),
+    CHANGED(name="kl", of="kl", where={"condition": EXCHANGED}, unit="nats"),
+    CHANGED(name="margin", of="margin", where={"condition": (OWN, "sum", DONOR)}, unit="nats"),
+    Mean(name="used", of="turned", by=("model",), where={"condition": "digits", "part": BOTH}, within=SHARE, **ANSWER),
+    Ratio(name="way", of="moved", over="whole", by=("model", "part"), where={"condition": "sum"}, cluster="trace"),
     Ratio(
         name="follows",
         of="moved",
         over="whole",
         by=("model",),
-        where={"condition": OTHER_SUM, "part": BOTH},
+        where={"condition": "sum", "part": BOTH},
         **ANSWER,
     ),
 )
@@ -192,18 +154,7 @@ OF_PROBED: tuple[Estimand, ...] = (
 )
 OF_CLOSED: tuple[Estimand, ...] = (
     Mean(name="still", of="right", by=("state",), cluster="trace", within=SHARE),
-    *(
-        Difference(
-            name="harm",
-            of="right",
-            keys={"state": state},
-            where={"state": state},
-            less={"state": OPEN},
-            within=DIFFERENCE,
-            **ANSWER,
-        )
-        for state in (STAND_IN, *ERASED)
-    ),
+    Mean(name="harm", of="harm", by=("state",), where={"state": (STAND_IN, *ERASED)}, within=DIFFERENCE, **ANSWER),
 )
 
 
@@ -217,7 +168,7 @@ def ways(changed: Rows) -> Rows:
 
 def light_cone(reach: Rows, model: Model) -> Control:
     """The first two layers cannot know what is hidden."""
-    near, far = (float(reach[reach["near"] == near]["varies"].max()) for near in (True, False))
+    near, far = (float(reach["varies"][here].max()) for here in (reach["layer"] < 2, reach["layer"] >= 2))
     return Control(
         "Light cone: in the first memento that is written while the block is hidden, K and V of the first two layers "
         f"are the same retained and computed again, to {near:.1e} of their size (allowed for round-off: "

@@ -5,14 +5,15 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
+from kvprobe.patching.mementos import DONOR, OWN
+from kvprobe.probing.mementos import RESTART, RETAINED
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.memento_toy import Config
-from kvprobe.studies.memento_toy.changing import DONOR, OTHER_DIGITS, OTHER_SUM, OWN
 from kvprobe.studies.memento_toy.closing import BEYOND, EVERYTHING, OPEN, RANDOM, STAND_IN
 from kvprobe.studies.memento_toy.collect import MAIN, UNTRAINED, collect
 from kvprobe.studies.memento_toy.conclude import conclude
-from kvprobe.studies.memento_toy.probes import LINEAR, MLP, RESTART, RETAINED
+from kvprobe.studies.memento_toy.probes import LINEAR, MLP
 from kvprobe.wording import formatted, percent, plain, points, share, signed
 
 ARMS = {RETAINED: Style(ARM_COLOURS["masked"]), RESTART: Style(ARM_COLOURS["restart"], "s")}
@@ -133,8 +134,8 @@ STUDY = Study(
         "layer": lambda layer: f"layer {layer}",
         "condition": {
             OWN: "as it was",
-            OTHER_DIGITS: "other digits that fit the text",
-            OTHER_SUM: "digits of another sum than the text states",
+            "digits": "other digits that fit the text",
+            "sum": "digits of another sum than the text states",
             DONOR: "the same, with the text that fits them",
         },
         "state": {

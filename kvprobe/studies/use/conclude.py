@@ -7,6 +7,7 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM, RANDOM_0
 from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
@@ -15,14 +16,13 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
 from kvprobe.studies.use import Config
-from kvprobe.studies.use.collect import cases_of, chosen_places
+from kvprobe.studies.use.collect import chosen_places
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, STRENGTHS, SWAP
-from kvprobe.studies.use.fit import INLP, LEACE, RANDOM, RANDOM_0, SHRINKAGE
+from kvprobe.studies.use.places import DIGITS, SHRINKAGE, cases_of
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
-CHANCE = 0.1
 NEAR = 0.15
 """Share of digits up to which a probe's accuracy counts as near chance."""
 SLACK = 100
@@ -81,7 +81,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     ways = tuple(way.keys["view"] for way in findings.where("way") if way.value.above())
     turned = Ratio(name="turned", of="moved", over="way", by=EDIT, where={**SWAPPED, "view": ways})
     findings.extend(measure(edits, [turned]))
-    findings.number("chance", CHANCE)
+    findings.number("chance", 1 / DIGITS)
     add_sizes(findings, tables["erasers"])
     count = int(edits["sample"].nunique())
     replies = tables["replies"].assign(name=tables["replies"]["name"].replace({RANDOM_0: RANDOM}))

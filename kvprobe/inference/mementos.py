@@ -1,14 +1,15 @@
-"""Traces on their way through caches: blocks are read, summed up by mementos, and hidden.
+"""Traces of `kvprobe.tasks.mementos` on their way through caches: blocks are read, summed up by mementos, and hidden.
 
-All traces of a recipe have the same layout, so they are rows of one batch, and a trace is tokenised by looking up its
-words.
+Mementos are `retained`, computed in view of their block, `restarted`, computed again without hidden blocks, or
+`stood_in`, computed in view of other blocks. All traces of a batch have the same layout, so that a trace is tokenised
+by looking up its words.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
@@ -20,6 +21,7 @@ from kvprobe.text.tokens import Tokens
 Edit = Callable[[int, KVCache], KVCache]
 """What is done to the cache once a memento of this number has been written."""
 Vectors = Float[Tensor, "layers 2 rows slots width"]
+"""K and V, KV heads side by side."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Written:
 
 
 def vectors_of(number: int, cache: KVCache) -> Vectors:
-    """K and V in the slots of a memento, KV heads side by side."""
+    """K and V in the slots of a memento."""
     where = cache.ledger.in_segments([memento_name(number)])[0]
     pairs = zip(cache.keys, cache.values, strict=True)
     return torch.stack([torch.stack([heads[:, :, where].transpose(1, 2).flatten(2) for heads in of]) for of in pairs])
@@ -54,8 +56,8 @@ def unchanged(_: int, cache: KVCache) -> KVCache:
     return cache
 
 
-def rows_of(model: Model, traces: Sequence[Trace]) -> list[Tokens]:
-    """The tokens of traces of one layout.
+def token_rows(model: Model, traces: Sequence[Trace]) -> list[Tokens]:
+    """The tokens of traces of one layout, a row each.
 
     Raises:
         UserError: the tokenizer does not make one token of each word.
@@ -84,7 +86,11 @@ def memento(rows: Sequence[Tokens], number: int) -> list[Tokens]:
 
 
 def retained(model: Model, rows: Sequence[Tokens], keep: int, last: int, edit: Edit = unchanged) -> Iterator[Written]:
-    """Mementos 1 to `last`; each block is hidden as soon as it has a memento and `keep` later blocks have one, too."""
+    """Mementos 1 to `last`; each block is hidden as soon as it has a memento and `keep` later blocks have one, too.
+
+    Args:
+        edit: what is done to each memento before the next block is read.
+    """
     cache = model.prefill(piece(rows, 0, 0))
     for number in range(1, last + 1):
         cache, likeliest = _read(model, cache, piece(rows, number, number))
@@ -132,7 +138,3 @@ def _read(model: Model, cache: KVCache, text: list[Tokens]) -> tuple[KVCache, Bo
     cache, logits = model.extend(cache, text, logits=PLACES + 1)
     stated = torch.tensor([row.ids[-PLACES:] for row in text], device=logits.device)
     return cache, logits[:, :PLACES].argmax(-1) == stated
-
-
-def digits_of(traces: Sequence[Trace], block: int) -> Int[Tensor, "digits rows"]:
-    return torch.tensor([trace.blocks[block - 1] for trace in traces]).T.contiguous()
