@@ -22,7 +22,7 @@ from kvprobe.studies.policies import Config
 from kvprobe.studies.policies import collect as collecting
 from kvprobe.studies.policies.collect import FULL
 from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets
-from kvprobe.studies.policies.study import STUDY, STYLES
+from kvprobe.studies.policies.study import STUDY
 from kvprobe.tasks.instructions import needle_question
 from kvprobe.text.tokens import Tokens
 from tests.studies.runs import assert_figures, in_steps, page_of
@@ -204,11 +204,6 @@ def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memor
     assert set(findings.values("gain", "level")) == {20, 50}
     comparisons = {finding.comparisons for finding in findings.where("gain")}
     assert comparisons == {len(findings.where("gain", baseline="random"))} == {72}
-
-
-def test_every_named_policy_has_a_line_style_of_its_own():
-    assert STYLES.keys() == CATALOGUE.keys()
-    assert len(set(STYLES.values())) == len(STYLES)
 
 
 def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):

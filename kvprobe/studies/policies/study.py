@@ -9,7 +9,7 @@ from kvprobe.policies.catalogue import CATALOGUE, SINKS
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots import styled
 from kvprobe.report.plots.figure import Labels
-from kvprobe.report.plots.lines import Style
+from kvprobe.report.plots.policies import POLICY_STYLES
 from kvprobe.report.plots.tradeoff import Tradeoff
 from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import FULL, collect
@@ -22,22 +22,6 @@ PANELS = {
     "code": "digits of the hidden code recalled (share)",
     "instructions": "instructions followed (share)",
 }
-STYLES = {
-    "sliding": Style("#56b4e9", "v"),
-    "sinks": Style("#0072b2"),
-    "sinks-gapped": Style("#0072b2", "s", "--"),
-    "random": Style("#7f7f7f", "x"),
-    "random-heads": Style("#7f7f7f", "+", "--"),
-    "random-sinks": Style("#7f7f7f", "o", ":"),
-    "h2o": Style("#009e73", "^"),
-    "tova": Style("#cc79a7", "D"),
-    "snapkv": Style("#d55e00"),
-    "pyramidkv": Style("#d55e00", "s", "--"),
-    "adakv": Style("#d55e00", "^", ":"),
-    "quantise": Style("#000000", "*", ""),
-    "sinks-quantised": Style("#e69f00", "P"),
-}
-"""A style for each entry of `kvprobe.policies.catalogue.CATALOGUE`."""
 
 
 class InstructionsByPlace:
@@ -124,7 +108,7 @@ STUDY = Study(
             line="kind",
             panels=PANELS,
             logarithmic="kl",
-            styles=STYLES,
+            styles=POLICY_STYLES,
             full={"kind": FULL, "level": 100},
             level="chance",
             shaded="random",
